@@ -1,0 +1,64 @@
+# Everything runs from .venv; needs only python3 (>= 3.11) with pip.
+PYTHON   ?= python3
+# More arguments for pip, e.g. an index with CPU-only wheels of torch.
+PIP_ARGS ?=
+# Yardsticks shared between checkouts: reference benchmarks and conformance cases.
+SHARED   ?= ../shared
+export SHARED
+
+BIN   := .venv/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := .venv/.installed
+
+# Ranks are processes or threads already: more threads inside each operation only fight for the cores.
+ONE_THREAD := OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long lint format bench conformance clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP)  ## make .venv and install everything into it
+
+# Debian ships python3 without ensurepip unless python3-venv is installed: then the system's pip fills the venv.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv .venv || { $(PYTHON) -m venv --clear --without-pip .venv && \
+	  $(PYTHON) -m pip --python $(BIN)/python install pip; }
+
+# torch first and alone: the large download is kept when a later step fails.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install $(PIP_ARGS) "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup  ## train a small model on 2 x 2 processes and compare it with one device
+	$(ONE_THREAD) $(BIN)/meshwright train --mesh dp=2,tp=2 --steps 50 --verify
+
+test: setup  ## the tests
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-long: setup  ## the long sweeps
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m long
+
+lint: setup  ## ruff, mypy and the order of the layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layering.py
+
+format: setup  ## let ruff format and fix what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup  ## the benchmarks
+	$(BIN)/python bench/run_all.py
+
+conformance: setup  ## the comparison with reference cases
+	$(BIN)/python conformance/run.py
+
+clean:  ## remove .venv, caches and outputs
+	rm -rf .venv build dist runs bench/out conformance/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

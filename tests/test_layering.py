@@ -1,0 +1,147 @@
+"""The order of the layers: a module imports only from layers above its own (docs/design.md, "Layers")."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+FACADE = "meshwright"  # `import meshwright` pulls everything in: only what comes after it may do so
+LAYERS = (
+    *("errors", "mesh", "layout", "runtime", "rules", "collective", "convert", "cost", "reshard"),
+    *("dispatch", "tensor", "shard", "program", "passes", "explain", "testing"),
+    *(FACADE, "train", "cli", "__main__"),
+)
+# collective moves the data; mesh and tensor meet DeviceMesh and DTensor; cli and train start and end the processes
+USE_TORCH_DISTRIBUTED = {"collective", "mesh", "tensor", "train", "cli"}
+READ_ENVIRONMENT = {"cli", "runtime"}  # runtime: RANK, WORLD_SIZE, MASTER_* as torchrun sets them
+TORCH_DISTRIBUTED = ("torch.distributed", "torch._C._distributed_c10d")
+ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "sys.argv")
+
+SOURCE = Path(__file__).parents[1] / "src" / FACADE
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, in functions too, but not what stands under `if TYPE_CHECKING:`."""
+    yield node
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        children = list(node.orelse)
+    for child in children:
+        yield from walk(child)
+
+
+def used_names(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import and each attribute access; a relative import is made absolute."""
+    for node in walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = (
+                module.split(".")[: len(module.split(".")) + is_package - node.level] if node.level else []
+            )
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
+def under(name: str, roots: tuple[str, ...]) -> bool:
+    return any(name == root or name.startswith(root + ".") for root in roots)
+
+
+def layer_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else FACADE
+
+
+def violations(source: Path) -> list[str]:
+    """What breaks the order in the package at `source`, one line each."""
+    files = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        files[".".join((FACADE, *(part for part in parts if part != "__init__")))] = path
+
+    found: list[str] = []
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        layer, graph[module] = layer_of(module), set()
+        if layer not in LAYERS:
+            found.append(
+                f"{module}: unknown layer {layer!r}: give it a place in LAYERS of tests/test_layering.py"
+            )
+            continue
+        if module == FACADE:
+            continue
+        for line, name in used_names(ast.parse(path.read_text()), module, path.name == "__init__.py"):
+            where = f"{path.relative_to(source.parent)}:{line}"
+            if under(name, TORCH_DISTRIBUTED) and layer not in USE_TORCH_DISTRIBUTED:
+                found.append(f"{where}: {layer} uses {name}; only {sorted(USE_TORCH_DISTRIBUTED)} may")
+            if under(name, ENVIRONMENT) and layer not in READ_ENVIRONMENT:
+                found.append(f"{where}: {layer} reads {name}; only {sorted(READ_ENVIRONMENT)} may")
+            while under(name, (FACADE,)) and name not in files:
+                name = name.rpartition(".")[0]  # from a name inside a module to the module
+            if name not in files or name == module:
+                continue
+            graph[module].add(name)
+            target = layer_of(name)
+            if target in LAYERS and LAYERS.index(target) > LAYERS.index(layer):
+                found.append(f"{where}: {layer} imports {name}, which comes later in LAYERS")
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found.append(f"import cycle: {' <- '.join(error.args[1])}")
+    return list(dict.fromkeys(found))
+
+
+def test_imports_go_only_upwards() -> None:
+    assert (SOURCE / "__init__.py").exists(), "nothing to check"
+    found = violations(SOURCE)
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "report"),
+    [
+        ("layout.py", "from meshwright.tensor import DistTensor", "layout imports meshwright.tensor"),
+        (
+            "layout.py",
+            "def f():\n    from .rules import core",
+            "layout.py:2: layout imports meshwright.rules.core",
+        ),
+        ("rules/core.py", "from .. import tensor", "rules imports meshwright.tensor"),
+        ("rules/core.py", "from ..tensor import DistTensor", "rules imports meshwright.tensor"),
+        ("rules/core.py", "import meshwright as mw", "rules imports meshwright, which comes later"),
+        ("rules/core.py", "from . import matmul", "import cycle: "),
+        ("layout.py", "import torch.distributed as dist", "layout uses torch.distributed"),
+        ("layout.py", "from torch import distributed", "layout uses torch.distributed"),
+        (
+            "layout.py",
+            "import torch\ntorch.distributed.get_rank()",
+            "layout.py:2: layout uses torch.distributed",
+        ),
+        ("train/loop.py", "import os\nos.environ['RANK']", "train reads os.environ"),
+        ("train/loop.py", "from sys import argv", "train reads sys.argv"),
+        ("helpers.py", "", "unknown layer 'helpers': give it a place in LAYERS"),
+        ("tensor.py", "from meshwright.layout import Layout\nfrom .rules.matmul import linear", None),
+        ("rules/__init__.py", "from . import core, matmul", None),
+        ("layout.py", "if TYPE_CHECKING:\n    from meshwright.tensor import DistTensor", None),
+        ("train/loop.py", "import meshwright as mw\nimport torch.distributed", None),
+        ("collective.py", "import torch.distributed as dist", None),
+        ("runtime.py", "import os\nos.environ.get('RANK')", None),
+    ],
+)
+def test_a_wrong_import_is_reported(tmp_path: Path, path: str, text: str, report: str | None) -> None:
+    tree = dict.fromkeys(["__init__.py", "layout.py", "tensor.py", "rules/__init__.py", "rules/core.py"], "")
+    tree |= {"rules/matmul.py": "from meshwright.rules import core", path: text}
+    for name, content in tree.items():
+        file = tmp_path / FACADE / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    found = violations(tmp_path / FACADE)
+    if report is None:
+        assert not found
+    else:
+        assert any(report in line for line in found), found
