@@ -30,7 +30,7 @@ def is_run(code: str) -> bool:
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    # A module with the page as its file, and code at its own lines: tracebacks and inspect.getsource find the text.
+    # The page is the module's file and code keeps its lines: tracebacks and inspect.getsource find the text.
     module = types.ModuleType(f"page_{page.stem}")
     module.__file__ = str(page)
     monkeypatch.setitem(sys.modules, module.__name__, module)
