@@ -1,0 +1,47 @@
+"""Collectives: the only place that moves data between ranks, real or simulated.
+
+Plain functions over a ``Group``.  They work on values: inputs are detached, no graph is recorded; autograd is
+the business of ``convert``.  What backends lack is hidden here: uneven parts, other dims than 0, ``avg`` and
+small dtypes on gloo, reduce-scatter on gloo (there an all-reduce is faster than gloo's own emulation).
+
+Whether a collective moves anything is decided from sizes that all ranks know, never from the local part
+alone: a rank with an empty part must still take part.
+"""
+
+from __future__ import annotations
+
+from .groups import Group, connect, group, override_group
+from .ops import (
+    all_gather,
+    all_gather_async,
+    all_gather_object,
+    all_reduce,
+    all_reduce_async,
+    all_to_all,
+    barrier,
+    broadcast,
+    counting,
+    reduce_scatter,
+    reduce_scatter_async,
+)
+from .wire import OPS, Pending
+
+__all__ = [
+    "OPS",
+    "Group",
+    "Pending",
+    "all_gather",
+    "all_gather_async",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_async",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "connect",
+    "counting",
+    "group",
+    "override_group",
+    "reduce_scatter",
+    "reduce_scatter_async",
+]

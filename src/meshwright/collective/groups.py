@@ -1,0 +1,167 @@
+"""Groups of ranks: made once per mesh and axes, for real or simulated ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import runtime
+from ..errors import CollectiveError
+from ..mesh import Mesh
+
+
+class Group:
+    """The ranks that one collective joins.
+
+    Attributes:
+        ranks: their global ranks; position in this tuple is the position in the group.
+        size: how many they are.
+        index: own position.
+        axes: names of the mesh axes that the group spans, for the accounts.
+        device: type of the device whose tensors it moves.
+        pg: torch's ProcessGroup; None if the group is simulated or has one rank.
+    """
+
+    __slots__ = ("axes", "device", "index", "pg", "plain", "ranks", "scatters", "size")
+
+    def __init__(
+        self, ranks: tuple[int, ...], index: int, axes: tuple[str, ...], device: str, pg: Any = None
+    ) -> None:
+        self.ranks, self.index, self.axes, self.device, self.pg = ranks, index, axes, device, pg
+        self.size = len(ranks)
+        # A Python subclass need only have allreduce, allgather and broadcast.
+        self.plain = type(pg) is dist.ProcessGroup
+        self.scatters = self.plain and _backend_name(pg, device) != "gloo"
+
+    @classmethod
+    def from_process_group(
+        cls, pg: dist.ProcessGroup, *, axes: tuple[str, ...] = (), device: str = "cpu"
+    ) -> Group:
+        """Wrap a ProcessGroup, which may be a Python subclass with ``allreduce`` (and, for the other
+        collectives, ``allgather`` and ``broadcast``) only.
+
+        A group that torch does not know gets the ranks ``0..size-1``.
+        """
+        try:
+            ranks = tuple(dist.get_process_group_ranks(pg))
+        except (KeyError, ValueError, RuntimeError):
+            ranks = tuple(range(pg.size()))
+        return cls(ranks, pg.rank(), axes, device, pg)
+
+    def __repr__(self) -> str:
+        return f"Group({','.join(self.axes) or 'no axis'}, ranks={self.ranks}, index={self.index})"
+
+
+def _backend_name(pg: Any, device: str) -> str:
+    try:
+        return str(pg._get_backend(torch.device(device)).name()).lower()
+    except RuntimeError:  # no backend for this device: torch will say so when the group is used
+        return ""
+
+
+def group(mesh: Mesh, axes: tuple[int, ...]) -> Group:
+    """The group of this rank over the given axes (indices) of ``mesh``; the same object at each call.
+
+    Made at the first use, and then by all ranks of the mesh together: call it in the same order everywhere.
+
+    Raises:
+        MeshError: this rank is not in the mesh, or no such axis.
+        CollectiveError: there are no ranks to talk to.
+    """
+    groups = runtime.RT.groups
+    try:
+        found: Group = groups[mesh, axes]
+    except KeyError:
+        ordered = tuple(sorted({mesh.axis_index(a) for a in axes}))
+        found = groups.get((mesh, ordered)) or _make_group(mesh, ordered)
+        groups[mesh, axes] = groups[mesh, ordered] = found
+    return found
+
+
+def _make_group(mesh: Mesh, axes: tuple[int, ...]) -> Group:
+    rt = runtime.RT
+    ranks = mesh.group_ranks(rt.rank, axes)
+    names = tuple(mesh.axes[a] for a in axes)
+    pg = None
+    if rt.sim is None and len(ranks) > 1:
+        _need_processes(mesh)
+        pg = _process_group(mesh, axes)
+    return Group(ranks, ranks.index(rt.rank), names, mesh.device, pg)
+
+
+def _need_processes(mesh: Mesh) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise CollectiveError(
+            f"{mesh!r} has {mesh.size} ranks but this is a single process: start it with torchrun and call "
+            "init_mesh, or run the function on simulated ranks with simulate(fn, mesh)"
+        )
+
+
+def _process_group(mesh: Mesh, axes: tuple[int, ...]) -> Any:
+    """This rank's torch ProcessGroup over ``axes``, made by all ranks of the mesh together."""
+    parts = tuple(dict.fromkeys(mesh.group_ranks(r, axes) for r in mesh.ranks))
+    made: dict[Any, Any] = runtime.RT.groups
+    key = ("process group", parts)  # shared by all meshes that split the ranks alike
+    if key not in made:
+        made[key] = _new_group(parts)
+    return made[key]
+
+
+def _new_group(parts: tuple[tuple[int, ...], ...]) -> Any:
+    rank, world = runtime.RT.rank, dist.get_world_size()
+    own = None
+    # torch wants every rank of the world to make every group, in one order; but ranks outside the mesh are
+    # not here to do so, and then each group is made by its members alone.
+    apart = sum(map(len, parts)) < world
+    for ranks in parts:
+        if ranks == tuple(range(world)):
+            pg = dist.group.WORLD
+        elif apart and rank not in ranks:
+            continue
+        else:
+            pg = dist.new_group(list(ranks), use_local_synchronization=apart, sort_ranks=False)
+        if rank in ranks:
+            own = pg
+    return own
+
+
+def connect(mesh: Mesh) -> None:
+    """Make the process groups of all single axes and of the whole mesh; all its ranks call it together.
+
+    A no-op for simulated ranks, and on a rank outside the mesh.
+
+    Raises:
+        CollectiveError: ``torch.distributed`` is not initialised, or has fewer ranks than the mesh.
+    """
+    if runtime.RT.sim is not None or mesh.size == 1:
+        return
+    _need_processes(mesh)
+    world = dist.get_world_size()
+    if max(mesh.ranks) >= world:
+        raise CollectiveError(f"{mesh!r} names rank {max(mesh.ranks)} but there are {world} processes")
+    if runtime.RT.rank not in mesh.ranks:
+        return
+    for axes in (*((a,) for a in range(mesh.ndim)), tuple(range(mesh.ndim))):
+        if math.prod(mesh.sizes[a] for a in axes) > 1:
+            _process_group(mesh, axes)
+
+
+def override_group(mesh: Mesh, axes: tuple[int, ...], pg: dist.ProcessGroup) -> Group:
+    """From now on use ``pg`` (a user's own ProcessGroup) for these axes of ``mesh``; returns the group.
+
+    Raises:
+        CollectiveError: its size differs from that of the axes.
+    """
+    ordered = tuple(sorted({mesh.axis_index(a) for a in axes}))
+    ranks = mesh.group_ranks(runtime.RT.rank, ordered)
+    names = tuple(mesh.axes[a] for a in ordered)
+    if pg.size() != len(ranks):
+        raise CollectiveError(
+            f"the process group has {pg.size()} ranks but {', '.join(names)} of {mesh!r} has {len(ranks)}"
+        )
+    made = Group(ranks, pg.rank(), names, mesh.device, pg)
+    runtime.RT.groups[mesh, axes] = runtime.RT.groups[mesh, ordered] = made
+    return made

@@ -1,0 +1,444 @@
+"""The collectives."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions
+
+from .. import runtime
+from ..errors import CollectiveError
+from ..simulation import Call
+from .groups import Group
+from .wire import (
+    BASIC,
+    EXCHANGE,
+    GATHER,
+    MOVABLE,
+    REDUCE,
+    REDUCIBLE,
+    SCATTER,
+    Pending,
+    Sizes,
+    as_bytes,
+    carrier,
+    check_sizes,
+    checked_dim,
+    even,
+    from_wire,
+    numel,
+    reduced,
+    resized,
+    to_wire,
+    wire_op,
+)
+
+
+@contextmanager
+def counting() -> Iterator[runtime.Counts]:
+    """Count the collectives of this rank inside the block; the counts are filled in when it ends."""
+    before = runtime.RT.counts.copy()
+    made = runtime.Counts()
+    try:
+        yield made
+    finally:
+        made.table = runtime.RT.counts.since(before).table
+
+
+def _meet(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
+    sim = runtime.RT.sim
+    if sim is None:
+        raise CollectiveError(f"{group!r} belongs to a simulation that has ended")
+    return sim.meet(group.ranks, call, t, compute)
+
+
+# -- all-reduce ------------------------------------------------------------------------------------------
+
+
+def all_reduce(t: Tensor, op: str, group: Group, *, out_of_place: bool = True) -> Tensor:
+    """The reduction of ``t`` (same shape on all ranks) over the group, on every rank.
+
+    Args:
+        op: one of ``sum``, ``avg``, ``max``, ``min``, ``product``, and for bool ``any``, ``all``.
+        out_of_place: False: the result is written to ``t``, which is returned.
+
+    Raises:
+        CollectiveError: the op has no meaning for the dtype.
+        DesyncError: the ranks disagree (simulated ranks only: real ones cannot know).
+    """
+    if group.size == 1:
+        return t
+    return _start_all_reduce(t, op, group, out_of_place, True).wait()
+
+
+def all_reduce_async(t: Tensor, op: str, group: Group) -> Pending:
+    """As ``all_reduce`` in place on ``t``, without waiting."""
+    if group.size == 1:
+        return Pending(None, t)
+    return _start_all_reduce(t, op, group, False, False)
+
+
+def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool) -> Pending:
+    n = group.size
+    x = t.detach() if t.requires_grad else t
+    dtype, nbytes = x.dtype, x.nbytes
+    direct = dtype in REDUCIBLE and op in BASIC
+    if not direct:
+        carrier(dtype, op)  # complain before any rank acts
+    runtime.RT.counts.add("all_reduce", group.axes, 2 * (n - 1) * nbytes // n)
+    if group.pg is None:
+        call = Call("all_reduce", op, dtype, tuple(x.shape))
+        out = _meet(group, call, x, lambda parts: _copies(reduced(parts, op), n))
+        return Pending(None, out if fresh else _into(t, out))
+    if not nbytes:  # same shape everywhere: nothing moves on any rank
+        return Pending(None, x.clone() if fresh else t)
+    wire = x if direct else to_wire(x, op)
+    if fresh and (wire is x or dtype.is_complex):
+        wire = _fresh(wire)
+    elif not wire.is_contiguous():
+        wire = wire.contiguous()
+    work = group.pg.allreduce([wire], REDUCE[sync][wire_op(dtype, op)])
+    if direct and (fresh or wire is x):
+        return Pending(work, wire if fresh else t)
+
+    def finish(filled: Tensor) -> Tensor:
+        value = from_wire(filled, dtype, op, n)
+        return value if fresh else _into(t, value)
+
+    return Pending(work, wire, finish)
+
+
+def _into(t: Tensor, value: Tensor) -> Tensor:
+    if t is not value:
+        t.detach().copy_(value)
+    return t
+
+
+def _copies(t: Tensor, n: int) -> list[Tensor]:
+    """One tensor per simulated rank: nobody may write into another rank's result."""
+    return [t, *(t.clone() for _ in range(n - 1))]
+
+
+# -- all-gather ------------------------------------------------------------------------------------------
+
+
+def all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
+    """The parts of all ranks, concatenated along ``dim``.
+
+    Args:
+        t: own part; its shape equals that of the others but for ``dim``.
+        sizes: length of each rank's part along ``dim``; may differ and may be 0.
+
+    Raises:
+        CollectiveError: ``sizes`` does not fit the group or ``t``.
+        DesyncError: the ranks disagree (simulated ranks only).
+    """
+    return _start_all_gather(t, dim, sizes, group, True).wait()
+
+
+def all_gather_async(t: Tensor, dim: int, sizes: Sizes, group: Group) -> Pending:
+    """As ``all_gather``, without waiting: ``t`` must not change until then."""
+    return _start_all_gather(t, dim, sizes, group, False)
+
+
+def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: bool) -> Pending:
+    n = group.size
+    dim = checked_dim(t, dim, "all_gather")
+    check_sizes("all_gather", "sizes", sizes, group, sizes[min(group.index, len(sizes) - 1)], t.shape[dim])
+    if n == 1:
+        return Pending(None, t)
+    x = t.detach() if t.requires_grad else t
+    full = resized(x.shape, dim, sum(sizes))
+    nbytes = math.prod(full) * x.element_size()
+    runtime.RT.counts.add("all_gather", group.axes, (n - 1) * nbytes // n)
+    if group.pg is None:
+        args = (("dim", dim), ("sizes", tuple(sizes)))
+        call = Call("all_gather", "", x.dtype, tuple(x.shape), args, (dim,))
+        return Pending(None, _meet(group, call, x, lambda parts: _copies(torch.cat(parts, dim), n)))
+    if not nbytes:
+        return Pending(None, x.new_empty(full))
+    if x.dtype not in MOVABLE:
+        dtype = x.dtype
+        work, out, finish = _gather_parts(as_bytes(x), dim, sizes, group, sync)
+        return Pending(work, out, lambda o: finish(o).view(dtype).squeeze(-1))
+    return Pending(*_gather_parts(x, dim, sizes, group, sync))
+
+
+def _gather_parts(
+    x: Tensor, dim: int, sizes: Sizes, group: Group, sync: bool
+) -> tuple[Any, Tensor, Callable[[Tensor], Tensor]]:
+    """Start it: (work, buffer, function from the filled buffer to the result)."""
+    n, shape = group.size, tuple(x.shape)
+    x = x.contiguous()
+    if even(sizes):
+        out = x.new_empty((n * shape[0], *shape[1:]))
+        work = _gather_flat(out, x, group, sync)
+        if dim == 0:
+            return work, out, _same
+        full = resized(shape, dim, sum(sizes))
+        return work, out, lambda o: o.view(n, *shape).movedim(0, dim).reshape(full)
+    # Uneven: each part is sent flat, padded to the largest; the padding is never read.
+    numels = [numel(shape, dim, s) for s in sizes]
+    longest = max(numels)
+    padded = x.view(-1)
+    if x.numel() < longest:
+        padded = x.new_empty(longest)
+        padded[: x.numel()] = x.view(-1)
+    out = x.new_empty(n * longest)
+
+    def cut(o: Tensor) -> Tensor:
+        rows = o.view(n, longest)
+        parts = [rows[i, : numels[i]].view(resized(shape, dim, s)) for i, s in enumerate(sizes)]
+        return torch.cat(parts, dim)
+
+    return _gather_flat(out, padded, group, sync), out, cut
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _gather_flat(out: Tensor, x: Tensor, group: Group, sync: bool) -> Any:
+    if group.plain:
+        return group.pg._allgather_base(out, x, GATHER[sync])
+    return group.pg.allgather([list(out.view(group.size, *x.shape).unbind(0))], [x], GATHER[sync])
+
+
+# -- reduce-scatter --------------------------------------------------------------------------------------
+
+
+def reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Group) -> Tensor:
+    """This rank's part, along ``dim``, of the reduction of ``t`` over the group.
+
+    Args:
+        t: same shape on all ranks; its length along ``dim`` is ``sum(sizes)``.
+        sizes: length of each rank's part; may differ and may be 0.
+        op: as for ``all_reduce``.
+
+    Raises:
+        CollectiveError: ``sizes`` does not fit, or the op has no meaning for the dtype.
+        DesyncError: the ranks disagree (simulated ranks only).
+    """
+    return _start_reduce_scatter(t, dim, sizes, op, group, True).wait()
+
+
+def reduce_scatter_async(t: Tensor, dim: int, sizes: Sizes, op: str, group: Group) -> Pending:
+    """As ``reduce_scatter``, without waiting: ``t`` must not change until then."""
+    return _start_reduce_scatter(t, dim, sizes, op, group, False)
+
+
+def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Group, sync: bool) -> Pending:
+    n = group.size
+    dim = checked_dim(t, dim, "reduce_scatter")
+    check_sizes("reduce_scatter", "sizes", sizes, group, sum(sizes), t.shape[dim])
+    if n == 1:
+        return Pending(None, t)
+    x = t.detach() if t.requires_grad else t
+    dtype = x.dtype
+    carrier(dtype, op)  # complain before any rank acts
+    runtime.RT.counts.add("reduce_scatter", group.axes, (n - 1) * x.nbytes // n)
+    if group.pg is None:
+        call = Call("reduce_scatter", op, dtype, tuple(x.shape), (("dim", dim), ("sizes", tuple(sizes))))
+        return Pending(None, _meet(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))
+    own = sizes[group.index]
+    if not x.nbytes:
+        return Pending(None, x.new_empty(resized(x.shape, dim, own)))
+    wire = to_wire(x, op)
+    backend_op = wire_op(dtype, op)
+    if not group.scatters:
+        if wire is x or dtype.is_complex:
+            wire = _fresh(wire)
+        wire = wire.contiguous()
+        work = group.pg.allreduce([wire], REDUCE[sync][backend_op])
+        # A copy, so that the part does not keep the whole alive.
+        part = wire.narrow(dim, sum(sizes[: group.index]), own)
+        return Pending(work, part, lambda o: from_wire(_fresh(o), dtype, op, n))
+    packed, longest = _packed(wire, dim, sizes)
+    out = wire.new_empty(longest)
+    shape = resized(wire.shape, dim, own)
+    work = group.pg._reduce_scatter_base(out, packed, SCATTER[sync][backend_op])
+    return Pending(work, out, lambda o: from_wire(o[: math.prod(shape)].view(shape), dtype, op, n))
+
+
+def _fresh(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _split(t: Tensor, dim: int, sizes: Sizes) -> list[Tensor]:
+    """The parts of ``t`` along ``dim``, as tensors of their own."""
+    return [_fresh(part) for part in t.split(list(sizes), dim)]
+
+
+def _packed(t: Tensor, dim: int, sizes: Sizes) -> tuple[Tensor, int]:
+    """The parts along ``dim`` one after the other, flat, each padded to the largest; and that length."""
+    n, longest = len(sizes), numel(t.shape, dim, max(sizes))
+    if even(sizes):
+        if dim == 0:
+            return t.contiguous().view(-1), longest
+        return t.unflatten(dim, (n, sizes[0])).movedim(dim, 0).reshape(-1), longest
+    rows = t.new_zeros(n, longest)
+    for row, part in zip(rows, t.split(list(sizes), dim), strict=True):
+        row[: part.numel()] = part.reshape(-1)
+    return rows.view(-1), longest
+
+
+# -- all-to-all ------------------------------------------------------------------------------------------
+
+
+def all_to_all(
+    t: Tensor, split_dim: int, split_sizes: Sizes, concat_dim: int, concat_sizes: Sizes, group: Group
+) -> Tensor:
+    """Part j of ``t`` along ``split_dim`` goes to rank j; what comes in is concatenated along ``concat_dim``.
+
+    Args:
+        t: length ``sum(split_sizes)`` along ``split_dim``, and ``concat_sizes[index]`` along ``concat_dim``.
+        split_sizes: length of the part for each rank; may differ and may be 0.
+        concat_sizes: length along ``concat_dim`` of what each rank sends.
+
+    Returns:
+        Length ``split_sizes[index]`` along ``split_dim`` and ``sum(concat_sizes)`` along ``concat_dim``.
+
+    Raises:
+        CollectiveError: the sizes do not fit, or both dims are the same.
+        DesyncError: the ranks disagree (simulated ranks only).
+    """
+    n, me = group.size, group.index
+    split_dim = checked_dim(t, split_dim, "all_to_all")
+    concat_dim = checked_dim(t, concat_dim, "all_to_all")
+    if split_dim == concat_dim:
+        raise CollectiveError(f"all_to_all: split and concatenation are both along dim {split_dim}")
+    check_sizes("all_to_all", "split_sizes", split_sizes, group, sum(split_sizes), t.shape[split_dim])
+    own = concat_sizes[min(me, len(concat_sizes) - 1)]
+    check_sizes("all_to_all", "concat_sizes", concat_sizes, group, own, t.shape[concat_dim])
+    if n == 1:
+        return t
+    x = t.detach() if t.requires_grad else t
+    runtime.RT.counts.add("all_to_all", group.axes, (n - 1) * x.nbytes // n)
+    if group.pg is None:
+        args = (
+            ("split_dim", split_dim),
+            ("split_sizes", tuple(split_sizes)),
+            ("concat_dim", concat_dim),
+            ("concat_sizes", tuple(concat_sizes)),
+        )
+        call = Call("all_to_all", "", x.dtype, tuple(x.shape), args, (concat_dim,))
+
+        def exchange(parts: list[Tensor]) -> list[Tensor]:
+            pieces = [p.split(list(split_sizes), split_dim) for p in parts]
+            return [torch.cat([row[j] for row in pieces], concat_dim) for j in range(n)]
+
+        received: Tensor = _meet(group, call, x, exchange)
+        return received
+    if not numel(x.shape, concat_dim, sum(concat_sizes)):
+        shape = resized(x.shape, split_dim, split_sizes[me])
+        return x.new_empty(resized(shape, concat_dim, sum(concat_sizes)))
+    if x.dtype in MOVABLE:
+        return _exchange(x, split_dim, split_sizes, concat_dim, concat_sizes, group)
+    raw = _exchange(as_bytes(x), split_dim, split_sizes, concat_dim, concat_sizes, group)
+    return raw.view(x.dtype).squeeze(-1)
+
+
+def _exchange(
+    x: Tensor, split_dim: int, split_sizes: Sizes, concat_dim: int, concat_sizes: Sizes, group: Group
+) -> Tensor:
+    shape = resized(x.shape, split_dim, split_sizes[group.index])
+    if not group.plain:  # a Python group: gather everything, keep the own slice
+        whole = _gather_now(x, concat_dim, concat_sizes, group)
+        start = sum(split_sizes[: group.index])
+        return whole.narrow(split_dim, start, split_sizes[group.index]).contiguous()
+    if split_dim == 0:
+        flat = x.contiguous().view(-1)
+    else:
+        flat = torch.cat([part.reshape(-1) for part in x.split(list(split_sizes), split_dim)])
+    outgoing = [numel(x.shape, split_dim, s) for s in split_sizes]
+    incoming = [numel(shape, concat_dim, s) for s in concat_sizes]
+    out = x.new_empty(sum(incoming))
+    work = group.pg.alltoall_base(out, flat, incoming, outgoing, EXCHANGE[True])
+    if work is not None:
+        work.wait()
+    if concat_dim == 0:
+        return out.view(resized(shape, 0, sum(concat_sizes)))
+    pieces = zip(out.split(incoming), concat_sizes, strict=True)
+    return torch.cat([p.view(resized(shape, concat_dim, s)) for p, s in pieces], concat_dim)
+
+
+def _gather_now(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
+    """``all_gather`` of a dtype that backends move, on real ranks, neither checked nor counted."""
+    return Pending(*_gather_parts(x, dim, sizes, group, True)).wait()
+
+
+# -- broadcast, barrier, objects -------------------------------------------------------------------------
+
+
+def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
+    """The tensor of the rank at position ``src_index``, on every rank, as a new tensor.
+
+    Args:
+        t: same shape and dtype on all ranks; only the value on the source matters.
+
+    Raises:
+        CollectiveError: no such position.
+        DesyncError: the ranks disagree (simulated ranks only).
+    """
+    n = group.size
+    if not 0 <= src_index < n:
+        raise CollectiveError(f"broadcast: no position {src_index} in a group of {n} ranks")
+    if n == 1:
+        return t
+    x = t.detach() if t.requires_grad else t
+    runtime.RT.counts.add("broadcast", group.axes, x.nbytes)
+    if group.pg is None:
+        call = Call("broadcast", "", x.dtype, tuple(x.shape), (("src_index", src_index),))
+        sent: Tensor = _meet(group, call, x, lambda parts: [parts[src_index].clone() for _ in parts])
+        return sent
+    if not x.nbytes:
+        return x.clone()
+    out = x.clone(memory_format=torch.contiguous_format)
+    wire = out if x.dtype in MOVABLE else as_bytes(out)
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = src_index, 0, False
+    work = group.pg.broadcast([wire], options)
+    if work is not None:
+        work.wait()
+    return out if wire is out else wire.view(x.dtype).squeeze(-1)
+
+
+def barrier(group: Group) -> None:
+    """Return when every rank of the group is here.  Not counted."""
+    if group.size == 1:
+        return
+    if group.pg is None:
+        _meet(group, Call("barrier"), None, lambda parts: parts)
+    elif group.plain and not group.scatters:  # gloo
+        group.pg.barrier(BarrierOptions()).wait()
+    else:  # elsewhere a barrier guesses the device
+        t = torch.zeros(1, device=group.device)
+        work = group.pg.allreduce([t], REDUCE[True]["sum"])
+        if work is not None:
+            work.wait()
+        t.item()
+
+
+def all_gather_object(obj: Any, group: Group) -> list[Any]:
+    """The picklable objects of all ranks, in the order of the group; for small metadata.  Not counted.
+
+    A simulated rank gets the other ranks' objects themselves, not copies.
+    """
+    if group.size == 1:
+        return [obj]
+    if group.pg is None:
+        gathered: list[Any] = _meet(
+            group, Call("all_gather_object"), obj, lambda parts: [list(parts) for _ in parts]
+        )
+        return gathered
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(group.device)
+    length = torch.tensor([data.numel()], device=group.device)
+    lengths = [int(v) for v in _gather_now(length, 0, [1] * group.size, group).tolist()]
+    whole = _gather_now(data, 0, lengths, group).cpu()
+    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(lengths)]

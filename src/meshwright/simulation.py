@@ -1,0 +1,296 @@
+"""Simulated ranks: all ranks of a mesh in one process, for notebooks, tests and rule checking.
+
+A thread per rank, and a baton: exactly one thread runs at any time.  The baton is handed on only where ranks
+meet (in a collective) and where a rank ends, in a fixed round robin.  So a run is deterministic, module-level
+state can be swapped at each switch, and a deadlock is a fact to report rather than a time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from . import runtime
+from .errors import CollectiveError, DesyncError, MeshwrightError
+from .mesh import Mesh
+
+READY, WAITING, DONE, FAILED = "ready", "waiting", "done", "failed"
+
+
+class Call(NamedTuple):
+    """A collective as its ranks must agree on it."""
+
+    kind: str
+    op: str = ""
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    args: tuple[tuple[str, Any], ...] = ()
+    free_dims: tuple[int, ...] = ()  # dims of the shape that may differ from rank to rank
+
+    def agrees(self, other: Call) -> bool:
+        """Whether both are the same collective."""
+        if self[:3] != other[:3] or self[4:] != other[4:] or len(self.shape) != len(other.shape):
+            return False
+        pairs = enumerate(zip(self.shape, other.shape, strict=True))
+        return all(a == b or i in self.free_dims for i, (a, b) in pairs)
+
+    def __str__(self) -> str:
+        inner = [self.op] if self.op else []
+        inner += [f"{name}={value}" for name, value in self.args]
+        text = f"{self.kind}({', '.join(inner)})" if inner else self.kind
+        if self.dtype is not None:
+            text += f" of {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return text
+
+
+@dataclass
+class _Meeting:
+    """One collective under way."""
+
+    ranks: tuple[int, ...]
+    calls: dict[int, Call] = field(default_factory=dict)
+    payloads: dict[int, Any] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+    error: str = ""
+
+    def table(self) -> str:
+        """A line per rank: what it called."""
+        return "".join(f"\n  rank {r}: {self.calls[r]}" for r in self.ranks if r in self.calls)
+
+
+class Simulation:
+    """The ranks of one ``simulate`` call and their scheduler."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.ranks = mesh.ranks
+        self.runtimes = {r: runtime.Runtime(r, mesh.size, self) for r in self.ranks}
+        self.state = dict.fromkeys(self.ranks, READY)
+        self.waits: dict[int, _Meeting] = {}  # rank to the meeting that it waits in
+        self.meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.turns = {r: threading.Semaphore(0) for r in self.ranks}
+        start = torch.random.get_rng_state()
+        self.rng = dict.fromkeys(self.ranks, start)
+        self.results: dict[int, Any] = {}
+        self.failures: list[tuple[int, BaseException]] = []
+        self.aborted = ""
+        self.finished = threading.Event()
+        self.switches = 0
+        self.running = self.ranks[0]
+
+    # -- the baton ------------------------------------------------------------------------------------
+
+    def _pass_on(self, rank: int) -> None:
+        """Hand the baton from ``rank`` to the next rank that can run; end the simulation if all ended."""
+        if self.aborted and self.finished.is_set():
+            return  # the caller gave up waiting: the module-level state is the caller's again
+        self.rng[rank] = torch.random.get_rng_state()
+        following = self._next(rank)
+        if following is None and self.waits:
+            table = "".join(
+                f"\n  rank {r}: waits in {m.calls[r]} over ranks {m.ranks}"
+                for r, m in sorted(self.waits.items())
+            )
+            self._break(self.waits, f"deadlock: every rank waits for another one{table}")
+            following = self._next(rank)
+        if following is None:
+            self.finished.set()
+            return
+        self.switches += 1
+        self.running = following
+        runtime.RT = self.runtimes[following]
+        torch.random.set_rng_state(self.rng[following])
+        self.turns[following].release()
+
+    def _next(self, rank: int) -> int | None:
+        at = self.ranks.index(rank)
+        order = self.ranks[at + 1 :] + self.ranks[: at + 1]
+        return next((r for r in order if self.state[r] == READY), None)
+
+    def _break(self, ranks: Sequence[int] | dict[int, _Meeting], error: str) -> None:
+        """Wake the given waiting ranks with a DesyncError."""
+        for r in list(ranks):
+            meeting = self.waits.pop(r)
+            meeting.error = error
+            self.meetings.pop(meeting.ranks, None)
+            self.state[r] = READY
+
+    # -- where ranks meet -----------------------------------------------------------------------------
+
+    def meet(
+        self,
+        ranks: tuple[int, ...],
+        call: Call,
+        payload: Any,
+        compute: Callable[[list[Any]], Sequence[Any]],
+    ) -> Any:
+        """Bring ``payload`` to the collective of ``ranks`` and return the own result.
+
+        The last rank to arrive runs ``compute`` on all payloads (in the order of ``ranks``), once, and every
+        rank takes its entry of what comes back.
+
+        Raises:
+            DesyncError: on every rank that takes part, if the calls disagree, a rank failed or finished, or
+                every rank waits.
+        """
+        rank = runtime.RT.rank  # not the thread: a backward may run in another one
+        self._refuse(ranks, call)
+        meeting = self.meetings.setdefault(ranks, _Meeting(ranks))
+        meeting.calls[rank], meeting.payloads[rank] = call, payload
+        if len(meeting.calls) < len(ranks):
+            self.state[rank] = WAITING
+            self.waits[rank] = meeting
+            self._pass_on(rank)
+            self.turns[rank].acquire()
+        else:
+            self._complete(meeting, compute)
+        if meeting.error:
+            raise DesyncError(meeting.error)
+        return meeting.results.pop(rank)
+
+    def _refuse(self, ranks: tuple[int, ...], call: Call) -> None:
+        """Raise at once if this collective can never complete."""
+        if self.aborted:
+            raise DesyncError(self.aborted)
+        outside = [r for r in ranks if r not in self.state]
+        if outside:
+            raise CollectiveError(
+                f"{call}: ranks {outside} are not simulated (ranks here: {list(self.ranks)})"
+            )
+        gone = next((r for r in ranks if self.state[r] == DONE), None)
+        if gone is None:
+            return
+        error = f"rank {gone} finished without {call} over ranks {ranks}"
+        self._break([r for r in ranks if r in self.waits and self.waits[r].ranks == ranks], error)
+        raise DesyncError(error)
+
+    def _complete(self, meeting: _Meeting, compute: Callable[[list[Any]], Sequence[Any]]) -> None:
+        first = meeting.calls[meeting.ranks[0]]
+        if all(first.agrees(other) for other in meeting.calls.values()):
+            try:
+                results = compute([meeting.payloads[r] for r in meeting.ranks])
+                meeting.results = dict(zip(meeting.ranks, results, strict=True))
+            except MeshwrightError as e:
+                meeting.error = str(e)
+            except Exception as e:  # all ranks must hear of it, or they wait for ever
+                meeting.error = f"{first} over ranks {meeting.ranks} failed: {type(e).__name__}: {e}"
+        else:
+            meeting.error = f"ranks {meeting.ranks} disagree in one collective{meeting.table()}"
+        meeting.payloads.clear()
+        del self.meetings[meeting.ranks]
+        for r in meeting.ranks:
+            if self.waits.pop(r, None) is not None:
+                self.state[r] = READY
+
+    # -- the life of a rank ---------------------------------------------------------------------------
+
+    def _live(self, rank: int, fn: Callable[[], Any], modes: Callable[[], Any]) -> None:
+        """Body of the thread of one rank."""
+        self.turns[rank].acquire()
+        try:
+            with modes():
+                self.results[rank] = fn()
+            self.state[rank] = DONE
+        except BaseException as e:
+            self.failures.append((rank, e))
+            self.state[rank] = FAILED
+        if self.state[rank] == FAILED:
+            e = self.failures[0][1]
+            self.aborted = self.aborted or f"rank {rank} failed: {type(e).__name__}: {e}"
+            self._break(self.waits, self.aborted)
+        for ranks, meeting in list(self.meetings.items()):
+            if rank in ranks:
+                call = next(iter(meeting.calls.values()))
+                self._break(list(meeting.calls), f"rank {rank} finished without {call} over ranks {ranks}")
+        self._pass_on(rank)
+
+    def run(self, fn: Callable[[], Any], timeout: float) -> list[Any]:
+        """Run all ranks to their end.  Must be called with no other simulation running."""
+        modes = _caller_modes()
+        for r in self.ranks:
+            # Each thread gets its own copy of the caller's context variables.
+            run = contextvars.copy_context().run
+            name = f"simulated rank {r}"
+            threading.Thread(target=run, args=(self._live, r, fn, modes), name=name, daemon=True).start()
+        outer = runtime.RT
+        for rt in self.runtimes.values():
+            rt.explicit = outer.explicit
+        self.runtimes[self.ranks[0]].records = outer.records
+        runtime.RT = self.runtimes[self.ranks[0]]
+        try:
+            self.turns[self.ranks[0]].release()
+            self._wait(timeout)
+        finally:
+            self.aborted = self.aborted or "the simulation was left"
+            self.finished.set()
+            runtime.RT = outer
+            torch.random.set_rng_state(self.rng[self.ranks[0]])
+        self._raise()
+        return [self.results[r] for r in self.ranks]
+
+    def _wait(self, timeout: float) -> None:
+        seen = -1
+        while not self.finished.wait(timeout):
+            if self.switches == seen:
+                self.aborted = f"rank {self.running} has been running for {timeout:g} s without a collective"
+                raise DesyncError(f"{self.aborted}: raise simulate's timeout if that is meant")
+            seen = self.switches
+
+    def _raise(self) -> None:
+        if not self.failures:
+            return
+        rank, first = self.failures[0]
+        same = all(type(e) is type(first) and str(e) == str(first) for _, e in self.failures)
+        if len(self.failures) < len(self.ranks) or not same:
+            first.add_note(f"[simulated rank {rank}]")
+        try:
+            raise first
+        finally:
+            # The traceback holds this frame: without this the error and all ranks' tensors are one cycle.
+            self.failures.clear()
+            del first
+
+
+def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context manager factory that sets this thread's grad mode, inference mode and CPU autocast."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    @contextlib.contextmanager
+    def modes() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(grad))
+            if autocast:
+                stack.enter_context(torch.autocast("cpu", dtype=dtype))
+            yield
+
+    return modes
+
+
+def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0) -> list[Any]:
+    """Run ``fn()`` once per rank of ``mesh`` in this process; the results, in the order of the ranks.
+
+    Each rank has a thread, but exactly one runs at any time: the ranks take turns where they meet in a
+    collective.  Each rank has its own CPU random generator, and all start from the caller's state; afterwards
+    the caller's generator stands where that of the first rank ended.  Each rank counts its own collectives.
+
+    Args:
+        fn: what a rank does; ``runtime.RT.rank`` says which one it is.
+        timeout: seconds that one rank may run without meeting another (a wrong loop, not a slow network).
+
+    Raises:
+        Exception: the first exception that any rank raised, with a note naming the rank unless all ranks
+            raised the same; the other ranks see a DesyncError where they wait.
+        DesyncError: the ranks called different collectives, wait for each other, or one finished early.
+        CollectiveError: called from inside a simulation.
+    """
+    if runtime.RT.sim is not None:
+        raise CollectiveError("simulate was called inside simulate: call it from the outermost level only")
+    return Simulation(mesh).run(fn, timeout)

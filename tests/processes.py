@@ -1,0 +1,92 @@
+"""Real processes for tests: ``run_processes(fn, world, *args)`` runs ``fn(*args)`` on gloo ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# A server that has imported torch forks each rank: fast, and safe where this process runs threads.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "meshwright.collective"])
+
+
+class ProcessError(AssertionError):
+    """A rank failed; the message has its rank and traceback."""
+
+
+def _rank_main(pipe: Connection, rank: int, world: int, store: str, job: bytes) -> None:
+    torch.set_num_threads(1)
+    try:
+        fn, args = pickle.loads(job)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        answer = (True, fn(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))
+    if answer[0] and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_processes(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run ``fn(*args)`` in ``world`` processes with torch.distributed initialised on gloo.
+
+    Args:
+        fn: a function at the top level of a module; it, its arguments and results are pickled.
+        timeout: seconds until the processes are ended.
+
+    Returns:
+        The results in the order of the ranks.
+
+    Raises:
+        ProcessError: the first rank that failed, with its traceback; or the ranks that did not end in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store, job = str(Path(folder) / "store"), pickle.dumps((fn, args))
+        pipes: dict[Any, int] = {}
+        processes = []
+        for rank in range(world):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(target=_rank_main, args=(theirs, rank, world, store, job), daemon=True)
+            process.start()
+            theirs.close()
+            pipes[ours] = rank
+            processes.append(process)
+        try:
+            results = _collect(pipes, timeout)
+            for process in processes:
+                process.join(5)
+            return results
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: dict[Any, int], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    world, end = len(pipes), time.monotonic() + timeout
+    while pipes:
+        ready = wait(list(pipes), max(0.0, end - time.monotonic()))
+        if not ready:
+            raise ProcessError(f"ranks {sorted(pipes.values())} did not end within {timeout:g} s")
+        for pipe in ready:
+            rank = pipes.pop(pipe)
+            try:
+                good, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                good, value = False, "the process ended without a result"
+            if not good:
+                raise ProcessError(f"rank {rank} of {world} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(world)]
