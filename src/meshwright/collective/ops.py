@@ -68,6 +68,8 @@ def all_reduce(t: Tensor, op: str, group: Group, *, out_of_place: bool = True) -
         op: one of ``sum``, ``avg``, ``max``, ``min``, ``product``, and for bool ``any``, ``all``.
         out_of_place: False: the result is written to ``t``, which is returned.
 
+    As everywhere here, a group of one rank returns ``t`` itself and counts nothing.
+
     Raises:
         CollectiveError: the op has no meaning for the dtype.
         DesyncError: the ranks disagree (simulated ranks only: real ones cannot know).
@@ -163,6 +165,9 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
         return Pending(None, _meet(group, call, x, lambda parts: _copies(torch.cat(parts, dim), n)))
     if not nbytes:
         return Pending(None, x.new_empty(full))
+    if dim == 0 and group.plain and x.dtype in MOVABLE and even(sizes):  # nothing to rearrange
+        out = x.new_empty(full)
+        return Pending(group.pg._allgather_base(out, x.contiguous(), GATHER[sync]), out)
     if x.dtype not in MOVABLE:
         dtype = x.dtype
         work, out, finish = _gather_parts(as_bytes(x), dim, sizes, group, sync)
@@ -179,8 +184,6 @@ def _gather_parts(
     if even(sizes):
         out = x.new_empty((n * shape[0], *shape[1:]))
         work = _gather_flat(out, x, group, sync)
-        if dim == 0:
-            return work, out, _same
         full = resized(shape, dim, sum(sizes))
         return work, out, lambda o: o.view(n, *shape).movedim(0, dim).reshape(full)
     # Uneven: each part is sent flat, padded to the largest; the padding is never read.
@@ -198,10 +201,6 @@ def _gather_parts(
         return torch.cat(parts, dim)
 
     return _gather_flat(out, padded, group, sync), out, cut
-
-
-def _same(t: Tensor) -> Tensor:
-    return t
 
 
 def _gather_flat(out: Tensor, x: Tensor, group: Group, sync: bool) -> Any:
@@ -241,7 +240,9 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
         return Pending(None, t)
     x = t.detach() if t.requires_grad else t
     dtype = x.dtype
-    carrier(dtype, op)  # complain before any rank acts
+    direct = dtype in REDUCIBLE and op in BASIC
+    if not direct:
+        carrier(dtype, op)  # complain before any rank acts
     runtime.RT.counts.add("reduce_scatter", group.axes, (n - 1) * x.nbytes // n)
     if group.pg is None:
         call = Call("reduce_scatter", op, dtype, tuple(x.shape), (("dim", dim), ("sizes", tuple(sizes))))
@@ -249,6 +250,9 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
     own = sizes[group.index]
     if not x.nbytes:
         return Pending(None, x.new_empty(resized(x.shape, dim, own)))
+    if direct and dim == 0 and group.scatters and even(sizes):  # nothing to rearrange
+        out = x.new_empty((own, *x.shape[1:]))
+        return Pending(group.pg._reduce_scatter_base(out, x.contiguous(), SCATTER[sync][op]), out)
     wire = to_wire(x, op)
     backend_op = wire_op(dtype, op)
     if not group.scatters:

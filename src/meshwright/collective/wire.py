@@ -130,7 +130,7 @@ def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def even(sizes: Sizes) -> bool:
-    return all(s == sizes[0] for s in sizes)
+    return min(sizes) == max(sizes)
 
 
 def checked_dim(t: Tensor, dim: int, kind: str) -> int:
