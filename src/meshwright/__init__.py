@@ -1,0 +1,49 @@
+"""Meshwright: semi-automatic parallel training for PyTorch.
+
+Write a model for one device, say how a few tensors lie on a mesh of devices, and Meshwright infers every other layout
+and the communication, forward and backward.
+"""
+
+from __future__ import annotations
+
+from .api import (
+    constrain,
+    from_dtensor,
+    from_local,
+    infer_backward,
+    infer_forward,
+    init_mesh,
+    reshard,
+    rule,
+    shard_tensor,
+    sharded,
+    to_dtensor,
+    unshard,
+)
+from .layout import Layout, Partial, Replicate, Shard, Spec
+from .mesh import Mesh
+from .simulation import simulate
+from .tensor import DistTensor
+
+__all__ = [
+    "DistTensor",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Replicate",
+    "Shard",
+    "Spec",
+    "constrain",
+    "from_dtensor",
+    "from_local",
+    "infer_backward",
+    "infer_forward",
+    "init_mesh",
+    "reshard",
+    "rule",
+    "shard_tensor",
+    "sharded",
+    "simulate",
+    "to_dtensor",
+    "unshard",
+]

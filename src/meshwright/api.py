@@ -1,0 +1,292 @@
+"""Making, moving and reading distributed tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+
+from . import collective, convert, reshard as _reshard, runtime
+from .dispatch import Inference, disabled, forget_ops, infer, settle
+from .errors import DesyncError, LayoutError, MeshError
+from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
+from .mesh import Mesh
+from .rules import rule as _rule
+from .rules.core import Rule
+from .rules.random import materialize
+from .tensor import DistTensor, stamp, whole
+
+Tensor = torch.Tensor
+
+
+def init_mesh(axes: dict[str, int], *, device: str = "cpu") -> Mesh:
+    """A mesh over the running processes (torchrun's environment, or an initialised process group).
+
+    Args:
+        axes: axis name to size; the product must be the number of processes.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+
+    Raises:
+        MeshError: on every rank, when the mesh does not match the number of processes.
+    """
+    import torch.distributed as dist
+
+    mesh = Mesh(axes, device=device)
+    if runtime.RT.sim is None:
+        started = dist.is_initialized()
+        if not started and dist.is_torchelastic_launched():
+            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            started = True
+        world = dist.get_world_size() if started else 1
+        if mesh.size != world:
+            sizes = " x ".join(map(str, mesh.sizes))
+            raise MeshError(
+                f"{mesh!r} needs {sizes} = {mesh.size} processes, {world} {'are' if world != 1 else 'is'} running: "
+                f"start it with torchrun --nproc-per-node {mesh.size}, or change the sizes"
+            )
+        if started:
+            collective.connect(mesh)
+    return mesh
+
+
+def _spec_for(shape: Any, dtype: torch.dtype, mesh: Mesh, placements: Placements, order: Any = None) -> Spec:
+    layout = Layout(mesh, placements, order=order, ndim=len(shape))
+    return Spec(shape, dtype, layout, undecided=(1 << mesh.ndim) - 1)
+
+
+def agree(what: str, value: Any, mesh: Mesh) -> None:
+    """Check that all ranks of the mesh bring the same value.
+
+    Raises:
+        DesyncError: on every rank, listing who brought what.
+    """
+    if mesh.size == 1:
+        return
+    group = collective.group(mesh, tuple(range(mesh.ndim)))
+    seen = collective.all_gather_object(value, group)
+    if any(s != seen[0] for s in seen):
+        listed = "; ".join(f"rank {r}: {v}" for r, v in zip(mesh.ranks, seen, strict=True))
+        raise DesyncError(f"{what}: the ranks disagree ({listed}); every rank must make the same call")
+
+
+def shard_tensor(
+    t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = None, check: bool = True
+) -> DistTensor:
+    """Lay a global tensor on a mesh.
+
+    Args:
+        t: the global tensor, the same on every rank.
+        mesh: the mesh.
+        placements: axis name to placement (axes not named: Replicate), or one per axis.
+        order: dim to the axes that split it, major first.
+        check: compare shapes, dtypes and placements between ranks (one small exchange).
+
+    Returns:
+        A leaf that holds a copy of this rank's part; requires grad if ``t`` does.
+
+    Raises:
+        LayoutError: a placement for a dim that does not exist.
+        DesyncError: ranks that pass different shapes or placements.
+    """
+    if isinstance(t, DistTensor):
+        raise LayoutError("shard_tensor takes a plain tensor; mw.reshard changes the layout of a DistTensor")
+    spec = _spec_for(t.shape, t.dtype, mesh, placements, order)
+    if check:
+        agree("shard_tensor", (tuple(t.shape), str(t.dtype), repr(spec.layout)), mesh)
+    source = Spec(t.shape, t.dtype, Layout(mesh))
+    with torch.no_grad():
+        local = convert.apply(_reshard.plan(source, spec.with_(undecided=0)).steps, t.detach())
+        local = local.clone(memory_format=torch.contiguous_format)
+    made = stamp(local, spec)
+    made.requires_grad_(t.requires_grad)
+    if isinstance(t, nn.Parameter):
+        made._is_param = True
+    return made
+
+
+def from_local(
+    local: Tensor,
+    mesh: Mesh,
+    placements: Placements,
+    *,
+    shape: Any = None,
+    order: Any = None,
+    check: bool = True,
+) -> DistTensor:
+    """A distributed tensor from the part that each rank brings; differentiable.
+
+    Args:
+        local: this rank's part (not copied).
+        mesh, placements, order: as for ``shard_tensor``.
+        shape: the global shape; else the parts' lengths are added up along sharded dims.
+        check: compare between ranks (one small exchange); without it parts are taken to be even.
+
+    Raises:
+        LayoutError: parts whose sizes are not those of ``torch.chunk``.
+        DesyncError: ranks that pass different dtypes or placements.
+    """
+    layout = Layout(mesh, placements, order=order, ndim=local.dim())
+    if check:
+        agree("from_local", (local.dim(), str(local.dtype), repr(layout)), mesh)
+    here = mesh.coordinate(runtime.RT.rank)
+    if shape is None:
+        shape = _global_shape(local, layout, check)
+    spec = Spec(shape, local.dtype, layout, undecided=(1 << mesh.ndim) - 1)
+    want = spec.local_shape(here)
+    fits = tuple(local.shape) == want
+    if check and mesh.size > 1:
+        group = collective.group(mesh, tuple(range(mesh.ndim)))
+        bad = [i for i, ok in enumerate(collective.all_gather_object(fits, group)) if not ok]
+    else:
+        bad = [] if fits else [0]
+    if bad:
+        raise LayoutError(
+            f"from_local: rank {mesh.ranks[bad[0]]} brought a part that does not fit; this rank has {tuple(local.shape)} "
+            f"and {tuple(shape)} as {layout!r} asks for {want} (torch.chunk sizes): pass shape=, or cut the parts so"
+        )
+    if local.requires_grad and not local.is_leaf or local.is_leaf and local.requires_grad and torch.is_grad_enabled():
+        return stamp(local.view_as(local), spec.with_(undecided=0))
+    made = stamp(local.detach(), spec)
+    made.requires_grad_(local.requires_grad)
+    return made
+
+
+def _global_shape(local: Tensor, layout: Layout, check: bool) -> list[int]:
+    shape = list(local.shape)
+    for d, axes in layout.dim_axes().items():
+        group = collective.group(layout.mesh, tuple(sorted(axes)))
+        if check and group.size > 1:
+            shape[d] = sum(collective.all_gather_object(local.shape[d], group))
+        else:
+            shape[d] *= group.size
+    return shape
+
+
+def sharded(
+    factory: Callable[..., Tensor],
+    shape: Any,
+    mesh: Mesh,
+    placements: Placements = (),
+    *,
+    dtype: torch.dtype | None = None,
+    order: Any = None,
+    requires_grad: bool = False,
+) -> DistTensor:
+    """A tensor made shard by shard, never whole: ``sharded(torch.randn, (4096, 4096), mesh, {"tp": Shard(0)})``.
+
+    Values are those that one device would get from the same seed.
+    """
+    spec = _spec_for(tuple(shape), dtype or torch.get_default_dtype(), mesh, placements, order)
+    here = mesh.coordinate(runtime.RT.rank)
+    local = materialize(factory, tuple(shape), spec.dtype, spec, here)
+    made = stamp(local, spec)
+    made.requires_grad_(requires_grad)
+    return made
+
+
+def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> DistTensor:
+    """``x`` in another layout, by the cheapest sequence of conversions; differentiable (the backward is its transpose).
+
+    Args:
+        x: a DistTensor of any layout, Partial too.
+        placements: axis name to placement; axes not named keep theirs.
+        order: dim to the axes that split it, major first.
+
+    Raises:
+        LayoutError: a placement that does not fit.
+    """
+    target = _wanted(x, placements, order)
+    if target is x._spec:
+        return x
+    with disabled():
+        if x.requires_grad and x._spec.undecided:
+            settle(x, x._spec.with_(undecided=0))
+        source = x._spec.with_(undecided=0)
+        plan = _reshard.plan(source, target)
+        made = convert.apply(plan.steps, x)
+        if not plan.moves and made.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            made = made.clone()
+        out = stamp(made, target)
+        if x.requires_grad and not x.is_leaf:
+            out.__dict__["_origin"] = x
+    return out
+
+
+def _wanted(x: DistTensor, placements: Placements, order: Any) -> Spec:
+    if isinstance(placements, dict):
+        names = {x.mesh.axes[x.mesh.axis_index(a)]: p for a, p in placements.items()}
+        merged = {a: names.get(a, p) for a, p in zip(x.mesh.axes, x.placements, strict=True)}
+        placements = merged
+    layout = Layout(x.mesh, placements, order=order, ndim=x.ndim)
+    kept = sum(
+        1 << a for a, (p, q) in enumerate(zip(layout.placements, x.placements, strict=True)) if p == q
+    )
+    return Spec(x.shape, x._spec.dtype, layout, x._spec.reduced & kept)
+
+
+def unshard(x: Tensor) -> Tensor:
+    """The global value as a plain tensor, on every rank; differentiable.  Every rank must call it."""
+    return whole(x) if isinstance(x, DistTensor) else x
+
+
+def constrain(x: Tensor, placements: Placements) -> Tensor:
+    """A wish about a layout inside a model: reshards a DistTensor; a plain tensor is returned as it is."""
+    return reshard(x, placements) if isinstance(x, DistTensor) else x
+
+
+def to_dtensor(x: DistTensor) -> Any:
+    """The same data as torch's DTensor (no copy), for torch's checkpointing and friends."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(x.shape, device="meta").stride()
+    return DTensor.from_local(
+        x.to_local(), x.mesh.device_mesh(), x.layout.to_torch(), run_check=False, shape=x.shape, stride=stride
+    )
+
+
+def from_dtensor(d: Any, mesh: Mesh | None = None) -> DistTensor:
+    """A DistTensor on the data of torch's DTensor (no copy)."""
+    device_mesh = d.device_mesh
+    if mesh is None:
+        names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim))
+        axes = dict(zip(names, device_mesh.mesh.shape, strict=True))
+        mesh = Mesh(axes, device=device_mesh.device_type, ranks=device_mesh.mesh.flatten().tolist())
+    return from_local(d.to_local(), mesh, list(d.placements), shape=tuple(d.shape), check=False)
+
+
+def infer_forward(op: str, *args: Any, **kwargs: Any) -> Inference:
+    """What the rule of ``op`` answers for inputs of these specs: layouts wanted, layouts made, bytes.
+
+    Args:
+        op: ATen name before autograd (``"linear"``).
+        args, kwargs: the op's arguments with a ``Spec`` for each tensor.
+
+    Raises:
+        RuleError: no rule, or arguments that it cannot read.
+    """
+    return infer(op, args, kwargs, None)
+
+
+def infer_backward(op: str, *args: Any, outputs: list[Spec], **kwargs: Any) -> Inference:
+    """What the inputs should be, given the layouts that the outputs should have (and the inputs' own)."""
+    return infer(op, args, kwargs, outputs)
+
+
+def rule(*names: str) -> Callable[[Callable[..., Rule | None]], Callable[..., Rule | None]]:
+    """Give ops a rule: ``@mw.rule("mylib::op")``.  See ``meshwright.rules.notation`` for what it returns."""
+    register = _rule(*names)
+
+    def wrap(fn: Callable[..., Rule | None]) -> Callable[..., Rule | None]:
+        made = register(fn)
+        forget_ops()
+        return made
+
+    return wrap
+
+
+__all__ = [
+    "Partial", "Replicate", "Shard", "agree", "cast", "constrain", "from_dtensor", "from_local", "infer_backward",
+    "infer_forward", "init_mesh", "reshard", "rule", "shard_tensor", "sharded", "to_dtensor", "unshard",
+]  # fmt: skip

@@ -1,0 +1,270 @@
+"""Choosing a strategy: the same function for eager ops and for completion.
+
+Per mesh axis the candidates are those that an operand's present layout suggests; the one that moves fewest bytes,
+forward plus transposed backward, wins; an op that contracts is not gathered whole while it can stay divided; ties
+keep the larger operand where it is, then the leftmost.  Everything follows from specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .cost import held_bytes
+from .errors import DispatchError
+from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
+from .rules.core import Rule, Strategy
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How an op is divided: the types that its inputs must have and that its outputs get.
+
+    ``sources`` are the inputs as given, with undecided axes decided; ``open`` are axes on which outputs stay undecided.
+    """
+
+    sources: tuple[Spec, ...]
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    strategies: tuple[Strategy, ...]
+    open: int = 0
+    bytes: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Layouts that the caller wants outputs to have: candidates come from them too, and their distance costs."""
+
+    outputs: tuple[Spec, ...]
+
+
+def carries_grad(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can have gradients."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def choose(
+    rule: Rule,
+    ins: Sequence[Spec],
+    outs: Sequence[tuple[Sequence[int], torch.dtype]],
+    *,
+    inplace: bool = False,
+    wish: Wish | None = None,
+) -> Choice:
+    """The cheapest way to run an op on inputs of these specs.
+
+    Args:
+        rule: the op's rule for this call.
+        ins: specs of the tensor arguments, in order.
+        outs: global shape and dtype of each output.
+        inplace: the first input is written to: it must keep its layout, and the output must have the same.
+        wish: layouts that outputs should have, where the caller has one (backward inference).
+
+    Raises:
+        DispatchError: in-place, and no strategy keeps the first input as it is.
+    """
+    mesh = ins[0].mesh
+    chosen: list[Strategy] = []
+    factor_axes: dict[str, list[int]] = {}
+    total = 0.0
+    for a in range(mesh.ndim):
+        hints = [s.layout.placements[a] for s in wish.outputs] if wish else ()
+        candidates = rule.axis_strategies([s.layout.placements[a] for s in ins], hints)
+        candidates = [c for c in candidates if _fits(c, a, rule, ins, factor_axes, inplace)]
+        if not candidates:
+            raise _inplace_error(ins, a)
+        divided = rule.heavy and any(c.factor for c in candidates)
+        priced = [_price(c, a, ins, outs, divided, wish, i) for i, c in enumerate(candidates)]
+        best = min(range(len(candidates)), key=lambda i: priced[i])
+        strategy = candidates[best]
+        total += priced[best][1]
+        chosen.append(strategy)
+        if strategy.factor:
+            factor_axes.setdefault(strategy.factor, []).append(a)
+    orders = {f: _order(f, axes, rule, ins) for f, axes in factor_axes.items() if len(axes) > 1}
+    return _typed(rule, ins, outs, chosen, orders, inplace, total)
+
+
+def _fits(
+    c: Strategy, axis: int, rule: Rule, ins: Sequence[Spec], factor_axes: dict[str, list[int]], inplace: bool
+) -> bool:
+    if inplace:
+        now = ins[0].layout.placements[axis]
+        if c.inputs[0] != now or c.outputs[0] != now:
+            return False
+    if c.factor:
+        axes = [*factor_axes.get(c.factor, ()), axis]
+        return rule.aligned(c.factor, ins[0].mesh, _order(c.factor, axes, rule, ins))
+    return True
+
+
+def _order(factor: str, axes: list[int], rule: Rule, ins: Sequence[Spec]) -> list[int]:
+    """Order of the axes that split a factor: that of the largest operand which has several of them."""
+    if len(axes) < 2:
+        return axes
+    best: tuple[int, list[int]] = (-1, [])
+    for dims, spec in zip(rule.inputs, ins, strict=True):
+        for d, names in enumerate(dims):
+            if factor in names:
+                held = [x for x in spec.layout.dim_axes().get(d, ()) if x in axes]
+                if len(held) > 1 and spec.nbytes > best[0]:
+                    best = (spec.nbytes, held)
+    return best[1] + [a for a in axes if a not in best[1]]
+
+
+Price = tuple[int, float, float, int]
+
+
+def _price(
+    c: Strategy,
+    axis: int,
+    ins: Sequence[Spec],
+    outs: Sequence[tuple[Sequence[int], torch.dtype]],
+    divided: bool,
+    wish: Wish | None,
+    index: int,
+) -> Price:
+    """(work thrown away, bytes, largest operand moved, position): smaller is better."""
+    n = ins[0].mesh.sizes[axis]
+    part = (n - 1) / n
+    dependent = any(p is not REPLICATE and not isinstance(p, Replicate) for p in c.outputs)
+    cost, moved = 0.0, 0.0
+    for spec, want in zip(ins, c.inputs, strict=True):
+        held = held_bytes(spec, without=(axis,))
+        step = _axis_bytes(spec, axis, want, dependent, n) * part * held
+        cost += step
+        if spec.layout.placements[axis] != want:
+            moved = max(moved, held)
+    for k, ((shape, dtype), p) in enumerate(zip(outs, c.outputs, strict=True)):
+        numel = 1
+        for s in shape:
+            numel *= s
+        wanted = wish.outputs[k].layout.placements[axis] if wish else None
+        if isinstance(p, Partial) and not isinstance(wanted, Partial):
+            cost += (1 if isinstance(wanted, Shard) else 2) * part * numel * dtype.itemsize  # still to be reduced
+        elif wanted is not None and isinstance(p, Shard) and p != wanted:
+            cost += part * numel * dtype.itemsize / (n if isinstance(wanted, Shard) else 1)
+        elif wanted is not None and isinstance(wanted, Shard) and isinstance(p, Replicate):
+            cost += part * numel * dtype.itemsize  # the work was not divided though the result will be
+    # One more input Partial is as good as it was; among equals prefer to stay Partial, then to stay put.
+    lazy = 0 if any(isinstance(p, Partial) for p in c.inputs) else 1
+    return (int(divided and not c.factor), cost, moved, lazy * 1000 + index)
+
+
+def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, n: int) -> float:
+    """Forward and backward bytes to bring one axis to ``want``, in units of (n-1)/n of the gathered bytes."""
+    have = spec.layout.placements[axis]
+    grad = 1.0 if carries_grad(spec.dtype) else 0.0
+    if isinstance(have, Replicate):
+        if isinstance(want, Replicate):
+            reduced, undecided = spec.reduced >> axis & 1, spec.undecided >> axis & 1
+            # An undecided leaf that becomes reduced has its gradient reduced once, at the leaf.
+            return 2 * grad if dependent and (undecided or not reduced) else 0.0
+        return grad if isinstance(want, Shard) and not spec.reduced >> axis & 1 else 0.0
+    if isinstance(have, Partial):
+        if isinstance(want, Replicate):
+            return 2 + (2 * grad if dependent else 0)
+        return 1 + grad if isinstance(want, Shard) else 0.0
+    if isinstance(want, Replicate):
+        return 1 + (grad if dependent else 0)
+    if isinstance(want, Shard):
+        return 0.0 if have == want else (1 + grad) / n
+    return grad  # shard to Partial: zeros around it; its transpose gathers nothing but slices
+
+
+def _typed(
+    rule: Rule,
+    ins: Sequence[Spec],
+    outs: Sequence[tuple[Sequence[int], torch.dtype]],
+    chosen: list[Strategy],
+    orders: dict[str, list[int]],
+    inplace: bool,
+    total: float,
+) -> Choice:
+    """Give every replicated axis its type (invariant or reduced), deciding leaves that are still undecided."""
+    mesh = ins[0].mesh
+    source_reduced, source_open = [s.reduced for s in ins], [s.undecided for s in ins]
+    want_reduced = [0] * len(ins)
+    out_reduced, still_open = 0, 0
+    for a, c in enumerate(chosen):
+        bit = 1 << a
+        dependent = any(not isinstance(p, Replicate) for p in c.outputs)
+        kind = _kind_of_axis(ins, c, a, dependent, inplace)
+        if kind == "open":
+            still_open |= bit
+        elif kind == "reduced":
+            out_reduced |= bit
+        for i, (spec, p) in enumerate(zip(ins, c.inputs, strict=True)):
+            if not carries_grad(spec.dtype):
+                # Integers and masks have no gradient: whatever type they have is fine.
+                want_reduced[i] |= spec.reduced & bit
+                source_open[i] &= ~bit
+                continue
+            if isinstance(p, Replicate):
+                if kind == "open":
+                    continue
+                if kind == "reduced":
+                    want_reduced[i] |= bit
+                    if source_open[i] & bit:
+                        source_reduced[i] |= bit
+            source_open[i] &= ~bit
+    sources, inputs = [], []
+    for i, spec in enumerate(ins):
+        placements = [c.inputs[i] for c in chosen]
+        order = _dim_orders(rule.inputs[i], placements, orders)
+        layout = Layout(mesh, placements, order=order, ndim=spec.ndim)
+        source = spec.with_(reduced=source_reduced[i], undecided=source_open[i])
+        sources.append(source)
+        inputs.append(Spec(spec.shape, spec.dtype, layout, want_reduced[i], source_open[i]))
+    outputs = []
+    for k, (shape, dtype) in enumerate(outs):
+        placements = [c.outputs[k] for c in chosen]
+        order = _dim_orders(rule.outputs[k], placements, orders)
+        layout = Layout(mesh, placements, order=order, ndim=len(shape))
+        if carries_grad(dtype):
+            outputs.append(Spec(shape, dtype, layout, out_reduced, still_open))
+        else:
+            outputs.append(Spec(shape, dtype, layout, 0, (1 << mesh.ndim) - 1))
+    return Choice(tuple(sources), tuple(inputs), tuple(outputs), tuple(chosen), still_open, total)
+
+
+def _kind_of_axis(ins: Sequence[Spec], c: Strategy, axis: int, dependent: bool, inplace: bool) -> str:
+    """Type of the replicated values of an op on one axis: ``"reduced"``, ``"invariant"`` or ``"open"``."""
+    if dependent:
+        return "reduced"
+    bit = 1 << axis
+    kinds = set()
+    for i, spec in enumerate(ins):
+        if not carries_grad(spec.dtype):
+            continue
+        if not isinstance(spec.layout.placements[axis], Replicate):
+            kinds.add("converted")
+        elif spec.undecided & bit:
+            kinds.add("open")
+        else:
+            kinds.add("reduced" if spec.reduced & bit else "invariant")
+            if inplace and i == 0:
+                return "reduced" if spec.reduced & bit else "invariant"
+    if kinds <= {"open"}:
+        return "open"
+    return "reduced" if "invariant" not in kinds and "converted" not in kinds else "invariant"
+
+
+def _dim_orders(
+    dims: tuple[tuple[str, ...], ...], placements: Sequence[Placement], orders: dict[str, list[int]]
+) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for d, names in enumerate(dims):
+        for f in names:
+            if f in orders and all(placements[a] == Shard(d) for a in orders[f]):
+                found[d] = orders[f]
+    return found
+
+
+def _inplace_error(ins: Sequence[Spec], axis: int) -> DispatchError:
+    return DispatchError(
+        f"in place, the first tensor must keep its layout {ins[0].layout!r}, and on axis "
+        f"{ins[0].mesh.axes[axis]!r} no way to run this op does"
+    )

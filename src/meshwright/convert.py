@@ -1,0 +1,293 @@
+"""One-step conversions between layouts, and their transposes.
+
+A *step* changes what one mesh axis (or several flattened ones) does to a tensor and keeps its value.  Its
+backward is the step between the dual types, the other way round: with ``Spec.grad`` as the dual (``Shard`` is
+its own, invariant ``Replicate`` is its own, reduced ``Replicate`` and ``Partial`` are each other's), the
+transpose of ``A -> B`` is ``B.grad() -> A.grad()``.  The whole table of the design page follows from that line;
+the idea is Xu et al., GSPMD, and JAX's varying/unreduced types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from . import collective, runtime
+from .errors import ConversionError
+from .layout import Partial, Replicate, Shard, Spec, chunk_bounds
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One conversion: ``kind`` over ``axes`` from ``src`` to ``dst``.
+
+    Kinds: ``retype`` (no data changes), ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``,
+    ``slice`` (own part of a replicated value), ``keep_one`` (value on the first rank, zero elsewhere),
+    ``pad`` (own shard with zeros around it).
+    """
+
+    kind: str
+    axes: tuple[int, ...]
+    src: Spec
+    dst: Spec
+
+    @property
+    def moves(self) -> bool:
+        """Whether data crosses between ranks."""
+        return self.kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+
+    def transpose(self) -> Step:
+        """The step that the backward of this one runs."""
+        return _transpose(self)
+
+    def __repr__(self) -> str:
+        axes = ",".join(self.src.mesh.axes[a] for a in self.axes)
+        return f"{self.kind}[{axes}] {self.src.layout!r} -> {self.dst.layout!r}"
+
+
+@lru_cache(maxsize=4096)
+def _transpose(step: Step) -> Step:
+    return between(step.dst.grad(), step.src.grad(), step.axes)
+
+
+def between(src: Spec, dst: Spec, axes: tuple[int, ...]) -> Step:
+    """The step from ``src`` to ``dst``, which differ on ``axes`` only.  Raises ConversionError if there is none."""
+    kinds = {_kind(src, dst, a) for a in axes}
+    if len(kinds) > 1:
+        kinds.discard("retype")
+    if len(kinds) != 1:
+        raise ConversionError(f"no single step leads from {src!r} to {dst!r}: it would mix {sorted(kinds)}")
+    return Step(kinds.pop(), axes, src, dst)
+
+
+def _kind(src: Spec, dst: Spec, axis: int) -> str:
+    a, b = src.layout.placements[axis], dst.layout.placements[axis]
+    if isinstance(a, Replicate):
+        if isinstance(b, Replicate):
+            return "retype"
+        if isinstance(b, Shard):
+            return "slice"
+        return "keep_one" if b.op == "sum" else "retype"
+    if isinstance(a, Partial):
+        if isinstance(b, Replicate):
+            return "all_reduce"
+        if isinstance(b, Shard):
+            return "reduce_scatter"
+        if {a.op, b.op} <= {"sum", "avg"}:
+            return "retype"
+        raise ConversionError(f"a Partial({a.op!r}) cannot become a Partial({b.op!r}) without being reduced")
+    if isinstance(b, Shard):
+        return "all_to_all"
+    if isinstance(b, Replicate):
+        return "all_gather"
+    if b.op in ("sum", "avg"):
+        return "pad"
+    raise ConversionError(f"a shard cannot become a Partial({b.op!r}) in one step")
+
+
+def run(step: Step, local: Tensor) -> Tensor:
+    """Execute one step on this rank's local tensor (no autograd)."""
+    mesh = step.src.mesh
+    here = mesh.coordinate(runtime.RT.rank)
+    out = _RUN[step.kind](step, local, here)
+    scale = _scale(step)
+    return out if scale == 1.0 else out * scale
+
+
+def _scale(step: Step) -> float:
+    """``avg`` is ``sum`` x 1/n: what the data must be multiplied by around a plain sum."""
+    scale = 1.0
+    for a in step.axes:
+        n = step.src.mesh.sizes[a]
+        p, q = step.src.layout.placements[a], step.dst.layout.placements[a]
+        if isinstance(p, Partial) and p.op == "avg":
+            scale /= n
+        if isinstance(q, Partial) and q.op == "avg" and not isinstance(p, Replicate):
+            scale *= n
+    return scale
+
+
+def _reduce_op(step: Step) -> str:
+    p = step.src.layout.placements[step.axes[0]]
+    assert isinstance(p, Partial)
+    return "sum" if p.op == "avg" else p.op
+
+
+def _dim(spec: Spec, axis: int) -> int:
+    p = spec.layout.placements[axis]
+    assert isinstance(p, Shard)
+    return p.dim
+
+
+def _lengths(spec: Spec, axis: int, here: tuple[int, ...]) -> list[int]:
+    """Length on the dim that ``axis`` splits, for each rank along it."""
+    d = _dim(spec, axis)
+    n = spec.mesh.sizes[axis]
+    return [spec.local_shape((*here[:axis], i, *here[axis + 1 :]))[d] for i in range(n)]
+
+
+def _run_all_reduce(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+    return collective.all_reduce(t, _reduce_op(step), collective.group(step.src.mesh, step.axes))
+
+
+def _run_reduce_scatter(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+    (axis,) = step.axes
+    group = collective.group(step.src.mesh, step.axes)
+    sizes = _lengths(step.dst, axis, here)
+    return collective.reduce_scatter(t, _dim(step.dst, axis), sizes, _reduce_op(step), group)
+
+
+def _run_all_gather(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+    (axis,) = step.axes
+    group = collective.group(step.src.mesh, step.axes)
+    return collective.all_gather(t, _dim(step.src, axis), _lengths(step.src, axis, here), group)
+
+
+def _run_all_to_all(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+    (axis,) = step.axes
+    group = collective.group(step.src.mesh, step.axes)
+    split, concat = _dim(step.dst, axis), _dim(step.src, axis)
+    return collective.all_to_all(
+        t, split, _lengths(step.dst, axis, here), concat, _lengths(step.src, axis, here), group
+    )
+
+
+def _run_slice(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+    for a in step.axes:
+        d = _dim(step.dst, a)
+        lo, hi = chunk_bounds(t.shape[d], step.src.mesh.sizes[a], here[a])
+        t = t.narrow(d, lo, hi - lo)
+    return t
+
+
+def _run_keep_one(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+    return t if all(here[a] == 0 for a in step.axes) else torch.zeros_like(t)
+
+
+def _run_pad(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+    (axis,) = step.axes
+    d = _dim(step.src, axis)
+    out = t.new_zeros(step.dst.local_shape(here))
+    lo, hi = chunk_bounds(out.shape[d], step.src.mesh.sizes[axis], here[axis])
+    out.narrow(d, lo, hi - lo).copy_(t)
+    return out
+
+
+def _run_retype(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+    return t
+
+
+_RUN = {
+    "retype": _run_retype,
+    "all_reduce": _run_all_reduce,
+    "reduce_scatter": _run_reduce_scatter,
+    "all_gather": _run_all_gather,
+    "all_to_all": _run_all_to_all,
+    "slice": _run_slice,
+    "keep_one": _run_keep_one,
+    "pad": _run_pad,
+}
+
+
+def selects(step: Step) -> bool:
+    """Whether the step reduces by picking values (max, min): its gradient depends on the data."""
+    p = step.src.layout.placements[step.axes[0]]
+    return step.kind in ("all_reduce", "reduce_scatter") and isinstance(p, Partial) and p.op in ("max", "min")
+
+
+def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
+    """Execute steps in order; differentiable, with the transposed steps as the backward."""
+    if not steps:
+        return local
+    if torch.is_grad_enabled() and local.requires_grad:
+        for part in _runs(steps):
+            function: Any = _Select if selects(part[0]) else _Convert
+            local = function.apply(local, part)
+        return local
+    with torch.no_grad():
+        for step in steps:
+            local = run(step, local)
+    return local
+
+
+@lru_cache(maxsize=4096)
+def _runs(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], ...]:
+    """Linear steps that follow each other share one autograd node; selecting ones have their own."""
+    parts: list[tuple[Step, ...]] = []
+    for step in steps:
+        if parts and not selects(step) and not selects(parts[-1][0]):
+            parts[-1] = (*parts[-1], step)
+        else:
+            parts.append((step,))
+    return tuple(parts)
+
+
+@lru_cache(maxsize=4096)
+def transpose(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps that the backward of ``steps`` runs, in its order.
+
+    Each is the transpose of one forward step, but steps over several axes of one kind may be one.
+    """
+    return tuple(step.transpose() for step in reversed(steps))
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, steps: tuple[Step, ...]) -> Tensor:
+        ctx.steps = steps
+        out = local
+        for step in steps:
+            out = run(step, out)
+        # .data and not a view: a view would tie the result's version counter and base to the input.
+        return local.data if out is local else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return apply(transpose(ctx.steps), grad), None
+
+
+class _Select(torch.autograd.Function):
+    """Reduction by max or min: the gradient goes to the ranks that hold the extremum, in equal shares."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, steps: tuple[Step, ...]) -> Tensor:
+        (step,) = steps
+        whole = _reduced_everywhere(step)
+        out = run(whole, local)
+        held = local == out
+        ties = collective.all_reduce(
+            held.to(local.dtype), "sum", collective.group(step.src.mesh, step.axes)
+        )
+        ctx.steps = steps
+        ctx.save_for_backward(held / ties.clamp(min=1))
+        if step.kind == "reduce_scatter":
+            out = _run_slice(step, out, step.src.mesh.coordinate(runtime.RT.rank))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (step,) = ctx.steps
+        (share,) = ctx.saved_tensors
+        # The share is a constant of the forward, so the transpose is that of a sum, times the share.
+        return apply((_as_sum(step).transpose(),), grad) * share, None
+
+
+@lru_cache(maxsize=1024)
+def _reduced_everywhere(step: Step) -> Step:
+    placements = list(step.src.layout.placements)
+    for a in step.axes:
+        placements[a] = Replicate()
+    layout = type(step.src.layout)(step.src.mesh, placements, order=dict(step.src.layout.order))
+    return Step("all_reduce", step.axes, step.src, step.src.with_(layout=layout))
+
+
+@lru_cache(maxsize=1024)
+def _as_sum(step: Step) -> Step:
+    placements = [Partial() if a in step.axes else p for a, p in enumerate(step.src.layout.placements)]
+    layout = type(step.src.layout)(step.src.mesh, placements, order=dict(step.src.layout.order))
+    return Step(step.kind, step.axes, step.src.with_(layout=layout), step.dst)

@@ -1,0 +1,48 @@
+"""Bytes on the wire of a step, by the ring model.
+
+All-gather and reduce-scatter move (n-1)/n of the gathered bytes, all-reduce twice that, all-to-all (n-1)/n of
+the local bytes; slicing, padding and retyping move nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from .convert import Step
+from .layout import Shard, Spec
+
+
+def held_bytes(spec: Spec, *, without: tuple[int, ...] = ()) -> float:
+    """Mean bytes that one rank holds, taking the shards of the axes ``without`` as gathered."""
+    split = 1
+    for a, p in enumerate(spec.layout.placements):
+        if isinstance(p, Shard) and a not in without:
+            split *= spec.mesh.sizes[a]
+    return spec.nbytes / split
+
+
+def reduce_bytes(spec: Spec, axes: tuple[int, ...]) -> float:
+    """Bytes to all-reduce a tensor of this spec over ``axes`` (flattened)."""
+    n = math.prod(spec.mesh.sizes[a] for a in axes)
+    return 2 * (n - 1) / n * held_bytes(spec)
+
+
+@lru_cache(maxsize=8192)
+def step_bytes(step: Step) -> float:
+    """Bytes that each rank sends for one step."""
+    if not step.moves:
+        return 0.0
+    n = math.prod(step.src.mesh.sizes[a] for a in step.axes)
+    part = (n - 1) / n
+    if step.kind == "all_gather":
+        return part * held_bytes(step.dst)
+    if step.kind == "all_to_all":
+        return part * held_bytes(step.src)
+    return part * held_bytes(step.src) * (2 if step.kind == "all_reduce" else 1)
+
+
+@lru_cache(maxsize=8192)
+def step_bytes_both(step: Step) -> tuple[float, float]:
+    """Bytes of a step forward and of its transpose."""
+    return step_bytes(step), step_bytes(step.transpose())

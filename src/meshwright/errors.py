@@ -1,0 +1,56 @@
+"""Every error that Meshwright raises, as one tree.
+
+``MeshwrightError`` is the root.  Each class also derives from the builtin that a PyTorch user would
+catch for the same mistake (``ValueError``, ``RuntimeError``...), so existing ``except`` clauses work.
+Messages name the culprit, say what was expected and end with the call that fixes it.
+"""
+
+from __future__ import annotations
+
+
+class MeshwrightError(Exception):
+    """Root of all errors of this package."""
+
+
+class MeshError(MeshwrightError, ValueError):
+    """A mesh that cannot be: unknown axis, sizes that do not match the processes."""
+
+
+class LayoutError(MeshwrightError, ValueError):
+    """A layout that cannot be: a placement for a dim that does not exist, two orders for one dim."""
+
+
+class RuleError(MeshwrightError, RuntimeError):
+    """A rule that contradicts itself or the op that it describes."""
+
+
+class DispatchError(MeshwrightError, RuntimeError):
+    """An op that cannot run on these layouts (an in-place op on an incompatible layout, say)."""
+
+
+class ExplicitError(MeshwrightError, RuntimeError):
+    """Communication that was not asked for by name, inside ``mw.explicit()``."""
+
+
+class ShardError(MeshwrightError, ValueError):
+    """A module, optimizer or data loader that cannot be sharded as asked."""
+
+
+class CollectiveError(MeshwrightError, RuntimeError):
+    """A collective that cannot run."""
+
+
+class DesyncError(CollectiveError):
+    """Ranks disagree: different collectives, shapes or placements, or a rank that left."""
+
+
+class ConversionError(MeshwrightError, RuntimeError):
+    """A change of layout that does not exist."""
+
+
+class ProgramError(MeshwrightError, RuntimeError):
+    """A captured program that is not well formed."""
+
+
+class DataError(MeshwrightError, ValueError):
+    """Training data that cannot be used."""

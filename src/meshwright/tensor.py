@@ -1,0 +1,566 @@
+"""DistTensor: a local tensor that knows how it lies on a mesh.
+
+It is the local tensor itself with its class set to ``DistTensor`` and a spec attached: no wrapper, no copy, no alias
+node.  Calls are intercepted above autograd (``__torch_function__``), so autograd runs natively on locals; during the
+backward only transposed conversions run Python.  Making, moving and reading distributed tensors is in ``api``.
+"""
+
+from __future__ import annotations
+
+import types as _types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.overrides import redispatch_function
+
+from . import convert, reshard, runtime
+from .dispatch import (
+    call_disabled,
+    disabled,
+    execute,
+    forget_ops,
+    key_part,
+    map_tensors,
+    op_name,
+    plan_call,
+    resolve,
+    settle,
+    tensors_in,
+    warn_gathered,
+)
+from .errors import DispatchError, LayoutError
+from .layout import Layout, Partial, Placement, Replicate, Spec
+from .mesh import Mesh
+
+Tensor = torch.Tensor
+_NO: dict[str, Any] = {}
+_MAX_PLANS = 16384
+
+
+class DistTensor(torch.Tensor):
+    """A tensor laid out on a mesh.  Behaves as the global tensor; holds this rank's part.
+
+    Made by ``shard_tensor``, ``from_local``, ``sharded`` and by every op on another DistTensor.
+    """
+
+    _spec: Spec
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look up the plan of this call; where it needs nothing, run the native op on locals and stamp the result."""
+        key: Any = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
+        if kwargs:
+            key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
+        plan = runtime.RT.plans.get(key)
+        if plan is None:
+            return _slow(key, func, types, args, kwargs or _NO)
+        if plan.fast:
+            out = call_disabled(func, types, args, kwargs or _NO)
+            spec = plan.spec
+            if out.dtype is not spec.dtype:  # autocast
+                spec = spec.with_(dtype=out.dtype)
+            out.__class__ = DistTensor
+            out._spec = spec
+            return out
+        return _run(plan, func, types, args, kwargs or _NO)
+
+    # -- what the tensor is -------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> Spec:
+        """Global shape, dtype and layout."""
+        return self._spec
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """How the tensor lies on its mesh (torch's memory layout is always strided here)."""
+        return self._spec.layout
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the tensor lies on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.layout.placements
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Global shape."""
+        return self._spec.shape
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Global size."""
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dims."""
+        return self._spec.ndim
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return self._spec.ndim
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        return self._spec.shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self._spec.ndim:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._spec.ndim:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    # -- values -------------------------------------------------------------------------------------------
+
+    def to_local(self) -> Tensor:
+        """This rank's part as a plain tensor that shares memory; differentiable.
+
+        Its gradient must have the layout of this tensor's gradient: whole on each rank where the tensor is
+        replicated or Partial, the own shard where it is sharded.
+        """
+        with disabled():
+            if self._spec.undecided and self.requires_grad:
+                settle(self, self._spec.with_(undecided=0))
+            return self.view_as(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        spec = self._spec
+        if any(isinstance(p, Partial) for p in spec.layout.placements):
+            local, what = whole(self.detach()), "reduced value"
+        else:
+            local, what = self.to_local().detach(), "value" if spec.layout.is_replicated() else "local part"
+        return f"DistTensor({what}={local!r}, shape={tuple(spec.shape)}, layout={spec.layout!r})"
+
+    def __str__(self) -> str:
+        return self.__repr__()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item() if self.ndim == 0 and format_spec else str(self), format_spec)
+
+    def item(self) -> Any:
+        """The one value as a Python number.  A Partial is reduced first: every rank must call it."""
+        return whole(self.detach()).item()
+
+    def tolist(self) -> Any:
+        """The global values as nested lists.  Every rank must call it."""
+        return whole(self.detach()).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The global values as an array.  Every rank must call it."""
+        return whole(self.detach() if force else self).numpy(force=force)
+
+    def __bool__(self) -> bool:
+        return bool(whole(self.detach()))
+
+    def __float__(self) -> float:
+        return float(whole(self.detach()))
+
+    def __int__(self) -> int:
+        return int(whole(self.detach()))
+
+    def __index__(self) -> int:
+        return whole(self.detach()).__index__()
+
+    def __complex__(self) -> complex:
+        return complex(whole(self.detach()))
+
+    def __contains__(self, element: Any) -> bool:
+        return bool((self == element).any())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
+        if id(self) in memo:
+            return cast(DistTensor, memo[id(self)])
+        with disabled():
+            if not self.is_leaf:
+                raise RuntimeError("only leaf tensors can be deep-copied; use .detach().clone()")
+            made = stamp(Tensor.clone(Tensor.detach(self)), self._spec)
+            made.requires_grad_(self.requires_grad)
+            grad = _raw_grad(self)
+            if grad is not None:
+                spec = grad.__dict__.get("_spec", self._spec.grad())
+                made.grad = stamp(Tensor.clone(Tensor.detach(grad)), spec)
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with disabled():
+            local = Tensor.detach(self)
+        local.__class__ = Tensor  # type: ignore[assignment]
+        return _rebuild, (local, self._spec, self.requires_grad, getattr(self, "_is_param", False))
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether gradients are recorded for this tensor."""
+        return cast(bool, call_disabled(_GET_REQUIRES, (), (self,), _NO))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with disabled():
+            self.requires_grad_(value)
+
+    @property
+    def grad(self) -> DistTensor | None:  # type: ignore[override]
+        """The gradient so far, in the layout that the backward gave it (Partial before it is synchronised)."""
+        found = _raw_grad(self)
+        if found is None:
+            return None
+        if found.__class__ is not DistTensor:
+            stamp(found, self._spec.grad())
+        return cast(DistTensor, found)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and not isinstance(value, DistTensor):
+            value = _as_layout_of(value, self._spec)
+        with disabled():
+            _SET_GRAD(self, value)
+        if value is not None and value._spec is not self._spec.grad() and self.requires_grad:
+            _guard_accumulation(self)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with disabled():
+            _SET_GRAD(self, None)
+
+    @property
+    def data(self) -> DistTensor:  # type: ignore[override]
+        """The tensor without its history, sharing memory."""
+        return stamp(call_disabled(_GET_DATA, (), (self,), _NO), self._spec.with_(undecided=-1 & _all(self._spec)))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DistTensor):
+            value = _as_layout_of(value, self._spec)
+        with disabled():
+            _SET_DATA(self, value)
+        old = self._spec
+        self._spec = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
+
+    def backward(  # type: ignore[override]
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Gradients of the leaves, as on one device: the global value is what is differentiated."""
+        seed = _seed(self, gradient)
+        with disabled():
+            torch.autograd.backward(self, seed, retain_graph, create_graph, inputs)
+
+    def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
+        """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
+
+        def on_local(grad: Tensor) -> Tensor | None:
+            spec = self._spec.grad()
+            given = stamp(grad.view_as(grad), spec)
+            made = hook(given)
+            if made is None:
+                return None
+            return _local_of(made, spec)
+
+        with disabled():
+            return Tensor.register_hook(self, on_local)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[DistTensor], None]) -> Any:
+        """``hook(tensor)`` after the gradient was accumulated into ``tensor.grad``."""
+        with disabled():
+            return Tensor.register_post_accumulate_grad_hook(self, hook)
+
+    # -- properties of torch.Tensor that are ops ----------------------------------------------------------
+
+    @property
+    def T(self) -> Any:  # type: ignore[override]
+        """All dims reversed."""
+        return self.permute(*range(self.ndim - 1, -1, -1))
+
+    @property
+    def mT(self) -> Any:  # type: ignore[override]
+        """The last two dims exchanged."""
+        return self.transpose(-2, -1)
+
+    @property
+    def H(self) -> Any:  # type: ignore[override]
+        """Conjugate transpose of a matrix."""
+        return self.transpose(0, 1).conj() if self.ndim else self.conj()
+
+    @property
+    def mH(self) -> Any:  # type: ignore[override]
+        """Conjugate transpose of the last two dims."""
+        return self.transpose(-2, -1).conj()
+
+    @property
+    def real(self) -> Any:  # type: ignore[override]
+        """Real part."""
+        return torch.real(self)
+
+    @property
+    def imag(self) -> Any:  # type: ignore[override]
+        """Imaginary part."""
+        return torch.imag(self)
+
+
+_GET_REQUIRES = Tensor.requires_grad.__get__
+_GET_GRAD = Tensor.grad.__get__
+_SET_GRAD = Tensor.grad.__set__
+_GET_DATA = Tensor.data.__get__
+_SET_DATA = Tensor.data.__set__
+
+
+def _raw_grad(t: Tensor) -> Tensor | None:
+    return cast("Tensor | None", call_disabled(_GET_GRAD, (), (t,), _NO))
+
+
+def _all(spec: Spec) -> int:
+    return (1 << spec.mesh.ndim) - 1
+
+
+def stamp(local: Tensor, spec: Spec) -> DistTensor:
+    """Make ``local`` the DistTensor of ``spec``, in place: the object stays the same."""
+    if local.dtype is not spec.dtype and type(local) is Tensor:
+        spec = spec.with_(dtype=local.dtype)
+    local.__class__ = DistTensor  # type: ignore[assignment]
+    made = cast(DistTensor, local)
+    made._spec = spec
+    return made
+
+
+def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> DistTensor:
+    made = stamp(local, spec)
+    made.requires_grad_(requires_grad)
+    if is_param:
+        made._is_param = True
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- calls
+
+
+def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = op_name(func)
+    if name in ("__get__", "__set__", "__delete__") or name in _NATIVE:
+        return call_disabled(func, types, args, kwargs)
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special(func, types, args, kwargs)
+    if kwargs.get("out") is not None:
+        return _with_out(func, args, kwargs)
+    resolve(func)  # so that the key of the next call knows whether the op is pointwise
+    plan = plan_call(func, args, kwargs)
+    plans = runtime.RT.plans
+    if len(plans) >= _MAX_PLANS:
+        plans.clear()
+    try:
+        plans[(func, *[key_part(a, func) for a in args]) if not kwargs else _full_key(func, args, kwargs)] = plan
+    except TypeError:
+        pass  # an unhashable argument: planned anew each time
+    return _run(plan, func, types, args, kwargs)
+
+
+def _full_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = (func, *[key_part(a, func) for a in args])
+    return (first, *[(k, key_part(v, func)) for k, v in kwargs.items()])
+
+
+def _run(plan: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if plan.run is not None:
+        return plan.run(*args, **kwargs)
+    if plan.op.python and plan.op.rule is None:
+        return redispatch_function(func, types, args, kwargs)
+    if plan.gathered:
+        warn_gathered(plan)
+    with disabled():
+        return execute(plan, func, args, kwargs, stamp)
+
+
+def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out=``: compute, convert to the layout that ``out`` has, and copy into it."""
+    given = kwargs["out"]
+    made = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    for target, value in zip(tensors_in(given), tensors_in(made), strict=True):
+        if not isinstance(target, DistTensor):
+            raise DispatchError(
+                f"{op_name(func)}: out= is a plain tensor and the result is distributed; give a DistTensor, e.g. "
+                "torch.empty_like of an operand"
+            )
+        if target.shape != value.shape:
+            raise DispatchError(
+                f"{op_name(func)}: out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; distributed "
+                "tensors are not resized"
+            )
+        local = _local_of(value, target._spec)
+        with disabled():
+            target.copy_(local)
+    return given
+
+
+def _local_of(value: Tensor, spec: Spec) -> Tensor:
+    """Local part of ``value`` brought to the types of ``spec``."""
+    if not isinstance(value, DistTensor):
+        value = _as_layout_of(value, spec)
+    with disabled():
+        source = value._spec.with_(undecided=0)
+        if value.requires_grad:
+            settle(value, source)
+        return convert.apply(reshard.plan(source, spec.with_(dtype=source.dtype, undecided=0)).steps, value)
+
+
+def _as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
+    """A plain tensor in the place of a distributed one: a global value (the same everywhere), or a local part."""
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    if tuple(value.shape) == tuple(spec.shape):
+        source = Spec(spec.shape, value.dtype, Layout(spec.mesh))
+        target = spec.with_(dtype=value.dtype, undecided=0)
+        local = convert.apply(reshard.plan(source, target).steps, value)
+        return stamp(local.detach() if local is value else local, target)
+    raise LayoutError(
+        f"a plain tensor of shape {tuple(value.shape)} was given for a DistTensor of global shape {tuple(spec.shape)} "
+        f"(local {spec.local_shape(here)}); plain tensors stand for global values: use mw.from_local for a local part"
+    )
+
+
+def whole(t: DistTensor) -> Tensor:
+    """The global value as a plain tensor, on every rank; differentiable."""
+    spec = t._spec
+    return _local_of(t, Spec(spec.shape, spec.dtype, Layout(spec.mesh)))
+
+
+# ---------------------------------------------------------------------------------------------- autograd
+
+
+def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
+    """The cotangent of ``y`` in the layout of its gradient, as a local tensor."""
+    with disabled():
+        if y._spec.undecided:
+            settle(y, y._spec.with_(undecided=0))
+    spec = y._spec
+    if gradient is None:
+        if spec.shape.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        gradient = torch.ones(spec.shape, dtype=spec.dtype, device=y.device)
+    local = _local_of(gradient, spec.grad().with_(dtype=gradient.dtype))
+    for a, p in enumerate(spec.layout.placements):
+        if isinstance(p, Partial) and p.op == "avg":
+            local = local / spec.mesh.sizes[a]
+    return local
+
+
+def _autograd_grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad`` on distributed tensors: seeds in, gradients out, each in its own layout."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "allow_unused", "is_grads_batched")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    outputs, inputs = _listed(given["outputs"]), _listed(given["inputs"])
+    seeds = given.get("grad_outputs")
+    listed = _listed(seeds) if seeds is not None else [None] * len(outputs)
+    given["grad_outputs"] = [
+        _seed(y, g) if isinstance(y, DistTensor) else (whole(g) if isinstance(g, DistTensor) else g)
+        for y, g in zip(outputs, listed, strict=True)
+    ]
+    given["outputs"], given["inputs"] = outputs, inputs
+    with disabled():
+        made = torch.autograd.grad(**given)
+        for x, g in zip(inputs, made, strict=True):
+            if isinstance(x, DistTensor) and g is not None:
+                stamp(g, x._spec.grad())
+    return made
+
+
+def _autograd_backward(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    tensors = _listed(given["tensors"])
+    seeds = given.get("grad_tensors")
+    listed = _listed(seeds) if seeds is not None else [None] * len(tensors)
+    given["grad_tensors"] = [
+        _seed(y, g) if isinstance(y, DistTensor) else g for y, g in zip(tensors, listed, strict=True)
+    ]
+    given["tensors"] = tensors
+    with disabled():
+        return torch.autograd.backward(**given)
+
+
+def _listed(x: Any) -> list[Any]:
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+def _guard_accumulation(t: DistTensor) -> None:
+    """A gradient of another layout than the backward's was put in place: convert it before more is added to it."""
+    if "_guarded" in t.__dict__:
+        return
+
+    def before(grad: Tensor) -> None:
+        found, spec = _raw_grad(t), t._spec.grad()
+        own = found.__dict__.get("_spec") if found is not None else None
+        if own is not None and own is not spec and own.with_(undecided=0) is not spec:
+            with torch.no_grad():
+                local = _local_of(cast(DistTensor, found), spec.with_(dtype=own.dtype))
+                with disabled():
+                    _SET_GRAD(t, stamp(local.clone() if local is found else local, spec))
+
+    with disabled():
+        t.__dict__["_guarded"] = Tensor.register_hook(t, before)
+
+
+# ---------------------------------------------------------------------------------------------- special calls
+
+# Questions about the object or its memory, and autograd's own bookkeeping: the same for local and global.
+_NATIVE = {
+    "is_floating_point", "is_complex", "is_contiguous", "is_inference", "is_pinned", "is_conj", "is_neg", "is_signed",
+    "retain_grad", "requires_grad_", "storage_offset", "data_ptr", "element_size", "get_device", "is_set_to",
+    "untyped_storage", "storage", "_typed_storage", "__hash__", "stride", "dim_order", "is_shared", "share_memory_",
+    "has_names", "is_same_size", "is_nonzero", "_is_view", "_backward_hooks", "is_distributed", "is_coalesced",
+    "record_stream", "_has_symbolic_sizes_strides", "is_vulkan_available",
+}  # fmt: skip
+
+_T_co = TypeVar("_T_co")
+
+
+def _detach(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """No history, so no type yet either: what is made a leaf of it starts undecided."""
+    (x,) = args
+    out = call_disabled(func, types, args, kwargs)
+    return stamp(out, x._spec.with_(reduced=0, undecided=_all(x._spec)))
+
+
+def _detach_in_place(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (x,) = args
+    call_disabled(func, types, args, kwargs)
+    x._spec = x._spec.with_(reduced=0, undecided=_all(x._spec))
+    return x
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "grad": _autograd_grad,
+    "backward": _autograd_backward,
+    "detach": _detach,
+    "detach_": _detach_in_place,
+}
+
+
+def is_function(f: Any) -> bool:
+    """Whether ``f`` is a Python function (and not one of torch's own in C)."""
+    return isinstance(f, _types.FunctionType)
+
+
+__all__ = [
+    "DistTensor", "Replicate", "Sequence", "forget_ops", "map_tensors", "stamp", "whole",
+]  # fmt: skip
