@@ -204,6 +204,8 @@ def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
     """Execute steps in order; differentiable, with the transposed steps as the backward."""
     if not steps:
         return local
+    if type(local) is not Tensor:
+        return _as_plain(steps, local)
     if torch.is_grad_enabled() and local.requires_grad:
         for part in _runs(steps):
             function: Any = _Select if selects(part[0]) else _Convert
@@ -213,6 +215,16 @@ def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
         for step in steps:
             local = run(step, local)
     return local
+
+
+def _as_plain(steps: tuple[Step, ...], given: Tensor) -> Tensor:
+    """A subclass answers with global shapes: while the steps run, it is the plain local tensor that it is."""
+    kind = type(given)
+    given.__class__ = Tensor  # type: ignore[assignment]
+    try:
+        return apply(steps, given)
+    finally:
+        given.__class__ = kind  # type: ignore[assignment]
 
 
 @lru_cache(maxsize=4096)

@@ -441,7 +441,8 @@ def _as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
 def whole(t: DistTensor) -> Tensor:
     """The global value as a plain tensor, on every rank; differentiable."""
     spec = t._spec
-    return _local_of(t, Spec(spec.shape, spec.dtype, Layout(spec.mesh)))
+    made = _local_of(t, Spec(spec.shape, spec.dtype, Layout(spec.mesh)))
+    return t.to_local() if isinstance(made, DistTensor) else made
 
 
 # ---------------------------------------------------------------------------------------------- autograd
