@@ -228,10 +228,16 @@ def mesh_of(tensors: Sequence[Tensor], name: str) -> Mesh:
 
 @dataclass(slots=True)
 class Plan:
-    """What to do for one kind of call.  ``fast``: nothing but the native op on locals, one tensor out."""
+    """What to do for one kind of call.
+
+    ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule says.
+    ``untyped``: leaves that require grad get their type by this call.
+    """
 
     op: Op
     fast: bool = False
+    plain: bool = False
+    untyped: bool = False
     spec: Spec | None = None
     outputs: tuple[Spec, ...] = ()
     conversions: tuple[tuple[int, reshard.Plan], ...] = ()
@@ -318,7 +324,11 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
         local = rule.local(Local(rule, choice.inputs, choice.outputs, here))
     return Plan(
         op,
-        fast=not conversions and not decide and local is None and len(choice.outputs) == 1 and not choice.open,
+        plain=not conversions
+        and local is None
+        and len(choice.outputs) == 1
+        and not (op.inplace and (decide or choice.open)),
+        untyped=bool(decide or choice.open),
         spec=choice.outputs[0] if choice.outputs else None,
         outputs=choice.outputs,
         conversions=tuple(conversions),
@@ -481,6 +491,7 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _finish_gathered(plan, tensors, result, stamp)
     if plan.op.inplace:
         stamp(tensors[0], plan.outputs[0])
+        plan.fast = plan.plain and result is tensors[0]
         return tensors[0]
     return _finish(plan, tensors, result, stamp, grad_on)
 
@@ -545,6 +556,7 @@ def _check_locals(plan: Plan, made: Sequence[Tensor]) -> None:
             plan.spec = plan.outputs[0]
             break
     plan.checked = True
+    plan.fast = plan.plain and type(made[0]) is Tensor
 
 
 def _finish_gathered(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp) -> Any:

@@ -59,6 +59,10 @@ class DistTensor(torch.Tensor):
             return _slow(key, func, types, args, kwargs or _NO)
         if plan.fast:
             out = call_disabled(func, types, args, kwargs or _NO)
+            if out.__class__ is DistTensor:  # in place, or an op that returned its input
+                return out
+            if plan.untyped and out.requires_grad:  # a leaf gets its type now: rare, so the work is done twice
+                return _run(plan, func, types, args, kwargs or _NO)
             spec = plan.spec
             if out.dtype is not spec.dtype:  # autocast
                 spec = spec.with_(dtype=out.dtype)
