@@ -250,7 +250,7 @@ def _parse(text: str) -> tuple[tuple[tuple[Any, ...], ...], tuple[tuple[Any, ...
 
 def _parse_side(side: str, text: str) -> tuple[tuple[Any, ...], ...]:
     tensors = []
-    for part in side.split(",") if side.strip() else []:
+    for part in side.split(","):
         dims: list[Any] = []
         inside: list[str] | None = None
         for token in part.replace("(", " ( ").replace(")", " ) ").split():
@@ -307,6 +307,8 @@ def notation(
         RuleError: the text does not fit the tensors.
     """
     ins_text, outs_text = _parse(text)
+    if not tensors and ins_text == ((),):
+        ins_text = ()
     entries = list(zip(ins_text, tensors, strict=False)) if len(ins_text) == len(tensors) else None
     if entries is None:
         raise RuleError(f"notation {text!r} names {len(ins_text)} inputs, the rule gave {len(tensors)}")
