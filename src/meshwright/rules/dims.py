@@ -1,0 +1,89 @@
+"""Small helpers for writing rules: dims, letters and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .core import Arg, Local, LocalFn
+
+Tensor = torch.Tensor
+
+
+def args_in(value: Any) -> Iterator[Arg]:
+    """All tensors among (nested) arguments of a rule, in order."""
+    if isinstance(value, Arg):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from args_in(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from args_in(v)
+
+
+def dims_of(ndim: int, dim: Any) -> tuple[int, ...]:
+    """The dims that a ``dim`` argument names, non-negative; None and () are all."""
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return tuple(range(ndim))
+    listed = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return tuple(d % max(ndim, 1) for d in listed) if ndim else ()
+
+
+def flat_ints(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """``(2, 3)`` from both ``f(2, 3)`` and ``f((2, 3))``."""
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        return tuple(sizes[0])
+    return tuple(sizes)
+
+
+def bool_free(*groups: Sequence[Arg | None]) -> list[list[Arg]]:
+    """Linear groups less those of masks only: a bool is never a part of a sum."""
+    made = [[t for t in group if isinstance(t, Arg)] for group in groups]
+    return [g for g in made if any(t.dtype != torch.bool for t in g)]
+
+
+def names(prefix: str, shape: Sequence[int]) -> list[str]:
+    """A fresh factor per dim, ``1`` for dims of size 1."""
+    return ["1" if n == 1 else f"{prefix}{i}" for i, n in enumerate(shape)]
+
+
+def sizes_of(letters: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
+    """Letter to size; dims of size one have no letter."""
+    return {f: n for f, n in zip(letters, shape, strict=True) if f != "1"}
+
+
+def aligned(letters: Sequence[str], shape: Sequence[int]) -> list[str]:
+    """Letters of a tensor of ``shape`` that broadcasts against a tensor that has ``letters``."""
+    mine = list(letters[len(letters) - len(shape) :]) if shape else []
+    mine = ["1"] * (len(shape) - len(mine)) + mine
+    return ["1" if n == 1 else f for f, n in zip(mine, shape, strict=True)]
+
+
+def broadcast_letters(
+    *shapes: Sequence[int], prefix: str = "b"
+) -> tuple[list[list[str]], list[str], tuple[int, ...]]:
+    """Letters of tensors that broadcast together, those of the result, and its shape."""
+    whole = tuple(torch.broadcast_shapes(*shapes))
+    out = names(prefix, whole)
+    return [aligned(out, s) for s in shapes], out, whole
+
+
+def without(letters: Sequence[str], dims: Sequence[int], keepdim: bool) -> list[str]:
+    """Letters of what is left when ``dims`` are reduced away."""
+    if keepdim:
+        return ["1" if i in dims else f for i, f in enumerate(letters)]
+    return [f for i, f in enumerate(letters) if i not in dims]
+
+
+def where_split(factors: Sequence[str], fn: LocalFn) -> Callable[[Local], LocalFn | None]:
+    """A ``local`` that replaces the op by ``fn`` where one of the factors is split."""
+    return lambda ctx: fn if ctx.is_split(*factors) else None
+
+
+def meta_shapes(fn: Callable[..., Any], x: Arg, *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:
+    """Global shapes of what ``fn`` gives, from a run on a meta tensor."""
+    made = fn(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
+    return [tuple(t.shape) for t in ([made] if isinstance(made, Tensor) else made)]

@@ -1,0 +1,531 @@
+"""Indexing with Python's notation, and lookups and writes by index tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
+from .dims import aligned, bool_free, broadcast_letters, names, sizes_of
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Index:
+    """What ``x[...]`` does to each dim: factors of x, of the result and of each index tensor."""
+
+    source: list[str] = field(default_factory=list)
+    result: list[str] = field(default_factory=list)
+    whole: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)
+    tensors: list[Arg] = field(default_factory=list)
+    letters: list[list[str]] = field(default_factory=list)  # of each index tensor
+    looked: list[int] = field(default_factory=list)  # dims of x that index tensors look up
+    positions: list[int] = field(default_factory=list)  # where in the result the looked up dims would stand
+
+
+def _is_mask(a: Any) -> bool:
+    return isinstance(a, bool) or (isinstance(a, Arg) and a.dtype in (torch.bool, torch.uint8))
+
+
+def _items(x: Arg, index: Any) -> list[Any] | None:
+    """One entry per dim of x and per new dim, with ``...`` written out; None where there is no rule."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(_is_mask(a) for a in items):
+        return None
+    plain = (int, slice, Arg, type(None), type(...))
+    if not all(isinstance(a, plain) or _int_list(a) is not None for a in items):
+        return None
+    used = sum(a is not None and a is not ... for a in items)
+    if used > x.ndim or sum(a is ... for a in items) > 1:
+        return None
+    rest = [slice(None)] * (x.ndim - used)
+    at = next((i for i, a in enumerate(items) if a is ...), len(items))
+    return [*items[:at], *rest, *items[at + 1 :]]
+
+
+def _int_list(a: Any) -> tuple[int, ...] | None:
+    """Shape of a (nested) list of ints that indexes like a tensor."""
+    if not isinstance(a, (list, tuple)):
+        return None
+    try:
+        made = torch.tensor(a)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return tuple(made.shape) if made.dtype == torch.int64 else None
+
+
+def read_index(x: Arg, index: Any) -> Index | None:
+    """The factors of ``x[index]``; None for masks and what else has no rule."""
+    items = _items(x, index)
+    if items is None:
+        return None
+    made, d = Index(), 0
+    shapes: list[tuple[int, ...]] = []
+    constant: list[int] = []
+    for a in items:
+        if a is None:
+            made.result.append("1")
+            continue
+        n, f = x.shape[d], "1" if x.shape[d] == 1 else f"d{d}"
+        made.source.append(f)
+        if isinstance(a, slice):
+            if any(isinstance(part, Arg) for part in (a.start, a.stop, a.step)):
+                return None
+            _slice(made, a, d, n, f)
+        else:
+            made.whole.add(f)
+            if not isinstance(a, int):
+                made.looked.append(d)
+                made.positions.append(len(made.result))
+                if isinstance(a, Arg):
+                    made.tensors.append(a)
+                    shapes.append(a.shape)
+                else:
+                    constant.append(len(shapes))
+                    shapes.append(_int_list(a) or ())
+        d += 1
+    if shapes:
+        _place(made, shapes, constant)
+    made.whole.discard("1")
+    return made
+
+
+def _slice(made: Index, a: slice, d: int, n: int, f: str) -> None:
+    size = len(range(*a.indices(n)))
+    if size == n and (a.step is None or a.step == 1):
+        made.result.append(f)
+        return
+    made.whole |= {f, f"s{d}"}
+    made.sizes[f"s{d}"] = size
+    made.result.append("1" if size == 1 else f"s{d}")
+
+
+def _place(made: Index, shapes: list[tuple[int, ...]], constant: list[int]) -> None:
+    """Put the broadcast dims of the index tensors into the result: in place if adjacent, else in front."""
+    letters, out, shape = broadcast_letters(*shapes, prefix="i")
+    made.letters = [fs for i, fs in enumerate(letters) if i not in constant]
+    made.sizes |= sizes_of(out, shape)
+    for i in constant:
+        made.whole |= set(letters[i])  # a list in the call is the same on every rank
+    adjacent = len(set(made.positions)) == 1 and made.looked == list(
+        range(made.looked[0], made.looked[-1] + 1)
+    )
+    at = made.positions[0] if adjacent else 0
+    made.result[at:at] = out
+
+
+def _text(*sides: Sequence[Sequence[str]]) -> str:
+    return " -> ".join(", ".join(" ".join(t) for t in side) for side in sides)
+
+
+@rule("getitem")
+def getitem(x: Arg, index: Any) -> Rule | None:
+    """Full slices keep their split; cut and indexed dims are whole, or looked up where one tensor indexes one dim."""
+    made = read_index(x, index)
+    if made is None:
+        return None
+    whole, reduced, local = set(made.whole), {}, None
+    if len(made.looked) == 1 and len(made.tensors) == 1:
+        f = made.source[made.looked[0]]
+        if f != "1":
+            whole.discard(f)
+            reduced[f] = _sum_op(x)
+            local = lambda ctx: _lookup_getitem(ctx, f, made.looked[0], x.shape[made.looked[0]])  # noqa: E731
+    return notation(
+        _text([made.source, *made.letters], [made.result]),
+        x,
+        *made.tensors,
+        whole=" ".join(whole),
+        sizes=made.sizes,
+        reduced=reduced,
+        linear=[[x]],
+        moves=True,
+        local=local,
+    )
+
+
+def _sum_op(x: Arg) -> str:
+    return "any" if x.dtype == torch.bool else "sum"
+
+
+# ------------------------------------------------------------------------------------------------ lookup in a shard
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """This rank's part of a dim that is looked up: rows from ``start`` to ``stop`` of ``size``."""
+
+    start: int
+    stop: int
+    size: int
+
+    def find(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Local index (0 where the row is elsewhere), and whether it is elsewhere."""
+        index = torch.where(index < 0, index + self.size, index)
+        away = (index < self.start) | (index >= self.stop)
+        return (index - self.start).masked_fill(away, 0), away
+
+
+def _shelf(ctx: Local, factor: str, size: int) -> Shelf | None:
+    return Shelf(*ctx.bounds(factor), size) if ctx.is_split(factor) else None
+
+
+def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros that still depend on the (empty) x, so that every rank has the same graph."""
+    zeros = x.new_zeros(shape)
+    return zeros + x.sum() if x.requires_grad else zeros
+
+
+def _widen(away: Tensor, at: int, after: int) -> Tensor:
+    """A mask over the index dims, made to broadcast over the ``after`` dims that follow them."""
+    return away.reshape([*away.shape, *[1] * after])
+
+
+def _lookup_getitem(ctx: Local, factor: str, dim: int, size: int) -> LocalFn | None:
+    shelf = _shelf(ctx, factor, size)
+    if shelf is None:
+        return None
+    shape = ctx.out_shape()
+
+    def local(x: Tensor, index: Any) -> Tensor:
+        if shelf.start == shelf.stop:
+            return _nothing(x, shape)
+        items = list(index) if isinstance(index, tuple) else [index]
+        at = next(i for i, a in enumerate(items) if isinstance(a, Tensor))
+        inside, away = shelf.find(items[at])
+        out = x[(*items[:at], inside, *items[at + 1 :])]
+        # Dims that follow the looked up one in the result: those of x behind it, less ints, plus new ones.
+        left = _dims_after(items[at + 1 :], x.ndim - dim - 1)
+        return out.masked_fill(_widen(away, at, left), 0)
+
+    return local
+
+
+def _dims_after(items: Sequence[Any], ndim: int) -> int:
+    given = [a for a in items if a is not ...]
+    return ndim - sum(isinstance(a, int) for a in given) + sum(a is None for a in given)
+
+
+@rule("index_select")
+def index_select(x: Arg, dim: int, index: Arg) -> Rule | None:
+    """Rows of a dim by index; where the dim is split each rank brings the rows that it has."""
+    if not x.ndim or index.ndim != 1:
+        return None
+    letters, d = x.letters, x.dim(dim)
+    f, size = letters[d], x.shape[d]
+    its = names("i", index.shape)
+
+    def local(ctx: Local) -> LocalFn | None:
+        shelf = _shelf(ctx, f, size) if f != "1" else None
+        return _lookup_select(shelf, d, ctx.out_shape()) if shelf else None
+
+    text = _text([letters, its], [[*letters[:d], *its, *letters[d + 1 :]]])
+    reduced = {} if f == "1" else {f: _sum_op(x)}
+    return notation(text, x, index, reduced=reduced, linear=[[x]], moves=True, local=local)
+
+
+def _lookup_select(shelf: Shelf, d: int, shape: tuple[int, ...]) -> LocalFn:
+    def local(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
+        if shelf.start == shelf.stop:
+            return _nothing(x, shape)
+        inside, away = shelf.find(index)
+        return torch.index_select(x, d, inside).masked_fill(_widen(away, d, x.ndim - d - 1), 0)
+
+    return local
+
+
+# ------------------------------------------------------------------------------------------------ gather
+
+
+def _paired(
+    x: Arg, others: Sequence[Arg], dim: int
+) -> tuple[list[str], list[list[str]], set[str], dict[str, int]]:
+    """Letters of x and of tensors used side by side with it, all dims but ``dim`` elementwise up to their size.
+
+    A dim may be split where all have the same size; else it is whole in each.  On ``dim`` the others share a factor
+    of their own.  Returns the letters, the whole factors and the sizes.
+    """
+    mine, its = x.letters, [["1"] * t.ndim for t in others]
+    whole: set[str] = set()
+    sizes: dict[str, int] = {}
+    for j in range(x.ndim):
+        same = all(t.shape[j] == x.shape[j] for t in others)
+        if same and j != dim:
+            for t in its:
+                t[j] = mine[j]
+            continue
+        alike = len({t.shape[j] for t in others}) == 1
+        for k, t in enumerate(others):
+            f = f"g{j}" if alike else f"g{j}x{k}"
+            if t.shape[j] != 1:
+                its[k][j], sizes[f] = f, t.shape[j]
+                if j != dim or not alike:
+                    whole.add(f)
+        if j != dim:
+            whole |= {mine[j]} - {"1"}
+    return mine, its, whole, sizes
+
+
+@rule("gather")
+def gather(x: Arg, dim: int, index: Arg, **kwargs: Any) -> Rule | None:
+    """Elements along a dim by index; where the dim is split each rank brings the elements that it has."""
+    if not x.ndim or index.ndim != x.ndim:
+        return None
+    d = x.dim(dim)
+    letters, (its,), whole, sizes = _paired(x, [index], d)
+    f, size = letters[d], x.shape[d]
+
+    def local(ctx: Local) -> LocalFn | None:
+        shelf = _shelf(ctx, f, size) if f != "1" else None
+        if shelf is None:
+            return None
+        shape = ctx.out_shape()
+
+        def lookup(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
+            if shelf.start == shelf.stop:
+                return _nothing(x, shape)
+            inside, away = shelf.find(index)
+            return torch.gather(x, d, inside, **kwargs).masked_fill(away, 0)
+
+        return lookup
+
+    return notation(
+        _text([letters, its], [its]),
+        x,
+        index,
+        whole=" ".join(whole),
+        sizes=sizes,
+        reduced={} if f == "1" else {f: _sum_op(x)},
+        linear=[[x]],
+        moves=True,
+        local=local,
+    )
+
+
+@composite("take_along_dim")
+def take_along_dim(x: Any, indices: Any, dim: int | None = None, **kwargs: Any) -> Any:
+    """gather, with the other dims broadcast."""
+    if dim is None:
+        return torch.gather(x.flatten(), 0, indices.flatten())
+    d = dim % x.ndim
+    shape = list(
+        torch.broadcast_shapes(*[[1 if i == d else n for i, n in enumerate(t.shape)] for t in (x, indices)])
+    )
+
+    def widened(t: Any) -> Any:
+        want = [t.shape[d] if i == d else n for i, n in enumerate(shape)]
+        return t if list(t.shape) == want else t.expand(want)
+
+    return torch.gather(widened(x), d, widened(indices))
+
+
+# ------------------------------------------------------------------------------------------------ scatter
+
+
+def _scattered(x: Arg, dim: int, index: Arg, src: Any, *, linear: bool, adds: bool = False) -> Rule | None:
+    if not x.ndim or index.ndim != x.ndim:
+        return None
+    others = [index, src] if isinstance(src, Arg) and src.ndim else [index]
+    letters, its, whole, sizes = _paired(x, others, x.dim(dim))
+    along = its[0][x.dim(dim)]
+    # Where the op adds, each rank can add its own part of the entries; else they must all be there.
+    split = adds and along not in ("1", *whole)
+    whole |= {letters[x.dim(dim)]} | (set() if split else {along})
+    given = list(others)
+    texts: list[Sequence[str]] = [letters, *its]
+    if isinstance(src, Arg) and not src.ndim:
+        given.append(src)
+        texts.append([])
+    group = [[x, src]] if linear and isinstance(src, Arg) else []
+    return notation(
+        _text(texts, [letters]),
+        x,
+        *given,
+        whole=" ".join(whole - {"1"}),
+        sizes=sizes,
+        reduced={along: "sum"} if split else {},
+        linear=bool_free(*group),
+    )
+
+
+@rule("scatter")
+def scatter(
+    x: Arg, dim: int, index: Arg, src: Any = None, *, value: Any = None, reduce: Any = None
+) -> Rule | None:
+    """x with some elements along a whole dim replaced."""
+    given = src if value is None else value
+    return _scattered(x, dim, index, given, linear=reduce is None)
+
+
+@rule("scatter_add")
+def scatter_add(x: Arg, dim: int, index: Arg, src: Arg) -> Rule | None:
+    """Jointly linear; each rank may add its own part."""
+    return _scattered(x, dim, index, src, linear=True, adds=True)
+
+
+@rule("scatter_reduce")
+def scatter_reduce(
+    x: Arg, dim: int, index: Arg, src: Arg, reduce: str, *, include_self: bool = True
+) -> Rule | None:
+    """As scatter_add for a sum that includes x; other reductions along a whole dim."""
+    adds = reduce == "sum" and include_self
+    return _scattered(x, dim, index, src, linear=adds, adds=adds)
+
+
+def _by_rows(x: Arg, dim: int, index: Arg, src: Any, *, adds: bool = False) -> Rule | None:
+    """Writes of whole rows of ``dim``; all other dims may be split."""
+    if not x.ndim:
+        return None
+    letters, d = x.letters, x.dim(dim)
+    i = names("i", index.shape)
+    row = i[0] if i else "1"
+    texts: list[Sequence[str]] = [letters, i]
+    given = [x, index]
+    if isinstance(src, Arg):
+        given.append(src)
+        texts.append([*letters[:d], row, *letters[d + 1 :]] if src.ndim else [])
+    split = adds and row != "1"
+    return notation(
+        _text(texts, [letters]),
+        *given,
+        whole=" ".join({letters[d], *([] if split else i)} - {"1"}),
+        reduced={row: "sum"} if split else {},
+        linear=bool_free([x, src]) if isinstance(src, Arg) else [],
+    )
+
+
+@rule("index_add")
+def index_add(x: Arg, dim: int, index: Arg, source: Arg, **kwargs: Any) -> Rule | None:
+    """Jointly linear; each rank may add its own rows."""
+    return _by_rows(x, dim, index, source, adds=True)
+
+
+@rule("index_copy")
+def index_copy(x: Arg, dim: int, index: Arg, source: Arg) -> Rule | None:
+    """Jointly linear, along a whole dim."""
+    return _by_rows(x, dim, index, source)
+
+
+@rule("index_fill")
+def index_fill(x: Arg, dim: int, index: Arg, value: Any) -> Rule | None:
+    """Along a whole dim."""
+    return _by_rows(x, dim, index, value)
+
+
+# ------------------------------------------------------------------------------------------------ setitem
+
+
+def _masked_write(x: Arg, mask: Arg, value: Any) -> Rule | None:
+    """``x[mask] = number``: elementwise in the dims of the mask."""
+    letters = x.letters
+    if (
+        mask.dtype != torch.bool
+        or mask.shape != x.shape[: mask.ndim]
+        or (isinstance(value, Arg) and value.ndim)
+    ):
+        return None
+    texts: list[Sequence[str]] = [letters, letters[: mask.ndim]]
+    given = [x, mask]
+    if isinstance(value, Arg):
+        texts.append([])
+        given.append(value)
+    return notation(_text(texts, [letters]), *given, linear=bool_free([x, value]) if len(given) > 2 else [])
+
+
+@rule("setitem")
+def setitem(x: Arg, index: Any, value: Any) -> Rule | None:
+    """A write in place: full slices keep their split, the dims that the index cuts are whole."""
+    bare = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    if isinstance(bare, Arg) and bare.dtype == torch.bool:
+        return _masked_write(x, bare, value)
+    made = read_index(x, index)
+    if made is None:
+        return None
+    return _write(x, made, value, accumulate=False)
+
+
+def _write(x: Arg, made: Index, value: Any, accumulate: bool) -> Rule | None:
+    entries = {f for fs in made.letters for f in fs} - {"1"}
+    texts: list[Sequence[str]] = [made.source, *made.letters]
+    given = [x, *made.tensors]
+    group: list[Arg] = []
+    if isinstance(value, Arg):
+        given.append(value)
+        texts.append(aligned(made.result, value.shape))
+        group = [x, value]
+    elif isinstance(value, int) and not isinstance(value, bool) and value == 0:
+        group = [x]  # zero is a part of a sum
+    return notation(
+        _text(texts, [made.source]),
+        *given,
+        whole=" ".join(made.whole | (set() if accumulate else entries)),
+        sizes=made.sizes,
+        reduced=dict.fromkeys(entries, "sum") if accumulate and isinstance(value, Arg) else {},
+        linear=bool_free(group),
+    )
+
+
+@rule("index_put", "_unsafe_index_put")
+def index_put(x: Arg, indices: Sequence[Any], values: Arg, accumulate: bool = False) -> Rule | None:
+    """As ``x[indices] = values``, where None stands for a full slice; or added, then jointly linear."""
+    if any(_is_mask(a) for a in indices):
+        if len(indices) == 1 and isinstance(indices[0], Arg) and not accumulate:
+            return _masked_write(x, indices[0], values)
+        return None
+    made = read_index(x, tuple(slice(None) if a is None else a for a in indices))
+    return None if made is None else _write(x, made, values, accumulate)
+
+
+@rule("index")
+def index(x: Arg, indices: Sequence[Any]) -> Rule | None:
+    """``x[indices]``, where None stands for a full slice."""
+    if any(_is_mask(a) for a in indices):
+        return None
+    made = read_index(x, tuple(slice(None) if a is None else a for a in indices))
+    if made is None:
+        return None
+    text = _text([made.source, *made.letters], [made.result])
+    return notation(
+        text, x, *made.tensors, whole=" ".join(made.whole), sizes=made.sizes, linear=[[x]], moves=True
+    )
+
+
+# ------------------------------------------------------------------------------------------------ by value
+
+
+@rule("one_hot")
+def one_hot(x: Arg, num_classes: int = -1) -> Rule | None:
+    """A last dim of classes; how many must be said, else it depends on values."""
+    if num_classes < 1:
+        return None
+    made = x.letters
+    out = [*made, "1" if num_classes == 1 else "class"]
+    return notation(_text([made], [out]), x, whole="class", sizes={"class": num_classes})
+
+
+@rule("searchsorted")
+def searchsorted(edges: Arg, x: Any, *args: Any, sorter: Arg | None = None, **kwargs: Any) -> Rule | None:
+    """Each element among sorted edges, which must be whole; leading dims go together."""
+    if not isinstance(x, Arg) or not edges.ndim:
+        return None
+    mine = x.letters
+    last = "1" if edges.shape[-1] == 1 else "edge"
+    its = [*(mine[: edges.ndim - 1]), last] if edges.ndim > 1 else [last]
+    texts, given = [its, mine], [edges, x]
+    if sorter is not None:
+        texts.append(its)
+        given.append(sorter)
+    return notation(_text(texts, [mine]), *given, whole="edge")
+
+
+@rule("bucketize")
+def bucketize(x: Any, boundaries: Arg, **kwargs: Any) -> Rule | None:
+    """Each element among sorted boundaries, which must be whole."""
+    if not isinstance(x, Arg):
+        return None
+    return notation(_text([x.letters, names("e", boundaries.shape)], [x.letters]), x, boundaries)

@@ -1,0 +1,230 @@
+"""Contractions: the contracted factor may be split, the result is then Partial; linear in each operand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from .core import Arg, Rule, composite, notation, rule
+from .dims import aligned, broadcast_letters, dims_of, names, without
+
+
+def _contract(text: str, *tensors: Any, reduced: str, linear: Sequence[Sequence[Any]], **kwargs: Any) -> Rule:
+    return notation(text, *tensors, reduced=reduced, linear=linear, heavy=True, **kwargs)
+
+
+@rule("linear")
+def linear(x: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
+    """x Wᵀ + b, with W of shape (n, k) or (k,)."""
+    w = "n k" if weight.ndim == 2 else "k"
+    out = "... n" if weight.ndim == 2 else "..."
+    if bias is None:
+        return _contract(f"... k, {w} -> {out}", x, weight, reduced="k", linear=[[x], [weight]])
+    b = " ".join(aligned(["n"], bias.shape)) if weight.ndim == 2 else " ".join(["1"] * bias.ndim)
+    if bias.ndim > 1:
+        return None
+    groups = [[x, bias], [weight, bias]]
+    return _contract(f"... k, {w}, {b} -> {out}", x, weight, bias, reduced="k", linear=groups)
+
+
+@rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
+def matmul(x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+    """Vectors, matrices, and batches that broadcast."""
+    if x.ndim == 0 or y.ndim == 0:
+        return None
+    left = "k" if x.ndim == 1 else "... m k"
+    right = "k" if y.ndim == 1 else "... k n"
+    out = (
+        ("..." if max(x.ndim, y.ndim) > 2 else "")
+        + (" m" if x.ndim > 1 else "")
+        + (" n" if y.ndim > 1 else "")
+    )
+    return _contract(f"{left}, {right} -> {out}", x, y, reduced="k", linear=[[x], [y]])
+
+
+@rule("inner")
+def inner(x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+    """Last dims against each other, all others side by side."""
+    if x.ndim == 0 or y.ndim == 0:
+        return notation("..., ... -> ...", x, y, linear=[[x], [y]])
+    a, b = names("m", x.shape[:-1]), names("n", y.shape[:-1])
+    text = f"{' '.join([*a, 'k'])}, {' '.join([*b, 'k'])} -> {' '.join([*a, *b])}"
+    return _contract(text, x, y, reduced="k", linear=[[x], [y]])
+
+
+@rule("outer", "ger")
+def outer(x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+    """Every element of x with every element of y."""
+    return notation("m, n -> m n", x, y, linear=[[x], [y]], heavy=True)
+
+
+def _added(term: Arg, x: Arg, y: Arg, left: str, right: str, out: str, reduced: str) -> Rule | None:
+    """term + x @ y, where the term broadcasts to the result."""
+    letters = out.split()
+    if term.ndim > len(letters):
+        return None
+    text = f"{' '.join(aligned(letters, term.shape))}, {left}, {right} -> {out}"
+    known = dict(zip(left.split(), x.shape, strict=True)) | dict(zip(right.split(), y.shape, strict=True))
+    return _contract(text, term, x, y, reduced=reduced, linear=[[term, x], [term, y]], sizes=known)
+
+
+@rule("addmm")
+def addmm(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+    """beta × term + alpha × x y."""
+    return _added(term, x, y, "m k", "k n", "m n", "k")
+
+
+@rule("addmv")
+def addmv(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+    """beta × term + alpha × x y, with a vector y."""
+    return _added(term, x, y, "m k", "k", "m", "k")
+
+
+@rule("addr")
+def addr(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+    """beta × term + alpha × x yᵀ."""
+    return _added(term, x, y, "m", "n", "m n", "")
+
+
+@rule("baddbmm")
+def baddbmm(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+    """beta × term + alpha × x y, per matrix of a batch."""
+    return _added(term, x, y, "b m k", "b k n", "b m n", "k")
+
+
+@rule("addbmm")
+def addbmm(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+    """beta × term + alpha × the sum over a batch of x y."""
+    return _added(term, x, y, "b m k", "b k n", "m n", "b k")
+
+
+@rule("bilinear")
+def bilinear(x: Arg, y: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
+    """xᵀ W y + b, with W of shape (o, i, j)."""
+    text = "... i, ... j, o i j, o -> ... o"
+    groups = [[x, bias], [y, bias], [weight, bias]]
+    return _contract(text, x, y, weight, bias, reduced="i j", linear=groups)
+
+
+@rule("linalg_vecdot")
+def vecdot(x: Arg, y: Arg, *, dim: int = -1, **kwargs: Any) -> Rule | None:
+    """Dot products along one dim, the others broadcast."""
+    (a, b), out, whole = broadcast_letters(x.shape, y.shape)
+    (d,) = dims_of(len(whole), dim)
+    text = f"{' '.join(a)}, {' '.join(b)} -> {' '.join(without(out, (d,), False))}"
+    return _contract(text, x, y, reduced=out[d] if out[d] != "1" else "", linear=[[x], [y]])
+
+
+@rule("cross", "linalg_cross")
+def cross(x: Arg, y: Arg, dim: int | None = None, **kwargs: Any) -> Rule | None:
+    """The dim of the three components stays whole."""
+    (a, b), out, whole = broadcast_letters(x.shape, y.shape)
+    d = dim if dim is not None else next((i for i, n in enumerate(whole) if n == 3), -1)
+    text = f"{' '.join(a)}, {' '.join(b)} -> {' '.join(out)}"
+    return notation(text, x, y, whole=out[d], linear=[[x], [y]])
+
+
+@rule("tensordot")
+def tensordot(x: Arg, y: Arg, dims: Any = 2, out: Any = None) -> Rule | None:
+    """Contraction of the given dims of x with those of y."""
+    if isinstance(dims, Arg):
+        return None
+    if isinstance(dims, int):
+        dims = (range(x.ndim - dims, x.ndim), range(dims))
+    elif len(dims) != 2:
+        return None
+    listed = [list(d) if isinstance(d, (list, tuple, range)) else [d] for d in dims]
+    over_x, over_y = [d % max(x.ndim, 1) for d in listed[0]], [d % max(y.ndim, 1) for d in listed[1]]
+    a, b = names("m", x.shape), names("n", y.shape)
+    reduced = []
+    for i, j in zip(over_x, over_y, strict=True):
+        if a[i] != "1" and b[j] != "1":
+            b[j] = a[i]
+        reduced += [f for f in {a[i], b[j]} if f != "1"]
+    free = without(a, over_x, False) + without(b, over_y, False)
+    text = f"{' '.join(a)}, {' '.join(b)} -> {' '.join(free)}"
+    return _contract(text, x, y, reduced=" ".join(reduced), linear=[[x], [y]])
+
+
+# ------------------------------------------------------------------------------------------------ einsum
+
+
+def _terms(equation: str) -> tuple[list[list[str]], list[str] | None]:
+    """Subscripts of each operand and of the result (None: not said), with ``...`` as one entry."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+
+    def split(term: str) -> list[str]:
+        return list(term.replace("...", ".")) if term else []
+
+    return [split(t) for t in left.split(",")], split(right) if arrow else None
+
+
+def _einsum_letters(terms: list[list[str]], operands: Sequence[Arg]) -> list[list[str]] | None:
+    """A letter per dim of each operand; the dims of ``...`` are numbered from the right."""
+    made = []
+    for term, t in zip(terms, operands, strict=True):
+        hidden = t.ndim - (len(term) - term.count("."))
+        if hidden < 0 or (hidden and "." not in term):
+            return None
+        dots = [f"e{hidden - 1 - i}" for i in range(hidden)]
+        made.append([f for c in term for f in (dots if c == "." else [c])])
+    return made
+
+
+@rule("einsum")
+def einsum(equation: Any, *operands: Any) -> Rule | None:
+    """Any equation; letters that one operand repeats stay whole."""
+    if not isinstance(equation, str):
+        return None
+    given: Sequence[Arg] = (
+        operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    )
+    terms, result = _terms(equation)
+    if len(terms) != len(given):
+        return None
+    letters = _einsum_letters(terms, given)
+    if letters is None:
+        return None
+    dots = sorted({f for fs in letters for f in fs if len(f) > 1}, key=lambda f: -int(f[1:]))
+    counts = [f for fs in letters for f in fs]
+    if result is None:
+        out = dots + sorted({f for term in terms for f in term if f != "." and counts.count(f) == 1})
+    else:
+        out = [f for c in result for f in (dots if c == "." else [c])]
+    sizes: dict[str, int] = {}
+    for fs, t in zip(letters, given, strict=True):
+        for f, n in zip(fs, t.shape, strict=True):
+            sizes[f] = n if sizes.get(f, 1) == 1 else sizes[f]
+    shown = [
+        ["1" if n == 1 else f for f, n in zip(fs, t.shape, strict=True)]
+        for fs, t in zip(letters, given, strict=True)
+    ]
+    repeated = {f for fs in shown for f in fs if f != "1" and fs.count(f) > 1}
+    summed = {f for fs in shown for f in fs if f not in out and f != "1"} - repeated
+    text = (
+        ", ".join(" ".join(fs) for fs in shown) + " -> " + " ".join("1" if sizes[f] == 1 else f for f in out)
+    )
+    return notation(
+        text,
+        *given,
+        whole=" ".join(repeated),
+        reduced=" ".join(summed),
+        linear=[[t] for t in given],
+        heavy=len(given) > 1,
+    )
+
+
+@composite("linalg_multi_dot", "chain_matmul")
+def multi_dot(*matrices: Any, out: Any = None) -> Any:
+    """The product of a chain, in the order that needs the fewest multiplications."""
+    chain = (
+        list(matrices[0]) if len(matrices) == 1 and isinstance(matrices[0], (list, tuple)) else list(matrices)
+    )
+    while len(chain) > 2:
+        # The widest inner dim first: a good order, found without the full search.
+        i = max(range(1, len(chain)), key=lambda i: chain[i].shape[0])
+        chain[i - 1 : i + 1] = [torch.matmul(chain[i - 1], chain[i])]
+    return reduce(torch.matmul, chain)
