@@ -20,6 +20,7 @@ from .api import (
     to_dtensor,
     unshard,
 )
+from .explain import Explanation, explain, explicit
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
 from .simulation import simulate
@@ -27,6 +28,7 @@ from .tensor import DistTensor
 
 __all__ = [
     "DistTensor",
+    "Explanation",
     "Layout",
     "Mesh",
     "Partial",
@@ -34,6 +36,8 @@ __all__ = [
     "Shard",
     "Spec",
     "constrain",
+    "explain",
+    "explicit",
     "from_dtensor",
     "from_local",
     "infer_backward",

@@ -9,6 +9,7 @@ the idea is Xu et al., GSPMD, and JAX's varying/unreduced types.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -72,7 +73,7 @@ def _kind(src: Spec, dst: Spec, axis: int) -> str:
             return "retype"
         if isinstance(b, Shard):
             return "slice"
-        return "keep_one" if b.op == "sum" else "retype"
+        return "keep_one" if b.op in ("sum", "avg") else "retype"
     if isinstance(a, Partial):
         if isinstance(b, Replicate):
             return "all_reduce"
@@ -107,7 +108,7 @@ def _scale(step: Step) -> float:
         p, q = step.src.layout.placements[a], step.dst.layout.placements[a]
         if isinstance(p, Partial) and p.op == "avg":
             scale /= n
-        if isinstance(q, Partial) and q.op == "avg" and not isinstance(p, Replicate):
+        if isinstance(q, Partial) and q.op == "avg":
             scale *= n
     return scale
 
@@ -248,6 +249,11 @@ def transpose(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(step.transpose() for step in reversed(steps))
 
 
+@lru_cache(maxsize=4096)
+def _scales(steps: tuple[Step, ...]) -> float:
+    return math.prod(_scale(step) for step in steps)
+
+
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, steps: tuple[Step, ...]) -> Tensor:
@@ -260,7 +266,8 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return apply(transpose(ctx.steps), grad), None
+        scale = _scales(ctx.steps)
+        return apply(transpose(ctx.steps), grad if scale == 1.0 else grad * scale), None
 
 
 class _Select(torch.autograd.Function):
