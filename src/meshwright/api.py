@@ -210,7 +210,7 @@ def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> Dist
             made = made.clone()
         out = stamp(made, target)
         if x.requires_grad and not x.is_leaf:
-            out.__dict__["_origin"] = x
+            out.__dict__["_origin"] = (x, (x._version, out._version))
     return out
 
 

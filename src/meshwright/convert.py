@@ -270,6 +270,23 @@ class _Convert(torch.autograd.Function):
         return apply(transpose(ctx.steps), grad if scale == 1.0 else grad * scale), None
 
 
+def apply_known(steps: tuple[Step, ...], local: Tensor, value: Tensor) -> Tensor:
+    """What ``apply(steps, local)`` would give, where the data (``value``) is there already; moves nothing."""
+    made: Tensor = _Known.apply(local, value, steps)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Known(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, value: Tensor, steps: tuple[Step, ...]) -> Tensor:
+        ctx.steps = steps
+        return value.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return apply(transpose(ctx.steps), grad), None, None
+
+
 class _Select(torch.autograd.Function):
     """Reduction by max or min: the gradient goes to the ranks that hold the extremum, in equal shares."""
 

@@ -463,10 +463,27 @@ def convert_tensor(t: Tensor, steps: reshard.Plan) -> Tensor:
         hit = memo.get((steps.src, steps.dst, grad))
         if hit is not None:
             return hit
-    made = convert.apply(steps.steps, t)
+    made = _from_origin(t, steps) if grad and not steps.moves else None
+    if made is None:
+        made = convert.apply(steps.steps, t)
     if memo is not None:
         memo[steps.src, steps.dst, grad] = made
     return made
+
+
+def _from_origin(t: Tensor, steps: reshard.Plan) -> Tensor | None:
+    """The value as the target type, differentiated past the ``mw.reshard`` that made it.
+
+    A shard gathered by name is first taken as invariant; where it turns out to feed rank-dependent work, its gradient
+    goes back in one reduce-scatter instead of an all-reduce and a slice.
+    """
+    origin, versions = t.__dict__.get("_origin", (None, None))
+    if origin is None or versions != (origin._version, t._version):
+        return None
+    direct = reshard.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
+    if direct.backward_bytes >= steps.backward_bytes or any(convert.selects(s) for s in direct.steps):
+        return None
+    return convert.apply_known(direct.steps, origin, t)
 
 
 def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stamp: Stamp) -> Any:
