@@ -1,0 +1,278 @@
+"""Cross entropy and negative log likelihood, with classes (the vocabulary) split or not.
+
+Classes whole: the fused op on parts, and where the batch is split one more scalar, the number (or the weight) of the
+targets that count.  Classes split: the logits stay where they are; one number per row is exchanged for the maximum
+and a few more for the sums (the scheme of Megatron-LM, Shoeybi et al. 2019, with its last two exchanges in one).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .loss import MEAN, NONE, SUM, weighed
+from .parts import connected, internal
+
+Tensor = torch.Tensor
+HALF = (torch.float16, torch.bfloat16)
+ROWS = 1 << 20  # elements of the logits that are worked on at a time
+
+
+def _texts(x: Arg, target: Arg, weight: Arg | None) -> tuple[list[str], str]:
+    """Texts of the inputs, and the factors of a row: ``x`` is (c), (b, c) or (b, c, positions)."""
+    spatial = [f"s{i}" for i in range(x.ndim - 2)]
+    dims = ["c"] if x.ndim == 1 else ["b", "c", *spatial]
+    rows = " ".join(f for f in dims if f != "c")
+    of_target = " ".join(dims) if target.ndim == x.ndim and target.dtype.is_floating_point else rows
+    return [" ".join(dims), of_target, *(["c"] if weight is not None else [])], rows
+
+
+@rule("cross_entropy_loss")
+def cross_entropy_loss(
+    self: Arg,
+    target: Arg,
+    weight: Arg | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Rule | None:
+    """Rows are free; see the module for what happens when classes or the rows of a mean are split."""
+    if self.ndim == 0:
+        return None
+    texts, rows = _texts(self, target, weight)
+    given = [t for t in (self, target, weight) if t is not None]
+    soft = target.dtype.is_floating_point
+    reduced, out = ("", rows) if reduction == NONE else (rows, "")
+    # A mean over classes as targets divides by what the values say: it is no mean of means.
+    whole = f"c {rows}" if reduction == MEAN and not soft else "c"
+    factors = rows.split()
+    return notation(
+        f"{', '.join(texts)} -> {out}", *given, reduced=reduced, whole=whole, decompose=_by_parts,
+        local=lambda ctx: weighed(torch._C._nn.cross_entropy_loss, ctx, factors, reduction),
+    )  # fmt: skip
+
+
+def _by_parts(
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As sums over parts; a rank needs no row and no class of another one."""
+    spec = getattr(self, "__dict__", {}).get("_spec")
+    classes = 0 if self.ndim == 1 else 1
+    split = spec is not None and classes in spec.layout.dim_axes()
+    if target.dtype.is_floating_point:
+        return _soft_targets(self, target, weight, reduction, label_smoothing, classes)
+    if not split and reduction == MEAN:
+        loss = torch._C._nn.cross_entropy_loss(self, target, weight, SUM, ignore_index, label_smoothing)
+        return loss / target_weights(target, weight, ignore_index).sum()
+    loss = _split_classes(self, target, weight, ignore_index, label_smoothing, classes)
+    if reduction == NONE:
+        return loss
+    if reduction == SUM:
+        return loss.sum()
+    return loss.sum() / target_weights(target, weight, ignore_index).sum()
+
+
+def _soft_targets(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, label_smoothing: float, classes: int
+) -> Tensor:
+    if label_smoothing:
+        target = target * (1 - label_smoothing) + label_smoothing / x.shape[classes]
+    logs = torch.log_softmax(x, classes) * target
+    if weight is not None:
+        logs = logs * weight.reshape(-1, *(1,) * (x.ndim - classes - 1))
+    if reduction == NONE:
+        return -logs.sum(classes)
+    return -logs.sum() / (x.numel() // x.shape[classes] if reduction == MEAN else 1)
+
+
+def _split_classes(
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, classes: int
+) -> Tensor:
+    top = x.detach().amax(classes)
+    sums = class_sums(x, top, target, weight, ignore_index, bool(label_smoothing))
+    log_sum = sums[0].log() + top
+    counts = target_weights(target, weight, ignore_index)
+    loss = counts * (log_sum - sums[1])
+    if label_smoothing:
+        kept = (target != ignore_index).to(loss.dtype)
+        total = x.shape[classes] if weight is None else weight.to(loss.dtype).sum()
+        spread = kept * (total * log_sum - sums[2])
+        loss = (1 - label_smoothing) * loss + (label_smoothing / x.shape[classes]) * spread
+    return loss.to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- internal ops
+
+
+def _own_class(target: Tensor, lo: int, hi: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Whether a target lies in [lo, hi), and its place there (0 where it does not)."""
+    own = (target >= lo) & (target < hi) & (target != ignore_index)
+    return own, torch.where(own, target - lo, 0)
+
+
+@internal
+def class_sums(
+    x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool
+) -> Tensor:
+    """Per row: sum of exp(x - top), logit of the target, and with ``spread`` the (weighted) sum of the logits."""
+    return _class_sums(x, top, target, weight, ignore_index, spread, 0)
+
+
+@rule("class_sums")
+def _class_sums_rule(
+    x: Arg, top: Arg, target: Arg, weight: Arg | None, ignore_index: int, spread: bool
+) -> Rule:
+    (dims, rows, *more), _ = _texts(x, target, weight)
+    given = [t for t in (x, top, target, weight) if t is not None]
+
+    def local(ctx: Local) -> LocalFn:
+        lo, _ = ctx.bounds("c")
+        return lambda *args: _class_sums(*args, lo)
+
+    sizes = {"k": 3 if spread else 2}
+    text = f"{', '.join([dims, rows, rows, *more])} -> k {rows}"
+    return notation(text, *given, sizes=sizes, whole="k", reduced="c", local=local)
+
+
+def _class_sums(
+    x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool, lo: int
+) -> Tensor:
+    classes = 0 if x.ndim == 1 else 1
+    own, place = _own_class(target, lo, lo + x.shape[classes], ignore_index)
+    if not x.numel():
+        return connected((3 if spread else 2, *top.shape), x).to(torch.promote_types(x.dtype, torch.float32))
+    # Rows last to first: classes become the last dim, a view.
+    flat = x.movedim(classes, -1)
+    applied: Any = _ClassSums
+    made = applied.apply(flat, top, own, place, weight, spread)
+    return made
+
+
+class _ClassSums(torch.autograd.Function):
+    """Keeps the logits, which are alive anyway, and no tensor of their size: the exponentials are computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, top: Tensor, own: Tensor, place: Tensor, weight: Tensor | None, spread: bool
+    ) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        out = torch.zeros((3 if spread else 2, *top.shape), dtype=wide, device=x.device)
+        picked = x.gather(-1, place.unsqueeze(-1)).squeeze(-1).to(wide)
+        out[1] = torch.where(own, picked, 0.0)
+        rows, tops, flat = x.reshape(-1, x.shape[-1]), top.reshape(-1, 1), out.view(out.shape[0], -1)
+        for part in _row_blocks(rows):
+            flat[0, part] = (rows[part].to(wide) - tops[part]).exp_().sum(-1)
+        if spread:
+            out[2] = x.sum(-1, dtype=wide) if weight is None else x.to(wide) @ weight.to(wide)
+        ctx.save_for_backward(x, top, own, place, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, top, own, place, weight = ctx.saved_tensors
+        made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows, tops, out = x.reshape(-1, x.shape[-1]), top.reshape(-1, 1), made.view(-1, x.shape[-1])
+        of_sum = grad[0].reshape(-1, 1)
+        for part in _row_blocks(rows):
+            block = (rows[part].to(grad.dtype) - tops[part]).exp_().mul_(of_sum[part])
+            if len(grad) > 2:
+                of_all = grad[2].reshape(-1, 1)[part]
+                block += of_all if weight is None else of_all * weight.to(grad.dtype)
+            out[part] = block
+        picked = torch.where(own, grad[1], 0.0).to(x.dtype)
+        made.scatter_add_(-1, place.unsqueeze(-1), picked.unsqueeze(-1))
+        return made, None, None, None, None, None
+
+
+def _row_blocks(rows: Tensor) -> list[slice]:
+    step = max(1, ROWS // max(rows.shape[-1], 1))
+    return [slice(i, i + step) for i in range(0, rows.shape[0], step)]
+
+
+@internal
+def target_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Per row: the weight of its class, or 1; 0 where the target is ignored."""
+    return _target_weights(target, weight, ignore_index, 0)
+
+
+@rule("target_weights")
+def _target_weights_rule(target: Arg, weight: Arg | None, ignore_index: int) -> Rule:
+    dims = " ".join(f"d{i}" for i in range(target.ndim))
+    if weight is None:
+        return notation(f"{dims} -> {dims}", target)
+
+    def local(ctx: Local) -> LocalFn:
+        lo, _ = ctx.bounds("c")
+        return lambda target, weight, ignore_index: _target_weights(target, weight, ignore_index, lo)
+
+    return notation(f"{dims}, c -> {dims}", target, weight, reduced="c", local=local)
+
+
+def _target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, lo: int) -> Tensor:
+    if weight is None:
+        return (target != ignore_index).to(torch.int64)
+    own, place = _own_class(target, lo, lo + len(weight), ignore_index)
+    if not len(weight):
+        return connected(target.shape, weight)
+    return torch.where(own, weight[place], 0.0)
+
+
+# ---------------------------------------------------------------------------------------------- log likelihood
+
+
+@rule("nll_loss_nd", "nll_loss", "nll_loss2d")
+def nll_loss(
+    self: Arg, target: Arg, weight: Arg | None = None, reduction: int = MEAN, ignore_index: int = -100
+) -> Rule:
+    """Picks one number per row: with classes split, the rank that holds the class gives it."""
+    texts, rows = _texts(self, target, weight)
+    given = [t for t in (self, target, weight) if t is not None]
+    text, factors = ", ".join(texts), rows.split()
+    if reduction == MEAN:
+        return notation(f"{text} ->", *given, whole=f"c {rows}", decompose=_nll_mean)
+
+    def local(ctx: Local) -> LocalFn | None:
+        if not ctx.is_split("c"):
+            return weighed(torch._C._nn.nll_loss_nd, ctx, factors, reduction)
+        lo, _ = ctx.bounds("c")
+        return lambda *args, **named: _pick(lo, *args, **named)
+
+    reduced, out = ("c", rows) if reduction == NONE else (f"c {rows}", "")
+    return notation(f"{text} -> {out}", *given, reduced=reduced, linear=[[self]], local=local)
+
+
+def _nll_mean(
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+) -> Tensor:
+    loss = torch._C._nn.nll_loss_nd(self, target, weight, SUM, ignore_index)
+    return loss / target_weights(target, weight, ignore_index).sum()
+
+
+def _pick(
+    lo: int,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+) -> Tensor:
+    classes = 0 if x.ndim == 1 else 1
+    own, place = _own_class(target, lo, lo + x.shape[classes], ignore_index)
+    if not x.numel():
+        return connected(target.shape if reduction == NONE else (), x)
+    picked = -x.gather(classes, place.unsqueeze(classes)).squeeze(classes)
+    if weight is not None:
+        picked = picked * weight[place]
+    picked = torch.where(own, picked, 0.0)
+    return picked if reduction == NONE else picked.sum()

@@ -1,0 +1,163 @@
+"""Dropout and its kin: masks that follow from one seed and global indices (:mod:`.counter`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, redispatch_function
+
+from . import counter
+from .core import Arg, Local, LocalFn, Rule, notation, rule
+
+Tensor = torch.Tensor
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # global shape, and where in it the local tensor begins
+Kernel = Callable[..., Any]
+
+ALPHA = 1.7580993408473766  # minus the limit of SELU at minus infinity: what alpha dropout sets elements to
+
+
+def _dropout(at: Place, x: Tensor, p: float, train: bool | None) -> Tensor:
+    if train is False or p == 0.0:  # no seed is drawn, as on one device
+        return x.view_as(x)
+    return counter.dropout(x, counter.draw_seed(), p, *at)
+
+
+def _native_dropout(at: Place, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0.0:
+        return x.view_as(x), torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    seed = counter.draw_seed()
+    mask = counter.dropout(torch.ones(x.shape, dtype=torch.float32, device=x.device), seed, p, *at) != 0
+    return counter.dropout(x, seed, p, *at), mask
+
+
+def _noise(at: Place, x: Tensor, dims: int) -> tuple[Tensor, Place]:
+    """Ones for the first ``dims`` dims of ``x``, broadcast over the others, and where they lie."""
+    shape, offset = at
+    own = x.new_ones((*x.shape[:dims], *(1,) * (x.ndim - dims)))
+    return own, ((*shape[:dims], *(1,) * (x.ndim - dims)), (*offset[:dims], *(0,) * (x.ndim - dims)))
+
+
+def _feature_dropout(at: Place, x: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0.0:
+        return x.view_as(x)
+    ones, place = _noise(at, x.detach(), 2)
+    return x * counter.dropout(ones, counter.draw_seed(), p, *place)
+
+
+def _alpha_dropout(at: Place, x: Tensor, p: float, train: bool, dims: int | None = None) -> Tensor:
+    """Dropped elements become ``-ALPHA``; an affine map then restores mean 0 and variance 1 (Klambauer et al., 2017)."""
+    if not train or p == 0.0:
+        return x.view_as(x)
+    ones, place = _noise(at, x.detach(), x.ndim if dims is None else dims)
+    kept = (counter.dropout(ones, counter.draw_seed(), p, *place) != 0).to(x.dtype)
+    scale = 1.0 / math.sqrt((ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+    return x * (kept * scale) + ((kept - 1) * (ALPHA * scale) + ALPHA * scale * p)
+
+
+def _feature_alpha_dropout(at: Place, x: Tensor, p: float, train: bool) -> Tensor:
+    return _alpha_dropout(at, x, p, train, dims=2)
+
+
+def _rrelu(
+    at: Place,
+    x: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    if not training:
+        return torch.rrelu(x, lower, upper, False)
+    slope = counter.uniform(x.detach(), counter.draw_seed(generator), *at) * (upper - lower) + lower
+    return torch.where(x <= 0, x * slope, x)
+
+
+KERNELS: dict[str, Kernel] = {
+    "dropout": _dropout,
+    "feature_dropout": _feature_dropout,
+    "alpha_dropout": _alpha_dropout,
+    "feature_alpha_dropout": _feature_alpha_dropout,
+    "rrelu": _rrelu,
+}
+LINEAR = {"dropout", "feature_dropout"}  # given the mask: Partial passes, as all ranks have the same mask
+
+
+def place_of(ctx: Local) -> Place:
+    """Where this rank's part of the first output lies."""
+    spec = ctx.outputs[0]
+    return tuple(spec.shape), spec.local_offset(ctx.here)
+
+
+def _rule_of(name: str, kernel: Kernel) -> None:
+    def make(x: Arg, inplace: bool, outputs: int = 1) -> Rule:
+        def local(ctx: Local) -> LocalFn:
+            at = place_of(ctx)
+            if inplace:
+                return lambda x, *args, **named: x.copy_(kernel(at, x, *args, **named))
+            return lambda x, *args, **named: kernel(at, x, *args, **named)
+
+        dims = " ".join(x.letters)
+        text = f"{dims} -> {', '.join([dims] * outputs)}"
+        return notation(text, x, linear=[[x]] if name in LINEAR else [], local=local)
+
+    if name == "native_dropout":
+        rule(name)(lambda x, *args, **named: make(x, False, 2))
+        return
+    rule(name)(lambda x, *args, **named: make(x, False))
+    rule(f"{name}_")(lambda x, *args, **named: make(x, True))
+
+
+for _name, _kernel in {**KERNELS, "native_dropout": _native_dropout}.items():
+    _rule_of(_name, _kernel)
+
+
+# ---------------------------------------------------------------------------------------------- plain tensors
+
+# Other modules add what else drops: name to (kernel on plain tensors, whether a call with these arguments drops).
+PLAIN: dict[str, tuple[Kernel, Callable[..., bool]]] = {}
+
+
+class _Reproducible(TorchFunctionMode):
+    """Runs the dropout ops of plain tensors with the masks that distributed tensors get."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if getattr(func, "__module__", None) == "torch.nn.functional":
+            with self:  # the body of a Python function: the dropout inside it is still ours
+                return redispatch_function(func, types, args, kwargs)
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, Tensor) or "_spec" in getattr(x, "__dict__", {}):
+            return func(*args, **kwargs)
+        if name in PLAIN and PLAIN[name][1](*args, **kwargs):
+            return PLAIN[name][0](*args, **kwargs)
+        kernel = KERNELS.get(name.removesuffix("_"))
+        if kernel is None:
+            return func(*args, **kwargs)
+        kwargs.pop("input", None)
+        made = kernel((tuple(x.shape), (0,) * x.ndim), x, *args[1:], **kwargs)
+        return x.copy_(made) if name.endswith("_") else made
+
+
+@contextmanager
+def reproducible_random() -> Iterator[None]:
+    """Inside, dropout of plain tensors uses the masks that distributed tensors get from the same seed.
+
+    A run on one device then equals a distributed one, whatever the mesh::
+
+        torch.manual_seed(0)
+        with mw.reproducible_random():
+            loss = loss_fn(model(x), y)     # the same loss as on any mesh
+    """
+    with _Reproducible():
+        yield

@@ -1,0 +1,192 @@
+"""Losses.  A mean is over the global count, however uneven the parts; only scalars or one number per row travel.
+
+The ops are the C functions behind ``torch.nn.functional``: ``reduction`` is 0 (none), 1 (mean) or 2 (sum).  On parts
+the fused op runs with the same reduction, and a mean is weighed with the share of elements that the part has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .dims import broadcast_letters
+from .parts import connected
+
+Tensor = torch.Tensor
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def reduction_of(args: Sequence[Any], named: dict[str, Any], at: int) -> int:
+    """The ``reduction`` argument: position ``at``, a name, or the default (mean)."""
+    found = args[at] if len(args) > at else named.get("reduction", MEAN)
+    return int(found)
+
+
+def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reduction: int) -> LocalFn | None:
+    """``fn`` on a part; a mean becomes the part's contribution to the global mean.
+
+    ``factors`` are those that are averaged over.
+    """
+    shares = [(b - a, ctx.rule.sizes[f]) for f in factors if f in ctx.rule.sizes for a, b in [ctx.bounds(f)]]
+    here, everywhere = math.prod(n for n, _ in shares), math.prod(n for _, n in shares)
+    if not here or any(0 in ctx.in_shape(i) for i in range(len(ctx.inputs))):
+        shape = ctx.out_shape()
+        return lambda *args, **named: connected(shape, *(t for t in args if isinstance(t, Tensor)))
+    if reduction != MEAN or here == everywhere:
+        return None
+    share = here / everywhere
+
+    def mean_of_part(*args: Any, **named: Any) -> Tensor:
+        # The part's own mean, and not its sum: a sum overflows half precision where a mean does not.
+        return fn(*args, **named) * share
+
+    return mean_of_part
+
+
+# ---------------------------------------------------------------------------------------------- element by element
+
+
+def _elementwise(name: str, at: int) -> None:
+    fn = getattr(torch._C._nn, name, None) or getattr(torch, name)
+
+    def make(*args: Any, **named: Any) -> Rule:
+        tensors = [a for a in (*args, *named.values()) if isinstance(a, Arg)]
+        reduction = reduction_of(args, named, at)
+        letters, out, _ = broadcast_letters(*[t.shape for t in tensors])
+        text = ", ".join(" ".join(dims) for dims in letters) + " -> "
+        factors = [f for f in out if f != "1"]
+        if reduction == NONE:
+            return notation(text + " ".join(out), *tensors)
+        return notation(
+            text, *tensors, reduced=" ".join(factors), local=lambda ctx: weighed(fn, ctx, factors, reduction)
+        )
+
+    rule(name)(make)
+
+
+for _name, _at in {
+    "mse_loss": 2,
+    "l1_loss": 2,
+    "smooth_l1_loss": 2,
+    "huber_loss": 2,
+    "soft_margin_loss": 2,
+    "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4,
+    "kl_div": 2,
+    "poisson_nll_loss": 5,
+    "hinge_embedding_loss": 3,
+    "margin_ranking_loss": 4,
+}.items():
+    _elementwise(_name, _at)
+
+
+# ---------------------------------------------------------------------------------------------- row by row
+
+
+def _rows(
+    fn: Callable[..., Any],
+    texts: Sequence[str],
+    tensors: Sequence[Arg],
+    rows: str,
+    reduction: int,
+    decompose: Callable[..., Any] | None = None,
+) -> Rule:
+    """A loss per row (``rows``: its factors), of tensors whose other dims are whole."""
+    out = rows if reduction == NONE else ""
+    factors = rows.split()
+    return notation(
+        f"{', '.join(texts)} -> {out}", *tensors, reduced="" if reduction == NONE else rows, decompose=decompose,
+        local=lambda ctx: weighed(fn, ctx, factors, reduction),
+    )  # fmt: skip
+
+
+def _reduced(loss: Tensor, reduction: int) -> Tensor:
+    return loss if reduction == NONE else loss.mean() if reduction == MEAN else loss.sum()
+
+
+@rule("cosine_embedding_loss")
+def cosine_embedding_loss(
+    input1: Arg, input2: Arg, target: Arg, margin: float = 0.0, reduction: int = MEAN
+) -> Rule | None:
+    """1 - cos for targets 1, max(0, cos - margin) for targets -1."""
+    if input1.shape != input2.shape or target.ndim != input1.ndim - 1 or target.ndim > 1:
+        return None
+    rows = "b" if target.ndim else ""
+    texts = [f"{rows} d", f"{rows} d", rows]
+    return _rows(
+        torch.cosine_embedding_loss, texts, (input1, input2, target), rows, reduction, _cosine_loss_by_sums
+    )
+
+
+def _cosine_loss_by_sums(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = MEAN
+) -> Tensor:
+    tiny = 1e-12
+    norms = ((input1 * input1).sum(-1) + tiny) * ((input2 * input2).sum(-1) + tiny)
+    cos = (input1 * input2).sum(-1) / norms.sqrt()
+    alike = torch.where(target == 1, 1 - cos, 0.0)
+    unlike = torch.where(target == -1, (cos - margin).clamp_min(0), 0.0)
+    return _reduced(alike + unlike, reduction)
+
+
+@rule("triplet_margin_loss")
+def triplet_margin_loss(
+    anchor: Arg,
+    positive: Arg,
+    negative: Arg,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: int = MEAN,
+) -> Rule | None:
+    """Distances over the last dim."""
+    if not anchor.shape == positive.shape == negative.shape or not anchor.ndim:
+        return None
+    rows = " ".join(f"r{i}" for i in range(anchor.ndim - 1))
+    tensors = (anchor, positive, negative)
+    return _rows(torch.triplet_margin_loss, [f"{rows} d"] * 3, tensors, rows, reduction, _triplet_by_norms)
+
+
+def _triplet_by_norms(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: int = MEAN,
+) -> Tensor:
+    near, far = (torch.pairwise_distance(anchor, x, p, eps) for x in (positive, negative))
+    if swap:
+        far = torch.minimum(far, torch.pairwise_distance(positive, negative, p, eps))
+    return _reduced((margin + near - far).clamp_min(0), reduction)
+
+
+@rule("multi_margin_loss")
+def multi_margin_loss(
+    input: Arg,
+    target: Arg,
+    p: float = 1,
+    margin: float = 1.0,
+    weight: Arg | None = None,
+    reduction: int = MEAN,
+) -> Rule:
+    """A row's classes are whole."""
+    rows = "b" if input.ndim > 1 else ""
+    given = [t for t in (input, target, weight) if t is not None]
+    texts = [f"{rows} c", rows if target.ndim == len(rows) else "1", "c"][: len(given)]
+    return _rows(torch._C._nn.multi_margin_loss, texts, given, rows, reduction)
+
+
+@rule("multilabel_margin_loss")
+def multilabel_margin_loss(input: Arg, target: Arg, reduction: int = MEAN) -> Rule:
+    """A row's classes are whole."""
+    rows = "b" if input.ndim > 1 else ""
+    texts = [f"{rows} c", f"{rows} t"]
+    return _rows(torch._C._nn.multilabel_margin_loss, texts, (input, target), rows, reduction)

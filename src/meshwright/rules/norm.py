@@ -1,0 +1,267 @@
+"""Normalisations.  Where the dims of the statistics are split, only the statistics are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .dims import names
+from .parts import connected, internal
+
+Tensor = torch.Tensor
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _standardised(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) / std over ``dims``, the mean and the (biased) variance, which keep the dims.
+
+    The second pass over centred values is as exact as one device's; a single exchange of sums and sums of squares
+    would cancel.
+    """
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    var = (centred * centred).mean(dims, keepdim=True)
+    return centred * torch.rsqrt(var + eps), mean, var
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+# ---------------------------------------------------------------------------------------------- over last dims
+
+
+@rule("layer_norm")
+def layer_norm(
+    x: Arg,
+    normalized_shape: Sequence[int],
+    weight: Arg | None = None,
+    bias: Arg | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Rule:
+    """The normalised dims are whole, or their statistics are sums over parts."""
+    d = " ".join(names("n", normalized_shape))
+    given = [t for t in (weight, bias) if t is not None]
+    text = f"{', '.join([f'... {d}'] + [d] * len(given))} -> ... {d}"
+    linear = [[weight, bias]] if weight is not None else []
+    return notation(text, x, *given, whole=_named(d), linear=linear, decompose=_layer_norm_by_sums)
+
+
+def _named(letters: str) -> str:
+    return " ".join(f for f in letters.split() if f != "1")
+
+
+def _layer_norm_by_sums(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    wide = x.float() if x.dtype in HALF else x
+    made, _, _ = _standardised(wide, tuple(range(-len(normalized_shape), 0)), eps)
+    return _affine(made, weight, bias).to(x.dtype)
+
+
+@rule("rms_norm")
+def rms_norm(
+    x: Arg, normalized_shape: Sequence[int], weight: Arg | None = None, eps: float | None = None
+) -> Rule:
+    """The normalised dims are whole, or their mean square is a sum over parts."""
+    d = " ".join(names("n", normalized_shape))
+    given = [weight] if weight is not None else []
+    text = f"{', '.join([f'... {d}'] + [d] * len(given))} -> ... {d}"
+    return notation(
+        text, x, *given, whole=_named(d), linear=[given] if given else [], decompose=_rms_norm_by_sums
+    )
+
+
+def _rms_norm_by_sums(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    wide = x.float() if x.dtype in HALF else x
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    square = (wide * wide).mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
+    return _affine(wide * torch.rsqrt(square + eps), weight, None).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- over the batch
+
+
+@rule("batch_norm")
+def batch_norm(
+    x: Arg,
+    weight: Arg | None,
+    bias: Arg | None,
+    running_mean: Arg | None,
+    running_var: Arg | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Rule:
+    """In training the statistics are those of the global batch; otherwise everything is free."""
+    spatial = names("s", x.shape[2:])
+    b, c = names("b", x.shape[:1])[0], "c" if x.shape[1] != 1 else "1"
+    dims = " ".join([b, c, *spatial])
+    given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
+    text = f"{', '.join([dims] + [c] * len(given))} -> {dims}"
+    if not training:
+        return notation(
+            text, x, *given, linear=[[weight, bias]] if weight is not None else [], local=_norm_local
+        )
+    whole = [b, *spatial]
+    if running_mean is not None:
+        # The op writes to the running statistics: a slice of a replicated one must not be written to alone.
+        whole.append(c)
+    return notation(
+        text, x, *given, whole=_named(" ".join(whole)), local=_norm_local, decompose=_batch_norm_by_sums
+    )
+
+
+def _norm_local(ctx: Local) -> LocalFn | None:
+    """Kernels refuse parts without elements."""
+    if 0 not in ctx.in_shape():
+        return None
+    return lambda x, *args, **named: connected(x.shape, *(t for t in args if isinstance(t, Tensor)), x)
+
+
+def _batch_norm_by_sums(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    dims = (0, *range(2, x.ndim))
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    wide = x.float() if x.dtype in HALF else x
+    made, mean, var = _standardised(wide, dims, eps)
+    count = x.numel() // x.shape[1]
+    _update(running_mean, mean.detach(), momentum)
+    _update(running_var, var.detach() * (count / max(count - 1, 1)), momentum)
+    weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
+    return _affine(made, weight, bias).to(x.dtype)
+
+
+def _update(running: Tensor | None, now: Tensor, momentum: float) -> None:
+    """running = (1 - momentum) running + momentum now, in place, the same on every rank."""
+    if running is None:
+        return
+    with torch.no_grad():
+        now = now.flatten().to(running.dtype)
+        if "_spec" in running.__dict__:
+            running.mul_(1 - momentum).add_(now, alpha=momentum)
+        else:
+            blend_running(now, running, momentum)
+
+
+@internal
+def blend_running(now: Tensor, running: Tensor, momentum: float) -> Tensor:
+    """Update a plain buffer, which stays plain."""
+    running.mul_(1 - momentum).add_(now, alpha=momentum)
+    return now.new_zeros(())
+
+
+@rule("blend_running")
+def _blend_running(now: Arg, running: Arg, momentum: float) -> Rule:
+    return notation("c, c ->", now, running, whole="c")
+
+
+# ---------------------------------------------------------------------------------------------- over groups
+
+
+@rule("group_norm")
+def group_norm(
+    x: Arg,
+    num_groups: int,
+    weight: Arg | None = None,
+    bias: Arg | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Rule:
+    """Groups are free where a split of the channels respects them."""
+    spatial = " ".join(names("s", x.shape[2:]))
+    given = [t for t in (weight, bias) if t is not None]
+    text = f"{', '.join([f'b (g c) {spatial}'] + ['(g c)'] * len(given))} -> b (g c) {spatial}"
+
+    def local(ctx: Local) -> LocalFn | None:
+        shape = ctx.in_shape()
+        if 0 in shape:
+            return _norm_local(ctx)
+        if not ctx.is_split("g"):
+            return None
+        groups = shape[1] * num_groups // x.shape[1]
+        return lambda x, num_groups, *args, **named: torch.group_norm(x, groups, *args, **named)
+
+    return notation(
+        text, x, *given, sizes={"g": num_groups, "c": x.shape[1] // num_groups}, whole=_named(f"c {spatial}"),
+        linear=[[weight, bias]] if weight is not None else [], local=local, decompose=_group_norm_by_sums,
+    )  # fmt: skip
+
+
+def _group_norm_by_sums(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    wide = (x.float() if x.dtype in HALF else x).unflatten(1, (num_groups, -1))
+    made, _, _ = _standardised(wide, tuple(range(2, wide.ndim)), eps)
+    shape = (-1, *(1,) * (x.ndim - 2))
+    weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
+    return _affine(made.flatten(1, 2), weight, bias).to(x.dtype)
+
+
+@rule("instance_norm")
+def instance_norm(
+    x: Arg,
+    weight: Arg | None,
+    bias: Arg | None,
+    running_mean: Arg | None,
+    running_var: Arg | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Rule | None:
+    """Batch and channels are free, positions too where running statistics are used instead."""
+    if use_input_stats and running_mean is not None:
+        return None  # running statistics are updated with a mean over the batch
+    spatial = " ".join(names("s", x.shape[2:]))
+    given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
+    text = f"{', '.join([f'b c {spatial}'] + ['c'] * len(given))} -> b c {spatial}"
+    return notation(
+        text, x, *given, whole=_named(spatial) if use_input_stats else "",
+        linear=[[weight, bias]] if weight is not None else [], local=_norm_local,
+        decompose=_instance_norm_by_sums,
+    )  # fmt: skip
+
+
+def _instance_norm_by_sums(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    wide = x.float() if x.dtype in HALF else x
+    made, _, _ = _standardised(wide, tuple(range(2, x.ndim)), eps)
+    shape = (-1, *(1,) * (x.ndim - 2))
+    weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
+    return _affine(made, weight, bias).to(x.dtype)

@@ -1,0 +1,42 @@
+"""Helpers for rules whose local op must cope with parts: empty ones, and internal ops with rules of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+Tensor = torch.Tensor
+
+
+def connected(shape: Sequence[int], *tensors: Tensor | None, fill: float = 0.0) -> Tensor:
+    """A constant that depends on ``tensors`` for autograd, with zero gradients.
+
+    What a rank with an empty part returns: its output must require a gradient exactly where the others' does, or its
+    backward would leave out a collective.
+    """
+    given = [t for t in tensors if t is not None]
+    out = given[0].new_full(tuple(shape), fill)
+    for t in given:
+        if t.requires_grad and torch.is_grad_enabled():
+            out = out + (t[(slice(0, 1),) * t.ndim] * 0.0).nan_to_num().sum()
+    return out
+
+
+def internal(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A Python function as an op of its own: with distributed arguments, the rule of its name decides.
+
+    The function gets local tensors, unless the rule's ``local`` replaces it.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if has_torch_function(tensors):
+            return handle_torch_function(call, tensors, *args, **kwargs)
+        return fn(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = fn.__name__
+    call.__doc__ = fn.__doc__
+    return call
