@@ -21,7 +21,7 @@ from .choose import Choice, Wish, choose
 from .errors import ConversionError, DispatchError, LayoutError, MeshwrightError, RuleError
 from .layout import Layout, Spec
 from .mesh import Mesh
-from .rules import COMPOSITES, RULES, Arg, Local, Rule
+from .rules import COMPOSITES, RULES, Arg, Local, Native, Rule
 from .rules.pointwise import is_pointwise, pointwise_rule
 
 Tensor = torch.Tensor
@@ -231,13 +231,16 @@ class Plan:
     """What to do for one kind of call.
 
     ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule says.
-    ``untyped``: leaves that require grad get their type by this call.
+    ``untyped``: leaves that require grad get their type by this call.  ``retypes``: plain but for conversions that
+    only change types, which do nothing where no gradient is recorded.  ``native``: run this call instead of the op.
     """
 
     op: Op
     fast: bool = False
     plain: bool = False
     untyped: bool = False
+    retypes: bool = False
+    native: Native | None = None
     spec: Spec | None = None
     outputs: tuple[Spec, ...] = ()
     conversions: tuple[tuple[int, reshard.Plan], ...] = ()
@@ -322,13 +325,13 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
     if rule.local is not None:
         here = mesh.coordinate(runtime.RT.rank)
         local = rule.local(Local(rule, choice.inputs, choice.outputs, here))
+    direct = (local is None or isinstance(local, Native)) and choice.outputs != () and not (op.inplace and (decide or choice.open))
     return Plan(
         op,
-        plain=not conversions
-        and local is None
-        and len(choice.outputs) == 1
-        and not (op.inplace and (decide or choice.open)),
+        plain=not conversions and direct,
+        retypes=bool(conversions) and direct and all(s.kind == "retype" for _, c in conversions for s in c.steps),
         untyped=bool(decide or choice.open),
+        native=local if isinstance(local, Native) else None,
         spec=choice.outputs[0] if choice.outputs else None,
         outputs=choice.outputs,
         conversions=tuple(conversions),
@@ -508,7 +511,7 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _finish_gathered(plan, tensors, result, stamp)
     if plan.op.inplace:
         stamp(tensors[0], plan.outputs[0])
-        plan.fast = plan.plain and result is tensors[0]
+        plan.fast = (plan.plain or plan.retypes) and result is tensors[0]
         return tensors[0]
     return _finish(plan, tensors, result, stamp, grad_on)
 
@@ -550,6 +553,8 @@ def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, gr
     made = tensors_in(result)
     if not plan.checked:
         _check_locals(plan, made)
+        flat = isinstance(result, Tensor) or len(result) == len(made)
+        plan.fast = flat and (plan.plain or plan.retypes) and all(t.__class__ is Tensor for t in made)
     for t, spec in zip(made, plan.outputs, strict=True):
         stamp(t, spec)
         if plan.open and grad_on and t.requires_grad and spec.undecided:
@@ -573,7 +578,6 @@ def _check_locals(plan: Plan, made: Sequence[Tensor]) -> None:
             plan.spec = plan.outputs[0]
             break
     plan.checked = True
-    plan.fast = plan.plain and type(made[0]) is Tensor
 
 
 def _finish_gathered(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp) -> Any:

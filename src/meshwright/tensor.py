@@ -35,6 +35,7 @@ from .mesh import Mesh
 
 Tensor = torch.Tensor
 _NO: dict[str, Any] = {}
+_grad_on = torch.is_grad_enabled
 _MAX_PLANS = 16384
 
 
@@ -57,9 +58,22 @@ class DistTensor(torch.Tensor):
         plan = runtime.RT.plans.get(key)
         if plan is None:
             return _slow(key, func, types, args, kwargs or _NO)
-        if plan.fast:
-            out = call_disabled(func, types, args, kwargs or _NO)
-            if out.__class__ is DistTensor:  # in place, or an op that returned its input
+        if plan.fast and (plan.plain or not _grad_on()):
+            if plan.native is None:
+                out = call_disabled(func, types, args, kwargs or _NO)
+            else:
+                native = plan.native
+                try:
+                    out = call_disabled(native.fn, types, (args[0], *native.static), _NO)
+                except (RuntimeError, IndexError, TypeError):
+                    return _run(plan, func, types, args, kwargs or _NO)
+            if out.__class__ is not Tensor:
+                if out.__class__ is DistTensor:  # in place, or an op that returned its input
+                    return out
+                if plan.untyped and any(t.requires_grad for t in out):
+                    return _run(plan, func, types, args, kwargs or _NO)
+                for t, spec in zip(out, plan.outputs, strict=True):
+                    stamp(t, spec)
                 return out
             if plan.untyped and out.requires_grad:  # a leaf gets its type now: rare, so the work is done twice
                 return _run(plan, func, types, args, kwargs or _NO)

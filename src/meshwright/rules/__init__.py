@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from .core import COMPOSITES, RULES, Arg, Local, Rule, Strategy, composite, notation, rule
+from .core import COMPOSITES, RULES, Arg, Local, Native, Rule, Strategy, composite, notation, rule
 
 for _module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "core"):
     importlib.import_module(f"{__name__}.{_module}")
 
-__all__ = ["COMPOSITES", "RULES", "Arg", "Local", "Rule", "Strategy", "composite", "notation", "rule"]
+__all__ = ["COMPOSITES", "RULES", "Arg", "Local", "Native", "Rule", "Strategy", "composite", "notation", "rule"]

@@ -83,6 +83,27 @@ class Local:
 LocalFn = Callable[..., Any]
 
 
+class Native:
+    """A local function that is one native call: ``fn(first tensor, *static)`` whatever the call's other arguments.
+
+    Dispatch may run it without entering Python; ``otherwise(x, *static)`` serves where ``fn`` refuses (a view of a
+    shard whose strides do not allow it).
+    """
+
+    __slots__ = ("fn", "otherwise", "static")
+
+    def __init__(self, fn: Callable[..., Any], *static: Any, otherwise: Callable[..., Any] | None = None) -> None:
+        self.fn, self.static, self.otherwise = fn, static, otherwise
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.otherwise is None:
+            return self.fn(x, *self.static)
+        try:
+            return self.fn(x, *self.static)
+        except RuntimeError:
+            return self.otherwise(x, *self.static)
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """A rule for one call: factors of each input and output, and how each factor behaves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -87,3 +88,26 @@ def meta_shapes(fn: Callable[..., Any], x: Arg, *args: Any, **kwargs: Any) -> li
     """Global shapes of what ``fn`` gives, from a run on a meta tensor."""
     made = fn(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
     return [tuple(t.shape) for t in ([made] if isinstance(made, Tensor) else made)]
+
+
+def nothing(shape: Sequence[int], *tensors: Tensor) -> Tensor:
+    """Zeros that depend on all the tensors: with an empty shard, too, a rank must have the graph of the others."""
+    first, *rest = tensors
+    zeros = first.new_zeros(shape)
+    for t in (first, *rest):
+        if t.requires_grad:
+            zeros = zeros + t.flatten()[:0].sum()
+    return zeros
+
+
+def unless_empty(ctx: Local) -> LocalFn | None:
+    """A ``local`` for ops that refuse or mistreat empty tensors: a rank with an empty part makes its result itself."""
+    empty = any(not math.prod(ctx.in_shape(i)) for i in range(len(ctx.inputs)))
+    if not empty or not math.prod(ctx.rule.sizes.values()):
+        return None
+    shape = ctx.out_shape()
+
+    def local(*args: Any, **kwargs: Any) -> Tensor:
+        return nothing(shape, *[a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)])
+
+    return local

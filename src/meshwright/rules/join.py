@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import meta_shapes
+from .core import Arg, Rule, composite, notation, rule
+from .dims import meta_shapes, unless_empty
 from .view import at_least_1d, at_least_2d, at_least_3d, moved
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -202,8 +202,12 @@ def column_stack(tensors: Sequence[Any], **kwargs: Any) -> Any:
 
 
 @rule("constant_pad_nd")
-def constant_pad_nd(x: Arg, pad: Sequence[int], value: Any = 0) -> Rule:
+def constant_pad_nd(x: Arg, pad: Sequence[int], value: Any = 0) -> Rule | None:
     """Padded dims stay whole; linear where the padding is known to be zero."""
+    return _padded(x, pad, value)
+
+
+def _padded(x: Arg, pad: Sequence[int], value: Any = 0) -> Rule:
     letters = x.letters
     out, sizes, whole = list(letters), {}, []
     for i in range(len(pad) // 2):
@@ -221,22 +225,14 @@ def constant_pad_nd(x: Arg, pad: Sequence[int], value: Any = 0) -> Rule:
 def pad(x: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Rule | None:
     """Other modes than a constant see all dims but the batch."""
     if mode == "constant":
-        return constant_pad_nd(x, pad, value)
-    made = constant_pad_nd(x, pad)
+        return _padded(x, pad, value)
+    made = _padded(x, pad)
     spatial = len(pad) // 2
     out = [("1" if not d else f"({' '.join(d)})") for d in made.outputs[0]]
     free = 1 if x.ndim == spatial + 2 else 0
     letters = x.letters
     whole = [*letters[free:], *(f for d in made.outputs[0][free:] for f in d)]
-    return moved(x, letters, out, whole=whole, sizes=dict(made.sizes), local=_not_empty)
+    return moved(x, letters, out, whole=whole, sizes=dict(made.sizes), local=unless_empty)
 
 
-def _not_empty(ctx: Local) -> LocalFn | None:
-    """The op refuses empty tensors: a rank with an empty shard makes its empty result itself."""
-    if 0 not in ctx.in_shape() or 0 in ctx.rule.sizes.values():
-        return None
-    shape = ctx.out_shape()
-    return lambda x, *args, **kwargs: x.new_zeros(shape) + x.sum()
-
-
-__all__ = ["cat", "constant_pad_nd", "narrow", "pad", "select", "split", "stack"]
+__all__ = ["cat", "narrow", "pad", "select", "split", "stack"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Rule, composite, notation, rule
+from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .dims import aligned, broadcast_letters, dims_of, names, without
 
 
@@ -106,7 +106,18 @@ def bilinear(x: Arg, y: Arg, weight: Arg, bias: Arg | None = None) -> Rule | Non
     """xᵀ W y + b, with W of shape (o, i, j)."""
     text = "... i, ... j, o i j, o -> ... o"
     groups = [[x, bias], [y, bias], [weight, bias]]
-    return _contract(text, x, y, weight, bias, reduced="i j", linear=groups)
+
+    def local(ctx: Local) -> LocalFn | None:
+        # The op itself cannot take empty shards.
+        empty = any(0 in ctx.in_shape(i) for i in range(len(ctx.inputs)))
+        return _bilinear_of_empty if empty else None
+
+    return _contract(text, x, y, weight, bias, reduced="i j", linear=groups, local=local)
+
+
+def _bilinear_of_empty(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
+    made = torch.einsum("...i,oij,...j->...o", x, weight, y)
+    return made if bias is None else made + bias
 
 
 @rule("linalg_vecdot")

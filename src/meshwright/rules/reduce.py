@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import bool_free, dims_of, meta_shapes, names, where_split, without
+from .dims import bool_free, dims_of, meta_shapes, names, unless_empty, where_split, without
 from .reduce_parts import carrier, extremum, first_index, partial_prod, whole_prod
 
 Tensor = torch.Tensor
@@ -455,15 +455,7 @@ def quantile(x: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kw
     out = " ".join([*listed, *without(letters, dims, keepdim)])
     text = f"{' '.join(letters)}{', ' + ' '.join(listed) if isinstance(q, Arg) else ''} -> {out}"
     given = [x, q] if isinstance(q, Arg) else [x]
-    return notation(text, *given, whole=" ".join([*over, *listed]), local=_not_empty)
-
-
-def _not_empty(ctx: Local) -> LocalFn | None:
-    """An op that refuses empty tensors: a rank with an empty shard makes its empty result itself."""
-    if math.prod(ctx.in_shape()) or not math.prod(ctx.rule.sizes.values()):
-        return None
-    shape = ctx.out_shape()
-    return lambda x, *args, **kwargs: x.new_zeros(shape) + x.sum()
+    return notation(text, *given, whole=" ".join([*over, *listed]), local=unless_empty)
 
 
 @rule("diff")

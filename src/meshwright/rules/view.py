@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import dims_of, flat_ints, meta_shapes, names, sizes_of
+from .core import Arg, Local, LocalFn, Native, Rule, composite, notation, rule
+from .dims import dims_of, flat_ints, meta_shapes, names, sizes_of, unless_empty
 
 Tensor = torch.Tensor
 
@@ -103,21 +103,14 @@ def reshaped(x: Arg, want: Sequence[int], how: str = "reshape") -> Rule:
     def local(ctx: Local) -> LocalFn | None:
         shape = ctx.out_shape()
         if how == "view":
-            return lambda x, *args, **kwargs: _viewed(x, shape)
-        return lambda x, *args, **kwargs: x.reshape(shape)
+            # A shard cut out of a larger tensor may need a copy where the whole did not.
+            return Native(Tensor.view, shape, otherwise=Tensor.reshape)
+        return Native(Tensor.reshape, shape)
 
     def text(dims: list[list[str]]) -> list[str]:
         return [f"({' '.join(d)})" if len(d) > 1 else (d[0] if d else "1") for d in dims]
 
     return moved(x, text(ins), text(outs), whole=sorted(whole), sizes=sizes, local=local)
-
-
-def _viewed(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A view where strides allow it: a shard cut out of a larger tensor may need a copy where the whole did not."""
-    try:
-        return x.view(shape)
-    except RuntimeError:
-        return x.reshape(shape)
 
 
 @rule("reshape", "_reshape_alias")
@@ -241,7 +234,7 @@ def squeeze(x: Arg, dim: Any = None) -> Rule:
     given = range(x.ndim) if dim is None else dims_of(x.ndim, dim) if dim != () else ()
     dims = tuple(d for d in given if x.shape[d] == 1)
     out = [f for d, f in enumerate(x.letters) if d not in dims]
-    return moved(x, x.letters, out, local=lambda ctx: lambda x, *args, **kwargs: x.squeeze(dims))
+    return moved(x, x.letters, out, local=lambda ctx: Native(Tensor.squeeze, dims))
 
 
 @rule("unsqueeze")
@@ -265,7 +258,7 @@ def expand(x: Arg, *sizes: Any, **kwargs: Any) -> Rule:
     return moved(
         *(x, x.letters, out),
         sizes=sizes_of(out, shape),
-        local=lambda ctx: (lambda shape: lambda x, *args, **kwargs: x.expand(shape))(ctx.out_shape()),
+        local=lambda ctx: Native(Tensor.expand, ctx.out_shape()),
     )
 
 
@@ -440,6 +433,18 @@ def _register_triangles() -> None:
 _register_triangles()
 
 
+@composite("tril_")
+def tril_(x: Any, diagonal: int = 0) -> Any:
+    """In place, by way of a copy: a shard's own diagonal is another one."""
+    return x.copy_(torch.tril(x, diagonal))
+
+
+@composite("triu_")
+def triu_(x: Any, diagonal: int = 0) -> Any:
+    """In place, by way of a copy: a shard's own diagonal is another one."""
+    return x.copy_(torch.triu(x, diagonal))
+
+
 def _from_meta(x: Arg, fn: Callable[..., Any], *args: Any, dims: Sequence[int], **kwargs: Any) -> Rule:
     """Rule of an op that keeps its leading dims and makes new last ones from the whole ``dims``."""
     letters = x.letters
@@ -493,4 +498,4 @@ def pixel_unshuffle(x: Arg, downscale_factor: int) -> Rule:
 
 
 def _pixels(x: Arg, text: str, r: int) -> Rule:
-    return notation(text, x, sizes={"p": r, "q": r}, whole="p q", linear=[[x]], moves=True)
+    return notation(text, x, sizes={"p": r, "q": r}, whole="p q", linear=[[x]], moves=True, local=unless_empty)
