@@ -1,0 +1,21 @@
+"""``meshwright train``: a byte-level GPT on real text, across a mesh, compared step by step with one device.
+
+Read it in this order:
+
+    config    the options as one frozen value, checked before anything starts
+    data      bytes of files, and the same random windows of them on every rank
+    model     the GPT: plain PyTorch, nothing about distribution in it
+    plan      the Megatron layout of that model, as globs to placements
+    loop      one training step on a mesh, and the loop around it
+    verify    the same training on one device, and the comparison
+    launch    processes: our own, or those of torchrun
+    show      what the terminal shows;  plot: the picture of the loss
+    command   the command line
+"""
+
+from __future__ import annotations
+
+from .config import OptionError, TrainConfig
+from .loop import Summary, train
+
+__all__ = ["OptionError", "Summary", "TrainConfig", "train"]

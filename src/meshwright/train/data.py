@@ -1,0 +1,120 @@
+"""Text as bytes, and random windows of it that are the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from meshwright.errors import DataError
+
+LIMIT = 8_000_000  # bytes of the default corpus: more would only take longer to read
+SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
+FIX = "give files of text with --data FILE..., or leave --data out to train on Python's standard library"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as one sequence of bytes.
+
+    Attributes:
+        bytes: uint8, one dim.
+        source: where it comes from, in words.
+    """
+
+    bytes: Tensor
+    source: str
+
+    def __len__(self) -> int:
+        return self.bytes.numel()
+
+    def digest(self) -> str:
+        """The same on all ranks exactly if the text is."""
+        return hashlib.sha256(self.bytes.numpy().tobytes()).hexdigest()[:16]
+
+
+def load_corpus(files: Sequence[str], seq: int) -> Corpus:
+    """The named files one after the other; without names, the sources of Python's standard library.
+
+    Args:
+        files: paths; a folder is an error, not a search.
+        seq: bytes per window: the text must be longer.
+
+    Raises:
+        DataError: a file that is missing, empty or unreadable, or too little text; names it and the fix.
+    """
+    found = [_read(name) for name in files]
+    if found:
+        text, source = (
+            b"".join(found),
+            ", ".join(files[:3]) + (f" and {len(files) - 3} more" if files[3:] else ""),
+        )
+    else:
+        text, source = standard_library()
+    if len(text) < seq + 1:
+        raise DataError(
+            f"{source}: {len(text)} bytes are too few for windows of --seq {seq} bytes and the byte after: give more "
+            f"text, or take --seq {max(1, len(text) - 1)} or less"
+        )
+    return Corpus(torch.frombuffer(bytearray(text), dtype=torch.uint8), f"{source} ({len(text):,} bytes)")
+
+
+def _read(name: str) -> bytes:
+    path = Path(name)
+    try:
+        if path.is_dir():
+            raise DataError(f"--data {name} is a folder: name the files in it, e.g. {path / '*.txt'}")
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"--data {name}: there is no such file; {FIX}") from None
+    except OSError as error:
+        raise DataError(f"--data {name} cannot be read ({error.strerror or error}); {FIX}") from None
+    if not text:
+        raise DataError(f"--data {name} is empty; {FIX}")
+    return text
+
+
+def standard_library(folder: Path | None = None, limit: int = LIMIT) -> tuple[bytes, str]:
+    """The sources below ``folder`` (default: Python's standard library) in sorted order, ``limit`` bytes at most.
+
+    Raises:
+        DataError: no sources there (some systems ship the library as a zip file).
+    """
+    folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(p for p in folder.rglob("*.py") if not SKIPPED.intersection(p.relative_to(folder).parts))
+    text = bytearray()
+    for path in paths:
+        if len(text) >= limit:
+            break
+        try:
+            text += path.read_bytes()
+        except OSError:  # one unreadable source does not matter: enough others are there
+            continue
+    if not text:
+        raise DataError(f"{folder} has no readable .py files to train on by default: {FIX}")
+    cut = f", cut at {limit:,} bytes" if len(text) > limit else ""
+    return bytes(text[:limit]), f"Python's standard library{cut}"
+
+
+class Windows(IterableDataset[tuple[Tensor, Tensor]]):
+    """Endless global batches of random windows: (bytes, the bytes that follow), each int64 ``[batch, seq]``.
+
+    The generator is its own: the batches depend on the arguments alone, not on the rank, nor on what else is drawn.
+    """
+
+    def __init__(self, corpus: Corpus, batch: int, seq: int, seed: int) -> None:
+        self.corpus, self.batch, self.seq, self.seed = corpus, batch, seq, seed
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(self.seed)
+        within = torch.arange(self.seq + 1)
+        while True:
+            starts = torch.randint(len(self.corpus) - self.seq, (self.batch, 1), generator=generator)
+            window = self.corpus.bytes[starts + within].long()
+            yield window[:, :-1].contiguous(), window[:, 1:].contiguous()

@@ -1,0 +1,283 @@
+"""The processes of a run: started here, or started by torchrun and joined."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import meshwright as mw
+from meshwright import errors, runtime
+from meshwright.errors import MeshError, MeshwrightError
+
+from .config import OptionError, TrainConfig
+from .loop import Emit, train
+
+GRACE = 0.5  # seconds for the other ranks to say what happened to them, once one failed
+
+
+class RankError(Exception):
+    """A rank failed in a way that is not the user's mistake; the message has its traceback."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This process is one of those that torchrun started (its environment: RANK, WORLD_SIZE, LOCAL_RANK)."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+# ---------------------------------------------------------------------------------------------- own processes
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a rank ended; ``name`` is the class of one of our errors, or empty."""
+
+    rank: int
+    name: str
+    message: str
+
+    def error(self, world: int) -> Exception:
+        """The exception to raise in the parent."""
+        if self.name:
+            known = {"OptionError": OptionError}
+            kind = known.get(self.name) or getattr(errors, self.name, MeshwrightError)
+            made: Exception = kind(self.message)
+            return made
+        return RankError(f"rank {self.rank} of {world} failed:\n{self.message}")
+
+
+def run_processes(config: TrainConfig, emit: Emit) -> None:
+    """Start one process per rank of the mesh on this machine and wait for them.
+
+    Whatever ends this (an error, Ctrl-C, a rank that was killed) ends all of them.
+
+    Args:
+        config: the options.
+        emit: told in this process what the first rank tells.
+
+    Raises:
+        MeshwrightError: one of ours, as the first rank that failed raised it.
+        RankError: any other failure, with the traceback of the rank where it began.
+    """
+    check_devices(config, config.make_mesh().size)
+    started: list[tuple[Any, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        try:
+            _start(config, str(Path(folder) / "store"), started)
+            _listen(started, emit)
+        finally:
+            for process, _ in started:
+                if process.is_alive():
+                    process.kill()
+            for process, pipe in started:
+                process.join()
+                pipe.close()
+
+
+def _context() -> Any:
+    """A server that imported torch once and forks each rank: fast, and safe where this process runs threads."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", __name__])
+    return context
+
+
+def _start(config: TrainConfig, store: str, started: list[tuple[Any, Any]]) -> None:
+    context = _context()
+    for rank in range(config.make_mesh().size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main, args=(theirs, rank, config, store), name=f"rank {rank}", daemon=True
+        )
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+
+
+def _listen(started: list[tuple[Any, Any]], emit: Emit) -> None:
+    """Pass on what the ranks tell until all are done.  Raises what the first failure says."""
+    pipes = {pipe: rank for rank, (_, pipe) in enumerate(started)}
+    failures: list[_Failure] = []
+    deadline = None
+    while pipes:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(pipes), left)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = pipes[pipe]  # type: ignore[index]
+            kind, values = _received(pipe, started[rank][0], rank)
+            if kind in ("done", "failed"):
+                del pipes[pipe]  # type: ignore[arg-type]
+            if kind == "failed":
+                failures.append(values)
+                deadline = deadline or time.monotonic() + GRACE
+            elif kind != "done" and not failures:
+                emit(kind, values)
+    if failures:
+        raise _root(failures).error(len(started))
+
+
+def _received(pipe: Any, process: Any, rank: int) -> tuple[str, Any]:
+    try:
+        received: tuple[str, Any] = pipe.recv()
+        return received
+    except (EOFError, OSError):  # it ended without a word
+        process.join(5)
+        code = process.exitcode
+        how = (
+            f"was ended by {signal.Signals(-code).name}"
+            if code and code < 0
+            else f"ended with exit code {code}"
+        )
+        return "failed", _Failure(rank, "", f"the process {how}")
+
+
+def _root(failures: list[_Failure]) -> _Failure:
+    """The failure that the others followed from: a rank that died, else one of our errors, else the first."""
+    died = [f for f in failures if not f.name and f.message.startswith("the process ")]
+    ours = [f for f in failures if f.name]
+    return (died or ours or failures)[0]
+
+
+def _rank_main(pipe: Connection, rank: int, config: TrainConfig, store: str) -> None:
+    """Body of the process of one rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _silence_stdout()
+    try:
+        emit: Any = lambda kind, values: pipe.send((kind, values))  # noqa: E731
+        with _warnings_told(emit if rank == 0 else None):
+            _connect(config, rank, rank, init_method=f"file://{store}", world_size=config.make_mesh().size)
+            train(config, mw.init_mesh(dict(config.mesh), device=config.device), emit)
+            pipe.send(("done", None))
+        dist.destroy_process_group()
+    except BaseException as error:
+        pipe.send(("failed", _failure(rank, error)))
+        sys.exit(1)
+
+
+def _failure(rank: int, error: BaseException) -> _Failure:
+    if isinstance(error, MeshwrightError):
+        return _Failure(rank, type(error).__name__, str(error))
+    return _Failure(rank, "", "".join(traceback.format_exception(error)).rstrip())
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _silence_stdout() -> None:
+    """Nothing of ours is printed by a rank, but gloo greets each of its connections on stdout."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+
+
+@contextlib.contextmanager
+def _warnings_told(emit: Emit | None) -> Iterator[None]:
+    """Pass warnings on as events; without ``emit`` drop them: the first rank has the same."""
+    with warnings.catch_warnings():
+
+        def told(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+            if emit is not None:
+                emit("warning", {"text": str(message)})
+
+        warnings.showwarning = told
+        yield
+
+
+# ---------------------------------------------------------------------------------------------- both ways
+
+
+def check_devices(config: TrainConfig, local: int) -> None:
+    """Raises OptionError where this machine has not the devices for ``local`` ranks."""
+    if config.device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise OptionError(
+            "--device cuda: no usable GPU here (torch.cuda.is_available() is False); take --device cpu"
+        )
+    if torch.cuda.device_count() < local:
+        raise OptionError(
+            f"--device cuda: {local} processes need a GPU each and this machine has {torch.cuda.device_count()}; "
+            "take a smaller --mesh, or --device cpu"
+        )
+
+
+def _connect(config: TrainConfig, rank: int, local_rank: int, **how: Any) -> None:
+    torch.set_num_threads(config.threads)
+    if config.device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if config.device == "cuda" else "gloo", rank=rank, **how)
+
+
+# ---------------------------------------------------------------------------------------------- torchrun
+
+
+def run_joined(config: TrainConfig, joined: Joined, emit: Emit) -> None:
+    """Be one of the processes that torchrun started.
+
+    Raises:
+        MeshError: on every rank, when the mesh does not match their number.
+        MeshwrightError, and whatever else the training raises.
+    """
+    size = config.make_mesh().size
+    if size != joined.world:
+        given = ",".join(f"{axis}={n}" for axis, n in config.mesh)
+        raise MeshError(
+            f"--mesh {given} needs {size} processes and torchrun started {joined.world} (WORLD_SIZE): start it with "
+            f"torchrun --nproc-per-node {size}, or change the mesh"
+        )
+    check_devices(config, joined.local_rank + 1)
+    with _stdout_silenced(), _warnings_told(emit if joined.rank == 0 else None):
+        _connect(config, joined.rank, joined.local_rank, world_size=joined.world)
+        mesh = mw.init_mesh(dict(config.mesh), device=config.device)
+    with _warnings_told(emit if joined.rank == 0 else None):
+        train(config, mesh, emit)
+    dist.destroy_process_group()
+    runtime.reset()
+
+
+@contextlib.contextmanager
+def _stdout_silenced() -> Iterator[None]:
+    sys.stdout.flush()
+    kept = os.dup(1)
+    _silence_stdout()
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def first_to_fail() -> bool:
+    """Whether this rank is the first of torchrun's that asks: what failed on all is then shown once."""
+    if not dist.is_initialized():
+        return True
+    with contextlib.suppress(Exception):  # the store may be gone: better shown twice than never
+        return int(dist.distributed_c10d._get_default_store().add("meshwright/failed", 1)) == 1
+    return True

@@ -1,0 +1,226 @@
+"""One training step on a mesh, and the loop around it: the same for real processes and for simulated ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+from meshwright import collective, runtime
+from meshwright.errors import DataError, DesyncError
+
+from .config import TrainConfig
+from .data import Corpus, Windows, load_corpus
+from .model import GPT, loss_of
+from .plan import plan_for
+from .verify import Verdict, Verifier
+
+# Told what happens, on the first rank only: ("start" | "step" | "end", values that pickle).
+Emit = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to, as ``--json`` prints it.
+
+    Attributes:
+        mesh: axis name to size.
+        loss_first, loss_last: nats per byte in the first and in the last step.
+        max_rel_loss_diff, max_rel_grad_diff: against one device, over all steps; None without verification.
+        collectives_per_step: kind to number, of the last step on the first rank, without verification's own.
+        bytes_per_step: what these moved, in the ring model.
+        tokens_per_s: bytes of text learned from per second, without the first step and without verification.
+    """
+
+    mesh: dict[str, int]
+    steps: int
+    loss_first: float
+    loss_last: float
+    max_rel_loss_diff: float | None
+    max_rel_grad_diff: float | None
+    collectives_per_step: dict[str, int]
+    bytes_per_step: int
+    tokens_per_s: float
+
+
+@dataclass
+class Traffic:
+    """Collectives of the training step itself, and the seconds that it took."""
+
+    kinds: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Add what happens inside."""
+        start = time.perf_counter()
+        with collective.counting() as counts:
+            yield
+        self.seconds += time.perf_counter() - start
+        self.bytes += counts.total_bytes
+        for kind, n in counts.kinds.items():
+            self.kinds[kind] = self.kinds.get(kind, 0) + n
+
+
+class Trainer:
+    """The sharded model, its optimizer and its batches.
+
+    Args:
+        config: the options.
+        mesh: the connected mesh.
+        corpus: the text, the same on every rank.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: mw.Mesh, corpus: Corpus) -> None:
+        self.config, self.mesh = config, mesh
+        plan = plan_for(mesh, sequence_parallel=config.sequence_parallel, tie=config.tie)
+        torch.manual_seed(config.seed)
+        # Described on the meta device, then made shard by shard with the values that one device would get.
+        self.model = mw.shard_module(
+            GPT(config, "meta"),
+            mesh,
+            plan.parameters,
+            stored_over=config.stored_over,
+            inputs=plan.inputs,
+            outputs=plan.outputs,
+        )
+        self.optimizer = mw.shard_optimizer(config.make_optimizer(self.model), states_over=config.states_over)
+        windows = Windows(corpus, config.batch, config.seq, config.seed)
+        loader: Any = DataLoader(windows, batch_size=None)  # the windows are batches already
+        self.batches = iter(mw.shard_dataloader(loader, mesh, plan.batch))
+
+    def backward(self, step: int) -> Tensor:
+        """Gradients of one step, summed over its micro-steps; its loss, not reduced yet."""
+        config = self.config
+        torch.manual_seed(step_seed(config, step))
+        losses: list[Tensor] = []
+        for micro in range(config.accumulate):
+            x, y = next(self.batches)
+            last = micro == config.accumulate - 1
+            with contextlib.nullcontext() if last else mw.no_sync(self.model):
+                loss = loss_of(self.model, x, y) / config.accumulate
+                loss.backward()
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
+
+    def update(self) -> None:
+        """One step of the optimizer."""
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def step_seed(config: TrainConfig, step: int) -> int:
+    """Seed of a step's random numbers (dropout): the same on the mesh and on one device, whatever either drew."""
+    return config.seed * 1_000_003 + step + 1
+
+
+def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
+    """Train; called by every rank of the mesh together.
+
+    Args:
+        config: the options, the same on every rank.
+        mesh: the connected mesh.
+        emit: told what happens, on the first rank.
+
+    Raises:
+        DataError: on every rank, where any rank cannot read the text.
+        DesyncError: on every rank, where options or texts differ.
+    """
+    corpus = agreed_corpus(config, mesh)
+    first = runtime.RT.rank == mesh.ranks[0]
+    trainer = Trainer(config, mesh, corpus)
+    verifier = Verifier(config, corpus, first) if config.verify else None
+    tell = emit if first else _nothing
+    tell("start", _described(trainer, corpus))
+
+    history: list[float] = []
+    seconds: list[float] = []
+    traffic = Traffic()
+    for step in range(config.steps):
+        traffic = Traffic()
+        with traffic.measured():
+            partial_loss = trainer.backward(step)
+        loss = float(partial_loss)
+        differences = verifier.check(step, loss, trainer.model, step_seed(config, step)) if verifier else {}
+        with traffic.measured():
+            trainer.update()
+        history.append(loss)
+        seconds.append(traffic.seconds)
+        told = {"step": step, "loss": loss, "seconds": traffic.seconds, **differences}
+        tell("step", {**told, "collectives": traffic.kinds, "bytes": traffic.bytes})
+
+    timed = seconds[1:] or seconds  # the first step makes plans and groups
+    verdict = verifier.verdict() if verifier else None
+    summary = Summary(
+        mesh=dict(config.mesh),
+        steps=config.steps,
+        loss_first=history[0],
+        loss_last=history[-1],
+        max_rel_loss_diff=verdict.loss if verdict else None,
+        max_rel_grad_diff=verdict.grad if verdict else None,
+        collectives_per_step=dict(sorted(traffic.kinds.items())),
+        bytes_per_step=traffic.bytes,
+        tokens_per_s=round(config.tokens_per_step * len(timed) / sum(timed), 1),
+    )
+    tell("end", {"summary": asdict(summary), "verdict": verdict})
+    return summary
+
+
+def _nothing(kind: str, values: dict[str, Any]) -> None:
+    """What the other ranks tell."""
+
+
+def agreed_corpus(config: TrainConfig, mesh: mw.Mesh) -> Corpus:
+    """The text, after all ranks found that they have the same one and the same options.
+
+    Raises:
+        DataError, DesyncError: on every rank, as for :func:`train`.
+    """
+    corpus, trouble = None, ""
+    try:
+        corpus = load_corpus(config.data, config.seq)
+    except DataError as error:  # not yet: the others would wait for this rank
+        trouble = str(error)
+    own = (trouble, corpus.digest() if corpus else "", repr(config))
+    seen = collective.all_gather_object(own, collective.group(mesh, tuple(range(mesh.ndim))))
+    for rank, (text, _, _) in zip(mesh.ranks, seen, strict=True):
+        if text:
+            everywhere = all(other[0] == text for other in seen)
+            raise DataError(text if everywhere else f"rank {rank}: {text}")
+    for what, part in (("texts (--data)", 1), ("options", 2)):
+        listed = {s[part]: r for s, r in zip(reversed(seen), reversed(mesh.ranks), strict=True)}
+        if len(listed) > 1:
+            shown = "; ".join(f"rank {r}: {value}" for value, r in sorted(listed.items(), key=lambda i: i[1]))
+            raise DesyncError(f"the ranks train with different {what}: {shown}. Start all of them alike")
+    assert corpus is not None
+    return corpus
+
+
+def _described(trainer: Trainer, corpus: Corpus) -> dict[str, Any]:
+    """The mesh and the parameters' layouts, for the terminal."""
+    here = trainer.mesh.coordinate(runtime.RT.rank)
+    rows = [
+        {
+            "name": name,
+            "shape": tuple(p.shape),
+            "placements": tuple(map(repr, p.layout.placements)),
+            "local": p.spec.local_shape(here),
+            "dtype": str(p.dtype).removeprefix("torch."),
+        }
+        for name, p in trainer.model.named_parameters()
+    ]
+    return {"parameters": rows, "source": corpus.source}
+
+
+__all__ = ["Emit", "Summary", "Traffic", "Trainer", "Verdict", "agreed_corpus", "step_seed", "train"]

@@ -1,0 +1,133 @@
+"""The same training on one device, in plain PyTorch, and the comparison with it, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import meshwright as mw
+
+from .config import TrainConfig
+from .data import Corpus, Windows
+from .model import GPT, loss_of
+
+# dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
+# mathematics.  bfloat16 has 8 bits, so sums in another order differ in the second digit: there the bound only
+# tells a wrong step from a right one.
+TOLERANCES = {"float64": (1e-9, 1e-8), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-1)}
+
+
+@dataclass
+class Verdict:
+    """The largest differences so far, relative to one device, and where they were.
+
+    Attributes:
+        loss, grad: the differences: |a - b| / |b| of the losses; ||a - b|| / ||b|| of the worst parameter's gradient.
+        loss_step, grad_step, grad_name: where.
+        loss_tolerance, grad_tolerance: what rounding explains.
+    """
+
+    loss_tolerance: float
+    grad_tolerance: float
+    loss: float = 0.0
+    grad: float = 0.0
+    loss_step: int = 0
+    grad_step: int = 0
+    grad_name: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether both are within tolerance; a NaN is not."""
+        return self.loss <= self.loss_tolerance and self.grad <= self.grad_tolerance
+
+
+class Reference:
+    """The model on one device: same seed, same batches, native optimizer, no distributed tensor anywhere."""
+
+    def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
+        self.config = config
+        torch.manual_seed(config.seed)
+        self.model = GPT(config, config.device)
+        self.optimizer = config.make_optimizer(self.model)
+        self.batches = iter(Windows(corpus, config.batch, config.seq, config.seed))
+
+    def backward(self, seed: int) -> float:
+        """Gradients of one step; its loss."""
+        torch.manual_seed(seed)
+        total = 0.0
+        for _ in range(self.config.accumulate):
+            x, y = (t.to(self.config.device) for t in next(self.batches))
+            # Masks of dropout belong to elements, not to ranks: inside, plain tensors get the same ones.
+            with mw.reproducible_random():
+                loss = loss_of(self.model, x, y) / self.config.accumulate
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def update(self) -> None:
+        """One step of the optimizer."""
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Verifier:
+    """Compares each step with the reference, which the first rank computes; gathering takes all ranks.
+
+    Args:
+        config, corpus: as for the training.
+        first: whether this is the rank that compares.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, first: bool) -> None:
+        self.reference = Reference(config, corpus) if first else None
+        self._verdict = Verdict(*TOLERANCES[config.dtype])
+
+    def check(self, step: int, loss: float, model: nn.Module, seed: int) -> dict[str, float]:
+        """Compare loss and gradients, before the optimizer changes anything, and let the reference step too.
+
+        Returns:
+            ``rel_loss_diff`` and ``rel_grad_diff`` of this step; empty on the ranks that do not compare.
+        """
+        expected = self.reference.backward(seed) if self.reference else 0.0
+        wanted = {n: p.grad for n, p in self.reference.model.named_parameters()} if self.reference else {}
+        worst, worst_name = 0.0, ""
+        for name, parameter in model.named_parameters():
+            got = mw.unshard(parameter.grad) if parameter.grad is not None else None
+            if self.reference is None:
+                continue
+            difference = relative(got, wanted[name])
+            if worse(difference, worst):
+                worst, worst_name = difference, name
+        if self.reference is None:
+            return {}
+        self.reference.update()
+        off = abs(loss - expected) / abs(expected) if expected else abs(loss)
+        found = self._verdict
+        if worse(off, found.loss):
+            found.loss, found.loss_step = off, step
+        if worse(worst, found.grad):
+            found.grad, found.grad_step, found.grad_name = worst, step, worst_name
+        return {"reference": expected, "rel_loss_diff": off, "rel_grad_diff": worst}
+
+    def verdict(self) -> Verdict:
+        """The largest differences over all steps (on the ranks that do not compare: none)."""
+        return self._verdict
+
+
+def worse(new: float, old: float) -> bool:
+    """Whether a difference is larger; NaN is the largest."""
+    return new > old or (new != new and old == old)
+
+
+def relative(got: Tensor | None, wanted: Tensor | None) -> float:
+    """``||got - wanted|| / ||wanted||`` in float64; infinite where only one of them exists."""
+    if got is None or wanted is None:
+        return 0.0 if got is wanted else float("inf")
+    scale = wanted.double().norm().item()
+    off = (got.detach().double() - wanted.double()).norm().item()
+    return off / scale if scale else (float("inf") if off else 0.0)
