@@ -1,6 +1,7 @@
 """The command line: ``meshwright COMMAND``.  A table of commands; each lives with what it runs.
 
-The only reader of the environment: torchrun's RANK, WORLD_SIZE and LOCAL_RANK, handed to commands as ``context.obj``.
+The only reader of the environment: torchrun's RANK, WORLD_SIZE and LOCAL_RANK, handed to commands as
+``context.obj``.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def joined() -> Joined | None:
     if missing or not (rank.isdigit() and world.isdigit()):
         what = f"{missing[0]} is not" if missing else f"they read {rank!r} and {world!r}"
         raise typer.BadParameter(
-            f"RANK and WORLD_SIZE are set, as torchrun does, but {what}: start with torchrun, or unset them to have the "
-            "processes started here"
+            f"RANK and WORLD_SIZE are set, as torchrun does, but {what}: start with torchrun, or unset them to "
+            "have the processes started here"
         )
     return Joined(int(rank), int(world), int(os.environ.get("LOCAL_RANK", rank)))
 

@@ -71,8 +71,8 @@ class TrainConfig:
                 raise OptionError(f"--{name} {getattr(self, name)}: at least 1 was expected")
         if self.hidden % self.heads:
             raise OptionError(
-                f"--hidden {self.hidden} cannot be split over --heads {self.heads}: take a multiple of the heads, "
-                f"e.g. --hidden {-(-self.hidden // self.heads) * self.heads}"
+                f"--hidden {self.hidden} cannot be split over --heads {self.heads}: take a multiple of the "
+                f"heads, e.g. --hidden {-(-self.hidden // self.heads) * self.heads}"
             )
         for name, choices in (("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("device", DEVICES)):
             if getattr(self, name) not in choices:
@@ -104,7 +104,7 @@ class TrainConfig:
                 )
         if self.stored_over and self.states_over:
             raise OptionError(
-                f"--stored-over {self.stored_over} splits the optimizer states as well: leave --states-over out"
+                f"--stored-over {self.stored_over} splits the optimizer states too: leave --states-over out"
             )
         if self.sequence_parallel and "tp" not in mesh.axes:
             raise OptionError(

@@ -59,8 +59,8 @@ def load_corpus(files: Sequence[str], seq: int) -> Corpus:
         text, source = standard_library()
     if len(text) < seq + 1:
         raise DataError(
-            f"{source}: {len(text)} bytes are too few for windows of --seq {seq} bytes and the byte after: give more "
-            f"text, or take --seq {max(1, len(text) - 1)} or less"
+            f"{source}: {len(text)} bytes are too few for windows of --seq {seq} bytes and the byte after: "
+            f"give more text, or take --seq {max(1, len(text) - 1)} or less"
         )
     return Corpus(torch.frombuffer(bytearray(text), dtype=torch.uint8), f"{source} ({len(text):,} bytes)")
 
@@ -81,7 +81,7 @@ def _read(name: str) -> bytes:
 
 
 def standard_library(folder: Path | None = None, limit: int = LIMIT) -> tuple[bytes, str]:
-    """The sources below ``folder`` (default: Python's standard library) in sorted order, ``limit`` bytes at most.
+    """The sources below ``folder`` (default: Python's standard library), sorted, ``limit`` bytes at most.
 
     Raises:
         DataError: no sources there (some systems ship the library as a zip file).
@@ -105,7 +105,7 @@ def standard_library(folder: Path | None = None, limit: int = LIMIT) -> tuple[by
 class Windows(IterableDataset[tuple[Tensor, Tensor]]):
     """Endless global batches of random windows: (bytes, the bytes that follow), each int64 ``[batch, seq]``.
 
-    The generator is its own: the batches depend on the arguments alone, not on the rank, nor on what else is drawn.
+    The generator is its own: the batches depend on the arguments alone, not on the rank or on other draws.
     """
 
     def __init__(self, corpus: Corpus, batch: int, seq: int, seed: int) -> None:

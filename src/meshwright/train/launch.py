@@ -58,10 +58,8 @@ class _Failure:
     def error(self, world: int) -> Exception:
         """The exception to raise in the parent."""
         if self.name:
-            known = {"OptionError": OptionError}
-            kind = known.get(self.name) or getattr(errors, self.name, MeshwrightError)
-            made: Exception = kind(self.message)
-            return made
+            kind: type[Exception] = getattr(errors, self.name, MeshwrightError)
+            return kind(self.message)
         return RankError(f"rank {self.rank} of {world} failed:\n{self.message}")
 
 
@@ -94,7 +92,7 @@ def run_processes(config: TrainConfig, emit: Emit) -> None:
 
 
 def _context() -> Any:
-    """A server that imported torch once and forks each rank: fast, and safe where this process runs threads."""
+    """A server that imported torch once and forks each rank: fast, and safe where threads run here."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -116,7 +114,7 @@ def _start(config: TrainConfig, store: str, started: list[tuple[Any, Any]]) -> N
 
 def _listen(started: list[tuple[Any, Any]], emit: Emit) -> None:
     """Pass on what the ranks tell until all are done.  Raises what the first failure says."""
-    pipes = {pipe: rank for rank, (_, pipe) in enumerate(started)}
+    pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(started)}
     failures: list[_Failure] = []
     deadline = None
     while pipes:
@@ -125,10 +123,10 @@ def _listen(started: list[tuple[Any, Any]], emit: Emit) -> None:
         if not ready:
             break
         for pipe in ready:
-            rank = pipes[pipe]  # type: ignore[index]
+            rank = pipes[pipe]
             kind, values = _received(pipe, started[rank][0], rank)
             if kind in ("done", "failed"):
-                del pipes[pipe]  # type: ignore[arg-type]
+                del pipes[pipe]
             if kind == "failed":
                 failures.append(values)
                 deadline = deadline or time.monotonic() + GRACE
@@ -223,8 +221,8 @@ def check_devices(config: TrainConfig, local: int) -> None:
         )
     if torch.cuda.device_count() < local:
         raise OptionError(
-            f"--device cuda: {local} processes need a GPU each and this machine has {torch.cuda.device_count()}; "
-            "take a smaller --mesh, or --device cpu"
+            f"--device cuda: {local} processes need a GPU each, this machine has {torch.cuda.device_count()}: take "
+            " a smaller --mesh, or --device cpu"
         )
 
 
@@ -249,8 +247,8 @@ def run_joined(config: TrainConfig, joined: Joined, emit: Emit) -> None:
     if size != joined.world:
         given = ",".join(f"{axis}={n}" for axis, n in config.mesh)
         raise MeshError(
-            f"--mesh {given} needs {size} processes and torchrun started {joined.world} (WORLD_SIZE): start it with "
-            f"torchrun --nproc-per-node {size}, or change the mesh"
+            f"--mesh {given} needs {size} processes and torchrun started {joined.world} (WORLD_SIZE): start "
+            f"it with torchrun --nproc-per-node {size}, or change the mesh"
         )
     check_devices(config, joined.local_rank + 1)
     with _stdout_silenced(), _warnings_told(emit if joined.rank == 0 else None):

@@ -1,4 +1,4 @@
-"""One training step on a mesh, and the loop around it: the same for real processes and for simulated ranks."""
+"""One training step on a mesh, and the loop around it: the same for real and for simulated ranks."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Trainer:
 
 
 def step_seed(config: TrainConfig, step: int) -> int:
-    """Seed of a step's random numbers (dropout): the same on the mesh and on one device, whatever either drew."""
+    """Seed of a step's random numbers (dropout), the same on the mesh and on one device."""
     return config.seed * 1_000_003 + step + 1
 
 

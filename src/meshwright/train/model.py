@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain PyTorch.  Nothing here knows about meshes: see ``plan`` for how it is laid out."""
+"""A byte-level GPT in plain PyTorch.  Nothing here knows about meshes: ``plan`` says how it is laid out."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Head(nn.Linear):
 class Attention(nn.Module):
     """Causal self-attention.
 
-    One Linear makes queries, keys and values, and its output is read head by head: ``heads, 3, head_dim``.  Whoever
-    splits its weight by rows then splits whole heads.
+    One Linear makes queries, keys and values, and its output is read head by head: ``heads, 3, head_dim``.
+    Whoever splits its weight by rows then splits whole heads.
     """
 
     def __init__(self, hidden: int, heads: int, dropout: float, **where: Any) -> None:
@@ -119,4 +119,5 @@ class GPT(nn.Module):
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Mean cross entropy in nats per byte over the whole batch."""
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    # Every target counts.  A mean inside would first have to count those that are not ignored, on all ranks.
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / y.numel()

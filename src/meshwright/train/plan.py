@@ -1,13 +1,13 @@
 """How the GPT lies on a mesh: the layout of Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022).
 
-On ``dp`` the batch is split and every parameter replicated.  On ``tp`` each pair of Linears is split in the middle:
-the first by its outputs (columns of the mathematical matrix, dim 0 of ``weight``), the second by its inputs (dim 1),
-so that only the result of the second is Partial and needs a collective.  Heads lie one after the other in ``qkv``, so
-a part of its rows is whole heads.  The vocabulary is split over ``tp`` in the embedding and in the head; the logits
-are never gathered.
+On ``dp`` the batch is split and every parameter replicated. On ``tp`` each pair of Linears is split in the
+middle: the first by its outputs (columns of the mathematical matrix, dim 0 of ``weight``), the second by
+its inputs (dim 1), so that only the result of the second is Partial and needs a collective. Heads lie one
+after the other in ``qkv``, so a part of its rows is whole heads. The vocabulary is split over ``tp`` in the
+embedding and in the head; the logits are never gathered.
 
-Sequence parallelism is a wish about activations only: the residual stream between the pairs is split over ``tp``
-along the sequence, gathered before the first Linear of a pair and reduce-scattered after the second.
+Sequence parallelism is a wish about activations only: the residual stream between the pairs is split over
+``tp`` along the sequence, gathered before the first Linear of a pair and reduce-scattered after the second.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def plan_for(mesh: mw.Mesh, *, sequence_parallel: bool = False, tie: bool = Fals
     rows, columns = {"tp": mw.Shard(1)}, {"tp": mw.Shard(0)}
     vocabulary = VOCABULARY_SPLIT[:1] if tie else VOCABULARY_SPLIT  # a tied weight has one name
     parameters: Globs = {
-        **{glob: columns for glob in (*vocabulary, *COLUMN_SPLIT)},
-        **{glob: rows for glob in ROW_SPLIT},
+        **dict.fromkeys((*vocabulary, *COLUMN_SPLIT), columns),
+        **dict.fromkeys(ROW_SPLIT, rows),
     }
     if not sequence_parallel:
         return ModelPlan(parameters, batch=batch)
     split, whole = {"tp": mw.Shard(1)}, {"tp": mw.Replicate()}
     inputs: Globs = {
-        **{glob: split for glob in SEQUENCE_SPLIT_BEFORE},
-        **{glob: whole for glob in GATHERED_BEFORE},
+        **dict.fromkeys(SEQUENCE_SPLIT_BEFORE, split),
+        **dict.fromkeys(GATHERED_BEFORE, whole),
     }
-    return ModelPlan(parameters, inputs, {glob: split for glob in SCATTERED_AFTER}, batch)
+    return ModelPlan(parameters, inputs, dict.fromkeys(SCATTERED_AFTER, split), batch)

@@ -12,7 +12,7 @@ LOSS, REFERENCE, GRAY = "#2a6fbb", "#e08214", "#666666"
 
 
 def check_path(path: Path) -> None:
-    """Make the folder of the plot.  Raises OptionError, before anything runs, if the plot cannot be written there."""
+    """Make the folder of the plot.  Raises OptionError if the plot cannot be written there."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
@@ -42,6 +42,7 @@ def draw(path: Path, title: str, steps: Sequence[dict[str, Any]], tolerance: flo
         tolerance: the bound on relative differences of the loss, with verification.
     """
     from matplotlib.figure import Figure  # without pyplot: no window system is looked for
+    from matplotlib.ticker import MaxNLocator
 
     at = [told["step"] + 1 for told in steps]
     figure = Figure(figsize=(7.0, 4.6 if tolerance is not None else 3.6), layout="constrained")
@@ -70,5 +71,5 @@ def draw(path: Path, title: str, steps: Sequence[dict[str, Any]], tolerance: flo
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[-1].set_xlabel("step")
-    figure.axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    figure.axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=130)

@@ -102,7 +102,7 @@ class Show:
         rate = self.config.tokens_per_step / values["seconds"]
         self._rate = rate if len(self.steps) < 3 else SMOOTHING * self._rate + (1 - SMOOTHING) * rate
         n = sum(values["collectives"].values())
-        shown = {
+        shown: dict[str, Any] = {
             "loss": f"{values['loss']:.4f}",
             "rate": f"{self._rate:,.0f} tokens/s",
             "traffic": f"{n} collectives, {in_bytes(values['bytes'])} per step",
@@ -113,10 +113,10 @@ class Show:
         every = max(1, self.config.steps // LINES)
         done = values["step"] + 1
         if done == 1 or done % every == 0 or done == self.config.steps:
-            off = f"  off by {values['rel_loss_diff']:.1e}" if "rel_loss_diff" in values else ""
+            off = f"off by {values['rel_loss_diff']:.1e}" if "rel_loss_diff" in values else ""
             width = len(str(self.config.steps))
-            line = f"step {done:>{width}}/{self.config.steps}  loss {shown['loss']}  {shown['rate']}  {shown['traffic']}"
-            self.console.print(Text(line + off), soft_wrap=True)
+            line = [f"step {done:>{width}}/{self.config.steps}", f"loss {shown['loss']}", shown["rate"]]
+            self.console.print(Text("  ".join([*line, shown["traffic"], off])), soft_wrap=True)
 
     def _warning(self, values: dict[str, Any]) -> None:
         if values["text"] not in self._warned:

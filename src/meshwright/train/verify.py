@@ -25,7 +25,7 @@ class Verdict:
     """The largest differences so far, relative to one device, and where they were.
 
     Attributes:
-        loss, grad: the differences: |a - b| / |b| of the losses; ||a - b|| / ||b|| of the worst parameter's gradient.
+        loss, grad: the differences: |a - b| / |b| of the losses, ||a - b|| / ||b|| of the worst gradient.
         loss_step, grad_step, grad_name: where.
         loss_tolerance, grad_tolerance: what rounding explains.
     """
