@@ -52,6 +52,7 @@ def choose(
     *,
     inplace: bool = False,
     wish: Wish | None = None,
+    strategies: Sequence[Strategy] | None = None,
 ) -> Choice:
     """The cheapest way to run an op on inputs of these specs.
 
@@ -61,6 +62,7 @@ def choose(
         outs: global shape and dtype of each output.
         inplace: the first input is written to: it must keep its layout, and the output must have the same.
         wish: layouts that outputs should have, where the caller has one (backward inference).
+        strategies: one per axis: take these instead of choosing (for tests of a rule).
 
     Raises:
         DispatchError: in-place, and no strategy keeps the first input as it is.
@@ -71,7 +73,8 @@ def choose(
     total = 0.0
     for a in range(mesh.ndim):
         hints = [s.layout.placements[a] for s in wish.outputs] if wish else ()
-        candidates = rule.axis_strategies([s.layout.placements[a] for s in ins], hints)
+        given = [strategies[a]] if strategies else None
+        candidates = given or rule.axis_strategies([s.layout.placements[a] for s in ins], hints)
         candidates = [c for c in candidates if _fits(c, a, rule, ins, factor_axes, inplace)]
         if not candidates:
             raise _inplace_error(ins, a)

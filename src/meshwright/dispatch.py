@@ -67,6 +67,7 @@ def forget_ops() -> None:
     """Drop what was resolved (a rule was added)."""
     _OPS.clear()
     runtime.RT.plans.clear()
+    runtime.RT.fast.clear()
 
 
 def _resolve(func: Any) -> Op:
@@ -247,6 +248,7 @@ class Plan:
     decide: tuple[tuple[int, Spec], ...] = ()
     local: Callable[..., Any] | None = None
     run: Callable[..., Any] | None = None
+    redispatch: bool = False
     gathered: bool = False
     open: int = 0
     checked: bool = False
@@ -256,19 +258,24 @@ class Plan:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """Decide how to run a call.  Reads specs, shapes and dtypes only, so that all ranks decide alike."""
+def plan_call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], strategies: Sequence[Strategy] | None = None
+) -> Plan:
+    """Decide how to run a call.  Reads specs, shapes and dtypes only, so that all ranks decide alike.
+
+    ``strategies``, one per mesh axis, are taken instead of the cheapest ones (for tests of a rule).
+    """
     op = resolve(func)
     if op.composite is not None:
         return Plan(op, run=op.composite)
     if op.python and op.rule is None:
-        return Plan(op, run=None)
+        return Plan(op, redispatch=True)
     with disabled():
         tensors = tensors_in((args, kwargs))
         mesh = mesh_of(tensors, op.name)
         specs = [spec_of(t, mesh) for t in tensors]
     with mw_context(op, specs):
-        return _plan_ruled(func, op, mesh, specs, args, kwargs)
+        return _plan_ruled(func, op, mesh, specs, args, kwargs, strategies)
 
 
 class mw_context:
@@ -288,10 +295,18 @@ class mw_context:
 
 
 def _plan_ruled(
-    func: Any, op: Op, mesh: Mesh, specs: list[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any,
+    op: Op,
+    mesh: Mesh,
+    specs: list[Spec],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    strategies: Sequence[Strategy] | None = None,
 ) -> Plan:
     like = global_outputs(func, specs, args, kwargs)
     rule = make_rule(op, specs, args, kwargs)
+    if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
+        return Plan(op, redispatch=True)
     if rule is None or (like is None and not rule.outputs):
         return _gather_plan(op, mesh, specs)
     if like is None:
@@ -300,7 +315,7 @@ def _plan_ruled(
         _check_outputs(op, rule, like)
     if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
         return Plan(op, run=rule.decompose, mesh=mesh)
-    choice = choose(rule, specs, like, inplace=op.inplace)
+    choice = choose(rule, specs, like, inplace=op.inplace, strategies=strategies)
     return _plan_from(op, mesh, rule, specs, choice)
 
 

@@ -108,6 +108,8 @@ class Runtime:
             ``torch.distributed`` at the first use after it was initialised; rank 0 of 1 until then.
         sim: the simulation that this rank is part of, or None.
         plans: cache owned by dispatch.
+        fast: of these, the calls that are one native op on locals: key to (spec of the output, whether it is
+            untyped, native call).
         groups: cache owned by collective.
         memo: scratch for the other layers.
         records: list that explain collects into, or None.
@@ -125,6 +127,7 @@ class Runtime:
             self.rank, self.world = rank, world
         self.sim = sim
         self.plans: dict[Any, Any] = {}
+        self.fast: dict[Any, Any] = {}
         self.groups: dict[Any, Any] = {}
         self.memo: dict[Any, Any] = {}
         self.records: list[Any] | None = None

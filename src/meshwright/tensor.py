@@ -35,7 +35,6 @@ from .mesh import Mesh
 
 Tensor = torch.Tensor
 _NO: dict[str, Any] = {}
-_grad_on = torch.is_grad_enabled
 _MAX_PLANS = 16384
 
 
@@ -47,43 +46,38 @@ class DistTensor(torch.Tensor):
 
     _spec: Spec
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    @staticmethod
+    def __torch_function__(  # type: ignore[override]
+        func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look up the plan of this call; where it needs nothing, run the native op on locals and stamp the result."""
-        key: Any = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
+        key: Any
+        if len(args) == 2 and args[0].__class__ is DistTensor and args[1].__class__ is DistTensor:
+            key = (func, args[0]._spec, args[1]._spec)
+        else:
+            key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
         if kwargs:
             key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
-        plan = runtime.RT.plans.get(key)
-        if plan is None:
-            return _slow(key, func, types, args, kwargs or _NO)
-        if plan.fast and (plan.plain or not _grad_on()):
-            if plan.native is None:
-                out = call_disabled(func, types, args, kwargs or _NO)
-            else:
-                native = plan.native
-                try:
-                    out = call_disabled(native.fn, types, (args[0], *native.static), _NO)
-                except (RuntimeError, IndexError, TypeError):
-                    return _run(plan, func, types, args, kwargs or _NO)
-            if out.__class__ is not Tensor:
-                if out.__class__ is DistTensor:  # in place, or an op that returned its input
-                    return out
-                if plan.untyped and any(t.requires_grad for t in out):
-                    return _run(plan, func, types, args, kwargs or _NO)
-                for t, spec in zip(out, plan.outputs, strict=True):
-                    stamp(t, spec)
-                return out
-            if plan.untyped and out.requires_grad:  # a leaf gets its type now: rare, so the work is done twice
-                return _run(plan, func, types, args, kwargs or _NO)
-            spec = plan.spec
-            if out.dtype is not spec.dtype:  # autocast
-                spec = spec.with_(dtype=out.dtype)
-            out.__class__ = DistTensor
-            out._spec = spec
+        entry = runtime.RT.fast.get(key)
+        if entry is None:
+            return _general(key, func, types, args, kwargs or _NO)
+        spec, untyped, native = entry
+        if native is None:
+            out = call_disabled(func, types, args, kwargs or _NO)
+        else:
+            try:
+                out = call_disabled(native.fn, types, (args[0], *native.static), _NO)
+            except RuntimeError:  # a view that this shard's strides do not allow
+                return _general(key, func, types, args, kwargs or _NO)
+        if out.__class__ is not Tensor:  # in place, or an op that returned its input
             return out
-        return _run(plan, func, types, args, kwargs or _NO)
+        if untyped and out.requires_grad:  # a leaf gets its type now: rare, so the work is done twice
+            return _general(key, func, types, args, kwargs or _NO, typed=False)
+        if out.dtype is not spec.dtype:  # autocast
+            spec = spec.with_(dtype=out.dtype)
+        out.__class__ = DistTensor
+        out._spec = spec
+        return out
 
     # -- what the tensor is -------------------------------------------------------------------------------
 
@@ -373,6 +367,36 @@ def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> 
 # ---------------------------------------------------------------------------------------------- calls
 
 
+def _general(
+    key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], typed: bool = True
+) -> Any:
+    """A call that is not (yet) known to be one native op with one output."""
+    plan = runtime.RT.plans.get(key)
+    if plan is None:
+        return _slow(key, func, types, args, kwargs)
+    if typed and plan.fast and (plan.plain or not torch.is_grad_enabled()):
+        native = plan.native
+        try:
+            if native is None:
+                out = call_disabled(func, types, args, kwargs)
+            else:
+                out = call_disabled(native.fn, types, (args[0], *native.static), _NO)
+        except (RuntimeError, IndexError, TypeError):
+            return _run(plan, func, types, args, kwargs)
+        if out.__class__ is DistTensor:
+            if plan.plain:
+                runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
+            return out
+        many = out if out.__class__ is not Tensor else (out,)
+        if not (plan.untyped and any(t.requires_grad for t in many)):
+            for t, spec in zip(many, plan.outputs, strict=True):
+                stamp(t, spec)
+            if plan.plain and out.__class__ is DistTensor:
+                runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
+            return out
+    return _run(plan, func, types, args, kwargs)
+
+
 def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = op_name(func)
     if name in ("__get__", "__set__", "__delete__") or name in _NATIVE:
@@ -387,6 +411,7 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     plans = runtime.RT.plans
     if len(plans) >= _MAX_PLANS:
         plans.clear()
+        runtime.RT.fast.clear()
     try:
         plans[(func, *[key_part(a, func) for a in args]) if not kwargs else _full_key(func, args, kwargs)] = plan
     except TypeError:
@@ -402,7 +427,7 @@ def _full_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _run(plan: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plan.run is not None:
         return plan.run(*args, **kwargs)
-    if plan.op.python and plan.op.rule is None:
+    if plan.redispatch:
         return redispatch_function(func, types, args, kwargs)
     if plan.gathered:
         warn_gathered(plan)
