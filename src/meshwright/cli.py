@@ -47,8 +47,8 @@ def joined() -> Joined | None:
     if missing or not (rank.isdigit() and world.isdigit()):
         what = f"{missing[0]} is not" if missing else f"they read {rank!r} and {world!r}"
         raise typer.BadParameter(
-            f"RANK and WORLD_SIZE are set, as torchrun does, but {what}: start with torchrun, or unset them to "
-            "have the processes started here"
+            f"RANK and WORLD_SIZE are set, as torchrun does, but {what}: start with torchrun, or unset them "
+            "to have the processes started here"
         )
     return Joined(int(rank), int(world), int(os.environ.get("LOCAL_RANK", rank)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -80,16 +81,23 @@ def _read(name: str) -> bytes:
     return text
 
 
+def _sources(folder: Path) -> Iterator[Path]:
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(set(folders) - SKIPPED)  # os.walk goes on with what is left here
+        yield from (Path(here, name) for name in sorted(files) if name.endswith(".py"))
+
+
 def standard_library(folder: Path | None = None, limit: int = LIMIT) -> tuple[bytes, str]:
-    """The sources below ``folder`` (default: Python's standard library), sorted, ``limit`` bytes at most.
+    """The sources below ``folder`` (default: Python's standard library), ``limit`` bytes at most.
+
+    The order is the same on every machine: sorted, the files of a folder before those of the folders in it.
 
     Raises:
         DataError: no sources there (some systems ship the library as a zip file).
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(p for p in folder.rglob("*.py") if not SKIPPED.intersection(p.relative_to(folder).parts))
     text = bytearray()
-    for path in paths:
+    for path in _sources(folder):
         if len(text) >= limit:
             break
         try:

@@ -221,8 +221,8 @@ def check_devices(config: TrainConfig, local: int) -> None:
         )
     if torch.cuda.device_count() < local:
         raise OptionError(
-            f"--device cuda: {local} processes need a GPU each, this machine has {torch.cuda.device_count()}: take "
-            " a smaller --mesh, or --device cpu"
+            f"--device cuda: {local} processes need a GPU each, this machine has "
+            f"{torch.cuda.device_count()}: take a smaller --mesh, or --device cpu"
         )
 
 

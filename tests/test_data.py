@@ -1,0 +1,109 @@
+"""Text as bytes, and the windows that every rank draws alike."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.errors import DataError
+from meshwright.train.data import LIMIT, Corpus, Windows, load_corpus, standard_library
+
+
+def write(folder: Path, name: str, text: bytes) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text)
+    return str(path)
+
+
+def test_files_follow_each_other(tmp_path: Path) -> None:
+    files = [write(tmp_path, "b.txt", b"hello "), write(tmp_path, "a.txt", "wörld".encode())]
+    corpus = load_corpus(files, 4)
+    assert bytes(corpus.bytes.tolist()) == "hello wörld".encode()
+    assert "12 bytes" in corpus.source
+    assert corpus.digest() != load_corpus(files[::-1], 4).digest()
+
+
+def test_standard_library_by_default() -> None:
+    corpus = load_corpus((), 64)
+    assert LIMIT / 10 < len(corpus) <= LIMIT
+    assert corpus.digest() == load_corpus((), 64).digest()
+    assert "Python's standard library" in corpus.source
+
+
+def test_sources_are_sorted_and_cut(tmp_path: Path) -> None:
+    for name in ("b.py", "a.py", "c/a.py", "site-packages/x.py", "c/__pycache__/y.py", "note.txt"):
+        write(tmp_path, name, name.encode())
+    assert standard_library(tmp_path) == (b"a.pyb.pyc/a.py", "Python's standard library")
+    text, source = standard_library(tmp_path, limit=6)
+    assert text == b"a.pyb."
+    assert "cut at 6 bytes" in source
+
+
+def test_no_sources(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no readable \.py files.*--data FILE"):
+        standard_library(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "report"),
+    [
+        ("gone.txt", None, "there is no such file.*--data FILE"),
+        ("empty.txt", b"", "is empty.*--data FILE"),
+        ("short.txt", b"12345678", "8 bytes are too few for windows of --seq 8.*--seq 7 or less"),
+        ("folder/x.txt", b"1", "is a folder: name the files in it"),
+    ],
+)
+def test_bad_data_names_the_file_and_the_fix(
+    tmp_path: Path, name: str, text: bytes | None, report: str
+) -> None:
+    if text is not None:
+        write(tmp_path, name, text)
+    path = str(tmp_path / (name.split("/")[0]))
+    with pytest.raises(DataError, match=report) as caught:
+        load_corpus([path], 8)
+    assert path in str(caught.value)
+
+
+def test_unreadable_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything: a mode would not do
+    with pytest.raises(DataError, match=r"secret cannot be read \(Permission denied\)"):
+        load_corpus([write(tmp_path, "secret", b"x")], 8)
+
+
+def test_windows() -> None:
+    corpus = Corpus(torch.arange(100, dtype=torch.uint8), "numbers")
+    batches = list(itertools.islice(Windows(corpus, 3, 5, seed=1), 40))
+    for x, y in batches:
+        assert x.shape == y.shape == (3, 5)
+        assert x.dtype == torch.int64
+        assert torch.equal(y, x + 1)
+    starts = {int(s) for x, _ in batches for s in x[:, 0]}
+    assert min(starts) >= 0
+    assert max(starts) <= 94
+    assert len(starts) > 50
+
+
+def test_windows_depend_on_the_seed_alone() -> None:
+    corpus = load_corpus((), 16)
+    torch.manual_seed(1)
+    first = list(itertools.islice(Windows(corpus, 2, 16, seed=7), 3))
+    torch.manual_seed(2)
+    torch.rand(5)
+    again = list(itertools.islice(Windows(corpus, 2, 16, seed=7), 3))
+    other = list(itertools.islice(Windows(corpus, 2, 16, seed=8), 3))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for (a, _), (b, _) in zip(first, other, strict=True))
+
+
+def test_the_last_window_can_be_drawn() -> None:
+    corpus = Corpus(torch.arange(9, dtype=torch.uint8), "nine")
+    x, y = next(iter(Windows(corpus, 4, 8, seed=0)))
+    assert torch.equal(x, torch.arange(8).expand(4, 8))
+    assert torch.equal(y, torch.arange(1, 9).expand(4, 8))
