@@ -1,4 +1,4 @@
-"""Indexing with Python's notation, and lookups and writes by index tensors."""
+"""Indexing with Python's notation, and lookups by index tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import aligned, bool_free, broadcast_letters, names, sizes_of
+from .dims import broadcast_letters, names, nothing, sizes_of
 
 Tensor = torch.Tensor
 
@@ -28,16 +28,21 @@ class Index:
     positions: list[int] = field(default_factory=list)  # where in the result the looked up dims would stand
 
 
-def _is_mask(a: Any) -> bool:
+def is_mask(a: Any) -> bool:
     return isinstance(a, bool) or (isinstance(a, Arg) and a.dtype in (torch.bool, torch.uint8))
 
 
-def _items(x: Arg, index: Any) -> list[Any] | None:
+def full_slices(indices: Sequence[Any]) -> tuple[Any, ...]:
+    """ATen's index lists, where None stands for a full slice, in Python's notation."""
+    return tuple(slice(None) if a is None else a for a in indices)
+
+
+def items_of(x: Arg | Tensor, index: Any) -> list[Any] | None:
     """One entry per dim of x and per new dim, with ``...`` written out; None where there is no rule."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(_is_mask(a) for a in items):
+    if any(is_mask(a) for a in items):
         return None
-    plain = (int, slice, Arg, type(None), type(...))
+    plain = (int, slice, Arg, Tensor, type(None), type(...))
     if not all(isinstance(a, plain) or _int_list(a) is not None for a in items):
         return None
     used = sum(a is not None and a is not ... for a in items)
@@ -61,7 +66,7 @@ def _int_list(a: Any) -> tuple[int, ...] | None:
 
 def read_index(x: Arg, index: Any) -> Index | None:
     """The factors of ``x[index]``; None for masks and what else has no rule."""
-    items = _items(x, index)
+    items = items_of(x, index)
     if items is None:
         return None
     made, d = Index(), 0
@@ -119,7 +124,7 @@ def _place(made: Index, shapes: list[tuple[int, ...]], constant: list[int]) -> N
     made.result[at:at] = out
 
 
-def _text(*sides: Sequence[Sequence[str]]) -> str:
+def text_of(*sides: Sequence[Sequence[str]]) -> str:
     return " -> ".join(", ".join(" ".join(t) for t in side) for side in sides)
 
 
@@ -137,7 +142,7 @@ def getitem(x: Arg, index: Any) -> Rule | None:
             reduced[f] = _sum_op(x)
             local = lambda ctx: _lookup_getitem(ctx, f, made.looked[0], x.shape[made.looked[0]])  # noqa: E731
     return notation(
-        _text([made.source, *made.letters], [made.result]),
+        text_of([made.source, *made.letters], [made.result]),
         x,
         *made.tensors,
         whole=" ".join(whole),
@@ -171,37 +176,31 @@ class Shelf:
         return (index - self.start).masked_fill(away, 0), away
 
 
-def _shelf(ctx: Local, factor: str, size: int) -> Shelf | None:
+def shelf_of(ctx: Local, factor: str, size: int) -> Shelf | None:
     return Shelf(*ctx.bounds(factor), size) if ctx.is_split(factor) else None
 
 
-def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros that still depend on the (empty) x, so that every rank has the same graph."""
-    zeros = x.new_zeros(shape)
-    return zeros + x.sum() if x.requires_grad else zeros
-
-
-def _widen(away: Tensor, at: int, after: int) -> Tensor:
+def _widen(away: Tensor, after: int) -> Tensor:
     """A mask over the index dims, made to broadcast over the ``after`` dims that follow them."""
     return away.reshape([*away.shape, *[1] * after])
 
 
 def _lookup_getitem(ctx: Local, factor: str, dim: int, size: int) -> LocalFn | None:
-    shelf = _shelf(ctx, factor, size)
+    shelf = shelf_of(ctx, factor, size)
     if shelf is None:
         return None
     shape = ctx.out_shape()
 
     def local(x: Tensor, index: Any) -> Tensor:
         if shelf.start == shelf.stop:
-            return _nothing(x, shape)
+            return nothing(shape, x)
         items = list(index) if isinstance(index, tuple) else [index]
         at = next(i for i, a in enumerate(items) if isinstance(a, Tensor))
         inside, away = shelf.find(items[at])
         out = x[(*items[:at], inside, *items[at + 1 :])]
         # Dims that follow the looked up one in the result: those of x behind it, less ints, plus new ones.
         left = _dims_after(items[at + 1 :], x.ndim - dim - 1)
-        return out.masked_fill(_widen(away, at, left), 0)
+        return out.masked_fill(_widen(away, left), 0)
 
     return local
 
@@ -221,10 +220,10 @@ def index_select(x: Arg, dim: int, index: Arg) -> Rule | None:
     its = names("i", index.shape)
 
     def local(ctx: Local) -> LocalFn | None:
-        shelf = _shelf(ctx, f, size) if f != "1" else None
+        shelf = shelf_of(ctx, f, size) if f != "1" else None
         return _lookup_select(shelf, d, ctx.out_shape()) if shelf else None
 
-    text = _text([letters, its], [[*letters[:d], *its, *letters[d + 1 :]]])
+    text = text_of([letters, its], [[*letters[:d], *its, *letters[d + 1 :]]])
     reduced = {} if f == "1" else {f: _sum_op(x)}
     return notation(text, x, index, reduced=reduced, linear=[[x]], moves=True, local=local)
 
@@ -232,9 +231,9 @@ def index_select(x: Arg, dim: int, index: Arg) -> Rule | None:
 def _lookup_select(shelf: Shelf, d: int, shape: tuple[int, ...]) -> LocalFn:
     def local(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
         if shelf.start == shelf.stop:
-            return _nothing(x, shape)
+            return nothing(shape, x)
         inside, away = shelf.find(index)
-        return torch.index_select(x, d, inside).masked_fill(_widen(away, d, x.ndim - d - 1), 0)
+        return torch.index_select(x, d, inside).masked_fill(_widen(away, x.ndim - d - 1), 0)
 
     return local
 
@@ -242,7 +241,7 @@ def _lookup_select(shelf: Shelf, d: int, shape: tuple[int, ...]) -> LocalFn:
 # ------------------------------------------------------------------------------------------------ gather
 
 
-def _paired(
+def paired(
     x: Arg, others: Sequence[Arg], dim: int
 ) -> tuple[list[str], list[list[str]], set[str], dict[str, int]]:
     """Letters of x and of tensors used side by side with it, all dims but ``dim`` elementwise up to their size.
@@ -277,25 +276,25 @@ def gather(x: Arg, dim: int, index: Arg, **kwargs: Any) -> Rule | None:
     if not x.ndim or index.ndim != x.ndim:
         return None
     d = x.dim(dim)
-    letters, (its,), whole, sizes = _paired(x, [index], d)
+    letters, (its,), whole, sizes = paired(x, [index], d)
     f, size = letters[d], x.shape[d]
 
     def local(ctx: Local) -> LocalFn | None:
-        shelf = _shelf(ctx, f, size) if f != "1" else None
+        shelf = shelf_of(ctx, f, size) if f != "1" else None
         if shelf is None:
             return None
         shape = ctx.out_shape()
 
         def lookup(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
             if shelf.start == shelf.stop:
-                return _nothing(x, shape)
+                return nothing(shape, x)
             inside, away = shelf.find(index)
             return torch.gather(x, d, inside, **kwargs).masked_fill(away, 0)
 
         return lookup
 
     return notation(
-        _text([letters, its], [its]),
+        text_of([letters, its], [its]),
         x,
         index,
         whole=" ".join(whole),
@@ -324,178 +323,21 @@ def take_along_dim(x: Any, indices: Any, dim: int | None = None, **kwargs: Any) 
     return torch.gather(widened(x), d, widened(indices))
 
 
-# ------------------------------------------------------------------------------------------------ scatter
-
-
-def _scattered(x: Arg, dim: int, index: Arg, src: Any, *, linear: bool, adds: bool = False) -> Rule | None:
-    if not x.ndim or index.ndim != x.ndim:
-        return None
-    others = [index, src] if isinstance(src, Arg) and src.ndim else [index]
-    letters, its, whole, sizes = _paired(x, others, x.dim(dim))
-    along = its[0][x.dim(dim)]
-    # Where the op adds, each rank can add its own part of the entries; else they must all be there.
-    split = adds and along not in ("1", *whole)
-    whole |= {letters[x.dim(dim)]} | (set() if split else {along})
-    given = list(others)
-    texts: list[Sequence[str]] = [letters, *its]
-    if isinstance(src, Arg) and not src.ndim:
-        given.append(src)
-        texts.append([])
-    group = [[x, src]] if linear and isinstance(src, Arg) else []
-    return notation(
-        _text(texts, [letters]),
-        x,
-        *given,
-        whole=" ".join(whole - {"1"}),
-        sizes=sizes,
-        reduced={along: "sum"} if split else {},
-        linear=bool_free(*group),
-    )
-
-
-@rule("scatter")
-def scatter(
-    x: Arg, dim: int, index: Arg, src: Any = None, *, value: Any = None, reduce: Any = None
-) -> Rule | None:
-    """x with some elements along a whole dim replaced."""
-    given = src if value is None else value
-    return _scattered(x, dim, index, given, linear=reduce is None)
-
-
-@rule("scatter_add")
-def scatter_add(x: Arg, dim: int, index: Arg, src: Arg) -> Rule | None:
-    """Jointly linear; each rank may add its own part."""
-    return _scattered(x, dim, index, src, linear=True, adds=True)
-
-
-@rule("scatter_reduce")
-def scatter_reduce(
-    x: Arg, dim: int, index: Arg, src: Arg, reduce: str, *, include_self: bool = True
-) -> Rule | None:
-    """As scatter_add for a sum that includes x; other reductions along a whole dim."""
-    adds = reduce == "sum" and include_self
-    return _scattered(x, dim, index, src, linear=adds, adds=adds)
-
-
-def _by_rows(x: Arg, dim: int, index: Arg, src: Any, *, adds: bool = False) -> Rule | None:
-    """Writes of whole rows of ``dim``; all other dims may be split."""
-    if not x.ndim:
-        return None
-    letters, d = x.letters, x.dim(dim)
-    i = names("i", index.shape)
-    row = i[0] if i else "1"
-    texts: list[Sequence[str]] = [letters, i]
-    given = [x, index]
-    if isinstance(src, Arg):
-        given.append(src)
-        texts.append([*letters[:d], row, *letters[d + 1 :]] if src.ndim else [])
-    split = adds and row != "1"
-    return notation(
-        _text(texts, [letters]),
-        *given,
-        whole=" ".join({letters[d], *([] if split else i)} - {"1"}),
-        reduced={row: "sum"} if split else {},
-        linear=bool_free([x, src]) if isinstance(src, Arg) else [],
-    )
-
-
-@rule("index_add")
-def index_add(x: Arg, dim: int, index: Arg, source: Arg, **kwargs: Any) -> Rule | None:
-    """Jointly linear; each rank may add its own rows."""
-    return _by_rows(x, dim, index, source, adds=True)
-
-
-@rule("index_copy")
-def index_copy(x: Arg, dim: int, index: Arg, source: Arg) -> Rule | None:
-    """Jointly linear, along a whole dim."""
-    return _by_rows(x, dim, index, source)
-
-
-@rule("index_fill")
-def index_fill(x: Arg, dim: int, index: Arg, value: Any) -> Rule | None:
-    """Along a whole dim."""
-    return _by_rows(x, dim, index, value)
-
-
-# ------------------------------------------------------------------------------------------------ setitem
-
-
-def _masked_write(x: Arg, mask: Arg, value: Any) -> Rule | None:
-    """``x[mask] = number``: elementwise in the dims of the mask."""
-    letters = x.letters
-    if (
-        mask.dtype != torch.bool
-        or mask.shape != x.shape[: mask.ndim]
-        or (isinstance(value, Arg) and value.ndim)
-    ):
-        return None
-    texts: list[Sequence[str]] = [letters, letters[: mask.ndim]]
-    given = [x, mask]
-    if isinstance(value, Arg):
-        texts.append([])
-        given.append(value)
-    return notation(_text(texts, [letters]), *given, linear=bool_free([x, value]) if len(given) > 2 else [])
-
-
-@rule("setitem")
-def setitem(x: Arg, index: Any, value: Any) -> Rule | None:
-    """A write in place: full slices keep their split, the dims that the index cuts are whole."""
-    bare = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    if isinstance(bare, Arg) and bare.dtype == torch.bool:
-        return _masked_write(x, bare, value)
-    made = read_index(x, index)
-    if made is None:
-        return None
-    return _write(x, made, value, accumulate=False)
-
-
-def _write(x: Arg, made: Index, value: Any, accumulate: bool) -> Rule | None:
-    entries = {f for fs in made.letters for f in fs} - {"1"}
-    texts: list[Sequence[str]] = [made.source, *made.letters]
-    given = [x, *made.tensors]
-    group: list[Arg] = []
-    if isinstance(value, Arg):
-        given.append(value)
-        texts.append(aligned(made.result, value.shape))
-        group = [x, value]
-    elif isinstance(value, int) and not isinstance(value, bool) and value == 0:
-        group = [x]  # zero is a part of a sum
-    return notation(
-        _text(texts, [made.source]),
-        *given,
-        whole=" ".join(made.whole | (set() if accumulate else entries)),
-        sizes=made.sizes,
-        reduced=dict.fromkeys(entries, "sum") if accumulate and isinstance(value, Arg) else {},
-        linear=bool_free(group),
-    )
-
-
-@rule("index_put", "_unsafe_index_put")
-def index_put(x: Arg, indices: Sequence[Any], values: Arg, accumulate: bool = False) -> Rule | None:
-    """As ``x[indices] = values``, where None stands for a full slice; or added, then jointly linear."""
-    if any(_is_mask(a) for a in indices):
-        if len(indices) == 1 and isinstance(indices[0], Arg) and not accumulate:
-            return _masked_write(x, indices[0], values)
-        return None
-    made = read_index(x, tuple(slice(None) if a is None else a for a in indices))
-    return None if made is None else _write(x, made, values, accumulate)
+# ------------------------------------------------------------------------------------------------ by value
 
 
 @rule("index")
 def index(x: Arg, indices: Sequence[Any]) -> Rule | None:
     """``x[indices]``, where None stands for a full slice."""
-    if any(_is_mask(a) for a in indices):
+    if any(is_mask(a) for a in indices):
         return None
-    made = read_index(x, tuple(slice(None) if a is None else a for a in indices))
+    made = read_index(x, full_slices(indices))
     if made is None:
         return None
-    text = _text([made.source, *made.letters], [made.result])
+    text = text_of([made.source, *made.letters], [made.result])
     return notation(
         text, x, *made.tensors, whole=" ".join(made.whole), sizes=made.sizes, linear=[[x]], moves=True
     )
-
-
-# ------------------------------------------------------------------------------------------------ by value
 
 
 @rule("one_hot")
@@ -505,7 +347,7 @@ def one_hot(x: Arg, num_classes: int = -1) -> Rule | None:
         return None
     made = x.letters
     out = [*made, "1" if num_classes == 1 else "class"]
-    return notation(_text([made], [out]), x, whole="class", sizes={"class": num_classes})
+    return notation(text_of([made], [out]), x, whole="class", sizes={"class": num_classes})
 
 
 @rule("searchsorted")
@@ -520,7 +362,7 @@ def searchsorted(edges: Arg, x: Any, *args: Any, sorter: Arg | None = None, **kw
     if sorter is not None:
         texts.append(its)
         given.append(sorter)
-    return notation(_text(texts, [mine]), *given, whole="edge")
+    return notation(text_of(texts, [mine]), *given, whole="edge")
 
 
 @rule("bucketize")
@@ -528,4 +370,4 @@ def bucketize(x: Any, boundaries: Arg, **kwargs: Any) -> Rule | None:
     """Each element among sorted boundaries, which must be whole."""
     if not isinstance(x, Arg):
         return None
-    return notation(_text([x.letters, names("e", boundaries.shape)], [x.letters]), x, boundaries)
+    return notation(text_of([x.letters, names("e", boundaries.shape)], [x.letters]), x, boundaries)

@@ -16,17 +16,22 @@ from .dims import dims_of, without
 Tensor = torch.Tensor
 
 
-def piece(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors that distributed tensors may intercept, as they do PyTorch's own."""
+class Piece:
+    """A function of tensors that distributed tensors intercept, as they do PyTorch's own.
 
-    @functools.wraps(fn)
-    def op(*args: Any, **kwargs: Any) -> Any:
+    It is an object so that dispatch takes it for one op, and never runs its body on distributed tensors.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.__name__: str = fn.__name__
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = tuple(a for a in args if isinstance(a, Tensor))
         if has_torch_function(tensors):
-            return handle_torch_function(op, tensors, *args, **kwargs)
-        return fn(*args, **kwargs)
-
-    return op
+            return handle_torch_function(self, tensors, *args, **kwargs)
+        return self.fn(*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------ carrier
@@ -42,7 +47,7 @@ class _Carrier(torch.autograd.Function):
         return grad
 
 
-@piece
+@Piece
 def carrier(x: Tensor) -> Tensor:
     """Zeros with the gradient of x: adds a gradient to a value that is computed otherwise (safe for inf and NaN)."""
     out: Tensor = _Carrier.apply(x)
@@ -67,7 +72,7 @@ def _worst(dtype: torch.dtype, largest: bool) -> Any:
     return info.min if largest else info.max
 
 
-@piece
+@Piece
 def extremum(x: Tensor, dims: Sequence[int], largest: bool) -> Tensor:
     """Largest or smallest values over ``dims``, which stay as dims of size 1.  Has no gradient."""
     if not dims:
@@ -91,7 +96,7 @@ def _extremum_rule(x: Arg, dims: Sequence[int], largest: bool) -> Rule:
     return notation(text, x, reduced=dict.fromkeys(over, words[0 if largest else 1]), local=local)
 
 
-@piece
+@Piece
 def first_index(
     x: Tensor, best: Tensor, dims: Sequence[int], starts: Sequence[int] = (), sizes: Sequence[int] = ()
 ) -> Tensor:
@@ -142,13 +147,13 @@ def _product(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | Non
     return torch.prod(x, dtype=dtype) if dim is None else torch.prod(x, dim, keepdim, dtype=dtype)
 
 
-@piece
+@Piece
 def partial_prod(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Product whose dim may be split; only without gradients."""
     return _product(x, dim, keepdim, dtype)
 
 
-@piece
+@Piece
 def whole_prod(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Product along a whole dim."""
     return _product(x, dim, keepdim, dtype)
@@ -168,4 +173,4 @@ rule("partial_prod")(_prod_rule("product"))
 rule("whole_prod")(_prod_rule(None))
 
 
-__all__ = ["carrier", "extremum", "first_index", "partial_prod", "piece", "whole_prod"]
+__all__ = ["Piece", "carrier", "extremum", "first_index", "partial_prod", "whole_prod"]

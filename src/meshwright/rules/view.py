@@ -498,4 +498,6 @@ def pixel_unshuffle(x: Arg, downscale_factor: int) -> Rule:
 
 
 def _pixels(x: Arg, text: str, r: int) -> Rule:
-    return notation(text, x, sizes={"p": r, "q": r}, whole="p q", linear=[[x]], moves=True, local=unless_empty)
+    return notation(
+        text, x, sizes={"p": r, "q": r}, whole="p q", linear=[[x]], moves=True, local=unless_empty
+    )

@@ -1,0 +1,353 @@
+"""Writes: ``x[...] = value`` and the scatter family.  Where the written dim is split, each rank writes its own rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
+from .dims import aligned, bool_free, names
+from .index import Index, Shelf, full_slices, is_mask, items_of, paired, read_index, shelf_of, text_of
+
+Tensor = torch.Tensor
+
+# ------------------------------------------------------------------------------------------------ scatter
+
+
+def _spilled(op: Callable[..., Tensor], factor: str, size: int, d: int) -> Callable[[Local], LocalFn | None]:
+    """A ``local`` for an op that writes rows of dim ``d``: rows of other ranks go to a spare row, which is cut off."""
+
+    def made(ctx: Local) -> LocalFn | None:
+        shelf = shelf_of(ctx, factor, size)
+        if shelf is None:
+            return None
+
+        def local(x: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            inside, away = shelf.find(index)
+            rows = x.shape[d]
+            shape = [1 if i == d else n for i, n in enumerate(x.shape)]
+            wider = torch.cat([x, x.new_zeros(shape)], d)
+            return op(wider, d, inside.masked_fill(away, rows), *args, **kwargs).narrow(d, 0, rows)
+
+        return local
+
+    return made
+
+
+def _scattered(
+    op: str, x: Arg, dim: int, index: Arg, src: Any, *, linear: bool, adds: bool = False
+) -> Rule | None:
+    if not x.ndim or index.ndim != x.ndim:
+        return None
+    d = x.dim(dim)
+    others = [index, src] if isinstance(src, Arg) and src.ndim else [index]
+    letters, its, whole, sizes = paired(x, others, d)
+    along = its[0][d]
+    # Where the op adds, each rank can add its own part of the entries; else they must all be there.
+    split = adds and along not in ("1", *whole)
+    whole |= set() if split else {along}
+    given = list(others)
+    texts: list[Sequence[str]] = [letters, *its]
+    if isinstance(src, Arg) and not src.ndim:
+        given.append(src)
+        texts.append([])
+    return notation(
+        text_of(texts, [letters]),
+        x,
+        *given,
+        whole=" ".join(whole - {"1"}),
+        sizes=sizes,
+        reduced={along: "sum"} if split else {},
+        linear=bool_free([x, src]) if linear and isinstance(src, Arg) else [],
+        local=None if letters[d] == "1" else _spilled(getattr(Tensor, op), letters[d], x.shape[d], d),
+    )
+
+
+@rule("scatter")
+def scatter(
+    x: Arg, dim: int, index: Arg, src: Any = None, *, value: Any = None, reduce: Any = None
+) -> Rule | None:
+    """x with some elements along a dim replaced."""
+    given = src if value is None else value
+    return _scattered("scatter", x, dim, index, given, linear=reduce is None)
+
+
+@rule("scatter_add")
+def scatter_add(x: Arg, dim: int, index: Arg, src: Arg) -> Rule | None:
+    """Jointly linear; each rank may add its own part."""
+    return _scattered("scatter_add", x, dim, index, src, linear=True, adds=True)
+
+
+@rule("scatter_reduce")
+def scatter_reduce(
+    x: Arg, dim: int, index: Arg, src: Arg, reduce: str, *, include_self: bool = True
+) -> Rule | None:
+    """As scatter_add for a sum that includes x."""
+    adds = reduce == "sum" and include_self
+    return _scattered("scatter_reduce", x, dim, index, src, linear=adds, adds=adds)
+
+
+def _by_rows(op: str, x: Arg, dim: int, index: Arg, src: Any, *, adds: bool = False) -> Rule | None:
+    """Writes of whole rows of ``dim``; all other dims may be split."""
+    if not x.ndim:
+        return None
+    letters, d = x.letters, x.dim(dim)
+    i = names("i", index.shape)
+    row = i[0] if i else "1"
+    texts: list[Sequence[str]] = [letters, i]
+    given = [x, index]
+    if isinstance(src, Arg):
+        given.append(src)
+        texts.append([*letters[:d], row, *letters[d + 1 :]] if src.ndim else [])
+    split = adds and row != "1"
+    return notation(
+        text_of(texts, [letters]),
+        *given,
+        whole="" if split or row == "1" else row,
+        reduced={row: "sum"} if split else {},
+        linear=bool_free([x, src]) if isinstance(src, Arg) else [],
+        local=None if letters[d] == "1" else _spilled(getattr(Tensor, op), letters[d], x.shape[d], d),
+    )
+
+
+@rule("index_add")
+def index_add(x: Arg, dim: int, index: Arg, source: Arg, **kwargs: Any) -> Rule | None:
+    """Jointly linear; each rank may add its own rows."""
+    return _by_rows("index_add", x, dim, index, source, adds=True)
+
+
+@rule("index_copy")
+def index_copy(x: Arg, dim: int, index: Arg, source: Arg) -> Rule | None:
+    """Jointly linear."""
+    return _by_rows("index_copy", x, dim, index, source)
+
+
+@rule("index_fill")
+def index_fill(x: Arg, dim: int, index: Arg, value: Any) -> Rule | None:
+    """Rows set to a value."""
+    return _by_rows("index_fill", x, dim, index, value)
+
+
+def _register_in_place() -> None:
+    for name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"):
+        op: Callable[..., Any] = getattr(Tensor, name)
+
+        def in_place(x: Any, *args: Any, op: Callable[..., Any] = op, **kwargs: Any) -> Any:
+            # A split dim is written by way of a copy with a spare row.
+            return x.copy_(op(x, *args, **kwargs))
+
+        composite(f"{name}_")(in_place)
+
+
+_register_in_place()
+
+
+# ------------------------------------------------------------------------------------------------ setitem
+
+
+def _masked_write(x: Arg, mask: Arg, value: Any) -> Rule | None:
+    """``x[mask] = number``: elementwise in the dims of the mask."""
+    letters = x.letters
+    fits = mask.dtype == torch.bool and mask.shape == x.shape[: mask.ndim]
+    if not fits or (isinstance(value, Arg) and value.ndim):
+        return None
+    texts: list[Sequence[str]] = [letters, letters[: mask.ndim]]
+    given = [x, mask]
+    if isinstance(value, Arg):
+        texts.append([])
+        given.append(value)
+    linear = bool_free([x, value]) if isinstance(value, Arg) else []
+    return notation(text_of(texts, [letters]), *given, linear=linear)
+
+
+@rule("setitem")
+def setitem(x: Arg, index: Any, value: Any) -> Rule | None:
+    """A write in place: every rank writes what it holds of the indexed part."""
+    bare = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+    if isinstance(bare, Arg) and bare.dtype == torch.bool:
+        return _masked_write(x, bare, value)
+    made = read_index(x, index)
+    return None if made is None else _write(x, made, value, _set_here)
+
+
+def _write(
+    x: Arg, made: Index, value: Any, run: Callable[[Shelves], LocalFn], accumulate: bool = False
+) -> Rule:
+    entries = {f for fs in made.letters for f in fs} - {"1"}
+    texts: list[Sequence[str]] = [made.source, *made.letters]
+    given = [x, *made.tensors]
+    group: list[Arg] = []
+    if isinstance(value, Arg):
+        given.append(value)
+        texts.append(aligned(made.result, value.shape))
+        group = [x, value]
+    elif isinstance(value, int) and not isinstance(value, bool) and value == 0:
+        group = [x]  # zero is a part of a sum
+    cut = [f for f in made.source if f in made.whole]
+
+    def local(ctx: Local) -> LocalFn | None:
+        shelves = {d: shelf_of(ctx, f, x.shape[d]) for d, f in enumerate(made.source) if f in cut}
+        found = {d: s for d, s in shelves.items() if s is not None}
+        return run(found) if found else None
+
+    split = accumulate and isinstance(value, Arg)
+    return notation(
+        text_of(texts, [made.source]),
+        *given,
+        whole=" ".join((made.whole - set(cut)) | (set() if split else entries)),
+        sizes=made.sizes,
+        reduced=dict.fromkeys(entries, "sum") if split else {},
+        linear=bool_free(group),
+        local=local,
+    )
+
+
+@rule("index_put", "_unsafe_index_put", "index_put_")
+def index_put(x: Arg, indices: Sequence[Any], values: Arg, accumulate: bool = False) -> Rule | None:
+    """As ``x[indices] = values``, where None stands for a full slice; or added, then jointly linear."""
+    if any(is_mask(a) for a in indices):
+        if len(indices) == 1 and isinstance(indices[0], Arg) and not accumulate:
+            return _masked_write(x, indices[0], values)
+        return None
+    made = read_index(x, full_slices(indices))
+    return None if made is None else _write(x, made, values, _put_here, accumulate)
+
+
+@composite("index_put_")
+def index_put_(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """In place, by way of a copy."""
+    return x.copy_(torch.index_put(x, indices, values, accumulate))
+
+
+# ------------------------------------------------------------------------------------------------ writes in a shard
+
+Shelves = dict[int, Shelf]  # split dim to this rank's part of it
+
+
+def _set_here(shelves: Shelves) -> LocalFn:
+    def local(x: Tensor, index: Any, value: Any) -> None:
+        part = _own_part(x, index, value, shelves)
+        if part is None:
+            _touch(x, value)
+        else:
+            x[part[0]] = part[1]
+
+    return local
+
+
+def _put_here(shelves: Shelves) -> LocalFn:
+    def local(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
+        part = _own_part(x, full_slices(indices), values, shelves)
+        if part is None:
+            raise AssertionError("index tensors always have a part, if an empty one")
+        where = [a if isinstance(a, Tensor) else None for a in part[0]]
+        return torch.ops.aten.index_put.default(x, where, part[1], accumulate)
+
+    return local
+
+
+def _touch(x: Tensor, value: Any) -> None:
+    """Nothing to write here; x must still depend on the value, as it does on the other ranks."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        x.narrow(0, 0, 0).add_(value.flatten()[:0].sum())
+
+
+@dataclass
+class _Cut:
+    """One indexed dim, in the shard: how x is indexed, and which part of the value goes there."""
+
+    item: Any
+    count: int  # size of the dim of the result before the cut
+    first: int = 0
+    taken: int | None = None  # None: all
+
+
+def _cut(a: slice, n: int, shelf: Shelf | None) -> _Cut:
+    if shelf is None:
+        return _Cut(a, len(range(*a.indices(n))))
+    lo, hi, step = a.indices(shelf.size)
+    count = len(range(lo, hi, step))
+    first = min(max(-(-(shelf.start - lo) // step), 0), count)
+    last = min(max(-(-(shelf.stop - lo) // step), first), count)
+    begin = lo + first * step - shelf.start
+    return _Cut(
+        slice(begin, begin + (last - first - 1) * step + 1 if last > first else begin, step),
+        count,
+        first,
+        last - first,
+    )
+
+
+def _own_part(x: Tensor, index: Any, value: Any, shelves: Shelves) -> tuple[tuple[Any, ...], Any] | None:
+    """Index into the shard, and the part of the value that goes there; None where an int is on another rank."""
+    d = 0
+    cuts: list[_Cut] = []  # one per dim of the result that is not looked up
+    local: list[Any] = []
+    looked: list[int] = []  # where in ``local`` index tensors stand
+    places: list[int] = []  # and before which of ``cuts``
+    shelf_at: dict[int, Shelf] = {}
+    for a in items_of(x, index) or []:
+        if a is None:
+            cuts.append(_Cut(None, 1))
+            local.append(None)
+            continue
+        shelf = shelves.get(d)
+        if isinstance(a, slice):
+            cuts.append(_cut(a, x.shape[d], shelf))
+            local.append(cuts[-1].item)
+        elif isinstance(a, int):
+            if shelf is not None:
+                a = (a + shelf.size if a < 0 else a) - shelf.start
+                if not 0 <= a < shelf.stop - shelf.start:
+                    return None
+            local.append(a)
+        else:
+            looked.append(len(local))
+            places.append(len(cuts))
+            if shelf is not None:
+                shelf_at[len(local)] = shelf
+            local.append(a if isinstance(a, Tensor) else torch.tensor(a, device=x.device))
+        d += 1
+    adjacent = looked == list(range(looked[0], looked[-1] + 1)) if looked else True
+    at = places[0] if places and adjacent and len(set(places)) == 1 else 0
+    return _select(local, looked, shelf_at, _narrowed(value, cuts, at, [local[i].shape for i in looked]), at)
+
+
+def _narrowed(value: Any, cuts: list[_Cut], at: int, shapes: Sequence[Sequence[int]]) -> tuple[Any, int]:
+    """The value expanded to the result's shape and cut to this rank's slices; and the number of looked up dims."""
+    block = list(torch.broadcast_shapes(*shapes)) if shapes else []
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value, len(block)
+    counts = [c.count for c in cuts]
+    full = [*counts[:at], *block, *counts[at:]]
+    value = value.reshape(value.shape[max(value.ndim - len(full), 0) :]).expand(full)
+    for i, c in enumerate(cuts):
+        if c.taken is not None:
+            value = value.narrow(i if i < at else i + len(block), c.first, c.taken)
+    return value, len(block)
+
+
+def _select(
+    local: list[Any], looked: list[int], shelf_at: dict[int, Shelf], narrowed: tuple[Any, int], at: int
+) -> tuple[tuple[Any, ...], Any]:
+    """Keep the entries of the index tensors that are in this shard."""
+    value, width = narrowed
+    if not shelf_at:
+        return tuple(local), value
+    tensors = [t.flatten() for t in torch.broadcast_tensors(*[local[i] for i in looked])]
+    inside = torch.ones_like(tensors[0], dtype=torch.bool)
+    for k, i in enumerate(looked):
+        if i in shelf_at:
+            tensors[k], away = shelf_at[i].find(tensors[k])
+            inside &= ~away
+    for k, i in enumerate(looked):
+        local[i] = tensors[k][inside]
+    if isinstance(value, Tensor) and value.ndim:
+        front = value.movedim(list(range(at, at + width)), list(range(width)))
+        rest = front.shape[width:]
+        value = front.reshape([math.prod(front.shape[:width]), *rest])[inside].movedim(0, at)
+    return tuple(local), value
