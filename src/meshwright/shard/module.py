@@ -1,0 +1,339 @@
+"""Sharding of modules: parameters become DistTensors, wishes about activations become hooks."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .. import collective, runtime
+from ..api import reshard, shard_tensor
+from ..dispatch import disabled, map_tensors
+from ..errors import DesyncError, LayoutError, MeshwrightError, ShardError
+from ..layout import Layout, Placements, Spec
+from ..mesh import Mesh
+from ..tensor import DistTensor, stamp
+from .sync import BUCKET_BYTES, GradSync
+
+Tensor = torch.Tensor
+Globs = Mapping[str, Placements]
+
+
+def shard_module(
+    model: nn.Module,
+    mesh: Mesh,
+    placements: Globs | None = None,
+    *,
+    inputs: Globs | None = None,
+    outputs: Globs | None = None,
+    stored_over: str | Mapping[str, str] | None = None,
+    regather: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Lay the parameters of a model on a mesh, in place; their gradients are synchronised in the backward.
+
+    Args:
+        model: every rank passes the same values (same seed, or loaded from one file).  On the meta device it
+            is materialised shard by shard, never whole, with the values that one device gets from the same
+            seed.
+        mesh: the mesh.
+        placements: glob of parameter and buffer names to placements, e.g. ``{"*.qkv.weight": {"tp":
+            mw.Shard(0)}}``. Where several globs match a name the last one counts.  Parameters that none
+            matches are replicated; buffers that none matches stay plain tensors, which count as replicated.
+        inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
+            positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
+        stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob to
+        axis.
+        regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
+        bucket_bytes: gradients travel together up to this size.
+        init: called with a meta-device model once its parameters have (uninitialised) memory, in place of the
+            ``reset_parameters()`` of each module.
+
+    Returns:
+        The model.  Its parameters are the same objects as before (new ones, if it was on the meta device).
+
+    Raises:
+        ShardError: a glob that matches nothing, a parameter that is sharded already, a module on the meta
+            device that cannot initialise itself.
+        LayoutError: a placement for a dim that the parameter does not have.
+        DesyncError: ranks that pass different models or placements.
+    """
+    names = _Names(model)
+    try:
+        plan = _plan(names, mesh, placements or {})
+        modules = dict(model.named_modules())
+        hooks = _hooked(modules, inputs or {}, "inputs"), _hooked(modules, outputs or {}, "outputs")
+        problem = None
+    except MeshwrightError as error:
+        plan, hooks, problem = {}, ([], []), error
+    _agree(mesh, names, plan, problem)
+    meta = any(t.is_meta for t in names.tensors.values())
+    for name, spec in plan.items():
+        _lay(names, name, spec)
+    for found, kind in zip(hooks, (_Inputs, _Outputs), strict=True):
+        for module, wish in found:
+            kind(mesh, wish).attach(module)
+    params = {
+        n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)
+    }
+    if meta:
+        _materialise(model, names, mesh, init)
+    for name, p in params.items():
+        p.__dict__["_param_name"] = name  # for messages
+    sync = GradSync(mesh, list(params), list(params.values()), bucket_bytes)
+    model.__dict__["_gradient_sync"] = sync
+    model.register_forward_pre_hook(_Reset(sync))
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+class _Names:
+    """Parameters and buffers of a model by name; a tied one has several names and is one object."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.owners: dict[
+            int, list[tuple[nn.Module, str, str]]
+        ] = {}  # id of the tensor to where it is registered
+        self.tensors: dict[str, Tensor] = {}  # first name to tensor
+        self.all: dict[str, str] = {}  # every name to the first one
+        first: dict[int, str] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for key, t in (*module._parameters.items(), *module._buffers.items()):
+                if t is None:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                if id(t) not in first:
+                    first[id(t)] = name
+                    self.tensors[name] = t
+                self.all[name] = first[id(t)]
+                self.owners.setdefault(id(t), []).append((module, key, name))
+
+    def places(self, name: str) -> list[tuple[nn.Module, str, str]]:
+        """Modules and attribute names under which a tensor is registered."""
+        return self.owners[id(self.tensors[name])]
+
+    def current(self) -> dict[str, Tensor]:
+        """First name to the tensor that is registered there now."""
+        found = {}
+        for name in self.tensors:
+            module, key, _ = self.places(name)[0]
+            found[name] = getattr(module, key)
+        return found
+
+
+def _matching(globs: Iterable[str], names: Iterable[str], what: str) -> dict[str, list[str]]:
+    """Glob to the names that it matches.  Raises ShardError for one that matches nothing."""
+    names = list(names)
+    found = {g: [n for n in names if fnmatch.fnmatchcase(n, g)] for g in globs}
+    for g, matched in found.items():
+        if not matched:
+            close = difflib.get_close_matches(g.replace("*", ""), names, n=3, cutoff=0.4)
+            near = f"; close ones: {', '.join(close)}" if close else ""
+            some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+            raise ShardError(f"{g!r} matches no {what}{near}; the names are: {some or '(none)'}")
+    return found
+
+
+def _plan(names: _Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
+    """First name of each tensor to be laid on the mesh, to its spec."""
+    chosen: dict[str, Placements] = {}
+    for glob, matched in _matching(placements, names.all, "parameter or buffer").items():
+        for name in matched:
+            chosen[names.all[name]] = placements[glob]
+    plan = {}
+    for name, t in names.tensors.items():
+        if isinstance(t, DistTensor):
+            if name in chosen:
+                raise ShardError(
+                    f"{name} is sharded already, as {t.layout!r}: change it with mw.reshard, or build anew"
+                )
+            continue
+        if name not in chosen and not isinstance(t, nn.Parameter):
+            continue
+        try:
+            layout = Layout(mesh, chosen.get(name, ()), ndim=t.ndim)
+        except MeshwrightError as error:
+            error.args = (f"{name}, of shape {tuple(t.shape)}: {error}",)
+            raise
+        if layout.partial:
+            raise LayoutError(f"{name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
+        plan[name] = Spec(t.shape, t.dtype, layout, undecided=(1 << mesh.ndim) - 1)
+    return plan
+
+
+def _agree(mesh: Mesh, names: _Names, plan: Mapping[str, Spec], problem: MeshwrightError | None) -> None:
+    """All ranks must shard the same model in the same way; a mistake found on one rank is raised on all."""
+    if mesh.size == 1:
+        if problem is not None:
+            raise problem
+        return
+    lines = [f"{n} {s!r}" for n, s in plan.items()]
+    digest = hashlib.sha1("\n".join(lines).encode()).hexdigest()
+    group = collective.group(mesh, tuple(range(mesh.ndim)))
+    seen = collective.all_gather_object((digest, str(problem or "")), group)
+    if problem is not None:
+        raise problem
+    for rank, (_, error) in zip(mesh.ranks, seen, strict=True):
+        if error:
+            raise DesyncError(f"shard_module failed on rank {rank}: {error}")
+    if len({d for d, _ in seen}) > 1:
+        everyone = collective.all_gather_object(lines, group)
+        raise DesyncError(f"shard_module: the ranks disagree; {_difference(mesh, everyone)}")
+
+
+def _difference(mesh: Mesh, everyone: list[list[str]]) -> str:
+    for rank, lines in zip(mesh.ranks[1:], everyone[1:], strict=True):
+        longest = max(len(lines), len(everyone[0]))
+        for i in range(longest):
+            a, b = (one[i] if i < len(one) else "nothing" for one in (everyone[0], lines))
+            if a != b:
+                return f"rank {mesh.ranks[0]} has {a}, rank {rank} has {b}"
+    return "build the same model everywhere"
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+
+
+def _lay(names: _Names, name: str, spec: Spec) -> None:
+    """Make one tensor of the model distributed: the same object, unless it is on the meta device."""
+    t = names.tensors[name]
+    mesh = spec.mesh
+    here = mesh.coordinate(runtime.RT.rank)
+    if t.is_meta:
+        made = stamp(torch.empty(spec.local_shape(here), dtype=t.dtype, device=mesh.device), spec)
+        made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})
+        made.requires_grad_(t.requires_grad)
+        made._is_param = isinstance(t, nn.Parameter)
+        for module, key, _ in names.places(name):
+            _registry(module, key)[key] = made
+        return
+    param = isinstance(t, nn.Parameter)
+    local = shard_tensor(t.detach(), mesh, spec.layout, order=dict(spec.layout.order), check=False)
+    with torch.no_grad(), disabled():
+        t.grad = None
+        t.data = Tensor.to(local, mesh.device).as_subclass(Tensor)
+    stamp(t, spec)
+    if param:
+        t._is_param = True  # type: ignore[attr-defined]
+
+
+def _registry(module: nn.Module, key: str) -> dict[str, Any]:
+    return module._parameters if key in module._parameters else module._buffers
+
+
+def _materialise(
+    model: nn.Module, names: _Names, mesh: Mesh, init: Callable[[nn.Module], Any] | None
+) -> None:
+    """Give a model from the meta device its values: those that its construction draws from the same seed."""
+    for name, t in names.current().items():
+        if t.is_meta:  # a buffer: small, the same everywhere
+            made = torch.empty_like(t, device=mesh.device)
+            for module, key, _ in names.places(name):
+                module._buffers[key] = made
+    if init is not None:
+        with torch.no_grad():
+            init(model)
+        return
+    helpless = []
+    for prefix, module in _construction_order(model):
+        own = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif own:
+            helpless.append(f"{prefix or type(module).__name__} ({type(module).__name__}: {', '.join(own)})")
+    if helpless:
+        raise ShardError(
+            "on the meta device, and without reset_parameters() to initialise themselves: "
+            f"{'; '.join(helpless)}. Give "
+            "these modules a reset_parameters(), pass shard_module(..., init=fn), or build the model on a "
+            "real device"
+        )
+
+
+def _construction_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children before their parent, which initialises its own parameters after having made them."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        if id(module) in found:
+            return
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}.{key}" if prefix else key, child)
+        found[id(module)] = (prefix, module)
+
+    visit("", model)
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------------------------------- hooks
+
+
+@dataclass
+class _Reset:
+    """Forward pre-hook: a backward that raised half-way must not confuse the next one."""
+
+    sync: GradSync
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.sync.active and torch._C._current_graph_task_id() == -1:
+            self.sync.abandon()
+
+
+@dataclass
+class _Wish:
+    """A wish about activations of a module.  An object and not a closure: it can be copied and pickled."""
+
+    mesh: Mesh
+    placements: Placements
+
+    def bring(self, value: Any) -> Any:
+        """Every floating-point DistTensor in ``value`` brought to the wished placements."""
+        return map_tensors(value, self._one)
+
+    def attach(self, module: nn.Module) -> None:
+        """Have the module call this object."""
+        raise NotImplementedError
+
+    def _one(self, t: Tensor) -> Tensor:
+        if isinstance(t, DistTensor) and (t.dtype.is_floating_point or t.dtype.is_complex):
+            return reshard(t, self.placements)
+        return t
+
+
+class _Inputs(_Wish):
+    def attach(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        return self.bring(args)
+
+
+class _Outputs(_Wish):
+    def attach(self, module: nn.Module) -> None:
+        module.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.bring(output)
+
+
+def _hooked(modules: Mapping[str, nn.Module], globs: Globs, what: str) -> list[tuple[nn.Module, Placements]]:
+    """Modules and the last wish that matches each."""
+    chosen: dict[str, Placements] = {}
+    for glob, matched in _matching(globs, modules, f"module (in {what})").items():
+        for name in matched:
+            chosen[name] = globs[glob]
+    return [(modules[name], wish) for name, wish in chosen.items()]
+
+
+__all__ = ["shard_module"]

@@ -1,0 +1,326 @@
+"""Optimizers on distributed parameters: the native step on local tensors.
+
+For the time of ``step()`` parameters and gradients are what they are underneath: plain local tensors.  So
+foreach and fused kernels run as on one device, and the optimizer's own state is local.  This serves every
+optimizer that treats elements one by one, through PyTorch's global step hooks; ``shard_optimizer`` adds what
+needs to be asked for.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .. import convert, runtime
+from ..dispatch import disabled
+from ..errors import LayoutError, ShardError
+from ..layout import Layout, Partial, Spec
+from ..reshard import plan as plan_conversion
+from ..tensor import DistTensor, stamp
+from .raw import become, get_grad, set_grad
+
+Tensor = torch.Tensor
+
+ELEMENTWISE = {
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+}  # fmt: skip
+MIXING = {
+    "LBFGS": "takes dot products over all parameters",
+    "Muon": "orthogonalises whole matrices",
+    "Adafactor": "averages over whole rows and columns",
+    "SparseAdam": "expects sparse gradients",
+}
+
+
+class Binding:
+    """What Meshwright knows of one optimizer.
+
+    Args:
+        opt: the optimizer.
+        elementwise: the caller's word that a step of an unknown class treats elements one by one.
+        reshards: bring gradients of other layouts to the parameter's, instead of refusing them.
+    """
+
+    def __init__(self, opt: Optimizer, *, elementwise: bool = False, reshards: bool = False) -> None:
+        self.elementwise, self.reshards = elementwise, reshards
+        self.count: tuple[int, ...] = ()
+        self.params: list[DistTensor] = []
+        self.specs: list[Spec] = []
+        self.wanted: list[Spec] = []
+        self.swapped: list[Tensor] = []
+        self.follow(opt)
+        opt.register_state_dict_post_hook(_state_out)
+        opt.register_load_state_dict_post_hook(_state_in)
+        _state_in(opt)
+
+    def follow(self, opt: Optimizer) -> None:
+        """Look at the parameters (again): groups may have been added."""
+        count = tuple(len(g["params"]) for g in opt.param_groups)
+        if count == self.count:
+            return
+        self.count = count
+        self.params = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
+        self.specs = [p._spec for p in self.params]
+        self.wanted = [_own(s) for s in self.specs]
+        check_class(opt, self.params, self.elementwise)
+
+    def swap(self) -> None:
+        """Make parameters and gradients plain.
+
+        Raises ShardError, with nothing changed, for gradients of other layouts.
+        """
+        swapped: list[Tensor] = []
+        with disabled():
+            for i, p in enumerate(self.params):
+                g = get_grad(p)
+                if g is None:
+                    continue
+                if g.__class__ is not DistTensor or g._spec is not self.wanted[i]:
+                    g = self._fitted(i, p, g)
+                swapped.append(g)
+            swapped += self.params
+            for t in swapped:
+                become(t, Tensor)
+        self.swapped = swapped
+
+    def restore(self) -> None:
+        """Make them distributed again."""
+        for t in self.swapped:
+            become(t, DistTensor)
+        self.swapped = []
+
+    def _fitted(self, i: int, p: DistTensor, g: Tensor) -> Tensor:
+        """A gradient in the layout of its parameter."""
+        if p._spec is not self.specs[i]:
+            self.specs[i], self.wanted[i] = p._spec, _own(p._spec)
+        own: Spec = g.__dict__.get("_spec") or p._spec.grad()
+        wanted = self.wanted[i]
+        if own.layout == wanted.layout:
+            return stamp(g, wanted)
+        if not self.reshards:
+            raise ShardError(_unfit(p, own))
+        plan = plan_conversion(own.with_(undecided=0), wanted.with_(dtype=own.dtype))
+        with torch.no_grad():
+            made = stamp(convert.apply(plan.steps, g), wanted)
+        set_grad(p, made)
+        return made
+
+
+def _own(spec: Spec) -> Spec:
+    return spec.with_(reduced=0, undecided=0)
+
+
+def name_of(p: Tensor) -> str:
+    """Name of a parameter in its model, where known."""
+    name = p.__dict__.get("_param_name")
+    return f"{name}" if name else f"a parameter of shape {tuple(p.shape)}"
+
+
+def _unfit(p: DistTensor, own: Spec) -> str:
+    if any(isinstance(q, Partial) for q in own.layout.placements):
+        return (
+            f"the gradient of {name_of(p)} is still Partial ({own.layout!r}): each rank holds its own "
+            "contribution. "
+            "Synchronise it: shard the model with mw.shard_module, leave mw.no_sync before the last "
+            "backward, or set "
+            "p.grad = mw.reshard(p.grad, p.layout)"
+        )
+    return (
+        f"the gradient of {name_of(p)} lies as {own.layout!r}, the parameter as {p.layout!r}: set "
+        "p.grad = mw.reshard(p.grad, p.layout), or have it done with mw.shard_optimizer(optimizer)"
+    )
+
+
+def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool) -> None:
+    """Refuse optimizers that mix elements, unless every rank holds all of them.
+
+    Raises:
+        ShardError: with the reason.
+    """
+    kind = type(opt)
+    builtin = kind.__module__.startswith("torch.optim")
+    if elementwise or (builtin and kind.__name__ in ELEMENTWISE):
+        return
+    split = next((p for p in params if not p.layout.is_replicated()), None)
+    if kind.__name__ == "SparseAdam" and builtin:
+        raise ShardError(
+            "SparseAdam expects sparse gradients, which distributed parameters do not have: use Adam"
+        )
+    if split is None:
+        return
+    where = f"{name_of(split)} lies as {split.layout!r}"
+    if builtin and kind.__name__ in MIXING:
+        raise ShardError(
+            f"{kind.__name__} {MIXING[kind.__name__]}, which a rank cannot do with its part alone "
+            f"({where}): replicate "
+            "these parameters, or use an elementwise optimizer such as AdamW"
+        )
+    raise ShardError(
+        f"{kind.__name__} is not known to treat elements one by one, and {where}: if it does, say so with "
+        "mw.shard_optimizer(optimizer, elementwise=True)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def binding_of(opt: Optimizer) -> Binding | None:
+    """The binding of an optimizer, made at its first step; None if it has no distributed parameters."""
+    found: Binding | None = opt.__dict__.get("_meshwright")
+    if found is None and any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
+        found = opt.__dict__["_meshwright"] = Binding(opt)
+    return found
+
+
+def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> Any:
+    binding = binding_of(opt)
+    if binding is None:
+        return None
+    binding.restore()  # after a step that raised
+    binding.follow(opt)
+    closure = kwargs.get("closure") if len(args) < 2 else args[1]
+    if closure is not None:
+        # The closure runs the model: for that the parameters must be distributed again.
+        def distributed() -> Any:
+            binding.restore()
+            try:
+                loss = closure()
+                return loss.item() if isinstance(loss, DistTensor) and _mixes(opt) else loss
+            finally:
+                binding.swap()
+
+        args, kwargs = args[:1], {**kwargs, "closure": distributed}
+        binding.swap()
+        return args, kwargs
+    binding.swap()
+    return None
+
+
+def _mixes(opt: Optimizer) -> bool:
+    return type(opt).__name__ in MIXING
+
+
+def _after_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
+    binding = opt.__dict__.get("_meshwright")
+    if binding is not None:
+        binding.restore()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+
+
+def shard_optimizer(opt: Optimizer, *, elementwise: bool = False) -> Optimizer:
+    """Prepare an optimizer for distributed parameters; the same object is returned.
+
+    Plain optimizers work on distributed parameters whose gradients lie as they do.  This adds: gradients of
+    other layouts are brought to the parameter's, and classes of your own may be declared elementwise.
+    ``state_dict()`` gives the states as DistTensors; ``load_state_dict()`` takes whole tensors, or
+    DistTensors of any layout.
+
+    Args:
+        opt: an optimizer over the parameters of a sharded model.
+        elementwise: a class of your own treats elements one by one.
+
+    Raises:
+        ShardError: an optimizer that mixes elements of parameters that are split.
+    """
+    if not isinstance(opt, Optimizer):
+        raise ShardError(f"shard_optimizer takes a torch.optim.Optimizer, not {type(opt).__name__}")
+    if not any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
+        raise ShardError(
+            "none of the optimizer's parameters is distributed: call mw.shard_module(model, mesh, ...) "
+            "first, and on the "
+            "meta device make the optimizer after it"
+        )
+    found: Binding | None = opt.__dict__.get("_meshwright")
+    if found is None:
+        opt.__dict__["_meshwright"] = Binding(opt, elementwise=elementwise, reshards=True)
+        _protect(opt)
+    else:
+        found.reshards, found.elementwise = True, found.elementwise or elementwise
+    return opt
+
+
+def _protect(opt: Optimizer) -> None:
+    """A step that raises must leave the parameters distributed."""
+    before = opt.__dict__.get("step")  # a scheduler may have wrapped it
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return before(*args, **kwargs) if before is not None else type(self).step(self, *args, **kwargs)
+        finally:
+            self.__dict__["_meshwright"].restore()
+
+    if before is not None:
+        step.__dict__.update(before.__dict__)
+    opt.__dict__["step"] = types.MethodType(step, opt)  # bound: schedulers rebind plain functions
+
+
+# ---------------------------------------------------------------------------------------------- state
+
+
+def _state_out(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """States of one value per element become DistTensors that lie as their parameter (sharing memory)."""
+    params = [p for g in opt.param_groups for p in g["params"]]
+    indices = [i for g in state_dict["param_groups"] for i in g["params"]]
+    by_index = dict(zip(indices, params, strict=True))
+    state = {}
+    for index, entry in state_dict["state"].items():
+        p = by_index.get(index)
+        state[index] = {k: _stamped(v, p) for k, v in entry.items()} if isinstance(p, DistTensor) else entry
+    return {**state_dict, "state": state}
+
+
+def _stamped(value: Any, p: DistTensor) -> Any:
+    with disabled():
+        if not isinstance(value, Tensor) or isinstance(value, DistTensor) or not value.dim():
+            return value
+        if Tensor.size(value) != Tensor.size(p):
+            return value
+        return stamp(value.view_as(value), _own(p._spec).with_(dtype=value.dtype))
+
+
+def _state_in(opt: Optimizer) -> None:
+    """Loaded states, whole or of any layout, become this rank's local parts."""
+    for p, entry in opt.state.items():
+        if isinstance(p, DistTensor):
+            for k, v in entry.items():
+                entry[k] = local_state(v, p._spec, f"state {k!r} of {name_of(p)}")
+
+
+def local_state(value: Any, spec: Spec, what: str) -> Any:
+    """This rank's part of a state that is whole, distributed, or local already."""
+    if not isinstance(value, Tensor):
+        return value
+    target = _own(spec).with_(dtype=value.dtype)
+    with torch.no_grad(), disabled():
+        if isinstance(value, DistTensor):
+            source = value._spec.with_(undecided=0, reduced=0)
+            if source.shape != spec.shape:
+                return value.as_subclass(Tensor)
+            made = convert.apply(plan_conversion(source, target).steps, value)
+            if made is value:
+                made = made.detach()
+            become(made, Tensor)
+            return made
+        shape, own = tuple(value.shape), spec.local_shape(spec.mesh.coordinate(runtime.RT.rank))
+        if not shape or shape == own:
+            return value
+        if shape == tuple(spec.shape):
+            whole = Spec(spec.shape, value.dtype, Layout(spec.mesh))
+            return convert.apply(plan_conversion(whole, target).steps, value).clone()
+    raise LayoutError(
+        f"{what} has shape {shape}: expected the global shape {tuple(spec.shape)}, or a DistTensor of that "
+        "shape"
+    )
+
+
+__all__ = ["ELEMENTWISE", "Binding", "binding_of", "local_state", "name_of", "shard_optimizer"]
