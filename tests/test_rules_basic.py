@@ -1,7 +1,7 @@
-"""Every elementwise, contraction, reduction, view and index rule against the single device: value and gradient.
+"""Rules of elementwise ops, contractions, reductions, views and indices, against the single device.
 
-Each case is a function and the tensors that it takes.  On each mesh it runs for every placement of each tensor that
-one axis can have (shards even, uneven and empty; Partial), and its result and gradients must be the single device's.
+Each case is a function and the tensors that it takes.  On each mesh it runs for the placements that one axis
+can give each tensor (shards even, uneven and empty; Partial): value and gradients must be the same.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ case("special", torch.special.expit, real(5))
 case("isin", torch.isin, ints(4, 5), ints(2, 3))
 case("nan_to_num", torch.nan_to_num, real(5))
 
-# ------------------------------------------------------------------------------------------------ contractions
+# --------------------------------------------------------------------------------------------- contractions
 
 case("linear", F.linear, real(3, 5, 4), real(6, 4), real(6))
 case("linear no bias", F.linear, real(5, 4), real(6, 4))
@@ -444,7 +444,7 @@ def combinations(c: Case, axes: int) -> Iterator[tuple[tuple[Any, ...], ...]]:
         kept = {round(i * step) for i in range(min(len(every), 16))}
         yield from (tuple((p,) for p in combo) for i, combo in enumerate(every) if i in kept and i)
         return
-    # Two axes: the second takes the options in another order, so that all pairs of kinds turn up in some case.
+    # Two axes: the second takes the options in another order, so that all pairs of kinds turn up.
     for k in range(1, max(len(o) for o in options)):
         yield tuple((o[k % len(o)], o[-k % len(o)]) for o in options)
         yield tuple((o[k % len(o)], o[k % len(o)]) for o in options)

@@ -91,7 +91,7 @@ def meta_shapes(fn: Callable[..., Any], x: Arg, *args: Any, **kwargs: Any) -> li
 
 
 def nothing(shape: Sequence[int], *tensors: Tensor) -> Tensor:
-    """Zeros that depend on all the tensors: with an empty shard, too, a rank must have the graph of the others."""
+    """Zeros that depend on all the tensors: with an empty shard, too, a rank needs the others' graph."""
     first, *rest = tensors
     zeros = first.new_zeros(shape)
     for t in (first, *rest):
@@ -101,7 +101,7 @@ def nothing(shape: Sequence[int], *tensors: Tensor) -> Tensor:
 
 
 def unless_empty(ctx: Local) -> LocalFn | None:
-    """A ``local`` for ops that refuse or mistreat empty tensors: a rank with an empty part makes its result itself."""
+    """A ``local`` for ops that refuse empty tensors: a rank with an empty part makes its result itself."""
     empty = any(not math.prod(ctx.in_shape(i)) for i in range(len(ctx.inputs)))
     if not empty or not math.prod(ctx.rule.sizes.values()):
         return None

@@ -130,7 +130,7 @@ def text_of(*sides: Sequence[Sequence[str]]) -> str:
 
 @rule("getitem")
 def getitem(x: Arg, index: Any) -> Rule | None:
-    """Full slices keep their split; cut and indexed dims are whole, or looked up where one tensor indexes one dim."""
+    """Full slices keep their split; other dims are whole, or looked up where one tensor indexes one dim."""
     made = read_index(x, index)
     if made is None:
         return None
@@ -158,7 +158,7 @@ def _sum_op(x: Arg) -> str:
     return "any" if x.dtype == torch.bool else "sum"
 
 
-# ------------------------------------------------------------------------------------------------ lookup in a shard
+# ---------------------------------------------------------------------------------------- lookup in a shard
 
 
 @dataclass(frozen=True)
@@ -244,10 +244,10 @@ def _lookup_select(shelf: Shelf, d: int, shape: tuple[int, ...]) -> LocalFn:
 def paired(
     x: Arg, others: Sequence[Arg], dim: int
 ) -> tuple[list[str], list[list[str]], set[str], dict[str, int]]:
-    """Letters of x and of tensors used side by side with it, all dims but ``dim`` elementwise up to their size.
+    """Letters of x and of tensors used side by side with it, all dims but ``dim`` elementwise.
 
-    A dim may be split where all have the same size; else it is whole in each.  On ``dim`` the others share a factor
-    of their own.  Returns the letters, the whole factors and the sizes.
+    A dim may be split where all have the same size; else it is whole in each.  On ``dim`` the others share
+    a factor of their own.  Returns the letters, the whole factors and the sizes.
     """
     mine, its = x.letters, [["1"] * t.ndim for t in others]
     whole: set[str] = set()
@@ -255,8 +255,8 @@ def paired(
     for j in range(x.ndim):
         same = all(t.shape[j] == x.shape[j] for t in others)
         if same and j != dim:
-            for t in its:
-                t[j] = mine[j]
+            for one in its:
+                one[j] = mine[j]
             continue
         alike = len({t.shape[j] for t in others}) == 1
         for k, t in enumerate(others):

@@ -1,4 +1,4 @@
-"""Elementwise ops: known by PyTorch's own tag; listed here only where the tag is missing or where they are linear."""
+"""Elementwise ops: known by PyTorch's tag; listed here where it is missing or where they are linear."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from .dims import args_in, bool_free, names
 
 # Elementwise ops whose ATen overloads do not say so: aliases, tests, factories by example, casts.
 _UNTAGGED = frozenset(
-    "absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh divide fix greater greater_equal less less_equal "
-    "multiply negative not_equal subtract floor_divide isclose isreal hardswish log_sigmoid logsigmoid softsign "
-    "tanhshrink __rrshift__ __rlshift__ __and__ __or__ __xor__ square zeros_like ones_like full_like empty_like "
-    "contiguous detach alias to type float double half bfloat16 cfloat cdouble chalf long int short char byte bool "
-    "real imag conj resolve_conj resolve_neg conj_physical complex polar fill zero copy "
-    "_to_copy lift_fresh _conj _neg_view special_expit special_psi special_gammaln special_ndtr "
-    "special_multigammaln special_gammainc special_gammaincc".split()
+    """
+    absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh divide fix greater greater_equal less
+    less_equal multiply negative not_equal subtract floor_divide isclose isreal hardswish log_sigmoid
+    logsigmoid softsign tanhshrink __rrshift__ __rlshift__ __and__ __or__ __xor__ square zeros_like
+    ones_like full_like empty_like contiguous detach alias to type float double half bfloat16 cfloat
+    cdouble chalf long int short char byte bool real imag conj resolve_conj resolve_neg conj_physical
+    complex polar fill zero copy _to_copy lift_fresh _conj _neg_view special_expit special_psi
+    special_gammaln special_ndtr special_multigammaln special_gammainc special_gammaincc
+    """.split()  # noqa: SIM905 - one word after another reads better than a list of strings
 )
-# Tagged, but not (only) elementwise: reductions with an elementwise overload, and a test that gives a Python bool.
+# Tagged, but not (only) elementwise: reductions with an elementwise overload, a test that gives a bool.
 _OTHERWISE = frozenset({"equal", "max", "min", "norm", "native_dropout_backward", "where"})
 
 
 @lru_cache(maxsize=4096)
 def is_pointwise(name: str) -> bool:
-    """Whether every element of the result comes from the elements in the same place, and from nothing random."""
+    """Whether each element of the result comes from the elements in its place, and from nothing random."""
     if name in _OTHERWISE:
         return False
     if name in _UNTAGGED:

@@ -1,4 +1,4 @@
-"""Reductions: partial results where a reduced dim is split, or a composition that gives the single device's gradient."""
+"""Reductions: partial results where a reduced dim is split, or a composition with one device's gradient."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def trace(x: Arg) -> Rule:
     return notation("i j ->", x, linear=[[x]])
 
 
-# ------------------------------------------------------------------------------------------------ logic, product
+# ------------------------------------------------------------------------------------------- logic, product
 
 
 @rule("any")
@@ -137,7 +137,7 @@ def prod(x: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
 
 
 def _extreme(x: Any, dim: Any, keepdim: bool, largest: bool) -> Any:
-    """Largest or smallest value over split dims; the gradient is shared evenly by all that tie, on all ranks."""
+    """Largest or smallest value over split dims; all that tie, on all ranks, share the gradient evenly."""
     dims = dims_of(x.ndim, dim)
     best = _best(x, dims, largest)
     if _tracks(x):
@@ -153,7 +153,7 @@ def _best(x: Any, dims: tuple[int, ...], largest: bool) -> Any:
 
 
 def _selected(x: Any, dim: int, keepdim: bool, largest: bool) -> tuple[Any, Any]:
-    """Value and position of the first extremum along one split dim; the gradient goes to that element alone."""
+    """Value and position of the first extremum along one split dim; that element alone has the gradient."""
     (d,) = dims_of(x.ndim, dim)
     best = _best(x, (d,), largest)
     with torch.no_grad():
@@ -220,7 +220,7 @@ def _aminmax_composed(x: Any, *, dim: int | None = None, keepdim: bool = False) 
 def _moment_args(
     dim: Any = None, correction: Any = 1, keepdim: bool = False, unbiased: bool | None = None, **kwargs: Any
 ) -> tuple[Any, Any, bool]:
-    """(dim, correction, keepdim) from all the ways to call var: ``var(x, True)``, ``var(x, 0, False, True)``..."""
+    """(dim, correction, keepdim) from all the ways to call var: ``var(x, True)``, ``var(x, 0, False)``..."""
     dim, keepdim = _named(kwargs, dim, keepdim)
     if isinstance(dim, bool):
         dim, unbiased = None, dim
@@ -361,7 +361,7 @@ def logsumexp(x: Arg, dim: Any, keepdim: bool = False, **kwargs: Any) -> Rule | 
     return reduction(x, *_named(kwargs, dim, keepdim), decompose=_logsumexp_composed)
 
 
-# ------------------------------------------------------------------------------------------------ along whole dims
+# ----------------------------------------------------------------------------------------- along whole dims
 
 
 def _along(x: Arg, dim: int, outputs: int = 1, linear: bool = False) -> Rule:

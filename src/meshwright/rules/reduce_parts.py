@@ -49,7 +49,7 @@ class _Carrier(torch.autograd.Function):
 
 @Piece
 def carrier(x: Tensor) -> Tensor:
-    """Zeros with the gradient of x: adds a gradient to a value that is computed otherwise (safe for inf and NaN)."""
+    """Zeros with the gradient of x: adds a gradient to a value that is computed otherwise."""
     out: Tensor = _Carrier.apply(x)
     return out
 
@@ -100,9 +100,9 @@ def _extremum_rule(x: Arg, dims: Sequence[int], largest: bool) -> Rule:
 def first_index(
     x: Tensor, best: Tensor, dims: Sequence[int], starts: Sequence[int] = (), sizes: Sequence[int] = ()
 ) -> Tensor:
-    """Position of the first element equal to ``best`` over ``dims`` (of all dims: counted in memory order).
+    """Position of the first element equal to ``best`` over ``dims`` (of several: counted in memory order).
 
-    ``starts`` and ``sizes`` place a shard in the whole: offset of the shard and global size of each of ``dims``.
+    ``starts`` and ``sizes`` place a shard in the whole: its offset and the global size, per dim of ``dims``.
     """
     starts, sizes = starts or [0] * len(dims), sizes or [x.shape[d] for d in dims]
     place = torch.zeros((), dtype=torch.int64, device=x.device)

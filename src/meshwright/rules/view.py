@@ -1,4 +1,4 @@
-"""Ops that only move elements: any Partial passes; splits follow the elements.  Sizes in the arguments are global."""
+"""Ops that only move elements: any Partial passes, splits follow.  Sizes in arguments are global."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def match(
 ) -> tuple[list[list[str]], list[list[str]], dict[str, int], set[str]]:
     """Common factors of two shapes of the same number of elements.
 
-    Returns the factors of each dim of both, the sizes of the factors, and those that stand in one shape only (which
-    must stay whole).  Dims are matched from the left, so a factor found in both stands at the same place in memory.
+    Returns the factors of each dim of both, the sizes of the factors, and those that stand in one shape only
+    (which must stay whole).  Dims are matched from the left, so a factor of both has one place in memory.
     """
     ins: list[list[str]] = [[] for _ in have]
     outs: list[list[str]] = [[] for _ in want]
@@ -185,7 +185,7 @@ def view_as_complex(x: Arg) -> Rule:
     return moved(x, [*x.letters[:-1], "two"], x.letters[:-1])
 
 
-# ------------------------------------------------------------------------------------------------ order of dims
+# -------------------------------------------------------------------------------------------- order of dims
 
 
 def _permuted(x: Arg, order: Sequence[int]) -> Rule:
@@ -209,9 +209,15 @@ def transpose(x: Arg, *dims: int, **kwargs: int) -> Rule:
     return _permuted(x, order)
 
 
-@rule("t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H")
+@rule("T", "numpy_T")
+def reversed_dims(x: Arg) -> Rule:
+    """All dims in reverse order."""
+    return _permuted(x, list(range(x.ndim))[::-1])
+
+
+@rule("t", "mT", "H", "mH", "adjoint", "matrix_H")
 def transposed(x: Arg) -> Rule:
-    """The last two dims change places (``T`` of more than two dims reverses all: no rule)."""
+    """The last two dims change places."""
     order = list(range(x.ndim))
     return _permuted(x, [*order[:-2], *order[-2:][::-1]])
 
@@ -225,7 +231,7 @@ def movedim(x: Arg, source: Any, destination: Any) -> Rule:
     return _permuted(x, [target[i] if i in target else next(rest) for i in range(x.ndim)])
 
 
-# ------------------------------------------------------------------------------------------------ sizes of one
+# --------------------------------------------------------------------------------------------- sizes of one
 
 
 @rule("squeeze")
@@ -356,7 +362,7 @@ def repeat_interleave(x: Arg, repeats: Any = None, dim: int | None = None, **kwa
     return moved(x, letters, out, whole=times, sizes={"r": repeats})
 
 
-# ------------------------------------------------------------------------------------------------ windows, diagonals
+# --------------------------------------------------------------------------------------- windows, diagonals
 
 
 @rule("unfold")
@@ -422,7 +428,7 @@ def _register_triangles() -> None:
                 row, col = (0 if f == "1" else ctx.bounds(f)[0] for f in letters[-2:])
                 if row == col:
                     return None
-                # Row i here is row i + row of the whole, and so for columns: the diagonal shifts by the difference.
+                # Row i here is row i + row of the whole, and so for columns: the diagonal shifts by the rest.
                 return lambda x, diagonal=0, **kwargs: op(x, diagonal + row - col)
 
             return moved(x, letters, letters, local=local)
@@ -462,7 +468,7 @@ def _from_meta(x: Arg, fn: Callable[..., Any], *args: Any, dims: Sequence[int], 
 def diagonal(
     x: Arg, offset: int = 0, dim1: int | None = None, dim2: int | None = None, **kwargs: Any
 ) -> Rule | None:
-    """The two dims of the plane stay whole; which are the default ones depends on the function: only given ones."""
+    """The two dims of the plane stay whole (the default ones depend on the function: they must be given)."""
     if dim1 is None or dim2 is None:
         if x.ndim != 2:
             return None

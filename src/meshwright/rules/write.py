@@ -1,4 +1,4 @@
-"""Writes: ``x[...] = value`` and the scatter family.  Where the written dim is split, each rank writes its own rows."""
+"""Writes: ``x[...] = value`` and the scatter family.  Into a split dim each rank writes its own rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 def _spilled(op: Callable[..., Tensor], factor: str, size: int, d: int) -> Callable[[Local], LocalFn | None]:
-    """A ``local`` for an op that writes rows of dim ``d``: rows of other ranks go to a spare row, which is cut off."""
+    """A ``local`` for an op that writes rows of dim ``d``: other ranks' rows go to a spare one."""
 
     def made(ctx: Local) -> LocalFn | None:
         shelf = shelf_of(ctx, factor, size)
@@ -223,7 +223,7 @@ def index_put_(x: Any, indices: Any, values: Any, accumulate: bool = False) -> A
     return x.copy_(torch.index_put(x, indices, values, accumulate))
 
 
-# ------------------------------------------------------------------------------------------------ writes in a shard
+# ---------------------------------------------------------------------------------------- writes in a shard
 
 Shelves = dict[int, Shelf]  # split dim to this rank's part of it
 
@@ -245,7 +245,8 @@ def _put_here(shelves: Shelves) -> LocalFn:
         if part is None:
             raise AssertionError("index tensors always have a part, if an empty one")
         where = [a if isinstance(a, Tensor) else None for a in part[0]]
-        return torch.ops.aten.index_put.default(x, where, part[1], accumulate)
+        made: Tensor = torch.ops.aten.index_put.default(x, where, part[1], accumulate)
+        return made
 
     return local
 
@@ -283,7 +284,7 @@ def _cut(a: slice, n: int, shelf: Shelf | None) -> _Cut:
 
 
 def _own_part(x: Tensor, index: Any, value: Any, shelves: Shelves) -> tuple[tuple[Any, ...], Any] | None:
-    """Index into the shard, and the part of the value that goes there; None where an int is on another rank."""
+    """Index into the shard, and the part of the value for it; None where an int is on another rank."""
     d = 0
     cuts: list[_Cut] = []  # one per dim of the result that is not looked up
     local: list[Any] = []
@@ -318,7 +319,7 @@ def _own_part(x: Tensor, index: Any, value: Any, shelves: Shelves) -> tuple[tupl
 
 
 def _narrowed(value: Any, cuts: list[_Cut], at: int, shapes: Sequence[Sequence[int]]) -> tuple[Any, int]:
-    """The value expanded to the result's shape and cut to this rank's slices; and the number of looked up dims."""
+    """The value expanded to the result's shape and cut to this rank's slices; how many dims are looked up."""
     block = list(torch.broadcast_shapes(*shapes)) if shapes else []
     if not isinstance(value, Tensor) or not value.ndim:
         return value, len(block)
