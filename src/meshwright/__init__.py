@@ -23,6 +23,7 @@ from .api import (
 from .explain import Explanation, explain, explicit
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
+from .shard import no_sync, shard_module, shard_optimizer
 from .simulation import simulate
 from .tensor import DistTensor
 
@@ -43,8 +44,11 @@ __all__ = [
     "infer_backward",
     "infer_forward",
     "init_mesh",
+    "no_sync",
     "reshard",
     "rule",
+    "shard_module",
+    "shard_optimizer",
     "shard_tensor",
     "sharded",
     "simulate",

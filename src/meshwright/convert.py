@@ -10,6 +10,7 @@ the idea is Xu et al., GSPMD, and JAX's varying/unreduced types.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,7 +24,7 @@ from .layout import Partial, Replicate, Shard, Spec, chunk_bounds
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One conversion: ``kind`` over ``axes`` from ``src`` to ``dst``.
 
@@ -93,11 +94,20 @@ def _kind(src: Spec, dst: Spec, axis: int) -> str:
 
 def run(step: Step, local: Tensor) -> Tensor:
     """Execute one step on this rank's local tensor (no autograd)."""
-    mesh = step.src.mesh
-    here = mesh.coordinate(runtime.RT.rank)
-    out = _RUN[step.kind](step, local, here)
+    ready: Runner | None = runtime.RT.memo.get(step)
+    if ready is None:
+        ready = runtime.RT.memo[step] = _prepare(step)
+    return ready(local)
+
+
+Runner = Callable[[Tensor], Tensor]
+
+
+def _prepare(step: Step) -> Runner:
+    """What the step does on this rank, with groups and sizes looked up once."""
+    ready = _PREPARE[step.kind](step, step.src.mesh.coordinate(runtime.RT.rank))
     scale = _scale(step)
-    return out if scale == 1.0 else out * scale
+    return ready if scale == 1.0 else lambda t: ready(t) * scale
 
 
 def _scale(step: Step) -> float:
@@ -132,66 +142,78 @@ def _lengths(spec: Spec, axis: int, here: tuple[int, ...]) -> list[int]:
     return [spec.local_shape((*here[:axis], i, *here[axis + 1 :]))[d] for i in range(n)]
 
 
-def _run_all_reduce(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
-    return collective.all_reduce(t, _reduce_op(step), collective.group(step.src.mesh, step.axes))
+def _all_reduce(step: Step, here: tuple[int, ...]) -> Runner:
+    op, group = _reduce_op(step), collective.group(step.src.mesh, step.axes)
+    return lambda t: collective.all_reduce(t, op, group)
 
 
-def _run_reduce_scatter(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+def _reduce_scatter(step: Step, here: tuple[int, ...]) -> Runner:
+    (axis,) = step.axes
+    op, group = _reduce_op(step), collective.group(step.src.mesh, step.axes)
+    d, sizes = _dim(step.dst, axis), _lengths(step.dst, axis, here)
+    return lambda t: collective.reduce_scatter(t, d, sizes, op, group)
+
+
+def _all_gather(step: Step, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
     group = collective.group(step.src.mesh, step.axes)
-    sizes = _lengths(step.dst, axis, here)
-    return collective.reduce_scatter(t, _dim(step.dst, axis), sizes, _reduce_op(step), group)
+    d, sizes = _dim(step.src, axis), _lengths(step.src, axis, here)
+    return lambda t: collective.all_gather(t, d, sizes, group)
 
 
-def _run_all_gather(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
-    (axis,) = step.axes
-    group = collective.group(step.src.mesh, step.axes)
-    return collective.all_gather(t, _dim(step.src, axis), _lengths(step.src, axis, here), group)
-
-
-def _run_all_to_all(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+def _all_to_all(step: Step, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
     group = collective.group(step.src.mesh, step.axes)
     split, concat = _dim(step.dst, axis), _dim(step.src, axis)
-    return collective.all_to_all(
-        t, split, _lengths(step.dst, axis, here), concat, _lengths(step.src, axis, here), group
-    )
+    give, take = _lengths(step.dst, axis, here), _lengths(step.src, axis, here)
+    return lambda t: collective.all_to_all(t, split, give, concat, take, group)
 
 
-def _run_slice(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
-    for a in step.axes:
-        d = _dim(step.dst, a)
-        lo, hi = chunk_bounds(t.shape[d], step.src.mesh.sizes[a], here[a])
-        t = t.narrow(d, lo, hi - lo)
-    return t
+def _slice(step: Step, here: tuple[int, ...]) -> Runner:
+    def cut(t: Tensor) -> Tensor:
+        for a in step.axes:
+            d = _dim(step.dst, a)
+            lo, hi = chunk_bounds(t.shape[d], step.src.mesh.sizes[a], here[a])
+            t = t.narrow(d, lo, hi - lo)
+        return t
+
+    return cut
 
 
-def _run_keep_one(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
-    return t if all(here[a] == 0 for a in step.axes) else torch.zeros_like(t)
+def _keep_one(step: Step, here: tuple[int, ...]) -> Runner:
+    return _same if all(here[a] == 0 for a in step.axes) else torch.zeros_like
 
 
-def _run_pad(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+def _pad(step: Step, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
-    d = _dim(step.src, axis)
-    out = t.new_zeros(step.dst.local_shape(here))
-    lo, hi = chunk_bounds(out.shape[d], step.src.mesh.sizes[axis], here[axis])
-    out.narrow(d, lo, hi - lo).copy_(t)
-    return out
+    d, shape = _dim(step.src, axis), step.dst.local_shape(here)
+    lo, hi = chunk_bounds(shape[d], step.src.mesh.sizes[axis], here[axis])
+
+    def pad(t: Tensor) -> Tensor:
+        out = t.new_zeros(shape)
+        out.narrow(d, lo, hi - lo).copy_(t)
+        return out
+
+    return pad
 
 
-def _run_retype(step: Step, t: Tensor, here: tuple[int, ...]) -> Tensor:
+def _retype(step: Step, here: tuple[int, ...]) -> Runner:
+    return _same
+
+
+def _same(t: Tensor) -> Tensor:
     return t
 
 
-_RUN = {
-    "retype": _run_retype,
-    "all_reduce": _run_all_reduce,
-    "reduce_scatter": _run_reduce_scatter,
-    "all_gather": _run_all_gather,
-    "all_to_all": _run_all_to_all,
-    "slice": _run_slice,
-    "keep_one": _run_keep_one,
-    "pad": _run_pad,
+_PREPARE: dict[str, Callable[[Step, tuple[int, ...]], Runner]] = {
+    "retype": _retype,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "slice": _slice,
+    "keep_one": _keep_one,
+    "pad": _pad,
 }
 
 
@@ -207,14 +229,17 @@ def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
         return local
     if type(local) is not Tensor:
         return _as_plain(steps, local)
-    if torch.is_grad_enabled() and local.requires_grad:
-        for part in _runs(steps):
-            function: Any = _Select if selects(part[0]) else _Convert
-            local = function.apply(local, part)
+    if torch.is_grad_enabled():
+        if local.requires_grad:
+            for part, function in _runs(steps):
+                local = function.apply(local, part)
+            return local
+        with torch.no_grad():
+            for step in steps:
+                local = run(step, local)
         return local
-    with torch.no_grad():
-        for step in steps:
-            local = run(step, local)
+    for step in steps:
+        local = run(step, local)
     return local
 
 
@@ -229,7 +254,7 @@ def _as_plain(steps: tuple[Step, ...], given: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _runs(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], ...]:
+def _runs(steps: tuple[Step, ...]) -> tuple[tuple[tuple[Step, ...], Any], ...]:
     """Linear steps that follow each other share one autograd node; selecting ones have their own."""
     parts: list[tuple[Step, ...]] = []
     for step in steps:
@@ -237,7 +262,7 @@ def _runs(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], ...]:
             parts[-1] = (*parts[-1], step)
         else:
             parts.append((step,))
-    return tuple(parts)
+    return tuple((part, _Select if selects(part[0]) else _Convert) for part in parts)
 
 
 @lru_cache(maxsize=4096)
@@ -302,7 +327,7 @@ class _Select(torch.autograd.Function):
         ctx.steps = steps
         ctx.save_for_backward(held / ties.clamp(min=1))
         if step.kind == "reduce_scatter":
-            out = _run_slice(step, out, step.src.mesh.coordinate(runtime.RT.rank))
+            out = _slice(step, step.src.mesh.coordinate(runtime.RT.rank))(out)
         return out
 
     @staticmethod

@@ -21,7 +21,7 @@ from .choose import Choice, Wish, choose
 from .errors import ConversionError, DispatchError, LayoutError, MeshwrightError, RuleError
 from .layout import Layout, Spec
 from .mesh import Mesh
-from .rules import COMPOSITES, RULES, Arg, Local, Native, Rule
+from .rules import COMPOSITES, RULES, Arg, Local, Native, Rule, Strategy
 from .rules.pointwise import is_pointwise, pointwise_rule
 
 Tensor = torch.Tensor
@@ -85,6 +85,8 @@ def _resolve(func: Any) -> Op:
         name = name if name in RULES or name in COMPOSITES else name[:-1]
     if python and getattr(func, "__module__", "") == "torch.nn.functional":
         name = "F." + name
+    if python and getattr(func, "__module__", "") == "torch.nn.init":
+        name = "init." + name  # not the method of the same name: nn.init.normal_ runs its body
     pointwise = not python and name not in RULES and is_pointwise(name)
     return Op(
         name, inplace, python, pointwise, RULES.get(name) or (pointwise_rule if pointwise else None), COMPOSITES.get(name)
@@ -234,6 +236,7 @@ class Plan:
     ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule says.
     ``untyped``: leaves that require grad get their type by this call.  ``retypes``: plain but for conversions that
     only change types, which do nothing where no gradient is recorded.  ``native``: run this call instead of the op.
+    ``swift``: conversions of plain positional arguments around one native op: no nested arguments to walk.
     """
 
     op: Op
@@ -242,6 +245,7 @@ class Plan:
     untyped: bool = False
     retypes: bool = False
     native: Native | None = None
+    swift: bool = False
     spec: Spec | None = None
     outputs: tuple[Spec, ...] = ()
     conversions: tuple[tuple[int, reshard.Plan], ...] = ()
@@ -347,6 +351,7 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
         retypes=bool(conversions) and direct and all(s.kind == "retype" for _, c in conversions for s in c.steps),
         untyped=bool(decide or choice.open),
         native=local if isinstance(local, Native) else None,
+        swift=bool(conversions) and direct and not decide and not choice.open and not op.inplace,
         spec=choice.outputs[0] if choice.outputs else None,
         outputs=choice.outputs,
         conversions=tuple(conversions),
@@ -489,6 +494,17 @@ def convert_tensor(t: Tensor, steps: reshard.Plan) -> Tensor:
     return made
 
 
+def execute_swift(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Convert positional tensors and run the native op; must run with dispatch disabled.  Outputs are not stamped."""
+    changed = list(args)
+    for i, steps in plan.conversions:
+        t = changed[i]
+        changed[i] = _convert_recorded(plan, i, t, steps) if steps.moves else convert_tensor(t, steps)
+    if plan.native is not None:
+        return plan.native(changed[0])
+    return func(*changed, **kwargs)
+
+
 def _from_origin(t: Tensor, steps: reshard.Plan) -> Tensor | None:
     """The value as the target type, differentiated past the ``mw.reshard`` that made it.
 
@@ -569,6 +585,7 @@ def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, gr
     if not plan.checked:
         _check_locals(plan, made)
         flat = isinstance(result, Tensor) or len(result) == len(made)
+        plan.swift = plan.swift and flat
         plan.fast = flat and (plan.plain or plan.retypes) and all(t.__class__ is Tensor for t in made)
     for t, spec in zip(made, plan.outputs, strict=True):
         stamp(t, spec)

@@ -318,7 +318,7 @@ class Spec:
     clear: the gradient is replicated.  ``undecided`` axes (leaves that no op has used yet) may become either.
     """
 
-    __slots__ = ("__weakref__", "dtype", "layout", "mesh", "ndim", "reduced", "shape", "undecided")
+    __slots__ = ("__weakref__", "_grad", "dtype", "layout", "mesh", "ndim", "reduced", "shape", "undecided")
 
     layout: Layout
     shape: torch.Size
@@ -327,6 +327,7 @@ class Spec:
     ndim: int
     reduced: int
     undecided: int
+    _grad: Spec | None
 
     _made: WeakValueDictionary[tuple[Any, ...], Spec] = WeakValueDictionary()
 
@@ -349,6 +350,7 @@ class Spec:
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
             found.reduced, found.undecided = reduced, undecided
+            found._grad = None
             cls._made[key] = found
         return found
 
@@ -367,6 +369,11 @@ class Spec:
 
     def grad(self) -> Spec:
         """Spec of the gradient of a tensor of this spec (the table of the design page)."""
+        if self._grad is None:
+            self._grad = self._make_grad()
+        return self._grad
+
+    def _make_grad(self) -> Spec:
         placements: list[Placement] = []
         reduced = 0
         for a, p in enumerate(self.layout.placements):

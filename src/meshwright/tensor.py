@@ -19,6 +19,7 @@ from .dispatch import (
     call_disabled,
     disabled,
     execute,
+    execute_swift,
     forget_ops,
     key_part,
     map_tensors,
@@ -394,6 +395,14 @@ def _general(
             if plan.plain and out.__class__ is DistTensor:
                 runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
             return out
+    if plan.swift and plan.checked:
+        with disabled():
+            out = execute_swift(plan, func, args, kwargs)
+        if out.__class__ is Tensor:
+            return stamp(out, plan.spec)
+        for t, spec in zip(out, plan.outputs, strict=True):
+            stamp(t, spec)
+        return out
     return _run(plan, func, types, args, kwargs)
 
 
@@ -406,8 +415,10 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
         return special(func, types, args, kwargs)
     if kwargs.get("out") is not None:
         return _with_out(func, args, kwargs)
+    swift = all(isinstance(a, Tensor) for a in args[: len(tensors_in(args))]) and not tensors_in(kwargs)
     resolve(func)  # so that the key of the next call knows whether the op is pointwise
     plan = plan_call(func, args, kwargs)
+    plan.swift = plan.swift and swift
     plans = runtime.RT.plans
     if len(plans) >= _MAX_PLANS:
         plans.clear()

@@ -1,0 +1,506 @@
+"""Rules and conversions against the single device, by enumeration, on simulated ranks.
+
+``check_rule`` runs an op with every layout of its inputs and with every strategy of its rule, and compares
+values and gradients with those of one device on every rank.  ``check_conversion`` checks a conversion against
+its transpose.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import collective, convert, runtime
+from .choose import carries_grad
+from .dispatch import (
+    disabled,
+    execute,
+    global_outputs,
+    make_rule,
+    map_tensors,
+    plan_call,
+    resolve,
+    tensors_in,
+)
+from .errors import ConversionError, DispatchError, MeshwrightError, RuleError
+from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
+from .mesh import Mesh
+from .reshard import plan as conversion_plan
+from .rules import Rule, Strategy
+from .simulation import simulate
+from .tensor import DistTensor, stamp, whole
+
+Tensor = torch.Tensor
+MESHES = (Mesh({"x": 4}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2}), Mesh({"x": 2, "y": 3}))
+_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_SPACES = ("nn.functional.", "special.", "linalg.", "fft.", "F.")
+
+
+@dataclass
+class Report:
+    """What was checked.
+
+    Attributes:
+        op: name of the op.
+        cases: number of runs that agreed with the single device.
+        strategies: what the rule allows on one axis, a line each; empty without a rule.
+        refused: in-place calls that the library refused on every rank, with the same error.
+        gathered: runs for which there was no rule.
+        random: the op draws random numbers: only shapes, and that the ranks agree, were checked.
+    """
+
+    op: str
+    cases: int = 0
+    strategies: list[str] = field(default_factory=list)
+    refused: int = 0
+    gathered: int = 0
+    random: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.op}: {self.cases} runs agree with the single device"
+        if self.random:
+            text = f"{self.op}: random; in {self.cases} runs shapes are right and the ranks agree"
+        for count, what in ((self.refused, "refused (in place)"), (self.gathered, "gathered (no rule)")):
+            text += f", {count} {what}" if count else ""
+        return "\n".join([text, *(f"  {s}" for s in self.strategies)])
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One run: a layout for each tensor argument, and the strategies to force, if any."""
+
+    layouts: tuple[Layout, ...]
+    strategies: tuple[Strategy, ...] = ()
+
+    def __str__(self) -> str:
+        given = ", ".join(f"argument {i} {layout!r}" for i, layout in enumerate(self.layouts))
+        mesh = self.layouts[0].mesh
+        named = [s.factor or _partial_name(s) for s in self.strategies]
+        return f"{given} on {mesh!r}" + (f" (strategy: {', '.join(named)})" if named else "")
+
+
+def _partial_name(s: Strategy) -> str:
+    return "partial" if any(isinstance(p, Partial) for p in s.inputs) else "replicate"
+
+
+@dataclass
+class _Reference:
+    """What one device answers."""
+
+    outputs: list[Any]
+    cotangents: list[Tensor | None]
+    grads: list[Tensor | None]
+    random: bool
+
+
+@dataclass
+class _Call:
+    """The op with its global arguments."""
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments, in order."""
+        return tensors_in((self.args, self.kwargs))
+
+    def run(self, tensors: Sequence[Tensor], forced: tuple[Strategy, ...] = ()) -> Any:
+        """Call with these tensors in place of the given ones (copies of them, where the op writes)."""
+        given = iter(tensors)
+        inplace = resolve(self.fn).inplace
+        args, kwargs = map_tensors(
+            (self.args, self.kwargs), lambda _: next(given).clone() if inplace else next(given)
+        )
+        if not forced:
+            return self.fn(*args, **kwargs)
+        plan = plan_call(self.fn, args, kwargs, forced)
+        with disabled():
+            return execute(plan, self.fn, args, kwargs, stamp)
+
+
+def check_rule(
+    op: str | Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | Sequence[Mesh] | None = None,
+    most: int = 200,
+    **kwargs: Any,
+) -> Report:
+    """Check an op's rule against the single device: value and gradient, on simulated ranks.
+
+    Every layout of each input, {Replicate, Shard of each dim, Partial for floats}, is tried on one mesh axis, and
+    every pair of strategies of the rule on two.  Sizes that the axes do not divide make uneven and empty shards:
+    give such.
+
+    Args:
+        op: a function (``torch.nn.functional.gelu``, a custom op), or the name of one (``"gelu"``,
+            ``"mylib::op"``).
+        args, kwargs: the op's arguments, with global plain tensors; float64 finds more than float32.
+        mesh: the meshes to try; default: 4 ranks, 3 ranks, 2 × 2 and 2 × 3.
+        most: largest number of runs per mesh; a fixed random sample is taken of more.
+
+    Returns:
+        What was checked.
+
+    Raises:
+        RuleError: naming the op, the layouts, the rank and the largest difference, in a value or a gradient.
+    """
+    fn = function_named(op) if isinstance(op, str) else op
+    call = _Call(resolve(fn).name, fn, args, kwargs)
+    if not call.tensors:
+        raise RuleError(f"check_rule({call.name!r}): give the op's arguments, with at least one tensor")
+    meshes = MESHES if mesh is None else (mesh,) if isinstance(mesh, Mesh) else tuple(mesh)
+    want = _reference(call)
+    report = Report(call.name, random=want.random)
+    for m in meshes:
+        rule = _rule_on(call, m)
+        if rule is not None and m.ndim == 1 and not report.strategies:
+            report.strategies = [_described(s) for s in rule.all_strategies()]
+        report.gathered += rule is None
+        for case in _cases(call, m, rule, most):
+            _check_case(call, case, want, report)
+    return report
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """The function that a name stands for: ``"gelu"``, ``"F.cross_entropy"``, ``"linalg.inv"``, ``"lib::op"``.
+
+    Raises RuleError if there is none.
+    """
+    if "::" in name:
+        space, _, rest = name.partition("::")
+        found = getattr(getattr(torch.ops, space), rest.split(".")[0], None)
+    elif name in ("getitem", "setitem"):
+        found = getattr(Tensor, f"__{name}__")
+    elif name.startswith(_SPACES):
+        space, _, rest = name.rpartition(".")
+        home: Any = torch.nn.functional if space in ("F", "nn.functional") else getattr(torch, space)
+        found = getattr(home, rest, None)
+    else:
+        homes = (
+            torch,
+            torch._C._nn,
+            torch.nn.functional,
+            Tensor,
+            torch.special,
+            torch.linalg,
+            torch.ops.aten,
+        )
+        found = next((getattr(h, name) for h in homes if hasattr(h, name)), None)
+    if found is None:
+        raise RuleError(f"check_rule: no function is known by the name {name!r}; pass the function itself")
+    return found
+
+
+def _described(s: Strategy) -> str:
+    ins, outs = (", ".join(map(repr, p)) for p in (s.inputs, s.outputs))
+    return f"{s.factor or _partial_name(s)}: {ins} -> {outs}"
+
+
+# ----------------------------------------------------------------------------------------- what to compare with
+
+
+def _reference(call: _Call) -> _Reference:
+    generator = torch.Generator().manual_seed(7)
+    leaves = [_leaf(t) for t in call.tensors]
+    torch.manual_seed(1)
+    outputs = _flat(call.run(leaves))
+    torch.manual_seed(2)
+    again = _flat(call.run(leaves))
+    is_random = any(_difference(a, b) is not None for a, b in zip(outputs, again, strict=True))
+    cotangents: list[Tensor | None] = [
+        torch.rand(y.shape, generator=generator, dtype=torch.float64).add(0.5).to(y.dtype)
+        if isinstance(y, Tensor) and y.requires_grad
+        else None
+        for y in outputs
+    ]
+    grads = _grads(outputs, leaves, cotangents)
+    return _Reference([_detached(y) for y in outputs], cotangents, grads, is_random)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(carries_grad(t.dtype))
+
+
+def _detached(y: Any) -> Any:
+    return y.detach() if isinstance(y, Tensor) else y
+
+
+def _flat(result: Any) -> list[Any]:
+    return list(torch.utils._pytree.tree_leaves(result))
+
+
+def _grads(
+    outputs: Sequence[Any], leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if c is not None and y.requires_grad]
+    wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
+    found: list[Tensor | None] = [None] * len(leaves)
+    if pairs and wanted:
+        ys, cs = [y for y, _ in pairs], [c for _, c in pairs]
+        made = torch.autograd.grad(ys, [leaves[i] for i in wanted], cs, allow_unused=True)
+        for i, g in zip(wanted, made, strict=True):
+            found[i] = g
+    return found
+
+
+def _difference(got: Any, want: Any) -> float | str | None:
+    """None where equal up to rounding, else the largest difference, or what differs."""
+    if not isinstance(want, Tensor):
+        same = got == want or (isinstance(want, float) and abs(got - want) <= 1e-4 * max(1.0, abs(want)))
+        return None if same else f"{got!r} instead of {want!r}"
+    if not isinstance(got, Tensor):
+        return f"a {type(got).__name__} instead of a tensor"
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
+    if want.layout is not torch.strided:
+        got, want = got.to_dense(), want.to_dense()
+    if not carries_grad(want.dtype):
+        return None if torch.equal(got, want) else float((got.double() - want.double()).abs().max())
+    tolerance = _TOLERANCE.get(want.dtype, 1e-4)
+    finite = want[torch.isfinite(want)].abs()
+    scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    if torch.allclose(got, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+        return None
+    return float(torch.nan_to_num((got - want).abs(), nan=float("inf")).max())
+
+
+# ---------------------------------------------------------------------------------------------- what to run
+
+
+def _rule_on(call: _Call, mesh: Mesh) -> Rule | None:
+    """The rule for this call with everything replicated: its strategies do not depend on layouts."""
+    op = resolve(call.fn)
+    if op.composite is not None or op.rule is None:
+        return None
+    specs = [Spec(t.shape, t.dtype, Layout(mesh)) for t in call.tensors]
+    rule = make_rule(op, specs, call.args, call.kwargs)
+    like = global_outputs(call.fn, specs, call.args, call.kwargs)
+    return None if rule is None or like is None or not rule.outputs else rule
+
+
+def _cases(call: _Call, mesh: Mesh, rule: Rule | None, most: int) -> Iterator[_Case]:
+    tensors = call.tensors
+    if rule is not None:
+        every = list(itertools.product(rule.all_strategies(), repeat=mesh.ndim))
+        for chosen in _sample(every, most):
+            case = _by_strategies(tensors, mesh, rule, chosen)
+            if case is not None:
+                yield case
+    per_axis = [_placements(t) for t in tensors]
+    if mesh.ndim == 1:
+        yield from (
+            _Case(tuple(Layout(mesh, [p], ndim=t.ndim) for p, t in zip(ps, tensors, strict=True)))
+            for ps in _products(per_axis, most)
+        )
+        return
+    mixed = [[tuple(c) for c in itertools.product(p, repeat=mesh.ndim)] for p in per_axis]
+    for ps in _products(mixed, most // 2):
+        yield _Case(tuple(Layout(mesh, list(p), ndim=t.ndim) for p, t in zip(ps, tensors, strict=True)))
+
+
+def _placements(t: Tensor) -> list[Placement]:
+    found: list[Placement] = [REPLICATE, *(Shard(d) for d in range(t.ndim))]
+    return [*found, Partial()] if carries_grad(t.dtype) else found
+
+
+def _by_strategies(
+    tensors: Sequence[Tensor], mesh: Mesh, rule: Rule, chosen: tuple[Strategy, ...]
+) -> _Case | None:
+    """Inputs laid as the strategies want them; None where they cut one compound dim at odd places."""
+    for factor in {s.factor for s in chosen if s.factor}:
+        if not rule.aligned(factor, mesh, [a for a, s in enumerate(chosen) if s.factor == factor]):
+            return None
+    layouts = tuple(Layout(mesh, [s.inputs[i] for s in chosen], ndim=t.ndim) for i, t in enumerate(tensors))
+    return _Case(layouts, chosen)
+
+
+def _sample(items: list[Any], most: int) -> list[Any]:
+    return items if len(items) <= most else random.Random(0).sample(items, most)
+
+
+def _products(choices: Sequence[Sequence[Any]], most: int) -> list[tuple[Any, ...]]:
+    """The product; of a larger one what differs from all-first in one place, and a random sample."""
+    total = 1
+    for c in choices:
+        total *= len(c)
+    if total <= most:
+        return list(itertools.product(*choices))
+    first = tuple(c[0] for c in choices)
+    single = [(*first[:i], p, *first[i + 1 :]) for i, c in enumerate(choices) for p in c]
+    draw = random.Random(0)
+    mixed = [tuple(draw.choice(c) for c in choices) for _ in range(max(most - len(single), most // 2))]
+    return list(dict.fromkeys([*single, *mixed]))
+
+
+# ---------------------------------------------------------------------------------------------- one run
+
+
+def local_part(value: Tensor, spec: Spec, seed: int = 0) -> Tensor:
+    """This rank's part of a value; Partial parts are random, of both signs, and add up to it."""
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    generator = torch.Generator().manual_seed(seed)
+    part = value.detach()
+    for a, p in enumerate(spec.layout.placements):
+        if isinstance(p, Partial) and carries_grad(value.dtype):
+            n = spec.mesh.sizes[a]
+            noise = torch.randn((n - 1, *value.shape), generator=generator, dtype=torch.float64).to(
+                value.dtype
+            )
+            part = noise[here[a]] if here[a] < n - 1 else part - noise.sum(0)
+            part = part * n if p.op == "avg" else part
+    for d, (lo, hi) in enumerate(spec.layout.local_bounds(spec.shape, here)):
+        part = part.narrow(d, lo, hi - lo)
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _distributed(value: Tensor, layout: Layout, seed: int) -> DistTensor:
+    spec = Spec(value.shape, value.dtype, layout, undecided=(1 << layout.mesh.ndim) - 1)
+    made = stamp(local_part(value, spec.with_(undecided=0), seed), spec)
+    made.requires_grad_(carries_grad(value.dtype))
+    return made
+
+
+_Finding = tuple[str, Any]
+
+
+def _check_case(call: _Call, case: _Case, want: _Reference, report: Report) -> None:
+    """Run one case on all ranks.  Raises RuleError for what the first rank with a difference found."""
+    try:
+        found = simulate(lambda: _run_case(call, case, want), case.layouts[0].mesh)
+    except DispatchError as error:
+        if resolve(call.fn).inplace and not getattr(error, "__notes__", None):
+            report.refused += 1
+            return
+        raise RuleError(f"check_rule({call.name!r}) with {case}: {error}") from error
+    except Exception as error:
+        kind = "" if isinstance(error, MeshwrightError) else f"{type(error).__name__}: "
+        note = " ".join(getattr(error, "__notes__", ()))
+        raise RuleError(f"check_rule({call.name!r}) with {case}: {kind}{error} {note}".rstrip()) from error
+    for rank, finding in zip(case.layouts[0].mesh.ranks, found, strict=True):
+        if finding is not None:
+            what, difference = finding
+            size = difference if isinstance(difference, str) else f"largest difference {difference:.3g}"
+            raise RuleError(
+                f"check_rule({call.name!r}): wrong {what} on rank {rank} with {case}: {size}; correct the rule "
+                "or its local function"
+            )
+    report.cases += 1
+
+
+def _run_case(call: _Call, case: _Case, want: _Reference) -> _Finding | None:
+    leaves = [
+        _distributed(t, layout, i)
+        for i, (t, layout) in enumerate(zip(call.tensors, case.layouts, strict=True))
+    ]
+    torch.manual_seed(1)
+    with collective.counting() as counts:
+        result = _flat(call.run(leaves, case.strategies))
+    outputs = [whole(y) if isinstance(y, DistTensor) else y for y in result]
+    if len(outputs) != len(want.outputs):
+        return f"number of outputs ({len(outputs)} instead of {len(want.outputs)})", "they differ"
+    if want.random:
+        return _random_finding(outputs, want, case)
+    if case.strategies and counts.total:
+        return "communication", f"the strategy says none, {counts} ran"
+    finding = None
+    for k, (got, ref) in enumerate(zip(outputs, want.outputs, strict=True)):
+        finding = finding or _named(f"value{f' of output {k}' if len(outputs) > 1 else ''}", got, ref)
+    missing = [c is not None and not y.requires_grad for y, c in zip(outputs, want.cotangents, strict=True)]
+    if any(missing):
+        return finding or (f"gradient: output {missing.index(True)} has no history", "it requires none")
+    grads = _grads(outputs, leaves, want.cotangents)
+    for i, (g, ref) in enumerate(zip(grads, want.grads, strict=True)):
+        have = whole(g) if isinstance(g, DistTensor) else g
+        if have is None and ref is None:
+            continue
+        zero = torch.zeros_like(call.tensors[i])
+        finding = finding or _named(
+            f"gradient of argument {i}", zero if have is None else have, zero if ref is None else ref
+        )
+    return finding
+
+
+def _named(what: str, got: Any, want: Any) -> _Finding | None:
+    difference = _difference(_detached(got), want)
+    return None if difference is None else (what, difference)
+
+
+def _random_finding(outputs: list[Any], want: _Reference, case: _Case) -> _Finding | None:
+    """Random numbers: the shapes, and that every rank ends with the same values."""
+    mesh = case.layouts[0].mesh
+    group = collective.group(mesh, tuple(range(mesh.ndim)))
+    for got, ref in zip(outputs, want.outputs, strict=True):
+        if isinstance(ref, Tensor) and (got.shape, got.dtype) != (ref.shape, ref.dtype):
+            return "shape", f"{list(got.shape)} instead of {list(ref.shape)}"
+        if isinstance(got, Tensor) and got.numel():
+            seen = collective.all_gather_object(got.detach().clone(), group)
+            if any(_difference(s, seen[0]) is not None for s in seen):
+                return "value", "the ranks disagree on random numbers"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- conversions
+
+
+def check_conversion(src: Spec, dst: Spec) -> None:
+    """Check the conversion from one spec to another: its value, and ⟨A x, y⟩ = ⟨x, Aᵀ y⟩ for its backward A​ᵀ.
+
+    Args:
+        src, dst: specs of one floating dtype, shape and mesh; their types of ``Replicate`` (``Spec.reduced``)
+            count.
+
+    Raises:
+        ConversionError: naming both, the steps between them and the difference.
+    """
+    if src.undecided or dst.undecided:
+        src, dst = src.with_(undecided=0), dst.with_(undecided=0)
+    generator = torch.Generator().manual_seed(0)
+    value, cotangent = (
+        torch.randn(src.shape, generator=generator, dtype=torch.float64).to(src.dtype) for _ in "xy"
+    )
+    for finding in simulate(lambda: _run_conversion(src, dst, value, cotangent), src.mesh):
+        if finding is not None:
+            steps = conversion_plan(src, dst).steps
+            raise ConversionError(f"{finding} in the conversion from {src!r} to {dst!r} by {list(steps)}")
+
+
+def _run_conversion(src: Spec, dst: Spec, value: Tensor, cotangent: Tensor) -> str | None:
+    x = local_part(value, src, 3).requires_grad_()
+    out = convert.apply(conversion_plan(src, dst).steps, x)
+    back_to = Spec(dst.shape, dst.dtype, Layout(dst.mesh))
+    with torch.no_grad():
+        difference = _difference(convert.apply(conversion_plan(dst, back_to).steps, out), value)
+    # Cotangents of replicated (invariant) types are equal on all ranks; those of other types are per rank.
+    y = local_part(cotangent, dst.grad(), 5)
+    (back,) = torch.autograd.grad(out, x, y)
+    group = collective.group(src.mesh, tuple(range(src.mesh.ndim)))
+    left = collective.all_reduce(_dot(out.detach(), dst, y), "sum", group)
+    right = collective.all_reduce(_dot(x.detach(), src, back), "sum", group)
+    if difference is not None:
+        return f"wrong value (difference {difference})"
+    return (
+        None
+        if torch.allclose(left, right, rtol=1e-4, atol=1e-4)
+        else f"wrong transpose ({left} against {right})"
+    )
+
+
+def _dot(x: Tensor, spec: Spec, y: Tensor) -> Tensor:
+    """⟨x, y⟩ of a value and a cotangent of its type: every pair of parts counts, replicas once."""
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    total = (x * y).sum()
+    for a, p in enumerate(spec.layout.placements):
+        if isinstance(p, Replicate) and not spec.reduced >> a & 1 and here[a]:
+            total = total * 0
+    return total
+
+
+__all__ = ["Report", "check_conversion", "check_rule", "function_named", "local_part"]
