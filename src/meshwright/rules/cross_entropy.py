@@ -50,7 +50,7 @@ def cross_entropy_loss(
     factors = rows.split()
     return notation(
         f"{', '.join(texts)} -> {out}", *given, reduced=reduced, whole=whole, decompose=_by_parts,
-        local=lambda ctx: weighed(torch._C._nn.cross_entropy_loss, ctx, factors, reduction),
+        local=lambda ctx: weighed(torch._C._nn.cross_entropy_loss, ctx, factors, reduction, 3),
     )  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def nll_loss(
 
     def local(ctx: Local) -> LocalFn | None:
         if not ctx.is_split("c"):
-            return weighed(torch._C._nn.nll_loss_nd, ctx, factors, reduction)
+            return weighed(torch._C._nn.nll_loss_nd, ctx, factors, reduction, 3)
         lo, _ = ctx.bounds("c")
         return lambda *args, **named: _pick(lo, *args, **named)
 

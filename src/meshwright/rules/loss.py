@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .dims import broadcast_letters
-from .parts import connected
 
 Tensor = torch.Tensor
 NONE, MEAN, SUM = 0, 1, 2
@@ -26,16 +25,15 @@ def reduction_of(args: Sequence[Any], named: dict[str, Any], at: int) -> int:
     return int(found)
 
 
-def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reduction: int) -> LocalFn | None:
+def weighed(
+    fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reduction: int, at: int
+) -> LocalFn | None:
     """``fn`` on a part; a mean becomes the part's contribution to the global mean.
 
-    ``factors`` are those that are averaged over.
+    ``factors`` are those that are averaged over, ``at`` is the position of the argument ``reduction``.
     """
     shares = [(b - a, ctx.rule.sizes[f]) for f in factors if f in ctx.rule.sizes for a, b in [ctx.bounds(f)]]
     here, everywhere = math.prod(n for n, _ in shares), math.prod(n for _, n in shares)
-    if not here or any(0 in ctx.in_shape(i) for i in range(len(ctx.inputs))):
-        shape = ctx.out_shape()
-        return lambda *args, **named: connected(shape, *(t for t in args if isinstance(t, Tensor)))
     if reduction != MEAN or here == everywhere:
         return None
     share = here / everywhere
@@ -44,7 +42,13 @@ def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reductio
         # The part's own mean, and not its sum: a sum overflows half precision where a mean does not.
         return fn(*args, **named) * share
 
-    return mean_of_part
+    def sum_of_nothing(*args: Any, **named: Any) -> Tensor:
+        # The same graph as on the other ranks: a mean over nothing would be nan.
+        if len(args) > at:
+            return fn(*args[:at], SUM, *args[at + 1 :], **named)
+        return fn(*args, **{**named, "reduction": SUM})
+
+    return mean_of_part if here else sum_of_nothing
 
 
 # ---------------------------------------------------------------------------------------------- element by element
@@ -62,7 +66,7 @@ def _elementwise(name: str, at: int) -> None:
         if reduction == NONE:
             return notation(text + " ".join(out), *tensors)
         return notation(
-            text, *tensors, reduced=" ".join(factors), local=lambda ctx: weighed(fn, ctx, factors, reduction)
+            text, *tensors, reduced=" ".join(factors), local=lambda ctx: weighed(fn, ctx, factors, reduction, at)
         )
 
     rule(name)(make)
@@ -93,6 +97,7 @@ def _rows(
     tensors: Sequence[Arg],
     rows: str,
     reduction: int,
+    at: int,
     decompose: Callable[..., Any] | None = None,
 ) -> Rule:
     """A loss per row (``rows``: its factors), of tensors whose other dims are whole."""
@@ -100,7 +105,7 @@ def _rows(
     factors = rows.split()
     return notation(
         f"{', '.join(texts)} -> {out}", *tensors, reduced="" if reduction == NONE else rows, decompose=decompose,
-        local=lambda ctx: weighed(fn, ctx, factors, reduction),
+        local=lambda ctx: weighed(fn, ctx, factors, reduction, at),
     )  # fmt: skip
 
 
@@ -118,7 +123,7 @@ def cosine_embedding_loss(
     rows = "b" if target.ndim else ""
     texts = [f"{rows} d", f"{rows} d", rows]
     return _rows(
-        torch.cosine_embedding_loss, texts, (input1, input2, target), rows, reduction, _cosine_loss_by_sums
+        torch.cosine_embedding_loss, texts, (input1, input2, target), rows, reduction, 4, _cosine_loss_by_sums
     )
 
 
@@ -149,7 +154,7 @@ def triplet_margin_loss(
         return None
     rows = " ".join(f"r{i}" for i in range(anchor.ndim - 1))
     tensors = (anchor, positive, negative)
-    return _rows(torch.triplet_margin_loss, [f"{rows} d"] * 3, tensors, rows, reduction, _triplet_by_norms)
+    return _rows(torch.triplet_margin_loss, [f"{rows} d"] * 3, tensors, rows, reduction, 7, _triplet_by_norms)
 
 
 def _triplet_by_norms(
@@ -181,7 +186,7 @@ def multi_margin_loss(
     rows = "b" if input.ndim > 1 else ""
     given = [t for t in (input, target, weight) if t is not None]
     texts = [f"{rows} c", rows if target.ndim == len(rows) else "1", "c"][: len(given)]
-    return _rows(torch._C._nn.multi_margin_loss, texts, given, rows, reduction)
+    return _rows(torch._C._nn.multi_margin_loss, texts, given, rows, reduction, 5)
 
 
 @rule("multilabel_margin_loss")
@@ -189,4 +194,30 @@ def multilabel_margin_loss(input: Arg, target: Arg, reduction: int = MEAN) -> Ru
     """A row's classes are whole."""
     rows = "b" if input.ndim > 1 else ""
     texts = [f"{rows} c", f"{rows} t"]
-    return _rows(torch._C._nn.multilabel_margin_loss, texts, (input, target), rows, reduction)
+    return _rows(torch._C._nn.multilabel_margin_loss, texts, (input, target), rows, reduction, 2)
+
+
+@composite("F.gaussian_nll_loss")
+def gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """As torch.nn.functional has it, but without writing to a copy of ``var``, which may be Partial."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    if bool((var < 0).any()):
+        raise ValueError("var has negative entry/entries")
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    limited = torch.where(var.detach() < eps, eps, var.detach())
+    var = var + (limited - var.detach())  # the limit is not differentiated
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return _reduced(loss, {"none": NONE, "mean": MEAN, "sum": SUM}[reduction])

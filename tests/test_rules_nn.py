@@ -1,0 +1,211 @@
+"""Layers, normalisations, losses and convolutions against the single device, value and gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sweep import fixed, sweep
+
+torch.manual_seed(0)
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
+
+
+def p(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))) * 0.9 + 0.05
+
+
+def ints(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(high + len(shape)))
+
+
+SOFT = {
+    "softmax": (lambda x: F.softmax(x, -1), r(5, 7)),
+    "softmax of the first dim": (lambda x: torch.softmax(x, 0), r(5, 7)),
+    "log_softmax": (lambda x: F.log_softmax(x, 1), r(2, 7, 3)),
+    "log_softmax of few": (lambda x: x.log_softmax(-1), r(3, 2)),
+    "softmin": (lambda x: F.softmin(x, 0), r(6, 3)),
+    "softmax with dtype": (lambda x: F.softmax(x, -1, dtype=torch.float64), r(5, 7)),
+    "glu": (lambda x: F.glu(x, 1), r(5, 6)),
+    "prelu": (lambda x, w: F.prelu(x, w), r(4, 6, 2), r(6)),
+    "prelu of one slope": (lambda x, w: F.prelu(x, w), r(4, 6), r(1)),
+    "normalize": (lambda x: F.normalize(x, dim=1), r(5, 6)),
+    "cosine_similarity": (lambda x, y: F.cosine_similarity(x, y, dim=1), r(5, 6), r(5, 6) + 1),
+    "cosine_similarity that broadcasts": (lambda x, y: F.cosine_similarity(x, y, dim=-1), r(5, 1, 6), r(4, 6)),
+    "pairwise_distance": (lambda x, y: F.pairwise_distance(x, y), r(5, 6), r(6)),
+    "cdist": (lambda x, y: torch.cdist(x, y), r(2, 5, 3), r(2, 4, 3) + 1),
+}
+
+EMBED = {
+    "embedding": (lambda w, i: F.embedding(i, w), r(10, 4), ints(10, 3, 5)),
+    "embedding with padding": (lambda w, i: F.embedding(i, w, padding_idx=6), r(10, 4), ints(10, 6, 5)),
+    "embedding with padding from the end": (lambda w, i: F.embedding(i, w, padding_idx=-1), r(7, 4), ints(7, 6, 5)),
+    "embedding of few rows": (lambda w, i: F.embedding(i, w), r(2, 3), ints(2, 5)),
+    "embedding scaled by frequency": (
+        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), r(5, 3), ints(5, 8),
+    ),
+}  # fmt: skip
+
+
+def sdpa(*args: Any, **named: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*args, **named)
+
+
+MASK = ints(2, 5, 7).bool() | torch.eye(5, 7, dtype=torch.bool)
+ATTENTION = {
+    "attention": (sdpa, r(2, 4, 5, 3), r(2, 4, 7, 3), r(2, 4, 7, 6)),
+    "attention of 3 dims": (sdpa, r(4, 5, 3), r(4, 7, 3), r(4, 7, 3)),
+    "causal attention": (lambda q, k, v: sdpa(q, k, v, is_causal=True), r(2, 3, 5, 4), r(2, 3, 5, 4), r(2, 3, 5, 4)),
+    "attention with a mask": (lambda q, k, v: sdpa(q, k, v, MASK), r(2, 4, 5, 3), r(2, 4, 7, 3), r(2, 4, 7, 6)),
+    "attention with a bias": (sdpa, r(2, 4, 5, 3), r(2, 4, 7, 3), r(2, 4, 7, 6), r(4, 5, 7)),
+    "attention with a bias per key": (sdpa, r(2, 4, 5, 3), r(2, 4, 7, 3), r(2, 4, 7, 3), r(2, 1, 1, 7)),
+    "grouped attention": (
+        lambda q, k, v: sdpa(q, k, v, enable_gqa=True, is_causal=True), r(2, 8, 5, 3), r(2, 4, 5, 3), r(2, 4, 5, 3),
+    ),
+    "grouped attention, 2 heads": (
+        lambda q, k, v, m: sdpa(q, k, v, m, enable_gqa=True), r(1, 6, 3, 2), r(1, 2, 4, 2), r(1, 2, 4, 2), r(6, 3, 4),
+    ),
+}  # fmt: skip
+
+
+def stats(*args: Any, **named: Any) -> Any:
+    """batch_norm, and the running statistics after it."""
+    x, w, b, *rest = args
+    mean, var = rest if rest else (torch.zeros(x.shape[1]).double(), torch.ones(x.shape[1]).double())
+    made = F.batch_norm(x, mean, var, w, b, training=True, momentum=0.3)
+    return made, mean.detach().clone(), var.detach().clone()
+
+
+NORM = {
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), r(5, 3, 6), r(6), r(6) + 1),
+    "layer_norm of 2 dims": (lambda x, w, b: F.layer_norm(x, (3, 6), w, b), r(5, 3, 6), r(3, 6), r(3, 6) + 1),
+    "layer_norm, plain": (lambda x: F.layer_norm(x, (7,)), r(5, 7)),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (6,), w), r(5, 3, 6), r(6)),
+    "rms_norm with eps": (lambda x: F.rms_norm(x, (3, 6), eps=0.1), r(5, 3, 6)),
+    "batch_norm": (stats, r(6, 5), r(5), r(5) + 1),
+    "batch_norm of images": (stats, r(5, 4, 3, 2), r(4), r(4) + 1),
+    "batch_norm without statistics": (lambda x: F.batch_norm(x, None, None, training=True), r(5, 4, 3)),
+    "batch_norm, evaluating": (
+        lambda x, m, v, w, b: F.batch_norm(x, m, v, w, b), r(5, 4, 3), fixed(r(4)), fixed(p(4)), r(4) + 1, r(4) + 2,
+    ),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 4, w, b), r(3, 8, 5), r(8), r(8) + 1),
+    "group_norm of 2 groups": (lambda x, w, b: F.group_norm(x, 2, w, b), r(5, 6, 2, 3), r(6), r(6) + 1),
+    "group_norm of 1 group": (lambda x: F.group_norm(x, 1), r(3, 4, 2)),
+    "instance_norm": (lambda x, w, b: F.instance_norm(x, weight=w, bias=b), r(3, 4, 5), r(4), r(4) + 1),
+    "local_response_norm": (lambda x: F.local_response_norm(x, 2), r(3, 4, 5)),
+}  # fmt: skip
+
+REDUCTIONS = ("mean", "sum", "none")
+PAIR_LOSSES = {
+    "mse_loss": (F.mse_loss, r(5, 3), r(5, 3) + 1),
+    "mse_loss with weights": (lambda x, y, reduction: F.mse_loss(x, y, weight=p(5, 3), reduction=reduction), r(5, 3), p(5, 3)),
+    "l1_loss": (F.l1_loss, r(5, 3), r(5, 3) + 1),
+    "smooth_l1_loss": (lambda x, y, reduction: F.smooth_l1_loss(x, y, beta=0.7, reduction=reduction), r(5, 3), p(5, 3)),
+    "huber_loss": (lambda x, y, reduction: F.huber_loss(x, y, delta=0.7, reduction=reduction), r(5, 3), p(5, 3)),
+    "binary_cross_entropy": (F.binary_cross_entropy, p(5, 3), p(5, 3) / 2),
+    "bce with weights": (lambda x, y, w, reduction: F.binary_cross_entropy(x, y, w, reduction=reduction), p(5, 3), p(5, 3) / 2, fixed(p(3))),
+    "bce_with_logits": (
+        lambda x, y, w, reduction: F.binary_cross_entropy_with_logits(x, y, pos_weight=w, reduction=reduction),
+        r(5, 3), p(5, 3), fixed(p(3)),
+    ),
+    "kl_div": (F.kl_div, r(5, 3), p(5, 3)),
+    "poisson_nll_loss": (F.poisson_nll_loss, r(5, 3), p(5, 3)),
+    "gaussian_nll_loss": (F.gaussian_nll_loss, r(5, 3), r(5, 3) + 1, p(5, 3)),
+    "soft_margin_loss": (F.soft_margin_loss, r(5, 3), fixed(r(5, 3).sign())),
+    "hinge_embedding_loss": (F.hinge_embedding_loss, r(5, 3), r(5, 3).sign()),
+    "margin_ranking_loss": (F.margin_ranking_loss, r(5), r(5) + 0.2, r(5).sign()),
+    "cosine_embedding_loss": (F.cosine_embedding_loss, r(5, 3), r(5, 3) + 1, r(5).sign()),
+    "triplet_margin_loss": (lambda a, b, c, reduction: F.triplet_margin_loss(a, b, c, swap=True, reduction=reduction), r(5, 3), p(5, 3), r(5, 3) + 1),
+    "triplet_margin_with_distance_loss": (F.triplet_margin_with_distance_loss, r(5, 3), p(5, 3), r(5, 3) + 1),
+    "multi_margin_loss": (F.multi_margin_loss, r(5, 3), ints(3, 5)),
+    "multilabel_margin_loss": (F.multilabel_margin_loss, r(5, 3), torch.tensor([[0, -1, 1]] * 5)),
+    "multilabel_soft_margin_loss": (F.multilabel_soft_margin_loss, r(5, 3), p(5, 3)),
+}  # fmt: skip
+
+TARGETS = torch.tensor([3, -100, 0, 6, 5, 2])
+WIDE_TARGETS = ints(7, 5, 3, 2)
+CROSS = {
+    "cross_entropy": (lambda x, t, reduction: F.cross_entropy(x, t, reduction=reduction), r(6, 7), TARGETS),
+    "cross_entropy with weights": (
+        lambda x, t, w, reduction: F.cross_entropy(x, t, w, reduction=reduction), r(6, 7), TARGETS, fixed(p(7)),
+    ),
+    "cross_entropy smoothed": (
+        lambda x, t, reduction: F.cross_entropy(x, t, label_smoothing=0.2, ignore_index=5, reduction=reduction),
+        r(6, 7), TARGETS.clamp(min=0),
+    ),
+    "cross_entropy smoothed with weights": (
+        lambda x, t, w, reduction: F.cross_entropy(x, t, w, label_smoothing=0.2, reduction=reduction),
+        r(6, 7), TARGETS, fixed(p(7)),
+    ),
+    "cross_entropy with positions": (
+        lambda x, t, reduction: F.cross_entropy(x, t, reduction=reduction), r(5, 7, 3, 2), WIDE_TARGETS,
+    ),
+    "cross_entropy of one row": (lambda x, t, reduction: F.cross_entropy(x, t, reduction=reduction), r(7), ints(7)),
+    "cross_entropy of probabilities": (
+        lambda x, t, w, reduction: F.cross_entropy(x, t, w, label_smoothing=0.1, reduction=reduction),
+        r(5, 7), p(5, 7), fixed(p(7)),
+    ),
+    "nll_loss": (lambda x, t, reduction: F.nll_loss(x, t, reduction=reduction), r(6, 7), TARGETS),
+    "nll_loss with weights": (
+        lambda x, t, w, reduction: F.nll_loss(x, t, w, reduction=reduction), r(6, 7), TARGETS, fixed(p(7)),
+    ),
+    "nll_loss with positions": (
+        lambda x, t, reduction: F.nll_loss(x, t, reduction=reduction), r(5, 7, 3, 2), WIDE_TARGETS,
+    ),
+}  # fmt: skip
+
+CONV = {
+    "conv1d": (F.conv1d, r(3, 4, 6), r(5, 4, 3), r(5)),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1), r(2, 3, 5, 4), r(4, 3, 3, 2), r(4)),
+    "conv2d without batch": (F.conv2d, r(3, 5, 4), r(4, 3, 3, 2), r(4)),
+    "conv2d, same": (lambda x, w: F.conv2d(x, w, padding="same"), r(2, 3, 5, 4), r(4, 3, 3, 3)),
+    "conv2d of groups": (lambda x, w, b: F.conv2d(x, w, b, groups=4), r(2, 8, 4, 3), r(8, 2, 2, 2), r(8)),
+    "conv2d of 2 groups": (lambda x, w, b: F.conv2d(x, w, b, groups=2), r(2, 6, 4, 3), r(4, 3, 2, 2), r(4)),
+    "conv2d by channel": (lambda x, w: F.conv2d(x, w, groups=5), r(2, 5, 4, 3), r(5, 1, 2, 2)),
+    "conv3d": (F.conv3d, r(2, 3, 3, 4, 3), r(2, 3, 2, 2, 2), r(2)),
+    "conv_transpose1d": (F.conv_transpose1d, r(3, 4, 5), r(4, 5, 3), r(5)),
+    "conv_transpose2d": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, groups=4), r(2, 8, 3, 3), r(8, 2, 2, 2), r(8),
+    ),
+}  # fmt: skip
+
+IMAGES = {
+    "max_pool1d": (lambda x: F.max_pool1d(x, 2), r(3, 5, 6)),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2, return_indices=True), r(3, 5, 6, 4)),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 2), r(3, 2, 2, 4, 4)),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 2, padding=1), r(3, 5, 6, 4)),
+    "avg_pool1d without batch": (lambda x: F.avg_pool1d(x, 3), r(5, 6)),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (3, 2)), r(3, 5, 6, 4)),
+    "adaptive_avg_pool2d to one": (lambda x: F.adaptive_avg_pool2d(x, 1), r(3, 5, 6, 4)),
+    "adaptive_max_pool1d": (lambda x: F.adaptive_max_pool1d(x, 2), r(3, 5, 6)),
+    "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, 2, return_indices=True), r(3, 5, 6, 4)),
+    "lp_pool2d": (lambda x: F.lp_pool2d(x, 2, 2), p(3, 5, 6, 4)),
+    "max_unpool2d": (lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), r(3, 5, 6, 4)),
+    "unfold": (lambda x: F.unfold(x, 2), r(3, 4, 3, 4)),
+    "fold": (lambda x: F.fold(x, (4, 4), 2), r(2, 12, 9)),
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=2), r(3, 5, 3, 4)),
+    "interpolate bilinear": (lambda x: F.interpolate(x, size=(5, 2), mode="bilinear"), r(3, 5, 3, 4)),
+    "interpolate linear": (lambda x: F.interpolate(x, size=5, mode="linear"), r(3, 5, 4)),
+    "grid_sample": (lambda x, g: F.grid_sample(x, g, align_corners=False), r(3, 2, 4, 4), r(3, 5, 2, 2) / 3),
+    "affine_grid": (lambda t: F.affine_grid(t, (5, 2, 3, 4), align_corners=False), r(5, 2, 3)),
+}  # fmt: skip
+
+CASES = {**SOFT, **EMBED, **ATTENTION, **NORM, **CONV, **IMAGES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_like_one_device(name: str) -> None:
+    fn, *inputs = CASES[name]
+    sweep(fn, *inputs, cases=12)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", {**PAIR_LOSSES, **CROSS})
+def test_losses(name: str, reduction: str) -> None:
+    fn, *inputs = {**PAIR_LOSSES, **CROSS}[name]
+    sweep(lambda *tensors: fn(*tensors, reduction=reduction), *inputs, cases=10)
