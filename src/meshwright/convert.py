@@ -231,7 +231,10 @@ def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
         return _as_plain(steps, local)
     if torch.is_grad_enabled():
         if local.requires_grad:
-            for part, function in _runs(steps):
+            parts = runtime.RT.memo.get(steps)
+            if parts is None:
+                parts = runtime.RT.memo[steps] = _runs(tuple(s for s in steps if not _nothing_here(s)))
+            for part, function in parts:
                 local = function.apply(local, part)
             return local
         with torch.no_grad():
@@ -251,6 +254,15 @@ def _as_plain(steps: tuple[Step, ...], given: Tensor) -> Tensor:
         return apply(steps, given)
     finally:
         given.__class__ = kind  # type: ignore[assignment]
+
+
+def _nothing_here(step: Step) -> bool:
+    """Whether the step and its transpose leave this rank's data alone: no autograd node is needed then."""
+    back = step.transpose()
+    if step.moves or back.moves or _scale(step) != 1.0:
+        return False
+    here = step.src.mesh.coordinate(runtime.RT.rank)
+    return _PREPARE[step.kind](step, here) is _same and _PREPARE[back.kind](back, here) is _same
 
 
 @lru_cache(maxsize=4096)

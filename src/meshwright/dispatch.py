@@ -472,26 +472,29 @@ Stamp = Callable[[Tensor, Spec], Any]
 
 def convert_tensor(t: Tensor, steps: reshard.Plan) -> Tensor:
     """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once."""
-    grad = t.requires_grad and torch.is_grad_enabled()
-    if not grad and not steps.moves and all(s.kind == "retype" for s in steps.steps):
+    grad = torch.is_grad_enabled() and t.requires_grad
+    if steps.free and not grad:
         return t
     memo: dict[Any, Tensor] | None = None
-    space = getattr(t, "__dict__", None)
-    if space is not None and "_spec" in space and not (t.is_leaf and t.requires_grad):
-        version, memo = space.get("_memo", (None, None))
+    space = t.__dict__
+    if "_spec" in space and not (grad and t.is_leaf):
+        version, memo = space.get("_memo", _NO_MEMO)
         if version != t._version:
             memo = {}
             space["_memo"] = (t._version, memo)
         assert memo is not None
-        hit = memo.get((steps.src, steps.dst, grad))
+        hit = memo.get((steps, grad))
         if hit is not None:
             return hit
-    made = _from_origin(t, steps) if grad and not steps.moves else None
+    made = _from_origin(t, steps) if grad and "_origin" in space and not steps.moves else None
     if made is None:
         made = convert.apply(steps.steps, t)
     if memo is not None:
-        memo[steps.src, steps.dst, grad] = made
+        memo[steps, grad] = made
     return made
+
+
+_NO_MEMO: tuple[None, None] = (None, None)
 
 
 def execute_swift(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -538,6 +541,8 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     for i, steps in plan.conversions:
         locals_[i] = _convert_recorded(plan, i, tensors[i], steps)
     result = _run_local(plan, func, args, kwargs, tensors, locals_)
+    if not plan.op.inplace:
+        result = _own(plan, result, tensors, locals_)
     if plan.gathered:
         return _finish_gathered(plan, tensors, result, stamp)
     if plan.op.inplace:
@@ -578,6 +583,18 @@ def _run_local(
     finally:
         for t in swapped:
             t.__class__ = kind  # type: ignore[assignment]
+
+
+def _own(plan: Plan, result: Any, tensors: Sequence[Tensor], locals_: Sequence[Tensor]) -> Any:
+    """An op may return its input: only the caller's own distributed tensor may be stamped, of others an alias is.
+
+    Others are plain tensors of the caller, and converted inputs, which may be kept for their next use.
+    """
+    others = [a for a, t in zip(locals_, tensors, strict=True) if a is not t or "_spec" not in t.__dict__]
+    if not others or not any(r is a for r in tensors_in(result) for a in others):
+        return result
+    plan.plain = plan.retypes = plan.swift = False
+    return map_tensors(result, lambda r: r.view_as(r) if any(r is a for a in others) else r)
 
 
 def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, grad_on: bool) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from . import convert
@@ -20,25 +20,29 @@ from .errors import ConversionError
 from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Steps from ``src`` to ``dst`` with their cost in bytes sent per rank."""
+    """Steps from ``src`` to ``dst`` with their cost in bytes sent per rank.
+
+    ``moves``: data crosses between ranks in the forward; ``free``: only types change.
+    """
 
     src: Spec
     dst: Spec
     steps: tuple[Step, ...]
     forward_bytes: float
     backward_bytes: float
+    moves: bool = field(init=False)
+    free: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moves", any(s.moves for s in self.steps))
+        object.__setattr__(self, "free", all(s.kind == "retype" for s in self.steps))
 
     @property
     def bytes(self) -> float:
         """Forward and backward bytes together."""
         return self.forward_bytes + self.backward_bytes
-
-    @property
-    def moves(self) -> bool:
-        """Whether data crosses between ranks in the forward."""
-        return any(s.moves for s in self.steps)
 
 
 @lru_cache(maxsize=16384)

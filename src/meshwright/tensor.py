@@ -511,12 +511,26 @@ def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         if spec.shape.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        gradient = torch.ones(spec.shape, dtype=spec.dtype, device=y.device)
+        return _ones(y)
     local = _local_of(gradient, spec.grad().with_(dtype=gradient.dtype))
     for a, p in enumerate(spec.layout.placements):
         if isinstance(p, Partial) and p.op == "avg":
             local = local / spec.mesh.sizes[a]
     return local
+
+
+def _ones(y: DistTensor) -> Tensor:
+    """The cotangent 1 of a global scalar: on every rank, or on the first one where parts are added up."""
+    spec = y._spec
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    value = 1.0
+    for a, p in enumerate(spec.layout.placements):
+        if isinstance(p, Partial) and p.op == "avg":
+            value /= spec.mesh.sizes[a]
+        elif spec.reduced >> a & 1 and here[a]:
+            value = 0.0
+    with disabled():
+        return torch.full(spec.local_shape(here), value, dtype=y.dtype, device=y.device)
 
 
 def _autograd_grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -533,10 +547,11 @@ def _autograd_grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[st
     given["outputs"], given["inputs"] = outputs, inputs
     with disabled():
         made = torch.autograd.grad(**given)
-        for x, g in zip(inputs, made, strict=True):
-            if isinstance(x, DistTensor) and g is not None:
-                stamp(g, x._spec.grad())
-    return made
+        # Autograd may hand out one object twice, or the caller's own cotangent: stamp an alias of it.
+        return tuple(
+            stamp(g.view_as(g), x._spec.grad()) if isinstance(x, DistTensor) and g is not None else g
+            for x, g in zip(inputs, made, strict=True)
+        )
 
 
 def _autograd_backward(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
