@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from . import foreach as foreach
+from .loader import shard_dataloader
 from .module import shard_module
 from .optimizer import shard_optimizer
 from .sync import no_sync
 
-__all__ = ["no_sync", "shard_module", "shard_optimizer"]
+__all__ = ["no_sync", "shard_dataloader", "shard_module", "shard_optimizer"]

@@ -223,7 +223,7 @@ def _lay(names: _Names, name: str, spec: Spec) -> None:
         t.data = Tensor.to(local, mesh.device).as_subclass(Tensor)
     stamp(t, spec)
     if param:
-        t._is_param = True  # type: ignore[attr-defined]
+        t._is_param = True
 
 
 def _registry(module: nn.Module, key: str) -> dict[str, Any]:
