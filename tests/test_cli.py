@@ -94,7 +94,7 @@ def test_every_option_reaches_the_config(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("--clip -1", r"--clip -1\.0: a positive number"),
         ("--data nowhere.txt", r"--data nowhere\.txt: there is no such file; give files"),
         ("--data empty.txt", r"--data empty\.txt is empty"),
-        ("--data short.txt", r"short\.txt: 5 bytes are too few for windows of --seq 64"),
+        ("--data short.txt", r"short\.txt: 5 bytes: too few for windows of --seq 64"),
         ("--data short.txt nowhere.txt", r"nowhere\.txt: there is no such file"),
         ("--plot loss.xyz", r"--plot loss\.xyz: unknown kind of picture.*\.png"),
         ("--plot empty.txt/loss.png", r"--plot .* cannot be written \(.*--no-plot"),

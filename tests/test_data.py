@@ -37,10 +37,10 @@ def test_standard_library_by_default() -> None:
 def test_sources_are_sorted_and_cut(tmp_path: Path) -> None:
     for name in ("b.py", "a.py", "c/a.py", "site-packages/x.py", "c/__pycache__/y.py", "note.txt"):
         write(tmp_path, name, name.encode())
-    assert standard_library(tmp_path) == (b"a.pyb.pyc/a.py", "Python's standard library")
+    assert standard_library(tmp_path) == (b"a.pyb.pyc/a.py", "Python's standard library, 13 bytes")
     text, source = standard_library(tmp_path, limit=6)
     assert text == b"a.pyb."
-    assert "cut at 6 bytes" in source
+    assert source == "Python's standard library, the first 6 bytes"
 
 
 def test_no_sources(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_no_sources(tmp_path: Path) -> None:
     [
         ("gone.txt", None, "there is no such file.*--data FILE"),
         ("empty.txt", b"", "is empty.*--data FILE"),
-        ("short.txt", b"12345678", "8 bytes are too few for windows of --seq 8.*--seq 7 or less"),
+        ("short.txt", b"12345678", "8 bytes: too few for windows of --seq 8.*--seq 7 or less"),
         ("folder/x.txt", b"1", "is a folder: name the files in it"),
     ],
 )

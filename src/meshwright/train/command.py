@@ -75,7 +75,7 @@ def train(
             _complain(errors, error)
         raise typer.Exit(BAD_INPUT) from None
 
-    show = Show(config, Console(stderr=as_json))
+    show = Show(config, terminal(as_json))
     _run(config, joined, show, errors)
     if not first:
         return
@@ -87,6 +87,12 @@ def train(
         text = "verification failed: the mesh does not compute what one device computes"
         errors.print(Text(text, style="bold red"))
         raise typer.Exit(FAILED)
+
+
+def terminal(stderr: bool) -> Console:
+    """Where to show things; what goes to a file or a pipe is not folded at 80 columns."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=110)
 
 
 def _checked(context: typer.Context, joined: Joined | None) -> TrainConfig:

@@ -50,20 +50,18 @@ def load_corpus(files: Sequence[str], seq: int) -> Corpus:
     Raises:
         DataError: a file that is missing, empty or unreadable, or too little text; names it and the fix.
     """
-    found = [_read(name) for name in files]
-    if found:
-        text, source = (
-            b"".join(found),
-            ", ".join(files[:3]) + (f" and {len(files) - 3} more" if files[3:] else ""),
-        )
+    if files:
+        text = b"".join([_read(name) for name in files])
+        more = f" and {len(files) - 3} more" if files[3:] else ""
+        source = f"{', '.join(files[:3])}{more}, {len(text):,} bytes"
     else:
         text, source = standard_library()
     if len(text) < seq + 1:
         raise DataError(
-            f"{source}: {len(text)} bytes are too few for windows of --seq {seq} bytes and the byte after: "
-            f"give more text, or take --seq {max(1, len(text) - 1)} or less"
+            f"{source}: too few for windows of --seq {seq} bytes and the byte after: give more text, or take "
+            f"--seq {max(1, len(text) - 1)} or less"
         )
-    return Corpus(torch.frombuffer(bytearray(text), dtype=torch.uint8), f"{source} ({len(text):,} bytes)")
+    return Corpus(torch.frombuffer(bytearray(text), dtype=torch.uint8), source)
 
 
 def _read(name: str) -> bytes:
@@ -106,8 +104,8 @@ def standard_library(folder: Path | None = None, limit: int = LIMIT) -> tuple[by
             continue
     if not text:
         raise DataError(f"{folder} has no readable .py files to train on by default: {FIX}")
-    cut = f", cut at {limit:,} bytes" if len(text) > limit else ""
-    return bytes(text[:limit]), f"Python's standard library{cut}"
+    length = f"the first {limit:,}" if len(text) > limit else f"{len(text):,}"
+    return bytes(text[:limit]), f"Python's standard library, {length} bytes"
 
 
 class Windows(IterableDataset[tuple[Tensor, Tensor]]):

@@ -93,10 +93,12 @@ class Trainer:
             inputs=plan.inputs,
             outputs=plan.outputs,
         )
-        self.optimizer = mw.shard_optimizer(config.make_optimizer(self.model), states_over=config.states_over)
+        self.optimizer = _sharded_optimizer(config, self.model)
         windows = Windows(corpus, config.batch, config.seq, config.seed)
-        loader: Any = DataLoader(windows, batch_size=None)  # the windows are batches already
-        self.batches = iter(mw.shard_dataloader(loader, mesh, plan.batch))
+        # The windows are batches already.  A generator of its own: DataLoader draws a seed for workers, and the
+        # default generator is for dropout, as on one device.
+        loader: Any = DataLoader(windows, batch_size=None, generator=torch.Generator())
+        self.batches = _sharded_batches(loader, mesh, plan.batch)
 
     def backward(self, step: int) -> Tensor:
         """Gradients of one step, summed over its micro-steps; its loss, not reduced yet."""
@@ -118,6 +120,17 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def _sharded_batches(loader: Any, mesh: mw.Mesh, placements: Any) -> Iterator[Any]:
+    if hasattr(mw, "shard_dataloader"):
+        return iter(mw.shard_dataloader(loader, mesh, placements))
+    return (tuple(mw.shard_tensor(t, mesh, placements, check=False) for t in batch) for batch in loader)
+
+
+def _sharded_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    more: Any = {"states_over": config.states_over} if config.states_over else {}
+    return mw.shard_optimizer(config.make_optimizer(model), **more)
 
 
 def step_seed(config: TrainConfig, step: int) -> int:

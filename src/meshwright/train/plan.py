@@ -26,9 +26,8 @@ COLUMN_SPLIT = ("*.attention.qkv.weight", "*.attention.qkv.bias", "*.mlp.up.weig
 ROW_SPLIT = ("*.attention.out.weight", "*.mlp.down.weight")
 VOCABULARY_SPLIT = ("tokens.weight", "head.weight")
 
-SEQUENCE_SPLIT_BEFORE = ("drop",)  # from here on the residual stream is split
 GATHERED_BEFORE = ("*.attention.qkv", "*.mlp.up", "head")
-SCATTERED_AFTER = ("*.attention.out", "*.mlp.down")
+SCATTERED_AFTER = ("tokens", "*.attention.out", "*.mlp.down")
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,6 @@ def plan_for(mesh: mw.Mesh, *, sequence_parallel: bool = False, tie: bool = Fals
     if not sequence_parallel:
         return ModelPlan(parameters, batch=batch)
     split, whole = {"tp": mw.Shard(1)}, {"tp": mw.Replicate()}
-    inputs: Globs = {
-        **dict.fromkeys(SEQUENCE_SPLIT_BEFORE, split),
-        **dict.fromkeys(GATHERED_BEFORE, whole),
-    }
-    return ModelPlan(parameters, inputs, dict.fromkeys(SCATTERED_AFTER, split), batch)
+    return ModelPlan(
+        parameters, dict.fromkeys(GATHERED_BEFORE, whole), dict.fromkeys(SCATTERED_AFTER, split), batch
+    )

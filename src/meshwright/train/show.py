@@ -8,17 +8,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from .config import TrainConfig
-from .plan import AXES
 from .verify import Verdict
 
 LINES = 10  # lines about progress where there is no terminal to draw a bar on
 MOST_RANKS = 64  # a larger mesh is not drawn
 SMOOTHING = 0.8
+WIDE = 100  # columns
 
 
 class Show:
@@ -51,17 +51,12 @@ class Show:
         self.console.print(Padding(layout_table(self.config, values["parameters"]), (1, 0, 1, 2)))
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("loss {task.fields[loss]}"),
-                TextColumn("{task.fields[rate]}"),
-                TextColumn("{task.fields[traffic]}"),
-                TimeElapsedColumn(),
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=8 if self.console.width < WIDE else 30),
+                TextColumn("{task.fields[text]}"),
                 console=self.console,
-                expand=True,
             )
-            self._bar.add_task("", total=self.config.steps, loss="", rate="", traffic="")
+            self._bar.add_task("", total=self.config.steps, text="")
             self._bar.start()
 
     def _headline(self, values: dict[str, Any]) -> Table:
@@ -102,21 +97,16 @@ class Show:
         rate = self.config.tokens_per_step / values["seconds"]
         self._rate = rate if len(self.steps) < 3 else SMOOTHING * self._rate + (1 - SMOOTHING) * rate
         n = sum(values["collectives"].values())
-        shown: dict[str, Any] = {
-            "loss": f"{values['loss']:.4f}",
-            "rate": f"{self._rate:,.0f} tokens/s",
-            "traffic": f"{n} collectives, {in_bytes(values['bytes'])} per step",
-        }
+        text = f"loss {values['loss']:.4f}  {self._rate:,.0f} tokens/s  {n} collectives {in_bytes(values['bytes'])}/step"
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, **shown)
+            self._bar.update(self._bar.task_ids[0], advance=1, text=text)
             return
         every = max(1, self.config.steps // LINES)
         done = values["step"] + 1
         if done == 1 or done % every == 0 or done == self.config.steps:
-            off = f"off by {values['rel_loss_diff']:.1e}" if "rel_loss_diff" in values else ""
-            width = len(str(self.config.steps))
-            line = [f"step {done:>{width}}/{self.config.steps}", f"loss {shown['loss']}", shown["rate"]]
-            self.console.print(Text("  ".join([*line, shown["traffic"], off])), soft_wrap=True)
+            off = f"  off by {values['rel_loss_diff']:.1e}" if "rel_loss_diff" in values else ""
+            at = f"{done:>{len(str(self.config.steps))}}/{self.config.steps}"
+            self.console.print(Text(f"step {at}  {text}{off}"), soft_wrap=True)
 
     def _warning(self, values: dict[str, Any]) -> None:
         if values["text"] not in self._warned:
@@ -183,13 +173,14 @@ def layout_table(config: TrainConfig, rows: list[dict[str, Any]]) -> Table:
         key = (name, row["shape"], row["placements"], row["local"])
         merged[key] = merged.get(key, 0) + 1
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
-    table.add_column("parameter")
-    table.add_column("global", justify="right")
+    table.add_column("parameter", no_wrap=True)
+    table.add_column("×", justify="right")
+    table.add_column("global", justify="right", no_wrap=True)
     for axis, _ in config.mesh:
-        table.add_column(f"{axis}: {AXES.get(axis, '')}" if len(config.mesh) == 1 else axis)
-    table.add_column("on rank 0", justify="right")
+        table.add_column(axis, no_wrap=True)
+    table.add_column("local", justify="right", no_wrap=True)
     for (name, shape, placements, local), n in merged.items():
-        cells = [Text(name + (f"  ({n} alike)" if n > 1 else "")), Text(by(shape))]
+        cells = [Text(name), Text(str(n)), Text(by(shape))]
         for p in placements:
             quiet = p == "Replicate()"
             cells.append(Text("replicate" if quiet else p, style="dim" if quiet else "green"))
@@ -205,15 +196,15 @@ def by(shape: tuple[int, ...]) -> str:
 def verdict_table(found: Verdict, config: TrainConfig) -> Table:
     """The comparison with one device."""
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
-    for name in ("against one device", "largest relative difference", "in step", "tolerance", ""):
+    for name in ("against one device", "relative difference", "in step", "tolerance", ""):
         table.add_column(name)
     rows = [
         ("loss", found.loss, found.loss_step, found.loss_tolerance),
-        (f"gradients ({found.grad_name})", found.grad, found.grad_step, found.grad_tolerance),
+        (f"gradients, {found.grad_name}", found.grad, found.grad_step, found.grad_tolerance),
     ]
     for name, value, step, tolerance in rows:
         good = value <= tolerance
-        verdict = Text("equal" if good else "DIFFERENT", style="bold green" if good else "bold red")
+        verdict = Text("passed" if good else "FAILED", style="bold green" if good else "bold red")
         at = f"{step + 1} of {config.steps}" if value else ""
         table.add_row(Text(name), f"{value:.2e}", at, f"{tolerance:.0e}", verdict)
     return table

@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.rules.random import reproducible_random
 
 from .config import TrainConfig
 from .data import Corpus, Windows
@@ -61,7 +62,7 @@ class Reference:
         for _ in range(self.config.accumulate):
             x, y = (t.to(self.config.device) for t in next(self.batches))
             # Masks of dropout belong to elements, not to ranks: inside, plain tensors get the same ones.
-            with mw.reproducible_random():
+            with reproducible_random():
                 loss = loss_of(self.model, x, y) / self.config.accumulate
             loss.backward()
             total += loss.item()
