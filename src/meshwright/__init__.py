@@ -26,6 +26,7 @@ from .mesh import Mesh
 from .shard import no_sync, shard_module, shard_optimizer
 from .simulation import simulate
 from .tensor import DistTensor
+from .testing import check_conversion, check_rule
 
 __all__ = [
     "DistTensor",
@@ -36,6 +37,8 @@ __all__ = [
     "Replicate",
     "Shard",
     "Spec",
+    "check_conversion",
+    "check_rule",
     "constrain",
     "explain",
     "explicit",

@@ -135,9 +135,9 @@ def check_rule(
 ) -> Report:
     """Check an op's rule against the single device: value and gradient, on simulated ranks.
 
-    Every layout of each input, {Replicate, Shard of each dim, Partial for floats}, is tried on one mesh axis, and
-    every pair of strategies of the rule on two.  Sizes that the axes do not divide make uneven and empty shards:
-    give such.
+    Every layout of each input, {Replicate, Shard of each dim, Partial for floats}, is tried on one mesh axis,
+    and every pair of strategies of the rule on two.  Sizes that the axes do not divide make uneven and empty
+    shards: give such.
 
     Args:
         op: a function (``torch.nn.functional.gelu``, a custom op), or the name of one (``"gelu"``,
@@ -170,7 +170,7 @@ def check_rule(
 
 
 def function_named(name: str) -> Callable[..., Any]:
-    """The function that a name stands for: ``"gelu"``, ``"F.cross_entropy"``, ``"linalg.inv"``, ``"lib::op"``.
+    """The function that a name stands for: ``"gelu"``, ``"F.cross_entropy"``, ``"linalg.inv"``, ``"ns::op"``.
 
     Raises RuleError if there is none.
     """
@@ -204,7 +204,7 @@ def _described(s: Strategy) -> str:
     return f"{s.factor or _partial_name(s)}: {ins} -> {outs}"
 
 
-# ----------------------------------------------------------------------------------------- what to compare with
+# --------------------------------------------------------------------------------------- what to compare with
 
 
 def _reference(call: _Call) -> _Reference:
@@ -265,6 +265,7 @@ def _difference(got: Any, want: Any) -> float | str | None:
     if not carries_grad(want.dtype):
         return None if torch.equal(got, want) else float((got.double() - want.double()).abs().max())
     tolerance = _TOLERANCE.get(want.dtype, 1e-4)
+    got, want = got.detach(), want.detach()
     finite = want[torch.isfinite(want)].abs()
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
     if torch.allclose(got, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
@@ -389,8 +390,8 @@ def _check_case(call: _Call, case: _Case, want: _Reference, report: Report) -> N
             what, difference = finding
             size = difference if isinstance(difference, str) else f"largest difference {difference:.3g}"
             raise RuleError(
-                f"check_rule({call.name!r}): wrong {what} on rank {rank} with {case}: {size}; correct the rule "
-                "or its local function"
+                f"check_rule({call.name!r}): wrong {what} on rank {rank} with {case}: {size}; correct the "
+                "rule or its local function"
             )
     report.cases += 1
 
