@@ -95,8 +95,8 @@ class Trainer:
         )
         self.optimizer = _sharded_optimizer(config, self.model)
         windows = Windows(corpus, config.batch, config.seq, config.seed)
-        # The windows are batches already.  A generator of its own: DataLoader draws a seed for workers, and the
-        # default generator is for dropout, as on one device.
+        # The windows are batches already.  A generator of its own: DataLoader draws a seed for workers, and
+        # the default one is for dropout, as on one device.
         loader: Any = DataLoader(windows, batch_size=None, generator=torch.Generator())
         self.batches = _sharded_batches(loader, mesh, plan.batch)
 

@@ -97,7 +97,8 @@ class Show:
         rate = self.config.tokens_per_step / values["seconds"]
         self._rate = rate if len(self.steps) < 3 else SMOOTHING * self._rate + (1 - SMOOTHING) * rate
         n = sum(values["collectives"].values())
-        text = f"loss {values['loss']:.4f}  {self._rate:,.0f} tokens/s  {n} collectives {in_bytes(values['bytes'])}/step"
+        text = f"loss {values['loss']:.4f}  {self._rate:,.0f} tokens/s"
+        text += f"  {n} collectives {in_bytes(values['bytes'])}/step"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, text=text)
             return
@@ -153,7 +154,7 @@ def mesh_grid(config: TrainConfig) -> Table | Text:
     if mesh.size > MOST_RANKS:
         return Text(f"{mesh.size} ranks")
     *outer, last = mesh.axes
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     table.add_column("", style="dim")
     for i in range(mesh.sizes[-1]):
         table.add_column(f"{last} {i}", justify="center")
@@ -172,9 +173,9 @@ def layout_table(config: TrainConfig, rows: list[dict[str, Any]]) -> Table:
         name = re.sub(r"\.\d+\.", ".*.", row["name"])
         key = (name, row["shape"], row["placements"], row["local"])
         merged[key] = merged.get(key, 0) + 1
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     table.add_column("parameter", no_wrap=True)
-    table.add_column("×", justify="right")
+    table.add_column("×", justify="right", no_wrap=True)
     table.add_column("global", justify="right", no_wrap=True)
     for axis, _ in config.mesh:
         table.add_column(axis, no_wrap=True)
@@ -195,7 +196,7 @@ def by(shape: tuple[int, ...]) -> str:
 
 def verdict_table(found: Verdict, config: TrainConfig) -> Table:
     """The comparison with one device."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for name in ("against one device", "relative difference", "in step", "tolerance", ""):
         table.add_column(name)
     rows = [
