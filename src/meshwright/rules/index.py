@@ -310,8 +310,9 @@ def gather(x: Arg, dim: int, index: Arg, **kwargs: Any) -> Rule | None:
 def take_along_dim(x: Any, indices: Any, dim: int | None = None, **kwargs: Any) -> Any:
     """gather, with the other dims broadcast."""
     if dim is None:
-        return torch.gather(x.flatten(), 0, indices.flatten())
-    d = dim % x.ndim
+        x, indices, dim = x.flatten(), indices.flatten(), 0
+    d = dim % max(x.ndim, 1)
+    indices = torch.where(indices < 0, indices + x.shape[d], indices)
     shape = list(
         torch.broadcast_shapes(*[[1 if i == d else n for i, n in enumerate(t.shape)] for t in (x, indices)])
     )

@@ -197,12 +197,6 @@ def complex_(real: Arg, imag: Arg, **kwargs: Any) -> Rule | None:
     return _together([real, imag], _tensor(real, imag))
 
 
-@rule("polar")
-def polar(size: Arg, angle: Arg, **kwargs: Any) -> Rule | None:
-    """size × e^(i × angle)."""
-    return _together([size, angle], _tensor(size))
-
-
 @rule("isin")
 def isin(elements: Any, test: Any, **kwargs: Any) -> Rule | None:
     """Each element against all test elements, which must be whole."""

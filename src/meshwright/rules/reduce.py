@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import bool_free, dims_of, meta_shapes, names, unless_empty, where_split, without
+from .dims import bool_free, dims_of, meta_shapes, names, nothing, unless_empty, where_split, without
 from .reduce_parts import carrier, extremum, first_index, partial_prod, whole_prod
 
 Tensor = torch.Tensor
@@ -455,7 +455,16 @@ def quantile(x: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kw
     out = " ".join([*listed, *without(letters, dims, keepdim)])
     text = f"{' '.join(letters)}{', ' + ' '.join(listed) if isinstance(q, Arg) else ''} -> {out}"
     given = [x, q] if isinstance(q, Arg) else [x]
-    return notation(text, *given, whole=" ".join([*over, *listed]), local=unless_empty)
+    smooth = kwargs.get("interpolation", "linear") == "linear"
+
+    def local(ctx: Local) -> LocalFn | None:
+        if unless_empty(ctx) is None:
+            return None
+        shape = ctx.out_shape()
+        # The op refuses empty tensors; the result depends on q only where it interpolates.
+        return lambda x, q, *args, **kwargs: nothing(shape, x, *([q] if smooth and given[1:] else []))
+
+    return notation(text, *given, whole=" ".join([*over, *listed]), local=local)
 
 
 @rule("diff")
