@@ -321,7 +321,8 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return apply(transpose(ctx.steps), grad), None, None
+        scale = _scales(ctx.steps)
+        return apply(transpose(ctx.steps), grad if scale == 1.0 else grad * scale), None, None
 
 
 class _Select(torch.autograd.Function):

@@ -470,8 +470,11 @@ def warn_gathered(plan: Plan) -> None:
 Stamp = Callable[[Tensor, Spec], Any]
 
 
-def convert_tensor(t: Tensor, steps: reshard.Plan) -> Tensor:
-    """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once."""
+def convert_tensor(t: Tensor, steps: reshard.Plan, note: Callable[[], None] | None = None) -> Tensor:
+    """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once.
+
+    ``note`` is called before data moves.
+    """
     grad = torch.is_grad_enabled() and t.requires_grad
     if steps.free and not grad:
         return t
@@ -483,14 +486,19 @@ def convert_tensor(t: Tensor, steps: reshard.Plan) -> Tensor:
             memo = {}
             space["_memo"] = (t._version, memo)
         assert memo is not None
-        hit = memo.get((steps, grad))
+        # Without a gradient the types of replicated axes do not matter: the layout alone is what was made.
+        hit = memo.get(steps if grad else steps.dst.layout)
         if hit is not None:
             return hit
-    made = _from_origin(t, steps) if grad and "_origin" in space and not steps.moves else None
+    made = _already_there(t, steps, memo) if grad else None
     if made is None:
+        if note is not None:
+            note()
         made = convert.apply(steps.steps, t)
     if memo is not None:
-        memo[steps, grad] = made
+        memo[steps if grad else steps.dst.layout] = made
+        if grad:
+            memo.setdefault(steps.dst.layout, made.detach())
     return made
 
 
@@ -508,14 +516,18 @@ def execute_swift(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return func(*changed, **kwargs)
 
 
-def _from_origin(t: Tensor, steps: reshard.Plan) -> Tensor | None:
-    """The value as the target type, differentiated past the ``mw.reshard`` that made it.
+def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | None) -> Tensor | None:
+    """The value as the target type without moving data that was moved before.
 
-    A shard gathered by name is first taken as invariant; where it turns out to feed rank-dependent work, its gradient
-    goes back in one reduce-scatter instead of an all-reduce and a slice.
+    A value that was converted to this layout for another consumer, with another type, keeps its data and gets its own
+    backward.  A shard gathered by name (``mw.reshard``) is first taken as invariant; where it turns out to feed
+    rank-dependent work, its gradient goes back in one reduce-scatter instead of an all-reduce and a slice.
     """
+    if steps.moves and memo is not None and not any(convert.selects(s) for s in steps.steps):
+        value = memo.get(steps.dst.layout)
+        return convert.apply_known(steps.steps, t, value) if value is not None else None
     origin, versions = t.__dict__.get("_origin", (None, None))
-    if origin is None or versions != (origin._version, t._version):
+    if steps.moves or origin is None or versions != (origin._version, t._version):
         return None
     direct = reshard.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
     if direct.backward_bytes >= steps.backward_bytes or any(convert.selects(s) for s in direct.steps):
@@ -554,7 +566,7 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan) -> Tensor:
     if steps.moves and (runtime.RT.explicit or runtime.RT.records is not None):
-        record.implicit(plan.op.name, i, steps, plan.why)
+        return convert_tensor(t, steps, lambda: record.implicit(plan.op.name, i, steps, plan.why))
     return convert_tensor(t, steps)
 
 

@@ -15,6 +15,7 @@ from . import reshard, runtime
 from .errors import ExplicitError
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
+_EXAMPLES = os.path.join(_OWN, "train")  # the model of the main job is user code
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
@@ -47,7 +48,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OWN, _TORCH)):
+        if not name.startswith((_OWN, _TORCH)) or name.startswith(_EXAMPLES):
             return f"{os.path.basename(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

@@ -1,0 +1,42 @@
+"""Contender for the overlap benchmark: data parallel over the harness's virtual wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import meshwright as mw
+from meshwright import collective
+
+
+class DataParallel:
+    """The harness's process is rank 0 of a mesh of two; gradients go over the process group that it brings."""
+
+    def __init__(self, name: str, bucket_bytes: int) -> None:
+        self.name, self.bucket_bytes = name, bucket_bytes
+
+    def setup(self, ctor: Any, pg: Any) -> None:
+        self.mesh = mw.Mesh({"dp": 2})
+        collective.override_group(self.mesh, (0,), pg)
+        self.m = mw.shard_module(ctor(), self.mesh, {}, bucket_bytes=self.bucket_bytes)
+        self.o = mw.shard_optimizer(torch.optim.SGD(self.m.parameters(), lr=1e-3, foreach=True))
+
+    def place(self, t: torch.Tensor) -> mw.DistTensor:
+        return mw.from_local(t, self.mesh, {"dp": mw.Shard(0)}, check=False)
+
+    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for i, batch in enumerate(batches):
+            if i < len(batches) - 1:
+                with mw.no_sync(self.m):
+                    self.backward(batch, len(batches))
+            else:
+                self.backward(batch, len(batches))
+        self.o.step()
+        self.o.zero_grad()
+
+    def backward(self, batch: tuple[torch.Tensor, torch.Tensor], n: int) -> None:
+        (self.m(*map(self.place, batch)) / n).backward()
+
+
+CONTENDERS = [DataParallel(f"meshwright_{k}KB", k << 10) for k in (128, 256, 512, 1024, 25 << 10)]
