@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import redispatch_function
 
 from . import convert, reshard, runtime
@@ -276,20 +277,26 @@ class DistTensor(torch.Tensor):
         inputs: Any = None,
     ) -> None:
         """Gradients of the leaves, as on one device: the global value is what is differentiated."""
-        seed = _seed(self, gradient)
-        with disabled():
-            torch.autograd.backward(self, seed, retain_graph, create_graph, inputs)
+        _autograd_backward(None, (), (self, gradient, retain_graph, create_graph, inputs), _NO)
+
+    def detach(self) -> DistTensor:
+        """The tensor without its history, sharing memory.
+
+        It has no type yet: what is made a leaf of it starts undecided.  A method and not an op, because code that
+        runs inside native ops (checkpoints) detaches what they save and compares the shapes.
+        """
+        spec = self._spec
+        return stamp(call_disabled(_DETACH, (), (self,), _NO), spec.with_(reduced=0, undecided=_all(spec)))
 
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
         """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
 
         def on_local(grad: Tensor) -> Tensor | None:
-            spec = self._spec.grad()
-            given = stamp(grad.view_as(grad), spec)
+            spec = self._spec.grad().with_(dtype=grad.dtype)
+            with disabled():
+                given = stamp(grad.view_as(grad), spec)
             made = hook(given)
-            if made is None:
-                return None
-            return _local_of(made, spec)
+            return None if made is None else _plain(_local_of(made, spec.with_(dtype=made.dtype)))
 
         with disabled():
             return Tensor.register_hook(self, on_local)
@@ -332,6 +339,7 @@ class DistTensor(torch.Tensor):
         return torch.imag(self)
 
 
+_DETACH = Tensor.detach
 _GET_REQUIRES = Tensor.requires_grad.__get__
 _GET_GRAD = Tensor.grad.__get__
 _SET_GRAD = Tensor.grad.__set__
@@ -512,7 +520,18 @@ def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
         if spec.shape.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return _ones(y)
-    local = _local_of(gradient, spec.grad().with_(dtype=gradient.dtype))
+    if not isinstance(gradient, DistTensor) and torch._C._current_graph_task_id() != -1:
+        raise DispatchError(
+            "a backward inside a backward was given a plain gradient for a DistTensor, which is this rank's part of it "
+            "and not the global value (reentrant checkpoints do so): use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False)"
+        )
+    if gradient.shape != spec.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: grad_output has a shape of {tuple(gradient.shape)} and output has a shape of "
+            f"{tuple(spec.shape)}."
+        )
+    local = _plain(_local_of(gradient, spec.grad().with_(dtype=gradient.dtype)))
     for a, p in enumerate(spec.layout.placements):
         if isinstance(p, Partial) and p.op == "avg":
             local = local / spec.mesh.sizes[a]
@@ -535,37 +554,89 @@ def _ones(y: DistTensor) -> Tensor:
 
 def _autograd_grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad`` on distributed tensors: seeds in, gradients out, each in its own layout."""
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "allow_unused", "is_grads_batched")
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("is_grads_batched"):
+        raise DispatchError(
+            "autograd.grad(is_grads_batched=True) maps conversions over a batch, which they cannot do: loop over the "
+            "rows of grad_outputs and pass retain_graph=True"
+        )
     outputs, inputs = _listed(given["outputs"]), _listed(given["inputs"])
-    seeds = given.get("grad_outputs")
-    listed = _listed(seeds) if seeds is not None else [None] * len(outputs)
-    given["grad_outputs"] = [
-        _seed(y, g) if isinstance(y, DistTensor) else (whole(g) if isinstance(g, DistTensor) else g)
-        for y, g in zip(outputs, listed, strict=True)
-    ]
-    given["outputs"], given["inputs"] = outputs, inputs
+    create = bool(given.get("create_graph"))
+    materialize = bool(given.get("materialize_grads"))
+    allow = given.get("allow_unused")
+    seeds = _seeds(outputs, given.get("grad_outputs"))
+    made = _run_engine(
+        outputs, seeds, given.get("retain_graph"), create, inputs, bool(materialize if allow is None else allow), False
+    )
     with disabled():
-        made = torch.autograd.grad(**given)
         # Autograd may hand out one object twice, or the caller's own cotangent: stamp an alias of it.
-        return tuple(
+        found = [
             stamp(g.view_as(g), x._spec.grad()) if isinstance(x, DistTensor) and g is not None else g
             for x, g in zip(inputs, made, strict=True)
-        )
+        ]
+    if materialize:
+        found = [torch.zeros_like(x, requires_grad=create) if g is None else g for x, g in zip(inputs, found, strict=True)]
+    return tuple(found)
 
 
 def _autograd_backward(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    """``torch.autograd.backward`` and ``DistTensor.backward``."""
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     tensors = _listed(given["tensors"])
-    seeds = given.get("grad_tensors")
-    listed = _listed(seeds) if seeds is not None else [None] * len(tensors)
-    given["grad_tensors"] = [
-        _seed(y, g) if isinstance(y, DistTensor) else g for y, g in zip(tensors, listed, strict=True)
-    ]
-    given["tensors"] = tensors
+    inputs = given.get("inputs")
+    listed = () if inputs is None else tuple(_listed(inputs))
+    if inputs is not None and not listed:
+        raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+    seeds = _seeds(tensors, given.get("grad_tensors"))
+    _run_engine(tensors, seeds, given.get("retain_graph"), bool(given.get("create_graph")), listed, True, True)
+
+
+def _seeds(outputs: list[Any], given: Any) -> list[Any]:
+    listed = _listed(given) if given is not None else [None] * len(outputs)
+    if len(listed) != len(outputs):
+        raise RuntimeError(f"{len(outputs)} tensors to differentiate, but {len(listed)} gradients for them")
+    made: list[Any] = []
+    for y, g in zip(outputs, listed, strict=True):
+        if isinstance(y, DistTensor):
+            made.append(_seed(y, g) if y.requires_grad else g)
+        elif g is None and isinstance(y, Tensor):
+            if y.requires_grad and y.numel() != 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+            made.append(torch.ones_like(y) if y.requires_grad else None)
+        else:
+            made.append(_plain(whole(g)) if isinstance(g, DistTensor) else g)
+    return made
+
+
+def _run_engine(
+    outputs: Sequence[Any],
+    seeds: Sequence[Any],
+    retain_graph: bool | None,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    allow_unused: bool,
+    accumulate: bool,
+) -> tuple[Any, ...]:
+    """Autograd's engine itself, with dispatch on: user code may run inside a backward.
+
+    Hooks, recomputed checkpoints and custom functions all see distributed tensors as they do in a forward;
+    ``torch.autograd.backward`` would come back here.
+    """
+    keep = create_graph if retain_graph is None else retain_graph
+    made = _engine_run_backward(
+        tuple(outputs), tuple(seeds), keep, create_graph, tuple(inputs), allow_unused, accumulate_grad=accumulate
+    )
+    return cast(tuple[Any, ...], made)
+
+
+def _plain(t: Tensor) -> Tensor:
+    """The local tensor of a distributed one as a plain alias, in the same graph."""
+    if t.__class__ is not DistTensor:
+        return t
     with disabled():
-        return torch.autograd.backward(**given)
+        return t.view_as(t)
 
 
 def _listed(x: Any) -> list[Any]:
@@ -605,10 +676,7 @@ _T_co = TypeVar("_T_co")
 
 
 def _detach(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """No history, so no type yet either: what is made a leaf of it starts undecided."""
-    (x,) = args
-    out = call_disabled(func, types, args, kwargs)
-    return stamp(out, x._spec.with_(reduced=0, undecided=_all(x._spec)))
+    return args[0].detach()
 
 
 def _detach_in_place(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
