@@ -78,6 +78,7 @@ def _rrelu(
 
 KERNELS: dict[str, Kernel] = {
     "dropout": _dropout,
+    "native_dropout": _native_dropout,
     "feature_dropout": _feature_dropout,
     "alpha_dropout": _alpha_dropout,
     "feature_alpha_dropout": _feature_alpha_dropout,
@@ -111,7 +112,7 @@ def _rule_of(name: str, kernel: Kernel) -> None:
     rule(f"{name}_")(lambda x, *args, **named: make(x, True))
 
 
-for _name, _kernel in {**KERNELS, "native_dropout": _native_dropout}.items():
+for _name, _kernel in KERNELS.items():
     _rule_of(_name, _kernel)
 
 

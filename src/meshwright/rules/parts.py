@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,18 +26,21 @@ def connected(shape: Sequence[int], *tensors: Tensor | None, fill: float = 0.0) 
     return out
 
 
-def internal(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A Python function as an op of its own: with distributed arguments, the rule of its name decides.
+class Internal:
+    """A function as an op of its own: with distributed arguments, the rule of its name decides.
 
     The function gets local tensors, unless the rule's ``local`` replaces it.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
         if has_torch_function(tensors):
-            return handle_torch_function(call, tensors, *args, **kwargs)
-        return fn(*args, **kwargs)
+            return handle_torch_function(self, tensors, *args, **kwargs)
+        return self.fn(*args, **kwargs)
 
-    call.__name__ = call.__qualname__ = fn.__name__
-    call.__doc__ = fn.__doc__
-    return call
+
+internal = Internal

@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..layout import Spec
+from ..layout import Partial, Spec
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dropout import reproducible_random
 
@@ -46,8 +47,26 @@ def fill(
         kind: name of the drawing method (``"uniform_"``, ``"normal_"``...): how it uses up the stream.
         generator: instead of the default one.  It ends in the state that one device leaves it in.
     """
+    return _one_holder(_draw_own(local, spec, here, draw, kind, generator), spec, here)
+
+
+def _draw_own(
+    local: Tensor, spec: Spec, here: Sequence[int], draw: Draw, kind: str, generator: Generator | None
+) -> Tensor:
     shape, bounds = tuple(spec.shape), spec.layout.local_bounds(spec.shape, here)
     return _fill(local, shape, bounds, draw, kind, generator)
+
+
+def _one_holder(local: Tensor, spec: Spec, here: Sequence[int]) -> Tensor:
+    """Make the same values on all ranks a Partial: one rank brings them, the others what changes nothing.
+
+    For the average, the extrema and the like, the same values everywhere are right.
+    """
+    for a, placement in enumerate(spec.layout.placements):
+        if isinstance(placement, Partial) and here[a] != 0 and placement.op in ("sum", "product"):
+            with torch.no_grad():
+                local.fill_(0 if placement.op == "sum" else 1)
+    return local
 
 
 def _fill(
@@ -96,8 +115,8 @@ def _normal_stream(
 ) -> Iterator[tuple[int, Tensor]]:
     """``normal_`` turns 16 uniform numbers at a time into 16 normal ones, in place.
 
-    Where 16 does not divide the size, the numbers of the last, incomplete block are drawn in vain: the last 16
-    elements are drawn once more.
+    Where 16 does not divide the size, the last 16 elements are drawn once more; in most dtypes the numbers of the
+    incomplete block were drawn, too, in vain.
     """
     scratch = torch.empty(min(CHUNK, max(size, NORMAL_BLOCK)), dtype=like.dtype, device=like.device)
     rest = size % NORMAL_BLOCK
@@ -109,9 +128,20 @@ def _normal_stream(
         else:  # the same numbers are used up, without the logarithms
             values.uniform_(generator=generator)
     if rest:
-        scratch[:rest].uniform_(generator=generator)
+        if _wastes(like.dtype):
+            scratch[:rest].uniform_(generator=generator)
         draw(scratch[:NORMAL_BLOCK], generator)
         yield size - NORMAL_BLOCK, scratch[:NORMAL_BLOCK]
+
+
+@lru_cache(maxsize=None)
+def _wastes(dtype: torch.dtype) -> bool:
+    """Whether ``normal_`` draws numbers for an incomplete block: tried once, with a generator of our own."""
+    one, other = (torch.Generator().manual_seed(7) for _ in range(2))
+    torch.empty(NORMAL_BLOCK + 1, dtype=dtype).normal_(generator=one)
+    for size in (NORMAL_BLOCK, 1, NORMAL_BLOCK):
+        torch.empty(size, dtype=dtype).uniform_(generator=other)
+    return torch.equal(one.get_state(), other.get_state())
 
 
 _PIECES: dict[tuple[str, torch.dtype], bool] = {}
@@ -199,9 +229,10 @@ def materialize(
     local_shape = spec.local_shape(tuple(here))
     typed = {} if dtype is None else {"dtype": dtype}
     if base in _CONSTANT:
-        return factory(local_shape, **typed)
+        return _one_holder(factory(local_shape, **typed), spec, here)
     if base not in _STREAMED:
-        return _cut(factory(tuple(shape), **typed), spec.layout.local_bounds(spec.shape, here)).clone()
+        whole = factory(tuple(shape), **typed)
+        return _one_holder(_cut(whole, spec.layout.local_bounds(spec.shape, here)).clone(), spec, here)
     limits: tuple[int, ...] = ()
     if base is torch.randint:
         high = options.pop("high") if "high" in options else before.pop()
@@ -227,13 +258,10 @@ def _drawing(kind: str, args: tuple[Any, ...], is_complex: bool = False) -> Draw
 # ---------------------------------------------------------------------------------------------- rules of fills
 
 
-def _elementwise(
-    x: Arg, local: Callable[[Local], LocalFn | None], *, linear: bool = False, outputs: int = 1
-) -> Rule:
-    """Every dim free, all outputs like the input."""
+def _elementwise(x: Arg, local: Callable[[Local], LocalFn | None]) -> Rule:
+    """Every dim free; what was in ``x`` does not matter, so a Partial may stay one."""
     dims = " ".join(x.letters)
-    groups = [[x]] if linear else []
-    return notation(f"{dims} -> {', '.join([dims] * outputs)}", x, linear=groups, local=local)
+    return notation(f"{dims} -> {dims}", x, linear=[[x]], moves=True, local=local)
 
 
 def _inplace_fill(kind: str) -> None:
@@ -312,13 +340,14 @@ def _bernoulli(ctx: Local, out: Tensor, p: Any, generator: Generator | None) -> 
     # With probabilities from a tensor, PyTorch compares one uniform number each, of this dtype.
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     drawn = torch.empty(out.shape, dtype=dtype, device=out.device)
-    fill(drawn, ctx.outputs[0], ctx.here, _drawing("uniform_", ()), "uniform_", generator)
-    return out.copy_(drawn < p)
+    _draw_own(drawn, ctx.outputs[0], ctx.here, _drawing("uniform_", ()), "uniform_", generator)
+    return _one_holder(out.copy_(drawn < p), ctx.outputs[0], ctx.here)
 
 
 def _bernoulli_rule(x: Arg, p: Arg | float | None, run_with: Callable[[Local], LocalFn]) -> Rule:
-    given = [p] if isinstance(p, Arg) else []
-    return notation(f"...{', ...' * len(given)} -> ...", x, *given, local=run_with)
+    if not isinstance(p, Arg):
+        return _elementwise(x, run_with)
+    return notation("..., ... -> ...", x, p, linear=[[x]], moves=True, local=run_with)
 
 
 @rule("bernoulli")
@@ -332,6 +361,8 @@ def bernoulli(x: Arg, p: Arg | float | None = None, *, generator: Generator | No
 
         return run
 
+    if p is None:
+        return notation("... -> ...", x, local=local)
     return _bernoulli_rule(x, p, local)
 
 
