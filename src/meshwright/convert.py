@@ -249,11 +249,11 @@ def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
 def _as_plain(steps: tuple[Step, ...], given: Tensor) -> Tensor:
     """A subclass answers with global shapes: while the steps run, it is the plain local tensor that it is."""
     kind = type(given)
-    given.__class__ = Tensor  # type: ignore[assignment]
+    given.__class__ = Tensor
     try:
         return apply(steps, given)
     finally:
-        given.__class__ = kind  # type: ignore[assignment]
+        given.__class__ = kind
 
 
 def _nothing_here(step: Step) -> bool:
@@ -309,7 +309,7 @@ class _Convert(torch.autograd.Function):
 
 def apply_known(steps: tuple[Step, ...], local: Tensor, value: Tensor) -> Tensor:
     """What ``apply(steps, local)`` would give, where the data (``value``) is there already; moves nothing."""
-    made: Tensor = _Known.apply(local, value, steps)  # type: ignore[no-untyped-call]
+    made: Tensor = _Known.apply(local, value, steps)
     return made
 
 

@@ -100,7 +100,7 @@ def op_name(func: Any) -> str:
     if isinstance(func, torch._ops.OpOverloadPacket):
         space, _, name = func._qualified_op_name.partition("::")
         return name if space == "aten" else f"{space}::{name}"
-    if isinstance(func, torch.library.CustomOpDef):
+    if isinstance(func, torch._library.custom_ops.CustomOpDef):
         return str(func._qualname)
     return str(getattr(func, "__name__", type(func).__name__))
 
@@ -314,7 +314,7 @@ def _plan_ruled(
     if rule is None or (like is None and not rule.outputs):
         return _gather_plan(op, mesh, specs)
     if like is None:
-        like = [(rule.out_shape(i), specs[0].dtype) for i in range(len(rule.outputs))]
+        like = [(torch.Size(rule.out_shape(i)), specs[0].dtype) for i in range(len(rule.outputs))]
     else:
         _check_outputs(op, rule, like)
     if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
@@ -587,14 +587,14 @@ def _run_local(
     swapped = [t for t in locals_ if type(t) is not Tensor and "_spec" in t.__dict__]
     kind = type(swapped[0]) if swapped else Tensor
     for t in swapped:
-        t.__class__ = Tensor  # type: ignore[assignment]
+        t.__class__ = Tensor
     try:
         given = iter(locals_)
         args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return (plan.local or func)(*args, **kwargs)
     finally:
         for t in swapped:
-            t.__class__ = kind  # type: ignore[assignment]
+            t.__class__ = kind
 
 
 def _own(plan: Plan, result: Any, tensors: Sequence[Tensor], locals_: Sequence[Tensor]) -> Any:
@@ -670,11 +670,11 @@ class _as_plain:
         self.t, self.kind = t, type(t)
 
     def __enter__(self) -> Tensor:
-        self.t.__class__ = Tensor  # type: ignore[assignment]
+        self.t.__class__ = Tensor
         return self.t
 
     def __exit__(self, *_: object) -> None:
-        self.t.__class__ = self.kind  # type: ignore[assignment]
+        self.t.__class__ = self.kind
 
 
 # ---------------------------------------------------------------------------------------------- types of leaves

@@ -273,7 +273,7 @@ def _per_axis(mesh: Mesh, placements: Placements) -> list[Placement]:
         return made
     if not isinstance(placements, Iterable):
         placements = [placements]
-    listed = [as_placement(p) for p in placements]  # type: ignore[union-attr]
+    listed = [as_placement(p) for p in placements]
     if listed and len(listed) != mesh.ndim:
         raise LayoutError(
             f"{len(listed)} placements for the {mesh.ndim} axes of {mesh!r}: give one per axis, or name them: "

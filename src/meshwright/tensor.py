@@ -49,7 +49,7 @@ class DistTensor(torch.Tensor):
     _spec: Spec
 
     @staticmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look up the plan of this call; where it needs nothing, run the native op on locals and stamp the result."""
@@ -78,7 +78,7 @@ class DistTensor(torch.Tensor):
         if out.dtype is not spec.dtype:  # autocast
             spec = spec.with_(dtype=out.dtype)
         out.__class__ = DistTensor
-        out._spec = spec
+        out._spec = spec  # type: ignore[attr-defined]
         return out
 
     # -- what the tensor is -------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class DistTensor(torch.Tensor):
         """Global shape."""
         return self._spec.shape
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """Global size."""
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
@@ -152,7 +152,7 @@ class DistTensor(torch.Tensor):
                 settle(self, self._spec.with_(undecided=0))
             return self.view_as(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self._spec
         if any(isinstance(p, Partial) for p in spec.layout.placements):
             local, what = whole(self.detach()), "reduced value"
@@ -216,13 +216,13 @@ class DistTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with disabled():
             local = Tensor.detach(self)
-        local.__class__ = Tensor  # type: ignore[assignment]
+        local.__class__ = Tensor
         return _rebuild, (local, self._spec, self.requires_grad, getattr(self, "_is_param", False))
 
     # -- gradients ----------------------------------------------------------------------------------------
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether gradients are recorded for this tensor."""
         return cast(bool, call_disabled(_GET_REQUIRES, (), (self,), _NO))
 
@@ -232,7 +232,7 @@ class DistTensor(torch.Tensor):
             self.requires_grad_(value)
 
     @property
-    def grad(self) -> DistTensor | None:  # type: ignore[override]
+    def grad(self) -> DistTensor | None:
         """The gradient so far, in the layout that the backward gave it (Partial before it is synchronised)."""
         found = _raw_grad(self)
         if found is None:
@@ -256,7 +256,7 @@ class DistTensor(torch.Tensor):
             _SET_GRAD(self, None)
 
     @property
-    def data(self) -> DistTensor:  # type: ignore[override]
+    def data(self) -> DistTensor:
         """The tensor without its history, sharing memory."""
         return stamp(call_disabled(_GET_DATA, (), (self,), _NO), self._spec.with_(undecided=-1 & _all(self._spec)))
 
@@ -269,7 +269,7 @@ class DistTensor(torch.Tensor):
         old = self._spec
         self._spec = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
 
-    def backward(  # type: ignore[override]
+    def backward(
         self,
         gradient: Tensor | None = None,
         retain_graph: bool | None = None,
@@ -340,11 +340,12 @@ class DistTensor(torch.Tensor):
 
 
 _DETACH = Tensor.detach
-_GET_REQUIRES = Tensor.requires_grad.__get__
-_GET_GRAD = Tensor.grad.__get__
-_SET_GRAD = Tensor.grad.__set__
-_GET_DATA = Tensor.data.__get__
-_SET_DATA = Tensor.data.__set__
+_BASE: Any = Tensor  # its properties as descriptors
+_GET_REQUIRES = _BASE.requires_grad.__get__
+_GET_GRAD = _BASE.grad.__get__
+_SET_GRAD = _BASE.grad.__set__
+_GET_DATA = _BASE.data.__get__
+_SET_DATA = _BASE.data.__set__
 
 
 def _raw_grad(t: Tensor) -> Tensor | None:
@@ -359,7 +360,7 @@ def stamp(local: Tensor, spec: Spec) -> DistTensor:
     """Make ``local`` the DistTensor of ``spec``, in place: the object stays the same."""
     if local.dtype is not spec.dtype and type(local) is Tensor:
         spec = spec.with_(dtype=local.dtype)
-    local.__class__ = DistTensor  # type: ignore[assignment]
+    local.__class__ = DistTensor
     made = cast(DistTensor, local)
     made._spec = spec
     return made
