@@ -171,12 +171,15 @@ class _ClassSums(torch.autograd.Function):
             flat[0, part] = (rows[part].to(wide) - tops[part]).exp_().sum(-1)
         if spread:
             out[2] = x.sum(-1, dtype=wide) if weight is None else x.to(wide) @ weight.to(wide)
-        ctx.save_for_backward(x, top, own, place, weight)
+        # Aliases: the inputs themselves are distributed tensors again when the backward runs.
+        ctx.save_for_backward(*[t if t is None else t.detach() for t in (x, top, own, place, weight)])
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, top, own, place, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _class_sums_vjp(x, top, own, place, weight, grad), None, None, None, None, None
         made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows, tops, out = x.reshape(-1, x.shape[-1]), top.reshape(-1, 1), made.view(-1, x.shape[-1])
         of_sum = grad[0].reshape(-1, 1)
@@ -189,6 +192,18 @@ class _ClassSums(torch.autograd.Function):
         picked = torch.where(own, grad[1], 0.0).to(x.dtype)
         made.scatter_add_(-1, place.unsqueeze(-1), picked.unsqueeze(-1))
         return made, None, None, None, None, None
+
+
+def _class_sums_vjp(
+    x: Tensor, top: Tensor, own: Tensor, place: Tensor, weight: Tensor | None, grad: Tensor
+) -> Tensor:
+    """The same, of ops that can be differentiated again."""
+    made = (x.to(grad.dtype) - top.unsqueeze(-1)).exp() * grad[0].unsqueeze(-1)
+    if len(grad) > 2:
+        of_all = grad[2].unsqueeze(-1)
+        made = made + (of_all if weight is None else of_all * weight.to(grad.dtype))
+    picked = torch.where(own, grad[1], 0.0)
+    return made.scatter_add(-1, place.unsqueeze(-1), picked.unsqueeze(-1)).to(x.dtype)
 
 
 def _row_blocks(rows: Tensor) -> list[slice]:

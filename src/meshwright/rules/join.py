@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Rule, composite, notation, rule
+from .core import Arg, Native, Rule, composite, notation, rule
 from .dims import meta_shapes, unless_empty
 from .view import at_least_1d, at_least_2d, at_least_3d, moved
 
@@ -94,6 +94,9 @@ def _cut(x: Arg, dim: int, size: int | None) -> Rule:
 @rule("narrow")
 def narrow(x: Arg, dim: int, start: Any, length: int) -> Rule | None:
     """A range of a dim."""
+    d = x.dim(dim)
+    if length == x.shape[d]:  # each shard whole
+        return moved(x, x.letters, x.letters, local=lambda ctx: Native(torch.narrow, d, 0, ctx.out_shape()[d]))
     return _cut(x, dim, length) if isinstance(start, int) else None
 
 
