@@ -171,8 +171,8 @@ class _ClassSums(torch.autograd.Function):
             flat[0, part] = (rows[part].to(wide) - tops[part]).exp_().sum(-1)
         if spread:
             out[2] = x.sum(-1, dtype=wide) if weight is None else x.to(wide) @ weight.to(wide)
-        # Aliases: the inputs themselves are distributed tensors again when the backward runs.
-        ctx.save_for_backward(*[t if t is None else t.detach() for t in (x, top, own, place, weight)])
+        # Aliases: the inputs themselves are distributed tensors again when the backward runs (``x`` is a view).
+        ctx.save_for_backward(x, *[t if t is None else t.detach() for t in (top, own, place, weight)])
         return out
 
     @staticmethod
