@@ -20,7 +20,14 @@ from meshwright.rules import random as rules_random
 from meshwright.rules.random import reproducible_random
 
 LAYOUTS_1 = [[mw.Replicate()], [mw.Partial()], [mw.Partial("max")], [mw.Shard(0)], [mw.Shard(1)], [mw.Shard(2)]]
-LAYOUTS_2 = [[mw.Shard(0), mw.Shard(1)], [mw.Shard(1), mw.Shard(1)], [mw.Replicate(), mw.Shard(2)], [mw.Shard(2), mw.Shard(0)], [mw.Partial(), mw.Shard(1)], [mw.Partial(), mw.Partial()]]
+LAYOUTS_2 = [
+    [mw.Shard(0), mw.Shard(1)],
+    [mw.Shard(1), mw.Shard(1)],
+    [mw.Replicate(), mw.Shard(2)],
+    [mw.Shard(2), mw.Shard(0)],
+    [mw.Partial(), mw.Shard(1)],
+    [mw.Partial(), mw.Partial()],
+]
 
 
 def layouts(sizes: tuple[int, ...], partial: bool = True) -> list[list[Any]]:

@@ -103,12 +103,17 @@ NORM = {
 REDUCTIONS = ("mean", "sum", "none")
 PAIR_LOSSES = {
     "mse_loss": (F.mse_loss, r(5, 3), r(5, 3) + 1),
-    "mse_loss with weights": (lambda x, y, reduction: F.mse_loss(x, y, weight=p(5, 3), reduction=reduction), r(5, 3), p(5, 3)),
+    "mse_loss with weights": (
+        lambda x, y, reduction: F.mse_loss(x, y, weight=p(5, 3), reduction=reduction), r(5, 3), p(5, 3),
+    ),
     "l1_loss": (F.l1_loss, r(5, 3), r(5, 3) + 1),
     "smooth_l1_loss": (lambda x, y, reduction: F.smooth_l1_loss(x, y, beta=0.7, reduction=reduction), r(5, 3), p(5, 3)),
     "huber_loss": (lambda x, y, reduction: F.huber_loss(x, y, delta=0.7, reduction=reduction), r(5, 3), p(5, 3)),
     "binary_cross_entropy": (F.binary_cross_entropy, p(5, 3), p(5, 3) / 2),
-    "bce with weights": (lambda x, y, w, reduction: F.binary_cross_entropy(x, y, w, reduction=reduction), p(5, 3), p(5, 3) / 2, fixed(p(3))),
+    "bce with weights": (
+        lambda x, y, w, reduction: F.binary_cross_entropy(x, y, w, reduction=reduction),
+        p(5, 3), p(5, 3) / 2, fixed(p(3)),
+    ),
     "bce_with_logits": (
         lambda x, y, w, reduction: F.binary_cross_entropy_with_logits(x, y, pos_weight=w, reduction=reduction),
         r(5, 3), p(5, 3), fixed(p(3)),
@@ -120,7 +125,10 @@ PAIR_LOSSES = {
     "hinge_embedding_loss": (F.hinge_embedding_loss, r(5, 3), r(5, 3).sign()),
     "margin_ranking_loss": (F.margin_ranking_loss, r(5), r(5) + 0.2, r(5).sign()),
     "cosine_embedding_loss": (F.cosine_embedding_loss, r(5, 3), r(5, 3) + 1, r(5).sign()),
-    "triplet_margin_loss": (lambda a, b, c, reduction: F.triplet_margin_loss(a, b, c, swap=True, reduction=reduction), r(5, 3), p(5, 3), r(5, 3) + 1),
+    "triplet_margin_loss": (
+        lambda a, b, c, reduction: F.triplet_margin_loss(a, b, c, swap=True, reduction=reduction),
+        r(5, 3), p(5, 3), r(5, 3) + 1,
+    ),
     "triplet_margin_with_distance_loss": (F.triplet_margin_with_distance_loss, r(5, 3), p(5, 3), r(5, 3) + 1),
     "multi_margin_loss": (F.multi_margin_loss, r(5, 3), ints(3, 5)),
     "multilabel_margin_loss": (F.multilabel_margin_loss, r(5, 3), torch.tensor([[0, -1, 1]] * 5)),

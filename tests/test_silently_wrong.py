@@ -96,7 +96,7 @@ def test_item_of_a_sum(layout: Any) -> None:
     x = r(7, 5)
 
     def run() -> None:
-        leaf, y = place(x, MESH, [layout])
+        _, y = place(x, MESH, [layout])
         assert y.sum().item() == pytest.approx(x.sum().item())
         assert float(y.mean()) == pytest.approx(x.mean().item())
         assert bool(y.sum() > 0) == bool(x.sum() > 0)

@@ -27,12 +27,10 @@ def _conv_rule(
     rest: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Rule:
-    """``x`` (b, i, positions), ``weight`` (o, i, kernel) or, transposed, (i, o, kernel); ``rest``: after the bias."""
+    """``x`` (b, i, positions), ``weight`` (o, i, kernel) or, transposed, (i, o, kernel); ``rest``: after the
+    bias."""
     groups = rest[groups_at] if len(rest) > groups_at else named.get("groups", 1)
-    meta = [
-        torch.empty(t.shape, dtype=t.dtype, device="meta") if t is not None else None
-        for t in (x, weight, bias)
-    ]
+    meta = [torch.empty(t.shape, dtype=t.dtype, device="meta") if t is not None else None for t in (x, weight, bias)]
     shape = fn(*meta, *rest, **named).shape
     before, kernel, after = (
         names(p, s) for p, s in zip("xky", (x.shape[-nd:], weight.shape[2:], shape[-nd:]), strict=True)
@@ -104,14 +102,16 @@ def convolution(input: Arg, weight: Arg, bias: Arg | None, *rest: Any, **named: 
 # ---------------------------------------------------------------------------------------------- pooling
 
 
-def _pool(name: str, nd: int, *, linear: bool = False, second: bool = False) -> None:
-    """All dims before the positions are free.  ``second``: another tensor with the same dims before its own last ones."""
+def _pool(name: str, nd: int, *, linear: bool = False) -> None:
+    """All dims before the positions are free; another tensor (indices, samples) begins with the same dims."""
     fn = getattr(torch._C._nn, name, None) or getattr(torch, name)
 
-    def make(input: Arg, *args: Any, **named: Any) -> Rule:
+    def make(input: Arg, *args: Any, **named: Any) -> Rule | None:
         others = [a for a in (*args, *named.values()) if isinstance(a, Arg)]
         shapes = _meta_shapes(fn, input, args, named)
         lead = names("b", input.shape[:-nd])
+        if any(t.shape[: len(lead)] != input.shape[:-nd] for t in others):
+            return None
         entries = [[*lead, *names("x", input.shape[-nd:])]]
         known: dict[str, int] = {}
         for k, t in enumerate(others):
@@ -131,9 +131,7 @@ def _pool(name: str, nd: int, *, linear: bool = False, second: bool = False) -> 
             return lambda input, *args, **named: _nothing(shape, len(shapes), input)
 
         groups = [[input]] if linear else []
-        return notation(
-            text, input, *others, sizes=known, whole=" ".join(sorted(whole)), linear=groups, local=local
-        )
+        return notation(text, input, *others, sizes=known, whole=" ".join(sorted(whole)), linear=groups, local=local)
 
     rule(name)(make)
 
@@ -144,9 +142,7 @@ def _nothing(shape: Sequence[int], outputs: int, x: Tensor) -> Any:
     return values if outputs == 1 else (values, torch.zeros(tuple(shape), dtype=torch.int64, device=x.device))
 
 
-def _meta_shapes(
-    fn: Callable[..., Any], x: Arg, args: tuple[Any, ...], named: dict[str, Any]
-) -> list[tuple[int, ...]]:
+def _meta_shapes(fn: Callable[..., Any], x: Arg, args: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[int, ...]]:
     def meta(a: Any) -> Any:
         return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Arg) else a
 

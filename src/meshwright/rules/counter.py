@@ -1,12 +1,13 @@
 """Random numbers that belong to an element, not to a rank: a hash of (seed, global index).
 
-Dropout needs random bits that do not depend on the layout.  Drawing them from a stream would make every rank draw
-everybody's bits.  A counter-based generator (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, 2011)
-computes the bits of an element from its global index, so a rank does only its own share of the work; and since the
-bits can be computed again, the backward needs the seed and not the mask.
+Dropout needs random bits that do not depend on the layout.  Drawing them from a stream would make every rank
+draw everybody's bits.  A counter-based generator (Salmon et al., *Parallel random numbers: as easy as 1, 2,
+3*, 2011) computes the bits of an element from its global index, so a rank does only its own share of the
+work; and since the bits can be computed again, the backward needs the seed and not the mask.
 
-The index is split into a row and a column (of the global shape, never of the local one).  Rows and columns get two
-32-bit keys each from a 64-bit mixer; what is left per element are a few int32 operations on blocks that stay in cache.
+The index is split into a row and a column (of the global shape, never of the local one).  Rows and columns
+get two 32-bit keys each from a 64-bit mixer; what is left per element are a few int32 operations on blocks
+that stay in cache.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def draw_seed(generator: torch.Generator | None = None) -> Tensor:
 def dropout(x: Tensor, seed: Tensor, p: float, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """Dropout of the part ``x``, which starts at ``offset``, of a tensor of global ``shape``.
 
-    Element ``i`` is kept, and divided by ``1 - p``, if the hash of (seed, i) says so.  Linear in ``x`` and its own
-    transpose: the backward computes the mask again instead of keeping it.
+    Element ``i`` is kept, and divided by ``1 - p``, if the hash of (seed, i) says so.  Linear in ``x`` and
+    its own transpose: the backward computes the mask again instead of keeping it.
     """
     if p <= 0.0:
         return x.view_as(x)
@@ -64,9 +65,7 @@ def uniform(like: Tensor, seed: Tensor, shape: Sequence[int], offset: Sequence[i
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, seed: Tensor, p: float, shape: tuple[int, ...], offset: tuple[int, ...]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seed: Tensor, p: float, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(seed)
         ctx.rest = (p, shape, offset)
         return torch.ops.meshwright.counter_dropout(x, seed, p, list(shape), list(offset))
@@ -115,9 +114,7 @@ def _index(shape: Sequence[int], offset: Sequence[int], local: Sequence[int], de
     return index.flatten()
 
 
-def _counters(
-    shape: Sequence[int], offset: Sequence[int], local: Sequence[int], device: torch.device
-) -> Tensor:
+def _counters(shape: Sequence[int], offset: Sequence[int], local: Sequence[int], device: torch.device) -> Tensor:
     """Weyl sequence of the rows, then that of the columns (which starts elsewhere)."""
     at = _split_at(shape)
     rows = _index(shape[:at], offset[:at], local[:at], device)
@@ -188,9 +185,7 @@ _LIBRARY.define("counter_dropout(Tensor x, Tensor seed, float p, int[] shape, in
 _LIBRARY.define("counter_uniform(Tensor like, Tensor seed, int[] shape, int[] offset) -> Tensor")
 
 
-def _counter_dropout(
-    x: Tensor, seed: Tensor, p: float, shape: Sequence[int], offset: Sequence[int]
-) -> Tensor:
+def _counter_dropout(x: Tensor, seed: Tensor, p: float, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     source, target = _local_2d(x, shape), _local_2d(out, shape)
@@ -217,9 +212,10 @@ def _counter_uniform(like: Tensor, seed: Tensor, shape: Sequence[int], offset: S
 def _register(name: str, kernel: Callable[..., Tensor]) -> None:
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
 
-    @torch.library.register_fake(f"meshwright::{name}", lib=_LIBRARY)
     def fake(x: Tensor, *rest: Any) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    torch.library.register_fake(f"meshwright::{name}", fake, lib=_LIBRARY)
 
 
 _register("counter_dropout", _counter_dropout)

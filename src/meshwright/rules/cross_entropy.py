@@ -1,8 +1,9 @@
 """Cross entropy and negative log likelihood, with classes (the vocabulary) split or not.
 
-Classes whole: the fused op on parts, and where the batch is split one more scalar, the number (or the weight) of the
-targets that count.  Classes split: the logits stay where they are; one number per row is exchanged for the maximum
-and a few more for the sums (the scheme of Megatron-LM, Shoeybi et al. 2019, with its last two exchanges in one).
+Classes whole: the fused op on parts, and where the batch is split one more scalar, the number (or the weight)
+of the targets that count.  Classes split: the logits stay where they are; one number per row is exchanged for
+the maximum and a few more for the sums (the scheme of Megatron-LM, Shoeybi et al. 2019, with its last two
+exchanges in one).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .loss import MEAN, NONE, SUM, weighed
 from .parts import connected, internal
 
 Tensor = torch.Tensor
-HALF = (torch.float16, torch.bfloat16)
+_C_NN: Any = torch._C._nn  # whose stubs take the reduction for a str
 ROWS = 1 << 20  # elements of the logits that are worked on at a time
 
 
@@ -50,7 +51,7 @@ def cross_entropy_loss(
     factors = rows.split()
     return notation(
         f"{', '.join(texts)} -> {out}", *given, reduced=reduced, whole=whole, decompose=_by_parts,
-        local=lambda ctx: weighed(torch._C._nn.cross_entropy_loss, ctx, factors, reduction, 3),
+        local=lambda ctx: weighed(_C_NN.cross_entropy_loss, ctx, factors, reduction, 3),
     )  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def _by_parts(
     if target.dtype.is_floating_point:
         return _soft_targets(self, target, weight, reduction, label_smoothing, classes)
     if not split and reduction == MEAN:
-        loss = torch._C._nn.cross_entropy_loss(self, target, weight, SUM, ignore_index, label_smoothing)
+        loss = _C_NN.cross_entropy_loss(self, target, weight, SUM, ignore_index, label_smoothing)
         return loss / target_weights(target, weight, ignore_index).sum()
     loss = _split_classes(self, target, weight, ignore_index, label_smoothing, classes)
     if reduction == NONE:
@@ -121,20 +122,25 @@ def _own_class(target: Tensor, lo: int, hi: int, ignore_index: int) -> tuple[Ten
 def class_sums(
     x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool
 ) -> Tensor:
-    """Per row: sum of exp(x - top), logit of the target, and with ``spread`` the (weighted) sum of the logits."""
+    """Per row: sum of exp(x - top), logit of the target, and with ``spread`` the (weighted) sum of the
+    logits."""
     return _class_sums(x, top, target, weight, ignore_index, spread, 0)
 
 
 @rule("class_sums")
-def _class_sums_rule(
-    x: Arg, top: Arg, target: Arg, weight: Arg | None, ignore_index: int, spread: bool
-) -> Rule:
+def _class_sums_rule(x: Arg, top: Arg, target: Arg, weight: Arg | None, ignore_index: int, spread: bool) -> Rule:
     (dims, rows, *more), _ = _texts(x, target, weight)
     given = [t for t in (x, top, target, weight) if t is not None]
 
     def local(ctx: Local) -> LocalFn:
         lo, _ = ctx.bounds("c")
-        return lambda *args: _class_sums(*args, lo)
+
+        def run(
+            x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool
+        ) -> Tensor:
+            return _class_sums(x, top, target, weight, ignore_index, spread, lo)
+
+        return run
 
     sizes = {"k": 3 if spread else 2}
     text = f"{', '.join([dims, rows, rows, *more])} -> k {rows}"
@@ -156,7 +162,8 @@ def _class_sums(
 
 
 class _ClassSums(torch.autograd.Function):
-    """Keeps the logits, which are alive anyway, and no tensor of their size: the exponentials are computed again."""
+    """Keeps the logits, which are alive anyway, and no tensor of their size: the exponentials are computed
+    again."""
 
     @staticmethod
     def forward(
@@ -171,7 +178,8 @@ class _ClassSums(torch.autograd.Function):
             flat[0, part] = (rows[part].to(wide) - tops[part]).exp_().sum(-1)
         if spread:
             out[2] = x.sum(-1, dtype=wide) if weight is None else x.to(wide) @ weight.to(wide)
-        # Aliases: the inputs themselves are distributed tensors again when the backward runs (``x`` is a view).
+        # Aliases: the inputs themselves are distributed tensors again when the backward runs (``x`` is a
+        # view).
         ctx.save_for_backward(x, *[t if t is None else t.detach() for t in (top, own, place, weight)])
         return out
 
@@ -194,9 +202,7 @@ class _ClassSums(torch.autograd.Function):
         return made, None, None, None, None, None
 
 
-def _class_sums_vjp(
-    x: Tensor, top: Tensor, own: Tensor, place: Tensor, weight: Tensor | None, grad: Tensor
-) -> Tensor:
+def _class_sums_vjp(x: Tensor, top: Tensor, own: Tensor, place: Tensor, weight: Tensor | None, grad: Tensor) -> Tensor:
     """The same, of ops that can be differentiated again."""
     made = (x.to(grad.dtype) - top.unsqueeze(-1)).exp() * grad[0].unsqueeze(-1)
     if len(grad) > 2:
@@ -239,7 +245,7 @@ def _target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, lo
     return torch.where(own, weight[place], 0.0)
 
 
-# ---------------------------------------------------------------------------------------------- log likelihood
+# --------------------------------------------------------------------------------------------- log likelihood
 
 
 @rule("nll_loss_nd", "nll_loss", "nll_loss2d")
@@ -255,7 +261,7 @@ def nll_loss(
 
     def local(ctx: Local) -> LocalFn | None:
         if not ctx.is_split("c"):
-            return weighed(torch._C._nn.nll_loss_nd, ctx, factors, reduction, 3)
+            return weighed(_C_NN.nll_loss_nd, ctx, factors, reduction, 3)
         lo, _ = ctx.bounds("c")
         return lambda *args, **named: _pick(lo, *args, **named)
 
@@ -270,7 +276,7 @@ def _nll_mean(
     reduction: int = MEAN,
     ignore_index: int = -100,
 ) -> Tensor:
-    loss = torch._C._nn.nll_loss_nd(self, target, weight, SUM, ignore_index)
+    loss = _C_NN.nll_loss_nd(self, target, weight, SUM, ignore_index)
     return loss / target_weights(target, weight, ignore_index).sum()
 
 

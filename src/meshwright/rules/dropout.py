@@ -49,7 +49,8 @@ def _feature_dropout(at: Place, x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _alpha_dropout(at: Place, x: Tensor, p: float, train: bool, dims: int | None = None) -> Tensor:
-    """Dropped elements become ``-ALPHA``; an affine map then restores mean 0 and variance 1 (Klambauer et al., 2017)."""
+    """Dropped elements become ``-ALPHA``; an affine map then restores mean 0 and variance 1 (Klambauer et
+    al., 2017)."""
     if not train or p == 0.0:
         return x.view_as(x)
     ones, place = _noise(at, x.detach(), x.ndim if dims is None else dims)
@@ -118,7 +119,8 @@ for _name, _kernel in KERNELS.items():
 
 # ---------------------------------------------------------------------------------------------- plain tensors
 
-# Other modules add what else drops: name to (kernel on plain tensors, whether a call with these arguments drops).
+# Other modules add what else drops: name to (kernel on plain tensors, whether a call with these arguments
+# drops).
 PLAIN: dict[str, tuple[Kernel, Callable[..., bool]]] = {}
 
 

@@ -1,7 +1,9 @@
-"""Losses.  A mean is over the global count, however uneven the parts; only scalars or one number per row travel.
+"""Losses.  A mean is over the global count, however uneven the parts; only scalars or one number per row
+travel.
 
-The ops are the C functions behind ``torch.nn.functional``: ``reduction`` is 0 (none), 1 (mean) or 2 (sum).  On parts
-the fused op runs with the same reduction, and a mean is weighed with the share of elements that the part has.
+The ops are the C functions behind ``torch.nn.functional``: ``reduction`` is 0 (none), 1 (mean) or 2 (sum).
+On parts the fused op runs with the same reduction, and a mean is weighed with the share of elements that the
+part has.
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ def reduction_of(args: Sequence[Any], named: dict[str, Any], at: int) -> int:
     return int(found)
 
 
-def weighed(
-    fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reduction: int, at: int
-) -> LocalFn | None:
+def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reduction: int, at: int) -> LocalFn | None:
     """``fn`` on a part; a mean becomes the part's contribution to the global mean.
 
     ``factors`` are those that are averaged over, ``at`` is the position of the argument ``reduction``.
@@ -51,7 +51,7 @@ def weighed(
     return mean_of_part if here else sum_of_nothing
 
 
-# ---------------------------------------------------------------------------------------------- element by element
+# ----------------------------------------------------------------------------------------- element by element
 
 
 def _elementwise(name: str, at: int) -> None:
@@ -122,9 +122,7 @@ def cosine_embedding_loss(
         return None
     rows = "b" if target.ndim else ""
     texts = [f"{rows} d", f"{rows} d", rows]
-    return _rows(
-        torch.cosine_embedding_loss, texts, (input1, input2, target), rows, reduction, 4, _cosine_loss_by_sums
-    )
+    return _rows(torch.cosine_embedding_loss, texts, (input1, input2, target), rows, reduction, 4, _cosine_loss_by_sums)
 
 
 def _cosine_loss_by_sums(

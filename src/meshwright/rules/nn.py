@@ -56,7 +56,8 @@ def _log_softmax_by_sums(x: Tensor, dim: int, dtype: torch.dtype | None = None) 
 def embedding(
     weight: Arg, indices: Arg, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Rule | None:
-    """Rows of a table.  Rows split: each rank looks up its own and gives zero for the others, which is Partial."""
+    """Rows of a table.  Rows split: each rank looks up its own and gives zero for the others, which is
+    Partial."""
     if scale_grad_by_freq or sparse:
         return None  # the gradient depends on how often an index occurs anywhere; sparse gradients are not converted
 
@@ -70,16 +71,12 @@ def embedding(
             if lo == hi:
                 return connected((*indices.shape, *weight.shape[1:]), weight)
             own = (indices >= lo) & (indices < hi)
-            rows = torch.embedding(
-                weight, torch.where(own, indices - lo, 0), padding if 0 <= padding < hi - lo else -1
-            )
+            rows = torch.embedding(weight, torch.where(own, indices - lo, 0), padding if 0 <= padding < hi - lo else -1)
             return rows.masked_fill(~own.unsqueeze(-1), 0)
 
         return lookup
 
-    return notation(
-        "v d, ... -> ... d", weight, indices, reduced="v", linear=[[weight]], heavy=True, local=local
-    )
+    return notation("v d, ... -> ... d", weight, indices, reduced="v", linear=[[weight]], heavy=True, local=local)
 
 
 # ---------------------------------------------------------------------------------------------- attention
@@ -98,9 +95,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Rule | None:
     """Batch, heads and queries are free; every query sees all keys, so these stay whole."""
-    if min(query.ndim, key.ndim, value.ndim) < 2 or (
-        enable_gqa and min(query.ndim, key.ndim, value.ndim) < 3
-    ):
+    if min(query.ndim, key.ndim, value.ndim) < 2 or (enable_gqa and min(query.ndim, key.ndim, value.ndim) < 3):
         return None
     t, s = query.shape[-2], key.shape[-2]
     sizes = {"t": t, "s": s, "d": query.shape[-1], "e": value.shape[-1]}
@@ -117,8 +112,7 @@ def attention(
         dims = dims if attn_mask.ndim >= len(dims) - 1 else dims[len(dims) - attn_mask.ndim :]
         fixed = dims[1:] if dims[0] == "..." else dims
         ones = [
-            "1" if n == 1 else f
-            for f, n in zip(fixed, attn_mask.shape[attn_mask.ndim - len(fixed) :], strict=True)
+            "1" if n == 1 else f for f, n in zip(fixed, attn_mask.shape[attn_mask.ndim - len(fixed) :], strict=True)
         ]
         mask = ", " + " ".join([*(["..."] if dims[0] == "..." else []), *ones])
     return notation(
@@ -178,9 +172,7 @@ def _attend_by_steps(
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
-        scores = (
-            scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        )
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     weights = torch.softmax(scores, -1)
     if dropout_p > 0.0:
         weights = counter.dropout(weights, counter.draw_seed(), dropout_p, *at)
@@ -265,9 +257,7 @@ def pairwise_distance(x1: Arg, x2: Arg, p: float = 2.0, eps: float = 1e-6, keepd
     return notation(text, x1, x2, decompose=_distance_by_norm)
 
 
-def _distance_by_norm(
-    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
-) -> Tensor:
+def _distance_by_norm(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim=keepdim)
 
 

@@ -14,11 +14,11 @@ Tensor = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)
 
 
-def _standardised(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _standardised(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / std over ``dims``, the mean and the (biased) variance, which keep the dims.
 
-    The second pass over centred values is as exact as one device's; a single exchange of sums and sums of squares
-    would cancel.
+    The second pass over centred values is as exact as one device's; a single exchange of sums and sums of
+    squares would cancel.
     """
     mean = x.mean(dims, keepdim=True)
     centred = x - mean
@@ -31,7 +31,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-# ---------------------------------------------------------------------------------------------- over last dims
+# --------------------------------------------------------------------------------------------- over last dims
 
 
 @rule("layer_norm")
@@ -69,16 +69,12 @@ def _layer_norm_by_sums(
 
 
 @rule("rms_norm")
-def rms_norm(
-    x: Arg, normalized_shape: Sequence[int], weight: Arg | None = None, eps: float | None = None
-) -> Rule:
+def rms_norm(x: Arg, normalized_shape: Sequence[int], weight: Arg | None = None, eps: float | None = None) -> Rule:
     """The normalised dims are whole, or their mean square is a sum over parts."""
     d = " ".join(names("n", normalized_shape))
     given = [weight] if weight is not None else []
     text = f"{', '.join([f'... {d}'] + [d] * len(given))} -> ... {d}"
-    return notation(
-        text, x, *given, whole=_named(d), linear=[given] if given else [], decompose=_rms_norm_by_sums
-    )
+    return notation(text, x, *given, whole=_named(d), linear=[given] if given else [], decompose=_rms_norm_by_sums)
 
 
 def _rms_norm_by_sums(
@@ -90,7 +86,7 @@ def _rms_norm_by_sums(
     return _affine(wide * torch.rsqrt(square + eps), weight, None).to(x.dtype)
 
 
-# ---------------------------------------------------------------------------------------------- over the batch
+# --------------------------------------------------------------------------------------------- over the batch
 
 
 @rule("batch_norm")
@@ -112,16 +108,12 @@ def batch_norm(
     given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
     text = f"{', '.join([dims] + [c] * len(given))} -> {dims}"
     if not training:
-        return notation(
-            text, x, *given, linear=[[weight, bias]] if weight is not None else [], local=_norm_local
-        )
+        return notation(text, x, *given, linear=[[weight, bias]] if weight is not None else [], local=_norm_local)
     whole = [b, *spatial]
     if running_mean is not None:
         # The op writes to the running statistics: a slice of a replicated one must not be written to alone.
         whole.append(c)
-    return notation(
-        text, x, *given, whole=_named(" ".join(whole)), local=_norm_local, decompose=_batch_norm_by_sums
-    )
+    return notation(text, x, *given, whole=_named(" ".join(whole)), local=_norm_local, decompose=_batch_norm_by_sums)
 
 
 def _norm_local(ctx: Local) -> LocalFn | None:

@@ -1,4 +1,5 @@
-"""Helpers for rules whose local op must cope with parts: empty ones, and internal ops with rules of their own."""
+"""Helpers for rules whose local op must cope with parts: empty ones, and internal ops with rules of their
+own."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ Tensor = torch.Tensor
 def connected(shape: Sequence[int], *tensors: Tensor | None, fill: float = 0.0) -> Tensor:
     """A constant that depends on ``tensors`` for autograd, with zero gradients.
 
-    What a rank with an empty part returns: its output must require a gradient exactly where the others' does, or its
-    backward would leave out a collective.
+    What a rank with an empty part returns: its output must require a gradient exactly where the others' does,
+    or its backward would leave out a collective.
     """
     given = [t for t in tensors if t is not None]
     out = given[0].new_full(tuple(shape), fill)

@@ -1,9 +1,11 @@
-"""Random ops: replicas agree, shards differ, and a seed gives the same values whatever the layout and the mesh.
+"""Random ops: replicas agree, shards differ, and a seed gives the same values whatever the layout and the
+mesh.
 
-Two mechanisms.  *Fills* (``uniform_``, ``randn_like``, ``bernoulli``...) give exactly what one device draws from the
-same generator: every rank draws the stream of the global tensor, chunk by chunk, and keeps its own part; nothing of
-the global size is held, and the generator ends where the single device's would.  *Dropout* does not draw a stream: it
-takes one seed from the generator and hashes global indices (:mod:`.counter`), which is work for own elements only.
+Two mechanisms.  *Fills* (``uniform_``, ``randn_like``, ``bernoulli``...) give exactly what one device draws
+from the same generator: every rank draws the stream of the global tensor, chunk by chunk, and keeps its own
+part; nothing of the global size is held, and the generator ends where the single device's would.  *Dropout*
+does not draw a stream: it takes one seed from the generator and hashes global indices (:mod:`.counter`),
+which is work for own elements only.
 
 Both need generators that agree between ranks: seed all ranks alike.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,9 +99,7 @@ def _stream(
         return
     if kind == "normal_" or not _in_pieces(kind, like.dtype, draw):
         # Bernoulli's values need a byte each; what does not come in pieces is drawn whole.
-        whole = torch.empty(
-            size, dtype=torch.bool if kind == "bernoulli_" else like.dtype, device=like.device
-        )
+        whole = torch.empty(size, dtype=torch.bool if kind == "bernoulli_" else like.dtype, device=like.device)
         draw(whole, generator)
         yield 0, whole
         return
@@ -115,8 +115,8 @@ def _normal_stream(
 ) -> Iterator[tuple[int, Tensor]]:
     """``normal_`` turns 16 uniform numbers at a time into 16 normal ones, in place.
 
-    Where 16 does not divide the size, the last 16 elements are drawn once more; in most dtypes the numbers of the
-    incomplete block were drawn, too, in vain.
+    Where 16 does not divide the size, the last 16 elements are drawn once more; in most dtypes the numbers of
+    the incomplete block were drawn, too, in vain.
     """
     scratch = torch.empty(min(CHUNK, max(size, NORMAL_BLOCK)), dtype=like.dtype, device=like.device)
     rest = size % NORMAL_BLOCK
@@ -134,7 +134,7 @@ def _normal_stream(
         yield size - NORMAL_BLOCK, scratch[:NORMAL_BLOCK]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _wastes(dtype: torch.dtype) -> bool:
     """Whether ``normal_`` draws numbers for an incomplete block: tried once, with a generator of our own."""
     one, other = (torch.Generator().manual_seed(7) for _ in range(2))
@@ -148,9 +148,11 @@ _PIECES: dict[tuple[str, torch.dtype], bool] = {}
 
 
 def _in_pieces(kind: str, dtype: torch.dtype, draw: Draw) -> bool:
-    """Whether drawing a tensor in pieces gives the same as drawing it whole: tried once, with other generators.
+    """Whether drawing a tensor in pieces gives the same as drawing it whole: tried once, with other
+    generators.
 
-    It depends on the machine: with MKL on some processors ``bernoulli_`` and ``exponential_`` take one seed per call.
+    It depends on the machine: with MKL on some processors ``bernoulli_`` and ``exponential_`` take one seed
+    per call.
     """
     known = _PIECES.get((kind, dtype))
     if known is None:
@@ -181,7 +183,8 @@ def _cut(whole: Tensor, bounds: Bounds) -> Tensor:
 
 
 def _place(values: Tensor, start: int, shape: Sequence[int], bounds: Bounds, local: Tensor) -> None:
-    """Copy what of ``values``, which begin at row-major index ``start`` of ``shape``, lies in the box to ``local``."""
+    """Copy what of ``values``, which begin at row-major index ``start`` of ``shape``, lies in the box to
+    ``local``."""
     if not shape:
         local.copy_(values[0])
         return
@@ -219,11 +222,13 @@ def materialize(
 ) -> Tensor:
     """The part of ``factory(shape, dtype=dtype)`` that the rank at ``here`` holds, without making the whole.
 
-    ``torch.rand``, ``randn`` and ``randint`` are drawn as streams; ``zeros``, ``ones``, ``empty`` and ``full`` make the
-    local shape; all of them may be wrapped in ``functools.partial``.  Any other factory is called for the whole
-    tensor, of which a part is kept.
+    ``torch.rand``, ``randn`` and ``randint`` are drawn as streams; ``zeros``, ``ones``, ``empty`` and
+    ``full`` make the local shape; all of them may be wrapped in ``functools.partial``.  Any other factory is
+    called for the whole tensor, of which a part is kept.
     """
-    base, before, options = factory, [], {}
+    base: Any = factory
+    before: list[Any] = []
+    options: dict[str, Any] = {}
     while isinstance(base, functools.partial):
         before, options, base = [*base.args, *before], {**base.keywords, **options}, base.func
     local_shape = spec.local_shape(tuple(here))
@@ -246,16 +251,14 @@ def materialize(
 
 def _drawing(kind: str, args: tuple[Any, ...], is_complex: bool = False) -> Draw:
     """``x.<kind>(*args)`` as a function of (scratch, generator)."""
-    if (
-        is_complex and kind == "normal_"
-    ):  # a standard complex normal number has half the variance in each part
+    if is_complex and kind == "normal_":  # a standard complex normal number has half the variance in each part
         mean, std = (*args, 0.0, 1.0)[:2] if len(args) != 1 else (args[0], 1.0)
         args = (mean, std / math.sqrt(2))
     method = getattr(Tensor, kind)
     return lambda scratch, generator: method(scratch, *args, generator=generator)
 
 
-# ---------------------------------------------------------------------------------------------- rules of fills
+# --------------------------------------------------------------------------------------------- rules of fills
 
 
 def _elementwise(x: Arg, local: Callable[[Local], LocalFn | None]) -> Rule:
@@ -287,9 +290,7 @@ for _kind in ("uniform_", "normal_", "random_", "exponential_", "geometric_", "c
     _inplace_fill(_kind)
 
 
-def _like(
-    kind: str, args: Callable[[tuple[int, ...]], tuple[Any, ...]] = lambda given: given
-) -> Callable[..., Rule]:
+def _like(kind: str, args: Callable[[tuple[int, ...]], tuple[Any, ...]] = lambda given: given) -> Callable[..., Rule]:
     """Rule of ``rand_like`` and its kin: ``kind`` with the op's own numbers, on a new tensor."""
 
     def local(ctx: Local) -> LocalFn:
@@ -320,9 +321,7 @@ def normal(mean: Arg | float, std: Arg | float = 1.0, *, generator: Generator | 
     def local(ctx: Local) -> LocalFn:
         def run(mean: Any, std: Any = 1.0, *, generator: Generator | None = None) -> Tensor:
             given = [t for t in (mean, std) if isinstance(t, Tensor)]
-            made = torch.empty(
-                ctx.out_shape(), dtype=torch.result_type(given[0], given[-1]), device=given[0].device
-            )
+            made = torch.empty(ctx.out_shape(), dtype=torch.result_type(given[0], given[-1]), device=given[0].device)
             scale = 1.0 if isinstance(std, Tensor) else std
             fill(made, ctx.outputs[0], ctx.here, _drawing("normal_", (0.0, scale)), "normal_", generator)
             if isinstance(std, Tensor):
