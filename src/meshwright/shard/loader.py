@@ -26,9 +26,7 @@ class ShardedLoader:
 
     def __init__(self, loader: Iterable[Any], mesh: Mesh, placements: Any, local: bool) -> None:
         self.loader, self.mesh, self.placements, self.local = loader, mesh, placements, local
-        self._by_key = (
-            isinstance(placements, Mapping) and bool(placements) and not _is_placements(placements, mesh)
-        )
+        self._by_key = isinstance(placements, Mapping) and bool(placements) and not _is_placements(placements, mesh)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -104,10 +102,7 @@ class ShardedLoader:
         here = layout.local_shape(shape, self.mesh.coordinate(runtime.RT.rank))
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         step = -(-shape[dim] // len(sizes))
-        if (
-            all(start == min(i * step, shape[dim]) for i, start in enumerate(starts))
-            and here[dim] == t.shape[dim]
-        ):
+        if all(start == min(i * step, shape[dim]) for i, start in enumerate(starts)) and here[dim] == t.shape[dim]:
             return from_local(t, self.mesh, layout, shape=shape, check=False)
         return shard_tensor(collective.all_gather(t, dim, sizes, group), self.mesh, layout, check=False)
 
@@ -161,9 +156,7 @@ def shard_dataloader(
     if placements is None:
         placements = {mesh.axes[0]: Shard(0)}
     if not hasattr(loader, "__iter__"):
-        raise ShardError(
-            f"shard_dataloader takes a data loader or another iterable, not {type(loader).__name__}"
-        )
+        raise ShardError(f"shard_dataloader takes a data loader or another iterable, not {type(loader).__name__}")
     return ShardedLoader(loader, mesh, placements, local)
 
 

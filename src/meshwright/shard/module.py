@@ -16,9 +16,11 @@ from .. import collective, runtime
 from ..api import reshard, shard_tensor
 from ..dispatch import disabled, map_tensors
 from ..errors import DesyncError, LayoutError, MeshwrightError, ShardError
-from ..layout import Layout, Placements, Spec
+from ..layout import Layout, Placements, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..tensor import DistTensor, stamp
+from . import zero
+from .packing import chunk_dim
 from .sync import BUCKET_BYTES, GradSync
 
 Tensor = torch.Tensor
@@ -68,11 +70,12 @@ def shard_module(
     names = _Names(model)
     try:
         plan = _plan(names, mesh, placements or {})
+        stored = _stored(names, mesh, plan, stored_over)
         modules = dict(model.named_modules())
         hooks = _hooked(modules, inputs or {}, "inputs"), _hooked(modules, outputs or {}, "outputs")
         problem = None
     except MeshwrightError as error:
-        plan, hooks, problem = {}, ([], []), error
+        plan, stored, hooks, problem = {}, {}, ([], []), error
     _agree(mesh, names, plan, problem)
     meta = any(t.is_meta for t in names.tensors.values())
     for name, spec in plan.items():
@@ -80,14 +83,16 @@ def shard_module(
     for found, kind in zip(hooks, (_Inputs, _Outputs), strict=True):
         for module, wish in found:
             kind(mesh, wish).attach(module)
-    params = {
-        n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)
-    }
+    params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if meta:
         _materialise(model, names, mesh, init)
     for name, p in params.items():
         p.__dict__["_param_name"] = name  # for messages
     sync = GradSync(mesh, list(params), list(params.values()), bucket_bytes)
+    if stored:
+        sync.apart = {i for i, name in enumerate(params) if name in stored}
+        axes = {id(params[name]): axis for name, axis in stored.items()}
+        zero.install(model, mesh, sync, axes, regather=regather)
     model.__dict__["_gradient_sync"] = sync
     model.register_forward_pre_hook(_Reset(sync))
     return model
@@ -100,9 +105,7 @@ class _Names:
     """Parameters and buffers of a model by name; a tied one has several names and is one object."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.owners: dict[
-            int, list[tuple[nn.Module, str, str]]
-        ] = {}  # id of the tensor to where it is registered
+        self.owners: dict[int, list[tuple[nn.Module, str, str]]] = {}  # id of the tensor to where it is registered
         self.tensors: dict[str, Tensor] = {}  # first name to tensor
         self.all: dict[str, str] = {}  # every name to the first one
         first: dict[int, str] = {}
@@ -170,6 +173,39 @@ def _plan(names: _Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
     return plan
 
 
+def _stored(
+    names: _Names, mesh: Mesh, plan: dict[str, Spec], stored_over: str | Mapping[str, str] | None
+) -> dict[str, int]:
+    """Parameters to be stored split, to the axis; their specs in ``plan`` become those of the stored
+    tensors."""
+    if stored_over is None:
+        return {}
+    globs = {"*": stored_over} if isinstance(stored_over, str) else stored_over
+    params = [n for n, first in names.all.items() if isinstance(names.tensors[first], nn.Parameter)]
+    axes: dict[str, int] = {}
+    for glob, matched in _matching(globs, params, "parameter").items():
+        for name in matched:
+            axes[names.all[name]] = mesh.axis_index(globs[glob])
+    found = {}
+    for name, axis in axes.items():
+        spec = plan.get(name)
+        if spec is None:
+            continue
+        if not isinstance(spec.layout.placements[axis], Replicate):
+            raise ShardError(
+                f"{name} is split over {mesh.axes[axis]!r} as the ops see it ({spec.layout!r}), so it "
+                "cannot be "
+                "stored over that axis too: give another axis, or leave it out of stored_over"
+            )
+        dim = chunk_dim(spec, axis)
+        if dim is not None:
+            plan[name] = Spec(
+                spec.shape, spec.dtype, spec.layout.replace(axis, Shard(dim)), undecided=(1 << mesh.ndim) - 1
+            )
+            found[name] = axis
+    return found
+
+
 def _agree(mesh: Mesh, names: _Names, plan: Mapping[str, Spec], problem: MeshwrightError | None) -> None:
     """All ranks must shard the same model in the same way; a mistake found on one rank is raised on all."""
     if mesh.size == 1:
@@ -230,9 +266,7 @@ def _registry(module: nn.Module, key: str) -> dict[str, Any]:
     return module._parameters if key in module._parameters else module._buffers
 
 
-def _materialise(
-    model: nn.Module, names: _Names, mesh: Mesh, init: Callable[[nn.Module], Any] | None
-) -> None:
+def _materialise(model: nn.Module, names: _Names, mesh: Mesh, init: Callable[[nn.Module], Any] | None) -> None:
     """Give a model from the meta device its values: those that its construction draws from the same seed."""
     for name, t in names.current().items():
         if t.is_meta:  # a buffer: small, the same everywhere

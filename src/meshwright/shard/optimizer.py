@@ -150,9 +150,7 @@ def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool) -> 
         return
     split = next((p for p in params if not p.layout.is_replicated()), None)
     if kind.__name__ == "SparseAdam" and builtin:
-        raise ShardError(
-            "SparseAdam expects sparse gradients, which distributed parameters do not have: use Adam"
-        )
+        raise ShardError("SparseAdam expects sparse gradients, which distributed parameters do not have: use Adam")
     if split is None:
         return
     where = f"{name_of(split)} lies as {split.layout!r}"
@@ -318,8 +316,7 @@ def local_state(value: Any, spec: Spec, what: str) -> Any:
             whole = Spec(spec.shape, value.dtype, Layout(spec.mesh))
             return convert.apply(plan_conversion(whole, target).steps, value).clone()
     raise LayoutError(
-        f"{what} has shape {shape}: expected the global shape {tuple(spec.shape)}, or a DistTensor of that "
-        "shape"
+        f"{what} has shape {shape}: expected the global shape {tuple(spec.shape)}, or a DistTensor of that shape"
     )
 
 

@@ -20,4 +20,13 @@ def become(t: Tensor, kind: type[Tensor]) -> None:
     t.__class__ = kind
 
 
-__all__ = ["become", "get_grad", "set_grad"]
+def bare(t: Tensor) -> Tensor:
+    """The local tensor under a distributed one: plain, without history, sharing memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        local = Tensor.detach(t)
+        if local.__class__ is not Tensor:
+            become(local, Tensor)
+        return local
+
+
+__all__ = ["bare", "become", "get_grad", "set_grad"]

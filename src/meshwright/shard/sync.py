@@ -24,11 +24,14 @@ import torch.nn as nn
 from .. import collective, convert, runtime
 from ..dispatch import disabled
 from ..errors import ShardError
-from ..layout import Spec
+from ..layout import Shard, Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, stamp
-from .raw import get_grad, set_grad
+from .flights import Reduction, Scattering
+from .held import held, in_spec
+from .packing import Packing
+from .raw import bare, get_grad, set_grad
 
 Tensor = torch.Tensor
 BUCKET_BYTES = 25 << 20  # as in PyTorch's DistributedDataParallel
@@ -49,16 +52,17 @@ class Bucket:
     backward to the next, and reused when nobody holds a view of it any more.
     """
 
-    __slots__ = ("axes", "flat", "left", "members")
+    __slots__ = ("axes", "flat", "left", "members", "scatter")
 
-    def __init__(self, axes: tuple[int, ...], members: Sequence[int]) -> None:
+    def __init__(self, axes: tuple[int, ...], members: Sequence[int], scatter: int | None = None) -> None:
         self.axes, self.members = axes, tuple(members)
+        self.scatter = scatter  # the axis that is reduce-scattered over, if one is
         self.left = len(self.members)
         self.flat: Tensor | None = None
 
     def buffer(self, grads: Sequence[Tensor]) -> Tensor:
         """A flat tensor with room for ``grads`` that nobody else looks at."""
-        size, like = sum(g.numel() for g in grads), grads[0]
+        size, like = sum(Tensor.numel(g) for g in grads), grads[0]
         flat = self.flat
         if flat is None or flat.numel() < size or flat.dtype is not like.dtype or flat.device != like.device:
             flat = self.flat = like.new_empty(size)
@@ -67,18 +71,15 @@ class Bucket:
         return flat if flat.numel() == size else flat[:size]
 
 
+def _cut_dim(spec: Spec, axis: int) -> int:
+    p = spec.layout.placements[axis]
+    assert isinstance(p, Shard)
+    return p.dim
+
+
 def _users(flat: Tensor) -> int:
     storage = flat.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # one of them is ``storage``
-
-
-class Flight:
-    """A reduction under way, and the gradients that it will give."""
-
-    __slots__ = ("members", "pending", "views")
-
-    def __init__(self, members: Sequence[int], views: Sequence[Tensor], pending: collective.Pending) -> None:
-        self.members, self.views, self.pending = members, views, pending
 
 
 class GradSync:
@@ -96,6 +97,7 @@ class GradSync:
         self.mesh, self.names, self.params = mesh, list(names), list(params)
         self.bucket_bytes = bucket_bytes
         self.enabled = True
+        self.apart: set[int] = set()  # parameters whose gradients come another way (see zero)
         self._start()
 
     def _start(self) -> None:
@@ -106,16 +108,21 @@ class GradSync:
         self.where: list[Bucket | None] = [None] * len(self.params)
         self.buckets: list[Bucket] = []
         self.launched = 0
-        self.flights: list[Flight] = []
+        self.flights: list[Reduction | Scattering] = []
         self.order: list[int] | None = []  # in which gradients came, until the buckets follow it
         self.followed: list[int] | None = None
         for i, p in enumerate(self.params):
             _install(self, i, p)
+            p.__dict__["_sync"] = weakref.ref(self)
+
+    def replan(self) -> None:
+        """Divide anew before the next backward: what is wanted of the gradients has changed."""
+        self.specs = [None] * len(self.params)
 
     # -- copies of the model --------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("mesh", "names", "params", "bucket_bytes", "enabled")
+        kept = ("mesh", "names", "params", "bucket_bytes", "enabled", "apart")
         return {k: self.__dict__[k] for k in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -162,34 +169,46 @@ class GradSync:
         order = self.followed or range(len(self.params) - 1, -1, -1)
         open_: dict[Any, list[int]] = {}
         filled: dict[Any, int] = {}
-        here = self.mesh.coordinate(runtime.RT.rank)
+        first = (0,) * self.mesh.ndim
         for i in order:
             spec = self.params[i]._spec
             if not spec.reduced:
                 continue
             axes = self._axes(spec)
             # Sizes of the first rank, so that uneven shards cannot make the ranks divide differently.
-            size = math.prod(spec.local_shape((0,) * len(here))) * spec.dtype.itemsize
-            key = (axes, spec.dtype)
-            if size >= self.bucket_bytes or not axes:
-                self._close(axes, [i])
+            size = math.prod(spec.local_shape(first)) * spec.dtype.itemsize
+            scatter = self._scatter(i, axes)
+            key = (axes, scatter, spec.dtype)
+            if size >= self.bucket_bytes or not axes or i in self.apart:
+                self._close(axes, scatter, [i])
                 continue
             open_.setdefault(key, []).append(i)
             filled[key] = filled.get(key, 0) + size
             if filled[key] >= self.bucket_bytes:
-                self._close(axes, open_.pop(key))
+                self._close(axes, scatter, open_.pop(key))
                 del filled[key]
-        for (axes, _), members in open_.items():
-            self._close(axes, members)
+        for (axes, scatter, _), members in open_.items():
+            self._close(axes, scatter, members)
         # A bucket is complete when its last gradient is there: launch in that order.
-        place = {i: k for k, i in enumerate(order)}
+        place = {i: k + len(order) * (i in self.apart) for k, i in enumerate(order)}
         self.buckets.sort(key=lambda b: max(place[i] for i in b.members))
+
+    def _scatter(self, i: int, axes: tuple[int, ...]) -> int | None:
+        """The axis over which the gradient of a parameter is wanted in chunks, if it has to be reduced
+        there."""
+        chunk: Spec | None = self.params[i].__dict__.get("_chunk")
+        if chunk is not None:
+            for a in axes:
+                if isinstance(chunk.layout.placements[a], Shard):
+                    self.synced[i] = chunk.with_(dtype=self.params[i]._spec.dtype)
+                    return a
+        return None
 
     def _axes(self, spec: Spec) -> tuple[int, ...]:
         return tuple(a for a in bits(spec.reduced) if self.mesh.sizes[a] > 1)
 
-    def _close(self, axes: tuple[int, ...], members: list[int]) -> None:
-        bucket = Bucket(axes, members)
+    def _close(self, axes: tuple[int, ...], scatter: int | None, members: list[int]) -> None:
+        bucket = Bucket(axes, members, scatter)
         self.buckets.append(bucket)
         for i in members:
             self.where[i] = bucket
@@ -213,24 +232,31 @@ class GradSync:
                     continue  # unused, or to be differentiated again (see _finish)
                 if g.is_sparse:
                     raise ShardError(
-                        f"{self.names[i]} has a sparse gradient, which cannot be synchronised: use "
-                        "sparse=False"
+                        f"{self.names[i]} has a sparse gradient, which cannot be synchronised: use sparse=False"
                     )
                 grads.append(g)
                 members.append(i)
                 # What comes later in this backward starts a new gradient and is added at the end.
                 set_grad(p, None)
-            if not grads:
-                return
-            group = collective.group(self.mesh, bucket.axes)
-            if len(grads) == 1:
-                (g,) = grads
-                self.flights.append(Flight(members, grads, collective.all_reduce_async(g, "sum", group)))
-                return
-            flat = bucket.buffer(grads)
-            views = _unflatten(flat, grads)
-            torch._foreach_copy_(views, grads)
-            self.flights.append(Flight(members, views, collective.all_reduce_async(flat, "sum", group)))
+            if grads:
+                self.flights.append(self._flight(bucket, members, grads))
+
+    def _flight(self, bucket: Bucket, members: list[int], grads: list[Tensor]) -> Reduction | Scattering:
+        """Start the reduction of gradients that were taken from their parameters."""
+        params, specs = [self.params[i] for i in members], [self.synced[i] for i in members]
+        if bucket.scatter is not None:
+            axis = bucket.scatter
+            dims = [_cut_dim(s, axis) for s in specs]
+            packing = Packing([Tensor.size(g) for g in grads], dims, self.mesh.sizes[axis])
+            others = tuple(a for a in bucket.axes if a != axis)
+            return Scattering(params, [bare(g) for g in grads], specs, packing, axis, others, True)
+        group = collective.group(self.mesh, bucket.axes)
+        if len(grads) == 1:
+            return Reduction(params, specs, grads, collective.all_reduce_async(grads[0], "sum", group))
+        flat = bucket.buffer(grads)
+        views = _unflatten(flat, grads)
+        torch._foreach_copy_(views, grads)
+        return Reduction(params, specs, views, collective.all_reduce_async(flat, "sum", group))
 
     def _finish(self) -> None:
         """End of the backward: launch what is left, wait, and give the parameters their gradients."""
@@ -240,17 +266,11 @@ class GradSync:
                 self._launch(self.buckets[self.launched - 1])
             flights, self.flights = self.flights, []
             with torch.no_grad(), disabled():
-                late = [i for f in flights for i in f.members if get_grad(self.params[i]) is not None]
-                extra = self._take(late)
+                late = self._take(flights)
                 for flight in flights:
-                    flight.pending.wait()
-                    for i, view in zip(flight.members, flight.views, strict=True):
-                        set_grad(self.params[i], stamp(view, self.synced[i]))
-                for i, g in extra:
-                    total = get_grad(self.params[i])
-                    assert total is not None
-                    axes = self._axes(self.params[i]._spec)
-                    total.add_(collective.all_reduce(g, "sum", collective.group(self.mesh, axes)))
+                    flight.land()
+                for i, g in late:
+                    self._add_late(i, g)
             self._finish_differentiable()
         finally:
             self.active = False
@@ -262,15 +282,23 @@ class GradSync:
         own = g.__dict__.get("_spec")
         return own is None or own.layout == self.partial[i].layout
 
-    def _take(self, late: Sequence[int]) -> list[tuple[int, Tensor]]:
+    def _take(self, flights: Sequence[Reduction | Scattering]) -> list[tuple[int, Tensor]]:
         """Gradients that came after the bucket of their parameter had left (by a nested backward)."""
+        gone = {id(p) for f in flights for p in f.params}
         taken = []
-        for i in late:
-            g = get_grad(self.params[i])
-            if g is not None and not g.requires_grad:
+        for i, p in enumerate(self.params):
+            g = get_grad(p) if id(p) in gone else None
+            if g is not None and not g.requires_grad and self._is_partial(i, g):
                 taken.append((i, g))
-                set_grad(self.params[i], None)
+                set_grad(p, None)
         return taken
+
+    def _add_late(self, i: int, g: Tensor) -> None:
+        p = self.params[i]
+        made = in_spec(g, self.partial[i], self.synced[i])
+        total = held(p) if held(p) is not None else get_grad(p)
+        assert total is not None
+        Tensor.add_(total, made)
 
     def _finish_differentiable(self) -> None:
         """Gradients made with ``create_graph=True`` are reduced one by one, differentiably."""
@@ -281,8 +309,9 @@ class GradSync:
                 continue
             with disabled(), torch.enable_grad():
                 source = g.__dict__.get("_spec") or p._spec.grad()
-                made = convert.apply(plan_conversion(source, self.synced[i]).steps, g)
-                set_grad(p, stamp(made.view_as(made) if made is g else made, self.synced[i]))
+                target = p._spec.with_(reduced=0, undecided=0)
+                made = convert.apply(plan_conversion(source, target).steps, g)
+                set_grad(p, stamp(made.view_as(made) if made is g else made, target))
 
     def _follow(self) -> None:
         """From now on buckets follow the order of the first backward, as the first rank saw it."""
@@ -293,7 +322,7 @@ class GradSync:
         seen = collective.all_gather_object(seen, group)[0]
         known = set(seen)
         self.followed = seen + [i for i in range(len(self.params) - 1, -1, -1) if i not in known]
-        self.specs = [None] * len(self.params)  # plan anew
+        self.replan()
 
     def before(self, i: int) -> None:
         """Something will be added to the gradient of parameter ``i``: make a reduced one Partial again.
@@ -346,9 +375,7 @@ def syncs_of(model: nn.Module) -> list[GradSync]:
     """The gradient synchronisations of a model and of its parts."""
     found = [m.__dict__["_gradient_sync"] for m in model.modules() if "_gradient_sync" in m.__dict__]
     if not found:
-        raise ShardError(
-            "no_sync: this model was not sharded; call mw.shard_module(model, mesh, placements) first"
-        )
+        raise ShardError("no_sync: this model was not sharded; call mw.shard_module(model, mesh, placements) first")
     return found
 
 

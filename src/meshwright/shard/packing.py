@@ -1,0 +1,117 @@
+"""Many tensors in one collective: chunks of each along a dim, one row per rank.
+
+Row ``r`` of the packed buffer holds chunk ``r`` of every tensor, each in a slot as long as the largest
+chunk.  A reduce-scatter of the buffer gives every rank its chunks of all tensors; an all-gather of a rank's
+row is the reverse. The idea is that of FSDP2 (Zhao et al., 2023; Feng et al., TorchTitan).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..layout import REPLICATE, Layout, Shard, Spec, chunk_bounds, chunk_sizes
+
+Tensor = torch.Tensor
+
+
+class Packing:
+    """Where the chunks of some tensors lie in a buffer of ``n`` rows.
+
+    Args:
+        shapes: shapes of the whole tensors.
+        dims: the dim along which each is cut, in ``torch.chunk`` parts.
+        n: number of ranks.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], dims: Sequence[int], n: int) -> None:
+        self.shapes, self.dims, self.n = [tuple(s) for s in shapes], list(dims), n
+        self.offsets: list[int] = []
+        self.row = 0  # elements in a row
+        for shape, dim in zip(self.shapes, self.dims, strict=True):
+            self.offsets.append(self.row)
+            self.row += math.prod(self.chunk_shape(shape, dim, 0))
+
+    def chunk_shape(self, shape: tuple[int, ...], dim: int, rank: int) -> tuple[int, ...]:
+        """Shape of the chunk of one rank."""
+        lo, hi = chunk_bounds(shape[dim], self.n, rank)
+        return (*shape[:dim], hi - lo, *shape[dim + 1 :])
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each rank in the flat buffer."""
+        return [self.row] * self.n
+
+    def _pairs(self, flat: Tensor, wholes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the buffer and views of the whole tensors that correspond."""
+        rows, n = flat.view(self.n, self.row), self.n
+        packed: list[Tensor] = []
+        cut: list[Tensor] = []
+        for t, shape, dim, offset in zip(wholes, self.shapes, self.dims, self.offsets, strict=True):
+            if shape[dim] % n == 0:
+                chunk = self.chunk_shape(shape, dim, 0)
+                packed.append(rows[:, offset : offset + math.prod(chunk)].view(n, *chunk))
+                cut.append(t.unflatten(dim, (n, chunk[dim])).movedim(dim, 0) if dim else t.view(n, *chunk))
+                continue
+            for r, part in enumerate(t.split(chunk_sizes(shape[dim], n), dim)):
+                if part.numel():
+                    packed.append(rows[r, offset : offset + part.numel()].view(part.shape))
+                    cut.append(part)
+        return packed, cut
+
+    def pack(self, wholes: Sequence[Tensor]) -> Tensor:
+        """A new flat buffer that holds the tensors."""
+        flat = wholes[0].new_empty(self.n * self.row)
+        packed, cut = self._pairs(flat, [t if t.is_contiguous() else t.contiguous() for t in wholes])
+        torch._foreach_copy_(packed, cut)
+        return flat
+
+    def unpack(self, flat: Tensor, wholes: Sequence[Tensor]) -> None:
+        """Fill the (contiguous) tensors from a buffer."""
+        packed, cut = self._pairs(flat, wholes)
+        torch._foreach_copy_(cut, packed)
+
+    def pack_row(self, chunks: Sequence[Tensor]) -> Tensor:
+        """One rank's row from its chunks."""
+        row = chunks[0].new_empty(self.row)
+        views = [row[o : o + c.numel()].view(c.shape) for o, c in zip(self.offsets, chunks, strict=True)]
+        torch._foreach_copy_(views, list(chunks))
+        return row
+
+    def chunks(self, row: Tensor, rank: int) -> list[Tensor]:
+        """Views of the chunks in a rank's row."""
+        made = []
+        for shape, dim, offset in zip(self.shapes, self.dims, self.offsets, strict=True):
+            chunk = self.chunk_shape(shape, dim, rank)
+            made.append(row[offset : offset + math.prod(chunk)].view(chunk))
+        return made
+
+
+def chunk_dim(spec: Spec, axis: int) -> int | None:
+    """The dim along which a tensor is cut over one more axis; None where it stays as it is.
+
+    Of the dims that no other axis splits: the first one that the axis divides evenly, else the longest.  A
+    tensor none of whose dims is as long as the axis stays whole.
+    """
+    n = spec.mesh.sizes[axis]
+    split = spec.layout.dim_axes()
+    free = [d for d, size in enumerate(spec.shape) if d not in split and size >= n]
+    if n == 1 or not free:
+        return None
+    even = [d for d in free if spec.shape[d] % n == 0]
+    return even[0] if even else max(free, key=lambda d: (spec.shape[d], -d))
+
+
+def cut_over(spec: Spec, axis: int, dim: int) -> Spec:
+    """The spec with one axis cutting a dim."""
+    return spec.with_(layout=spec.layout.replace(axis, Shard(dim)), reduced=0, undecided=0)
+
+
+def whole_over(spec: Spec, axis: int) -> Layout:
+    """The layout of a spec with one axis no longer cutting it."""
+    return spec.layout.replace(axis, REPLICATE)
+
+
+__all__ = ["Packing", "chunk_dim", "cut_over", "whole_over"]
