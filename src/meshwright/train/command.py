@@ -20,7 +20,7 @@ from . import options
 from . import plot as picture
 from .config import TrainConfig
 from .data import load_corpus
-from .launch import Joined, RankError, check_devices, first_to_fail, run_joined, run_processes
+from .launch import Joined, RankError, check_devices, check_joined, first_to_fail, run_joined, run_processes
 from .plan import plan_for
 from .show import Show
 
@@ -110,9 +110,11 @@ def _checked(context: typer.Context, joined: Joined | None) -> TrainConfig:
     given["mesh"] = tuple(zip(described.axes, described.sizes, strict=True))
     config = TrainConfig(**given)
     plan_for(config.make_mesh(), sequence_parallel=config.sequence_parallel)
-    if joined is None:  # torchrun's ranks read it together: see loop.agreed_corpus
+    if joined is None:
         check_devices(config, described.size)
         load_corpus(config.data, config.seq)
+    else:  # its ranks read the text together: see loop.agreed_corpus
+        check_joined(config, joined)
     return config
 
 

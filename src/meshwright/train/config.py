@@ -82,9 +82,7 @@ class TrainConfig:
         if self.lr is not None and not self.lr > 0:
             raise OptionError(f"--lr {self.lr}: a positive number was expected")
         if self.clip is not None and not self.clip > 0:
-            raise OptionError(
-                f"--clip {self.clip}: a positive number was expected (leave it out: no clipping)"
-            )
+            raise OptionError(f"--clip {self.clip}: a positive number was expected (leave it out: no clipping)")
         self.check_mesh()
 
     def check_mesh(self) -> None:
@@ -95,13 +93,9 @@ class TrainConfig:
             if axis is None:
                 continue
             if axis not in mesh.axes:
-                raise MeshError(
-                    f"{option} {axis}: unknown axis; {mesh!r} has the axes {', '.join(mesh.axes)}"
-                )
+                raise MeshError(f"{option} {axis}: unknown axis; {mesh!r} has the axes {', '.join(mesh.axes)}")
             if axis == "tp":
-                raise OptionError(
-                    f"{option} tp: the plan splits the parameters over tp already; take {option} dp"
-                )
+                raise OptionError(f"{option} tp: the plan splits the parameters over tp already; take {option} dp")
         if self.stored_over and self.states_over:
             raise OptionError(
                 f"--stored-over {self.stored_over} splits the optimizer states too: leave --states-over out"

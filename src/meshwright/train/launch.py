@@ -143,11 +143,7 @@ def _received(pipe: Any, process: Any, rank: int) -> tuple[str, Any]:
     except (EOFError, OSError):  # it ended without a word
         process.join(5)
         code = process.exitcode
-        how = (
-            f"was ended by {signal.Signals(-code).name}"
-            if code and code < 0
-            else f"ended with exit code {code}"
-        )
+        how = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
         return "failed", _Failure(rank, "", f"the process {how}")
 
 
@@ -216,9 +212,7 @@ def check_devices(config: TrainConfig, local: int) -> None:
     if config.device != "cuda":
         return
     if not torch.cuda.is_available():
-        raise OptionError(
-            "--device cuda: no usable GPU here (torch.cuda.is_available() is False); take --device cpu"
-        )
+        raise OptionError("--device cuda: no usable GPU here (torch.cuda.is_available() is False); take --device cpu")
     if torch.cuda.device_count() < local:
         raise OptionError(
             f"--device cuda: {local} processes need a GPU each, this machine has "
@@ -236,20 +230,24 @@ def _connect(config: TrainConfig, rank: int, local_rank: int, **how: Any) -> Non
 # ---------------------------------------------------------------------------------------------- torchrun
 
 
-def run_joined(config: TrainConfig, joined: Joined, emit: Emit) -> None:
-    """Be one of the processes that torchrun started.
-
-    Raises:
-        MeshError: on every rank, when the mesh does not match their number.
-        MeshwrightError, and whatever else the training raises.
-    """
+def check_joined(config: TrainConfig, joined: Joined) -> None:
+    """Raises MeshError, on every rank alike, where the mesh does not match the number of processes."""
     size = config.make_mesh().size
     if size != joined.world:
         given = ",".join(f"{axis}={n}" for axis, n in config.mesh)
         raise MeshError(
-            f"--mesh {given} needs {size} processes and torchrun started {joined.world} (WORLD_SIZE): start "
-            f"it with torchrun --nproc-per-node {size}, or change the mesh"
+            f"--mesh {given} needs {size} processes and torchrun started {joined.world} (WORLD_SIZE): start it "
+            f"with torchrun --nproc-per-node {size}, or change the mesh"
         )
+
+
+def run_joined(config: TrainConfig, joined: Joined, emit: Emit) -> None:
+    """Be one of the processes that torchrun started.
+
+    Raises:
+        OptionError: this machine has too few devices.
+        MeshwrightError, and whatever else the training raises.
+    """
     check_devices(config, joined.local_rank + 1)
     with _stdout_silenced(), _warnings_told(emit if joined.rank == 0 else None):
         _connect(config, joined.rank, joined.local_rank, world_size=joined.world)

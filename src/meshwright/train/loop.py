@@ -223,16 +223,13 @@ def agreed_corpus(config: TrainConfig, mesh: mw.Mesh) -> Corpus:
 def _described(trainer: Trainer, corpus: Corpus) -> dict[str, Any]:
     """The mesh and the parameters' layouts, for the terminal."""
     here = trainer.mesh.coordinate(runtime.RT.rank)
-    rows = [
-        {
-            "name": name,
-            "shape": tuple(p.shape),
-            "placements": tuple(map(repr, p.layout.placements)),
-            "local": p.spec.local_shape(here),
-            "dtype": str(p.dtype).removeprefix("torch."),
-        }
-        for name, p in trainer.model.named_parameters()
-    ]
+    rows = []
+    for name, p in trainer.model.named_parameters():
+        assert isinstance(p, mw.DistTensor)
+        placements = tuple(map(repr, p.placements))
+        rows.append(
+            {"name": name, "shape": tuple(p.shape), "placements": placements, "local": p.spec.local_shape(here)}
+        )
     return {"parameters": rows, "source": corpus.source}
 
 

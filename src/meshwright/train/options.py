@@ -42,9 +42,7 @@ Layers = Annotated[int, option(MODEL, "--layers", "Transformer blocks.")]
 Hidden = Annotated[int, option(MODEL, "--hidden", "Width of the residual stream.")]
 Heads = Annotated[int, option(MODEL, "--heads", "Attention heads.")]
 Tie = Annotated[bool, option(MODEL, "--tie", "The head shares the weight of the embedding.")]
-Dropout = Annotated[
-    float, option(MODEL, "--dropout", "Probability of dropout; the masks are the same on every mesh.")
-]
+Dropout = Annotated[float, option(MODEL, "--dropout", "Probability of dropout; the masks are the same on every mesh.")]
 Dtype = Annotated[str, option(MODEL, "--dtype", f"One of {', '.join(DTYPES)}.")]
 
 Data = Annotated[
@@ -62,9 +60,7 @@ Steps = Annotated[int, option(TRAINING, "--steps", "Steps of the optimizer.")]
 Accumulate = Annotated[
     int, option(TRAINING, "--accumulate", "Micro-steps per step; gradients are exchanged once per step.")
 ]
-Optimizer = Annotated[
-    str, option(TRAINING, "--optimizer", f"One of {', '.join(OPTIMIZERS)} (sgd: momentum 0.9).")
-]
+Optimizer = Annotated[str, option(TRAINING, "--optimizer", f"One of {', '.join(OPTIMIZERS)} (sgd: momentum 0.9).")]
 Lr = Annotated[float | None, option(TRAINING, "--lr", "Learning rate." + unset(RATES))]
 Clip = Annotated[
     float | None, option(TRAINING, "--clip", "Largest norm of all gradients together." + unset("no clipping"))
@@ -92,8 +88,6 @@ Verify = Annotated[
         f"relative differences: {BOUNDS}.  Exit code 1 beyond.",
     ),
 ]
-Json = Annotated[
-    bool, option(OUTPUT, "--json", "Print one JSON object last; everything else goes to stderr.")
-]
+Json = Annotated[bool, option(OUTPUT, "--json", "Print one JSON object last; everything else goes to stderr.")]
 Plot = Annotated[Path, option(OUTPUT, "--plot", "Where the plot of the loss goes.")]
 NoPlot = Annotated[bool, option(OUTPUT, "--no-plot", "Draw no plot.")]

@@ -65,6 +65,4 @@ def plan_for(mesh: mw.Mesh, *, sequence_parallel: bool = False, tie: bool = Fals
     if not sequence_parallel:
         return ModelPlan(parameters, batch=batch)
     split, whole = {"tp": mw.Shard(1)}, {"tp": mw.Replicate()}
-    return ModelPlan(
-        parameters, dict.fromkeys(GATHERED_BEFORE, whole), dict.fromkeys(SCATTERED_AFTER, split), batch
-    )
+    return ModelPlan(parameters, dict.fromkeys(GATHERED_BEFORE, whole), dict.fromkeys(SCATTERED_AFTER, split), batch)

@@ -17,9 +17,7 @@ def check_path(path: Path) -> None:
 
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.removeprefix(".").lower() not in formats:
-        raise OptionError(
-            f"--plot {path}: unknown kind of picture; end the name in one of .{', .'.join(formats)}"
-        )
+        raise OptionError(f"--plot {path}: unknown kind of picture; end the name in one of .{', .'.join(formats)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
@@ -51,17 +49,11 @@ def draw(path: Path, title: str, steps: Sequence[dict[str, Any]], tolerance: flo
     else:
         loss, off = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
         # Equal losses have no place on a logarithmic axis: they are drawn at the rounding of float64.
-        off.semilogy(
-            at, [max(told["rel_loss_diff"], 1e-16) for told in steps], ".-", color=GRAY, lw=0.8, ms=3
-        )
+        off.semilogy(at, [max(told["rel_loss_diff"], 1e-16) for told in steps], ".-", color=GRAY, lw=0.8, ms=3)
         off.axhline(tolerance, color=REFERENCE, ls="--", lw=1)
-        off.annotate(
-            "tolerance", (1, tolerance), (0, -3), textcoords="offset points", va="top", color=REFERENCE
-        )
+        off.annotate("tolerance", (1, tolerance), (0, -3), textcoords="offset points", va="top", color=REFERENCE)
         off.set_ylabel("relative\ndifference")
-        loss.plot(
-            at, [told["reference"] for told in steps], color=REFERENCE, lw=4, alpha=0.5, label="one device"
-        )
+        loss.plot(at, [told["reference"] for told in steps], color=REFERENCE, lw=4, alpha=0.5, label="one device")
     loss.plot(at, [told["loss"] for told in steps], color=LOSS, lw=1.4, label="mesh")
     if tolerance is not None:
         loss.legend(frameon=False)

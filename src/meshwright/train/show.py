@@ -120,9 +120,7 @@ class Show:
         self.close()
         self.summary, self.verdict = values["summary"], values["verdict"]
         found = self.summary
-        kinds = ", ".join(
-            f"{n} {kind.replace('_', '-')}" for kind, n in found["collectives_per_step"].items()
-        )
+        kinds = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in found["collectives_per_step"].items())
         self.console.print()
         self.console.print(
             Text(
