@@ -24,7 +24,9 @@ from ..errors import LayoutError, ShardError
 from ..layout import Layout, Partial, Spec
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, stamp
+from .held import hold
 from .raw import become, get_grad, set_grad
+from .states import Chunks, Shadow
 
 Tensor = torch.Tensor
 
@@ -46,19 +48,29 @@ class Binding:
         opt: the optimizer.
         elementwise: the caller's word that a step of an unknown class treats elements one by one.
         reshards: bring gradients of other layouts to the parameter's, instead of refusing them.
+        states_over: the axis that states are split over.
     """
 
-    def __init__(self, opt: Optimizer, *, elementwise: bool = False, reshards: bool = False) -> None:
+    def __init__(
+        self,
+        opt: Optimizer,
+        *,
+        elementwise: bool = False,
+        reshards: bool = False,
+        states_over: str | None = None,
+    ) -> None:
         self.elementwise, self.reshards = elementwise, reshards
+        self.chunks = Chunks(states_over, ()) if states_over is not None else None
+        self.shadow: Shadow | None = None
         self.count: tuple[int, ...] = ()
         self.params: list[DistTensor] = []
         self.specs: list[Spec] = []
         self.wanted: list[Spec] = []
         self.swapped: list[Tensor] = []
         self.follow(opt)
-        opt.register_state_dict_post_hook(_state_out)
-        opt.register_load_state_dict_post_hook(_state_in)
-        _state_in(opt)
+        if _state_out not in opt._optimizer_state_dict_post_hooks.values():
+            opt.register_state_dict_post_hook(_state_out)
+            opt.register_load_state_dict_post_hook(_state_in)
 
     def follow(self, opt: Optimizer) -> None:
         """Look at the parameters (again): groups may have been added."""
@@ -67,9 +79,16 @@ class Binding:
             return
         self.count = count
         self.params = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
+        check_class(opt, self.params, self.elementwise, self.chunks is not None)
+        if self.chunks is not None:
+            self.chunks.add(self.params)
+            self.params = [p for p in self.params if self.chunks.spec(p) is None]
         self.specs = [p._spec for p in self.params]
         self.wanted = [_own(s) for s in self.specs]
-        check_class(opt, self.params, self.elementwise)
+
+    def state_spec(self, p: DistTensor) -> Spec:
+        """How the states of a parameter lie."""
+        return (self.chunks.spec(p) if self.chunks is not None else None) or _own(p._spec)
 
     def swap(self) -> None:
         """Make parameters and gradients plain.
@@ -79,7 +98,7 @@ class Binding:
         swapped: list[Tensor] = []
         with disabled():
             for i, p in enumerate(self.params):
-                g = get_grad(p)
+                g = p.grad if "_held" in p.__dict__ else get_grad(p)
                 if g is None:
                     continue
                 if g.__class__ is not DistTensor or g._spec is not self.wanted[i]:
@@ -109,6 +128,7 @@ class Binding:
         plan = plan_conversion(own.with_(undecided=0), wanted.with_(dtype=own.dtype))
         with torch.no_grad():
             made = stamp(convert.apply(plan.steps, g), wanted)
+        hold(p, None)
         set_grad(p, made)
         return made
 
@@ -138,8 +158,8 @@ def _unfit(p: DistTensor, own: Spec) -> str:
     )
 
 
-def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool) -> None:
-    """Refuse optimizers that mix elements, unless every rank holds all of them.
+def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, splits: bool = False) -> None:
+    """Refuse optimizers that mix elements, unless every rank holds all of them (and no states are split).
 
     Raises:
         ShardError: with the reason.
@@ -151,9 +171,9 @@ def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool) -> 
     split = next((p for p in params if not p.layout.is_replicated()), None)
     if kind.__name__ == "SparseAdam" and builtin:
         raise ShardError("SparseAdam expects sparse gradients, which distributed parameters do not have: use Adam")
-    if split is None:
+    if split is None and not splits:
         return
-    where = f"{name_of(split)} lies as {split.layout!r}"
+    where = f"{name_of(split)} lies as {split.layout!r}" if split is not None else "states_over splits its states"
     if builtin and kind.__name__ in MIXING:
         raise ShardError(
             f"{kind.__name__} {MIXING[kind.__name__]}, which a rank cannot do with its part alone "
@@ -174,6 +194,7 @@ def binding_of(opt: Optimizer) -> Binding | None:
     found: Binding | None = opt.__dict__.get("_meshwright")
     if found is None and any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
         found = opt.__dict__["_meshwright"] = Binding(opt)
+        _state_in(opt)
     return found
 
 
@@ -183,22 +204,31 @@ def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     binding.restore()  # after a step that raised
     binding.follow(opt)
-    closure = kwargs.get("closure") if len(args) < 2 else args[1]
-    if closure is not None:
-        # The closure runs the model: for that the parameters must be distributed again.
-        def distributed() -> Any:
-            binding.restore()
-            try:
-                loss = closure()
-                return loss.item() if isinstance(loss, DistTensor) and _mixes(opt) else loss
-            finally:
-                binding.swap()
-
-        args, kwargs = args[:1], {**kwargs, "closure": distributed}
-        binding.swap()
-        return args, kwargs
+    args, kwargs = _with_closure(opt, binding, args, kwargs)
     binding.swap()
-    return None
+    if binding.chunks is not None:
+        binding.shadow = Shadow(opt, binding.chunks)
+        args = (binding.shadow.made, *args[1:])
+    return args, kwargs
+
+
+def _with_closure(opt: Optimizer, binding: Binding, args: Any, kwargs: Any) -> Any:
+    """A closure runs the model: for that the parameters must be distributed again."""
+    closure = kwargs.get("closure") if len(args) < 2 else args[1]
+    if closure is None:
+        return args, kwargs
+
+    def distributed() -> Any:
+        binding.restore()
+        try:
+            loss = closure()
+            return loss.item() if isinstance(loss, DistTensor) and _mixes(opt) else loss
+        finally:
+            binding.swap()
+            if binding.shadow is not None:
+                binding.shadow.refresh()
+
+    return args[:1], {**kwargs, "closure": distributed}
 
 
 def _mixes(opt: Optimizer) -> bool:
@@ -206,16 +236,19 @@ def _mixes(opt: Optimizer) -> bool:
 
 
 def _after_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
-    binding = opt.__dict__.get("_meshwright")
+    binding: Binding | None = opt.__dict__.get("_meshwright")
     if binding is not None:
         binding.restore()
+        shadow, binding.shadow = binding.shadow, None
+        if shadow is not None:
+            shadow.settle()
 
 
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 
 
-def shard_optimizer(opt: Optimizer, *, elementwise: bool = False) -> Optimizer:
+def shard_optimizer(opt: Optimizer, *, states_over: str | None = None, elementwise: bool = False) -> Optimizer:
     """Prepare an optimizer for distributed parameters; the same object is returned.
 
     Plain optimizers work on distributed parameters whose gradients lie as they do.  This adds: gradients of
@@ -223,11 +256,13 @@ def shard_optimizer(opt: Optimizer, *, elementwise: bool = False) -> Optimizer:
     ``state_dict()`` gives the states as DistTensors; ``load_state_dict()`` takes whole tensors, or
     DistTensors of any layout.
 
-    Args:
-        opt: an optimizer over the parameters of a sharded model.
-        elementwise: a class of your own treats elements one by one.
+    Args: opt: an optimizer over the parameters of a sharded model. states_over: axis over which states are
+    split (ZeRO-1), and with them the gradients of a model that was sharded with ``shard_module`` (ZeRO-2):
+    each rank updates its chunk of every parameter that is replicated on the axis, then the chunks are
+    gathered. elementwise: a class of your own treats elements one by one.
 
     Raises:
+        MeshError: no such axis.
         ShardError: an optimizer that mixes elements of parameters that are split.
     """
     if not isinstance(opt, Optimizer):
@@ -238,18 +273,24 @@ def shard_optimizer(opt: Optimizer, *, elementwise: bool = False) -> Optimizer:
             "first, and on the "
             "meta device make the optimizer after it"
         )
-    found: Binding | None = opt.__dict__.get("_meshwright")
-    if found is None:
-        opt.__dict__["_meshwright"] = Binding(opt, elementwise=elementwise, reshards=True)
-        _protect(opt)
-    else:
-        found.reshards, found.elementwise = True, found.elementwise or elementwise
+    found: Binding | None = opt.__dict__.pop("_meshwright", None)
+    made = Binding(
+        opt,
+        elementwise=elementwise or (found is not None and found.elementwise),
+        reshards=True,
+        states_over=states_over,
+    )
+    opt.__dict__["_meshwright"] = made
+    _state_in(opt)
+    _protect(opt)
     return opt
 
 
 def _protect(opt: Optimizer) -> None:
     """A step that raises must leave the parameters distributed."""
     before = opt.__dict__.get("step")  # a scheduler may have wrapped it
+    if getattr(before, "_meshwright", False):
+        return
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -257,6 +298,7 @@ def _protect(opt: Optimizer) -> None:
         finally:
             self.__dict__["_meshwright"].restore()
 
+    step._meshwright = True  # type: ignore[attr-defined]
     if before is not None:
         step.__dict__.update(before.__dict__)
     opt.__dict__["step"] = types.MethodType(step, opt)  # bound: schedulers rebind plain functions
@@ -267,31 +309,39 @@ def _protect(opt: Optimizer) -> None:
 
 def _state_out(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """States of one value per element become DistTensors that lie as their parameter (sharing memory)."""
+    binding: Binding = opt.__dict__["_meshwright"]
     params = [p for g in opt.param_groups for p in g["params"]]
     indices = [i for g in state_dict["param_groups"] for i in g["params"]]
     by_index = dict(zip(indices, params, strict=True))
     state = {}
     for index, entry in state_dict["state"].items():
         p = by_index.get(index)
-        state[index] = {k: _stamped(v, p) for k, v in entry.items()} if isinstance(p, DistTensor) else entry
+        state[index] = _stamped(entry, p, binding) if isinstance(p, DistTensor) else entry
     return {**state_dict, "state": state}
 
 
-def _stamped(value: Any, p: DistTensor) -> Any:
-    with disabled():
-        if not isinstance(value, Tensor) or isinstance(value, DistTensor) or not value.dim():
-            return value
-        if Tensor.size(value) != Tensor.size(p):
-            return value
-        return stamp(value.view_as(value), _own(p._spec).with_(dtype=value.dtype))
+def _stamped(entry: dict[str, Any], p: DistTensor, binding: Binding) -> dict[str, Any]:
+    spec = binding.state_spec(p)
+    shape = spec.local_shape(spec.mesh.coordinate(runtime.RT.rank))
+
+    def one(value: Any) -> Any:
+        with disabled():
+            if not isinstance(value, Tensor) or isinstance(value, DistTensor) or not value.dim():
+                return value
+            if tuple(value.shape) != shape:
+                return value
+            return stamp(value.view_as(value), spec.with_(dtype=value.dtype))
+
+    return {k: one(v) for k, v in entry.items()}
 
 
 def _state_in(opt: Optimizer) -> None:
     """Loaded states, whole or of any layout, become this rank's local parts."""
+    binding: Binding = opt.__dict__["_meshwright"]
     for p, entry in opt.state.items():
         if isinstance(p, DistTensor):
             for k, v in entry.items():
-                entry[k] = local_state(v, p._spec, f"state {k!r} of {name_of(p)}")
+                entry[k] = local_state(v, binding.state_spec(p), f"state {k!r} of {name_of(p)}")
 
 
 def local_state(value: Any, spec: Spec, what: str) -> Any:

@@ -89,7 +89,7 @@ class Packing:
         return made
 
 
-def chunk_dim(spec: Spec, axis: int) -> int | None:
+def chunk_dim(spec: Spec, axis: int, *, first: bool = False) -> int | None:
     """The dim along which a tensor is cut over one more axis; None where it stays as it is.
 
     Of the dims that no other axis splits: the first one that the axis divides evenly, else the longest.  A
@@ -100,6 +100,8 @@ def chunk_dim(spec: Spec, axis: int) -> int | None:
     free = [d for d, size in enumerate(spec.shape) if d not in split and size >= n]
     if n == 1 or not free:
         return None
+    if first and free[0] == 0:
+        return 0
     even = [d for d in free if spec.shape[d] % n == 0]
     return even[0] if even else max(free, key=lambda d: (spec.shape[d], -d))
 

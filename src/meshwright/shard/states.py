@@ -1,0 +1,190 @@
+"""Optimizer states split over an axis on which the parameters are whole (ZeRO-1 and ZeRO-2).
+
+Each rank of the axis updates its own chunk of every parameter.  Gradients are reduce-scattered instead of
+reduced, the optimizer sees chunks only, and after its step the updated chunks are gathered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from .. import collective, runtime
+from ..dispatch import disabled
+from ..layout import Replicate, Shard, Spec
+from ..tensor import DistTensor
+from .held import in_spec
+from .packing import Packing, chunk_dim, cut_over
+from .raw import bare
+from .sync import BUCKET_BYTES
+
+Tensor = torch.Tensor
+
+
+class Chunks:
+    """The own chunks of some parameters.
+
+    Args: axis: index of the mesh axis that the states are split over. params: the parameters; those that are
+    split over the axis already, or too small, are left as they are.
+    """
+
+    def __init__(self, axis: str, params: Iterable[DistTensor]) -> None:
+        self.axis = axis
+        self.specs: dict[int, Spec] = {}
+        self.views: dict[int, Tensor] = {}
+        self.add(params)
+
+    def add(self, params: Iterable[DistTensor]) -> None:
+        """Further parameters."""
+        for p in params:
+            axis = p._spec.mesh.axis_index(self.axis)
+            if id(p) in self.specs or not isinstance(p._spec.layout.placements[axis], Replicate):
+                continue
+            dim = chunk_dim(p._spec, axis, first=True)
+            if dim is None:
+                continue
+            self.specs[id(p)] = cut_over(p._spec, axis, dim)
+            p.__dict__["_chunk"] = self.specs[id(p)]  # the gradient synchronisation reads it
+            sync = p.__dict__["_sync"]() if "_sync" in p.__dict__ else None
+            if sync is not None:
+                sync.replan()
+
+    def spec(self, p: DistTensor) -> Spec | None:
+        """How the states of a parameter lie; None if they lie as the parameter."""
+        found = self.specs.get(id(p))
+        if found is not None and found.dtype is not p._spec.dtype:
+            found = self.specs[id(p)] = p.__dict__["_chunk"] = found.with_(dtype=p._spec.dtype)
+        return found
+
+    def view(self, p: DistTensor) -> Tensor:
+        """The own chunk of a parameter: memory of the parameter where the chunk is contiguous, else a
+        copy."""
+        spec = self.specs[id(p)]
+        axis = spec.mesh.axis_index(self.axis)
+        dim = _dim(spec, axis)
+        local = bare(p)
+        here = spec.mesh.coordinate(runtime.RT.rank)
+        lo = spec.local_offset(here)[dim] - p._spec.local_offset(here)[dim]
+        own = local.narrow(dim, lo, spec.local_shape(here)[dim])
+        kept = self.views.get(id(p))
+        if kept is None or kept.shape != own.shape or kept.dtype is not own.dtype or kept.device != own.device:
+            kept = None
+        if own.is_contiguous():
+            if kept is None or kept.data_ptr() != own.data_ptr():
+                kept = own
+        elif kept is None:
+            kept = own.clone(memory_format=torch.contiguous_format)
+        else:
+            kept.copy_(own)
+        self.views[id(p)] = kept
+        return kept
+
+    def prepare(self, p: DistTensor) -> Tensor:
+        """The own chunk with its gradient, for a step."""
+        view, g, spec = self.view(p), p.grad, self.specs[id(p)]
+        if g is None:
+            view.grad = None
+            return view
+        view.grad = bare(g) if g._spec.layout == spec.layout else bare(in_spec(g, g._spec, spec))
+        return view
+
+    def gather(self, params: Sequence[DistTensor]) -> None:
+        """Bring the chunks that a step has updated to all ranks."""
+        landing: list[tuple[Packing, list[DistTensor], collective.Pending]] = []
+        with torch.no_grad(), disabled():
+            for members in _buckets(params):
+                mesh = members[0]._spec.mesh
+                axis = mesh.axis_index(self.axis)
+                shapes = [Tensor.size(p) for p in members]
+                dims = [_dim(self.specs[id(p)], axis) for p in members]
+                packing = Packing(shapes, dims, mesh.sizes[axis])
+                row = packing.pack_row([self.views[id(p)] for p in members])
+                group = collective.group(mesh, (axis,))
+                landing.append((packing, members, collective.all_gather_async(row, 0, packing.sizes, group)))
+            for packing, members, pending in landing:
+                packing.unpack(pending.wait(), [bare(p) for p in members])
+
+
+def _dim(spec: Spec, axis: int) -> int:
+    p = spec.layout.placements[axis]
+    assert isinstance(p, Shard)
+    return p.dim
+
+
+def _buckets(params: Sequence[DistTensor]) -> Iterable[list[DistTensor]]:
+    """Parameters that travel together: same mesh and dtype, bounded size (of the first rank, as all must
+    agree)."""
+    groups: dict[Any, list[DistTensor]] = {}
+    for p in params:
+        groups.setdefault((p._spec.mesh, p._spec.dtype), []).append(p)
+    for members in groups.values():
+        bucket: list[DistTensor] = []
+        size = 0
+        for p in members:
+            bucket.append(p)
+            size += p._spec.nbytes
+            if size >= BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+class Shadow:
+    """For one step: an optimizer of the same class and settings over the own chunks.
+
+    The step runs on a copy of the optimizer object, so that the real one never shows anything but its
+    parameters.
+    """
+
+    def __init__(self, opt: Optimizer, chunks: Chunks) -> None:
+        self.opt, self.chunks = opt, chunks
+        self.stand_ins: dict[int, Tensor] = {}
+        made: Any = object.__new__(type(opt))
+        made.__dict__.update(opt.__dict__)
+        made.param_groups = [{**g, "params": [self._stand_in(p) for p in g["params"]]} for g in opt.param_groups]
+        made.state = defaultdict(dict)
+        for p in self._params():
+            if p in opt.state:
+                made.state[self.stand_ins[id(p)]] = opt.state[p]
+        self.made: Any = made
+
+    def _params(self) -> list[Tensor]:
+        return [p for g in self.opt.param_groups for p in g["params"]]
+
+    def _stand_in(self, p: Tensor) -> Tensor:
+        chunked = isinstance(p, DistTensor) and self.chunks.spec(p) is not None
+        made = self.chunks.prepare(p) if chunked else p  # type: ignore[arg-type]
+        self.stand_ins[id(p)] = made
+        return made
+
+    def refresh(self) -> None:
+        """Take the gradients that a closure has made."""
+        for p in self._params():
+            if self.stand_ins[id(p)] is not p:
+                self.chunks.prepare(p)  # type: ignore[arg-type]
+
+    def settle(self) -> None:
+        """After the step: what it left behind goes to the real optimizer, updated chunks to all ranks."""
+        opt, made = self.opt, self.made
+        updated: list[Any] = []
+        for p in self._params():
+            stand_in = self.stand_ins[id(p)]
+            if stand_in in made.state:
+                opt.state[p] = made.state[stand_in]
+            if stand_in is not p:
+                if stand_in.grad is not None:
+                    updated.append(p)
+                stand_in.grad = None
+        for group, shadowed in zip(opt.param_groups, made.param_groups, strict=True):
+            group.update({k: v for k, v in shadowed.items() if k != "params"})
+        kept = ("param_groups", "state")
+        opt.__dict__.update({k: v for k, v in made.__dict__.items() if k not in kept})
+        self.chunks.gather(updated)
+
+
+__all__ = ["Chunks", "Shadow"]
