@@ -234,7 +234,7 @@ class Plan:
     """What to do for one kind of call.
 
     ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule says.
-    ``untyped``: leaves that require grad get their type by this call.  ``retypes``: plain but for conversions that
+    ``untyped``: leaves that require grad are tied together (1) or get their type (2) by this call.  ``retypes``: plain but for conversions that
     only change types, which do nothing where no gradient is recorded.  ``native``: run this call instead of the op.
     ``swift``: conversions of plain positional arguments around one native op: no nested arguments to walk.
     """
@@ -242,7 +242,7 @@ class Plan:
     op: Op
     fast: bool = False
     plain: bool = False
-    untyped: bool = False
+    untyped: int = 0
     retypes: bool = False
     native: Native | None = None
     swift: bool = False
@@ -349,7 +349,7 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
         op,
         plain=not conversions and direct,
         retypes=bool(conversions) and direct and all(s.kind == "retype" for _, c in conversions for s in c.steps),
-        untyped=bool(decide or choice.open),
+        untyped=2 if decide else int(bool(choice.open)),
         native=local if isinstance(local, Native) else None,
         swift=bool(conversions) and direct and not decide and not choice.open and not op.inplace,
         spec=choice.outputs[0] if choice.outputs else None,
@@ -621,6 +621,17 @@ def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, gr
         if plan.open and grad_on and t.requires_grad and spec.undecided:
             tie([*tensors, t])
     return result
+
+
+def settle_after(plan: Plan, args: Any, kwargs: Any, result: Any, stamp: Stamp) -> Any:
+    """Stamp outputs of a call that ran already, and give its leaves the types that it implies."""
+    tensors = tensors_in((args, kwargs))
+    with disabled():
+        if torch.is_grad_enabled():
+            for i, spec in plan.decide:
+                if tensors[i].requires_grad:
+                    settle(tensors[i], spec)
+        return _finish(plan, tensors, result, stamp, torch.is_grad_enabled())
 
 
 def _check_locals(plan: Plan, made: Sequence[Tensor]) -> None:

@@ -28,6 +28,7 @@ from .dispatch import (
     plan_call,
     resolve,
     settle,
+    settle_after,
     tensors_in,
     warn_gathered,
 )
@@ -64,6 +65,8 @@ class DistTensor(torch.Tensor):
         if entry is None:
             return _general(key, func, types, args, kwargs or _NO)
         spec, untyped, native = entry
+        if untyped == 2 and _any_tied(args):
+            return _general(key, func, types, args, kwargs or _NO, typed=False)
         if native is None:
             out = call_disabled(func, types, args, kwargs or _NO)
         else:
@@ -73,8 +76,8 @@ class DistTensor(torch.Tensor):
                 return _general(key, func, types, args, kwargs or _NO)
         if out.__class__ is not Tensor:  # in place, or an op that returned its input
             return out
-        if untyped and out.requires_grad:  # a leaf gets its type now: rare, so the work is done twice
-            return _general(key, func, types, args, kwargs or _NO, typed=False)
+        if untyped and out.requires_grad:  # leaves get their types now
+            return settle_after(runtime.RT.plans[key], args, kwargs, out, stamp)
         if out.dtype is not spec.dtype:  # autocast
             spec = spec.with_(dtype=out.dtype)
         out.__class__ = DistTensor
@@ -384,7 +387,7 @@ def _general(
     plan = runtime.RT.plans.get(key)
     if plan is None:
         return _slow(key, func, types, args, kwargs)
-    if typed and plan.fast and (plan.plain or not torch.is_grad_enabled()):
+    if typed and plan.fast and (plan.plain or not torch.is_grad_enabled()) and not (plan.untyped == 2 and _any_tied(args)):
         native = plan.native
         try:
             if native is None:
@@ -397,13 +400,14 @@ def _general(
             if plan.plain:
                 runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
             return out
+        if plan.plain and out.__class__ is Tensor:
+            runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
         many = out if out.__class__ is not Tensor else (out,)
-        if not (plan.untyped and any(t.requires_grad for t in many)):
-            for t, spec in zip(many, plan.outputs, strict=True):
-                stamp(t, spec)
-            if plan.plain and out.__class__ is DistTensor:
-                runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
-            return out
+        if plan.untyped and any(t.requires_grad for t in many):
+            return settle_after(plan, args, kwargs, out, stamp)
+        for t, spec in zip(many, plan.outputs, strict=True):
+            stamp(t, spec)
+        return out
     if plan.swift and plan.checked:
         with disabled():
             out = execute_swift(plan, func, args, kwargs)
@@ -413,6 +417,10 @@ def _general(
             stamp(t, spec)
         return out
     return _run(plan, func, types, args, kwargs)
+
+
+def _any_tied(args: Any) -> bool:
+    return any(a.__class__ is DistTensor and "_tied" in a.__dict__ for a in args)
 
 
 def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

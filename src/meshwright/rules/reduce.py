@@ -142,7 +142,7 @@ def _extreme(x: Any, dim: Any, keepdim: bool, largest: bool) -> Any:
     best = _best(x, dims, largest)
     if _tracks(x):
         ties = x.detach() == best
-        share = ties / torch.sum(ties, dims, keepdim=True)
+        share = ties.to(x.dtype) / torch.sum(ties, dims, keepdim=True)
         best = best + torch.sum(carrier(x) * share.to(x.dtype), dims, keepdim=True)
     return best if keepdim else best.squeeze(dims)
 
