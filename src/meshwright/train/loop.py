@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from meshwright import collective, runtime
 from meshwright.errors import DataError, DesyncError
+from meshwright.shard.loader import shard_dataloader
 
 from .config import TrainConfig
 from .data import Corpus, Windows, load_corpus
@@ -93,12 +94,12 @@ class Trainer:
             inputs=plan.inputs,
             outputs=plan.outputs,
         )
-        self.optimizer = _sharded_optimizer(config, self.model)
+        self.optimizer = mw.shard_optimizer(config.make_optimizer(self.model), states_over=config.states_over)
         windows = Windows(corpus, config.batch, config.seq, config.seed)
         # The windows are batches already.  A generator of its own: DataLoader draws a seed for workers, and
         # the default one is for dropout, as on one device.
         loader: Any = DataLoader(windows, batch_size=None, generator=torch.Generator())
-        self.batches = _sharded_batches(loader, mesh, plan.batch)
+        self.batches = iter(shard_dataloader(loader, mesh, plan.batch))
 
     def backward(self, step: int) -> Tensor:
         """Gradients of one step, summed over its micro-steps; its loss, not reduced yet."""
@@ -120,17 +121,6 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-def _sharded_batches(loader: Any, mesh: mw.Mesh, placements: Any) -> Iterator[Any]:
-    if hasattr(mw, "shard_dataloader"):
-        return iter(mw.shard_dataloader(loader, mesh, placements))
-    return (tuple(mw.shard_tensor(t, mesh, placements, check=False) for t in batch) for batch in loader)
-
-
-def _sharded_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    more: Any = {"states_over": config.states_over} if config.states_over else {}
-    return mw.shard_optimizer(config.make_optimizer(model), **more)
 
 
 def step_seed(config: TrainConfig, step: int) -> int:
