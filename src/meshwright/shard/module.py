@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import difflib
 import fnmatch
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +88,6 @@ def shard_module(
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if meta:
         _materialise(model, names, mesh, init)
-    for name, p in params.items():
-        p.__dict__["_param_name"] = name  # for messages
     sync = GradSync(mesh, list(params), list(params.values()), bucket_bytes)
     if stored:
         sync.apart = {i for i, name in enumerate(params) if name in stored}
@@ -278,11 +278,14 @@ def _materialise(model: nn.Module, names: _Names, mesh: Mesh, init: Callable[[nn
             init(model)
         return
     helpless = []
+    done: set[int] = set()
     for prefix, module in _construction_order(model):
         own = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
-            reset()
+            with _apart(module, done):
+                reset()
+            done.update(id(p) for p in module.parameters(recurse=False))
         elif own:
             helpless.append(f"{prefix or type(module).__name__} ({type(module).__name__}: {', '.join(own)})")
     if helpless:
@@ -292,6 +295,17 @@ def _materialise(model: nn.Module, names: _Names, mesh: Mesh, init: Callable[[nn
             "these modules a reset_parameters(), pass shard_module(..., init=fn), or build the model on a "
             "real device"
         )
+
+
+@contextlib.contextmanager
+def _apart(module: nn.Module, done: set[int]) -> Iterator[None]:
+    """Let a module draw for tied parameters that have their values already, but into scratch memory."""
+    tied = {k: p for k, p in module._parameters.items() if p is not None and id(p) in done}
+    module._parameters.update({k: copy.deepcopy(p) for k, p in tied.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(tied)
 
 
 def _construction_order(model: nn.Module) -> list[tuple[str, nn.Module]]:

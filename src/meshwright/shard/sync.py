@@ -114,6 +114,7 @@ class GradSync:
         for i, p in enumerate(self.params):
             _install(self, i, p)
             p.__dict__["_sync"] = weakref.ref(self)
+            p.__dict__["_param_name"] = self.names[i]  # for messages
 
     def replan(self) -> None:
         """Divide anew before the next backward: what is wanted of the gradients has changed."""
@@ -357,9 +358,9 @@ def _install(sync: GradSync, i: int, p: DistTensor) -> None:
         if own is not None and own.enabled:
             own.ready(i)
 
-    def before(_: Tensor) -> None:
+    def before(grad: Tensor | None) -> None:
         own = ref()
-        if own is not None:
+        if own is not None and grad is not None:
             own.before(i)
 
     with disabled():

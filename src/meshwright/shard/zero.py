@@ -72,6 +72,8 @@ class Zero:
         """The whole model's forward begins."""
         if torch._C._current_graph_task_id() != -1:
             return
+        if self.active:
+            self._abandon()
         self.recorded = self.recorded or bool(self.order)
         self.cursor = 0
         for unit in self.units:
@@ -158,6 +160,16 @@ class Zero:
             unit.back = None
             unit.forget()
 
+    def _abandon(self) -> None:
+        """Forget a backward that did not end (it raised)."""
+        for flight in self.flights:
+            flight.pending.wait()
+        self._start()
+        for unit in self.units:
+            unit.back = None
+            for p in unit.params:
+                hold(p, None)
+
 
 _AXIS = "_stored_over"
 
@@ -188,12 +200,16 @@ class Unit:
     Args:
         zero: the model's.
         places: (module, attribute, parameter) for every place where the modules hold a stored parameter.
+        stored: id of a parameter to the axis that it is stored over.
     """
 
-    def __init__(self, zero: Zero, places: Sequence[tuple[nn.Module, str, DistTensor]]) -> None:
+    def __init__(
+        self, zero: Zero, places: Sequence[tuple[nn.Module, str, DistTensor]], stored: Mapping[int, int]
+    ) -> None:
         self.zero = zero
         unique = {id(p): p for _, _, p in places}
         self.params = list(unique.values())
+        self.axes = [stored[id(p)] for p in self.params]
         at = {key: i for i, key in enumerate(unique)}
         self.places = [(module, key, at[id(p)]) for module, key, p in places]
         self._start()
@@ -203,9 +219,11 @@ class Unit:
         self.pending: tuple[Any, list[Any]] | None = None  # a gather under way, and what it was started for
         self.back: list[Tensor] | None = None  # gathered for the backward
         self.saver: Any = None
+        for p, axis in zip(self.params, self.axes, strict=True):
+            p.__dict__[_AXIS] = axis
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("zero", "params", "places")}
+        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "places")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -452,10 +470,9 @@ def install(model: nn.Module, mesh: Mesh, sync: GradSync, stored: Mapping[int, i
         for m in members:
             for key, p in cast("dict[str, Any]", m._parameters).items():
                 if isinstance(p, DistTensor) and id(p) in stored:
-                    p.__dict__[_AXIS] = stored[id(p)]
                     places.append((m, key, p))
         if places:
-            unit = Unit(zero, places)
+            unit = Unit(zero, places, stored)
             zero.units.append(unit)
             module.register_forward_pre_hook(_Enter(unit))
             module.register_forward_hook(_Leave(unit), always_call=True)
