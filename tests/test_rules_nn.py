@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sweep import fixed, sweep
+from sweep import fixed, mesh_of, sweep
+
+import meshwright as mw
+from meshwright import runtime
 
 torch.manual_seed(0)
 
@@ -217,3 +220,83 @@ def test_like_one_device(name: str) -> None:
 def test_losses(name: str, reduction: str) -> None:
     fn, *inputs = {**PAIR_LOSSES, **CROSS}[name]
     sweep(lambda *tensors: fn(*tensors, reduction=reduction), *inputs, cases=10)
+
+
+def recorded(fn: Any) -> list[Any]:
+    """Implied conversions that ``fn`` makes on rank 0 of 4."""
+
+    def run() -> list[Any]:
+        runtime.RT.records = []
+        fn(mesh_of((4,)))
+        return runtime.RT.records
+
+    return mw.simulate(run, mesh_of((4,)))[0]
+
+
+def test_split_classes_exchange_a_few_numbers_per_row() -> None:
+    x, target = r(32, 4096), ints(4096, 32)
+
+    def run(mesh: mw.Mesh) -> None:
+        logits = mw.shard_tensor(x, mesh, [mw.Shard(1)])
+        loss = F.cross_entropy(logits.requires_grad_(), target)
+        loss.backward()
+
+    found = recorded(run)
+    assert [rec.kinds for rec in found] == [("all_reduce",), ("all_reduce",)], found
+    assert sum(rec.bytes for rec in found) <= 2 * 3 * 32 * 8, found
+
+
+def test_split_softmax_exchanges_no_scores() -> None:
+    x = r(32, 4096)
+    found = recorded(lambda mesh: torch.softmax(mw.shard_tensor(x, mesh, [mw.Shard(1)]), 1))
+    assert sum(rec.bytes for rec in found) <= 2 * 2 * 32 * 8, found
+
+
+def test_batches_and_heads_need_nothing() -> None:
+    """What a transformer does on a split batch, or with split heads, implies no communication."""
+
+    def run(mesh: mw.Mesh) -> None:
+        for dim in (0, 1):
+            q = mw.shard_tensor(r(4, 4, 5, 3), mesh, [mw.Shard(dim)])
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        x = mw.shard_tensor(r(8, 5, 6), mesh, [mw.Shard(0)])
+        F.layer_norm(x, (6,), r(6), r(6))
+        F.rms_norm(x, (6,), r(6))
+        F.dropout(F.softmax(x, -1), 0.5)
+        F.embedding(mw.shard_tensor(ints(9, 8, 5), mesh, [mw.Shard(0)]), mw.shard_tensor(r(9, 4), mesh, {}))
+        F.mse_loss(x, mw.shard_tensor(r(8, 5, 6), mesh, [mw.Shard(0)]))
+
+    assert recorded(run) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cross_entropy_of_half_precision(dtype: torch.dtype) -> None:
+    """Sums over split classes are made in float32."""
+    x, target = (r(6, 300) * 4).to(dtype), ints(300, 6)
+    sweep(F.cross_entropy, x, target, meshes=((4,),), tolerance=0.02)
+
+
+def test_buffers_of_batch_norm_stay_plain() -> None:
+    layer = torch.nn.BatchNorm1d(5, dtype=torch.float64)
+    layer(r(7, 5))
+
+    def run() -> torch.nn.Module:
+        own = torch.nn.BatchNorm1d(5, dtype=torch.float64)
+        own(mw.shard_tensor(r(7, 5), mesh_of((4,)), [mw.Shard(0)]))
+        return own
+
+    for own in mw.simulate(run, mesh_of((4,))):
+        assert type(own.running_mean) is torch.Tensor
+        torch.testing.assert_close(own.running_mean, layer.running_mean)
+        torch.testing.assert_close(own.running_var, layer.running_var)
+
+
+def test_multi_head_attention_layer() -> None:
+    layer = torch.nn.MultiheadAttention(8, 4, batch_first=True, dtype=torch.float64)
+    named = dict(layer.named_parameters())
+
+    def attend(x: Any, *weights: Any) -> Any:
+        given = dict(zip(named, weights, strict=True))
+        return torch.func.functional_call(layer, given, (x, x, x), {"need_weights": False})[0]
+
+    sweep(attend, r(6, 5, 8), *[w.detach().clone() for w in named.values()], cases=10)

@@ -13,11 +13,13 @@ that stay in cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from .parts import operator
 
 Tensor = torch.Tensor
 
@@ -55,12 +57,12 @@ def dropout(x: Tensor, seed: Tensor, p: float, shape: Sequence[int], offset: Seq
     if torch.is_grad_enabled() and x.requires_grad:
         applied: Any = _Dropout
         return applied.apply(x, seed, p, tuple(shape), tuple(offset))
-    return torch.ops.meshwright.counter_dropout(x, seed, p, list(shape), list(offset))
+    return _DROPOUT(x, seed, p, list(shape), list(offset))
 
 
 def uniform(like: Tensor, seed: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """Numbers in (0, 1), a multiple of 2**-25 each, in the shape and the dtype of the local ``like``."""
-    return torch.ops.meshwright.counter_uniform(like, seed, list(shape), list(offset))
+    return _UNIFORM(like, seed, list(shape), list(offset))
 
 
 class _Dropout(torch.autograd.Function):
@@ -68,7 +70,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, seed: Tensor, p: float, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(seed)
         ctx.rest = (p, shape, offset)
-        return torch.ops.meshwright.counter_dropout(x, seed, p, list(shape), list(offset))
+        return _DROPOUT(x, seed, p, list(shape), list(offset))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -178,13 +180,6 @@ def _local_2d(t: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------- operators
-# Operators of torch's own kind, so that a captured program holds one node and not one per block.
-
-_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
-_LIBRARY.define("counter_dropout(Tensor x, Tensor seed, float p, int[] shape, int[] offset) -> Tensor")
-_LIBRARY.define("counter_uniform(Tensor like, Tensor seed, int[] shape, int[] offset) -> Tensor")
-
-
 def _counter_dropout(x: Tensor, seed: Tensor, p: float, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -209,14 +204,13 @@ def _counter_uniform(like: Tensor, seed: Tensor, shape: Sequence[int], offset: S
     return out
 
 
-def _register(name: str, kernel: Callable[..., Tensor]) -> None:
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-
-    def fake(x: Tensor, *rest: Any) -> Tensor:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    torch.library.register_fake(f"meshwright::{name}", fake, lib=_LIBRARY)
+def _like(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_register("counter_dropout", _counter_dropout)
-_register("counter_uniform", _counter_uniform)
+_DROPOUT = operator(
+    "counter_dropout(Tensor x, Tensor seed, float p, int[] shape, int[] offset) -> Tensor", _counter_dropout, _like
+)
+_UNIFORM = operator(
+    "counter_uniform(Tensor like, Tensor seed, int[] shape, int[] offset) -> Tensor", _counter_uniform, _like
+)

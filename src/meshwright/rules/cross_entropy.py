@@ -14,11 +14,11 @@ import torch
 
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .loss import MEAN, NONE, SUM, weighed
-from .parts import connected, internal
+from .parts import connected, internal, operator
 
 Tensor = torch.Tensor
 _C_NN: Any = torch._C._nn  # whose stubs take the reduction for a str
-ROWS = 1 << 20  # elements of the logits that are worked on at a time
+BLOCK = 1 << 17  # elements of the logits that are worked on at a time
 
 
 def _texts(x: Arg, target: Arg, weight: Arg | None) -> tuple[list[str], str]:
@@ -72,6 +72,9 @@ def _by_parts(
     if not split and reduction == MEAN:
         loss = _C_NN.cross_entropy_loss(self, target, weight, SUM, ignore_index, label_smoothing)
         return loss / target_weights(target, weight, ignore_index).sum()
+    if reduction == MEAN and weight is None and not label_smoothing:
+        total, count = class_loss(*_exchanged(self, target, classes, ignore_index), target, ignore_index)
+        return (total / count).to(self.dtype)
     loss = _split_classes(self, target, weight, ignore_index, label_smoothing, classes)
     if reduction == NONE:
         return loss
@@ -93,11 +96,17 @@ def _soft_targets(
     return -logs.sum() / (x.numel() // x.shape[classes] if reduction == MEAN else 1)
 
 
+def _exchanged(
+    x: Tensor, target: Tensor, classes: int, ignore_index: int, weight: Tensor | None = None, spread: bool = False
+) -> tuple[Tensor, Tensor]:
+    top = x.detach().amax(classes)
+    return class_sums(x, top, target, weight, ignore_index, spread), top
+
+
 def _split_classes(
     x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, classes: int
 ) -> Tensor:
-    top = x.detach().amax(classes)
-    sums = class_sums(x, top, target, weight, ignore_index, bool(label_smoothing))
+    sums, top = _exchanged(x, target, classes, ignore_index, weight, bool(label_smoothing))
     log_sum = sums[0].log() + top
     counts = target_weights(target, weight, ignore_index)
     loss = counts * (log_sum - sums[1])
@@ -169,36 +178,25 @@ class _ClassSums(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, top: Tensor, own: Tensor, place: Tensor, weight: Tensor | None, spread: bool
     ) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        out = torch.zeros((3 if spread else 2, *top.shape), dtype=wide, device=x.device)
-        picked = x.gather(-1, place.unsqueeze(-1)).squeeze(-1).to(wide)
-        out[1] = torch.where(own, picked, 0.0)
-        rows, tops, flat = x.reshape(-1, x.shape[-1]), top.reshape(-1, 1), out.view(out.shape[0], -1)
-        for part in _row_blocks(rows):
-            flat[0, part] = (rows[part].to(wide) - tops[part]).exp_().sum(-1)
+        sums = _EXP_SUM(x, top)
+        picked = x.gather(-1, place.unsqueeze(-1)).squeeze(-1).to(sums.dtype)
+        parts = [sums, torch.where(own, picked, 0.0)]
         if spread:
-            out[2] = x.sum(-1, dtype=wide) if weight is None else x.to(wide) @ weight.to(wide)
+            parts.append(x.sum(-1, dtype=sums.dtype) if weight is None else x.to(sums.dtype) @ weight.to(sums.dtype))
         # Aliases: the inputs themselves are distributed tensors again when the backward runs (``x`` is a
         # view).
         ctx.save_for_backward(x, *[t if t is None else t.detach() for t in (top, own, place, weight)])
-        return out
+        return torch.stack(parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, top, own, place, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _class_sums_vjp(x, top, own, place, weight, grad), None, None, None, None, None
-        made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rows, tops, out = x.reshape(-1, x.shape[-1]), top.reshape(-1, 1), made.view(-1, x.shape[-1])
-        of_sum = grad[0].reshape(-1, 1)
-        for part in _row_blocks(rows):
-            block = (rows[part].to(grad.dtype) - tops[part]).exp_().mul_(of_sum[part])
-            if len(grad) > 2:
-                of_all = grad[2].reshape(-1, 1)[part]
-                block += of_all if weight is None else of_all * weight.to(grad.dtype)
-            out[part] = block
-        picked = torch.where(own, grad[1], 0.0).to(x.dtype)
-        made.scatter_add_(-1, place.unsqueeze(-1), picked.unsqueeze(-1))
+        made = _EXP_TIMES(x, top, grad[0], place, torch.where(own, grad[1], 0.0))
+        if len(grad) > 2:
+            of_all = grad[2].unsqueeze(-1)
+            made = made + (of_all if weight is None else of_all * weight.to(grad.dtype)).to(x.dtype)
         return made, None, None, None, None, None
 
 
@@ -212,9 +210,55 @@ def _class_sums_vjp(x: Tensor, top: Tensor, own: Tensor, place: Tensor, weight: 
     return made.scatter_add(-1, place.unsqueeze(-1), picked.unsqueeze(-1)).to(x.dtype)
 
 
+@internal
+def class_loss(sums: Tensor, top: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The loss added up over rows, and how many rows count: the plain case in one op."""
+    kept = target != ignore_index
+    return torch.where(kept, sums[0].log() + top - sums[1], 0.0).sum(), kept.sum()
+
+
+@rule("class_loss")
+def _class_loss_rule(sums: Arg, top: Arg, target: Arg, ignore_index: int) -> Rule:
+    rows = " ".join(f"d{i}" for i in range(target.ndim))
+    return notation(f"k {rows}, {rows}, {rows} -> ,", sums, top, target, whole="k", reduced=rows)
+
+
 def _row_blocks(rows: Tensor) -> list[slice]:
-    step = max(1, ROWS // max(rows.shape[-1], 1))
+    step = max(1, BLOCK // max(rows.shape[-1], 1))
     return [slice(i, i + step) for i in range(0, rows.shape[0], step)]
+
+
+def _exp_sum(x: Tensor, top: Tensor) -> Tensor:
+    """Sum of exp(x - top) over the last dim, in float32 at least."""
+    out = _exp_sum_fake(x, top)
+    rows, tops, flat = x.reshape(-1, x.shape[-1]), top.reshape(-1, 1), out.view(-1)
+    for part in _row_blocks(rows):
+        flat[part] = (rows[part].to(out.dtype) - tops[part]).exp_().sum(-1)
+    return out
+
+
+def _exp_sum_fake(x: Tensor, top: Tensor) -> Tensor:
+    return torch.empty(top.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def _exp_times(x: Tensor, top: Tensor, factor: Tensor, place: Tensor, more: Tensor) -> Tensor:
+    """exp(x - top) × factor, with one top and one factor per row, and ``more`` added at one ``place`` per row."""
+    out = _exp_times_fake(x, top, factor, place, more)
+    rows, made = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
+    tops, factors = top.reshape(-1, 1), factor.reshape(-1, 1)
+    for part in _row_blocks(rows):
+        made[part] = (rows[part].to(factor.dtype) - tops[part]).exp_().mul_(factors[part])
+    return out.scatter_add_(-1, place.unsqueeze(-1), more.to(x.dtype).unsqueeze(-1))
+
+
+def _exp_times_fake(x: Tensor, top: Tensor, factor: Tensor, place: Tensor, more: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_EXP_SUM = operator("exp_sum(Tensor x, Tensor top) -> Tensor", _exp_sum, _exp_sum_fake)
+_EXP_TIMES = operator(
+    "exp_times(Tensor x, Tensor top, Tensor factor, Tensor place, Tensor more) -> Tensor", _exp_times, _exp_times_fake
+)
 
 
 @internal

@@ -11,6 +11,18 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 Tensor = torch.Tensor
+LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+
+
+def operator(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+    """An operator of torch's own kind, without a gradient: a captured program holds one node of it.
+
+    For kernels that work block by block, which would be many nodes.
+    """
+    name = LIBRARY.define(schema)
+    LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"meshwright::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.meshwright, name)
 
 
 def connected(shape: Sequence[int], *tensors: Tensor | None, fill: float = 0.0) -> Tensor:
