@@ -11,6 +11,7 @@ from sweep import fixed, mesh_of, sweep
 
 import meshwright as mw
 from meshwright import runtime
+from meshwright.errors import RuleError
 
 torch.manual_seed(0)
 
@@ -300,3 +301,14 @@ def test_multi_head_attention_layer() -> None:
         return torch.func.functional_call(layer, given, (x, x, x), {"need_weights": False})[0]
 
     sweep(attend, r(6, 5, 8), *[w.detach().clone() for w in named.values()], cases=10)
+
+
+def test_running_statistics_that_could_not_be_written_are_refused() -> None:
+    def run() -> None:
+        mesh = mesh_of((4,))
+        x = mw.shard_tensor(r(8, 5), mesh, [mw.Shard(0)])
+        mean = mw.reshard(mw.shard_tensor(r(5), mesh, {}), [mw.Partial()])
+        with pytest.raises(RuleError, match=r"mw\.reshard"):
+            F.batch_norm(x, mean, mean, training=True)
+
+    mw.simulate(run, mesh_of((4,)))

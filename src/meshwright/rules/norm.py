@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from ..errors import RuleError
+from ..layout import Partial, Shard
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dims import names
 from .parts import connected, internal
@@ -110,10 +113,21 @@ def batch_norm(
     if not training:
         return notation(text, x, *given, linear=[[weight, bias]] if weight is not None else [], local=_norm_local)
     whole = [b, *spatial]
+    _written((running_mean, running_var), "batch_norm", Partial)
     if running_mean is not None:
         # The op writes to the running statistics: a slice of a replicated one must not be written to alone.
         whole.append(c)
     return notation(text, x, *given, whole=_named(" ".join(whole)), local=_norm_local, decompose=_batch_norm_by_sums)
+
+
+def _written(running: Sequence[Arg | None], op: str, refused: Any) -> None:
+    """Running statistics are written to: what a conversion gives would be written to, and lost."""
+    for t in running:
+        if t is not None and t.spec is not None and any(isinstance(p, refused) for p in t.spec.layout.placements):
+            raise RuleError(
+                f"{op} cannot update running statistics of layout {t.spec.layout!r}; "
+                "make them replicated first: mw.reshard(buffer, mw.Replicate())"
+            )
 
 
 def _norm_local(ctx: Local) -> LocalFn | None:
@@ -230,6 +244,7 @@ def instance_norm(
 ) -> Rule | None:
     """Batch and channels are free, positions too where running statistics are used instead."""
     if use_input_stats and running_mean is not None:
+        _written((running_mean, running_var), "instance_norm", (Partial, Shard))
         return None  # running statistics are updated with a mean over the batch
     spatial = " ".join(names("s", x.shape[2:]))
     given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
