@@ -95,6 +95,24 @@ def test_torchrun_shows_an_error_of_all_ranks_once(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- failures
 
+OWN_TEXT = ["--data", "/proc/self/stat"]  # another text in every process that reads it
+
+
+@LINUX
+def test_an_error_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
+    done = meshwright(*TINY, "--mesh", "dp=2", *OWN_TEXT, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the ranks train with different texts (--data): rank 0: ")
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+@LINUX
+def test_torchrun_shows_an_error_of_running_ranks_once(tmp_path: Path) -> None:
+    done = torchrun(2, *TINY, "--mesh", "dp=2", *OWN_TEXT, folder=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("error: the ranks train with different texts") == 1
+
 
 def children(pid: int) -> list[int]:
     found = []

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright COMMAND``.  A table of commands; each lives with what it runs.
+"""The command line: ``meshwright COMMAND``.
 
 The only reader of the environment: torchrun's RANK, WORLD_SIZE and LOCAL_RANK, handed to commands as
 ``context.obj``.
@@ -17,7 +17,7 @@ import typer
 from meshwright.train.command import train
 from meshwright.train.launch import Joined
 
-# Name to (function, settings of click): one line per command.
+# Name to (function, settings of its context): one line per command, which lives with what it runs.
 COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "train": (train, {"allow_extra_args": True}),  # the second and later files of --data FILE...
 }

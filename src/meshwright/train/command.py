@@ -120,7 +120,8 @@ def _checked(context: typer.Context, joined: Joined | None) -> TrainConfig:
 
 def _run(config: TrainConfig, joined: Joined | None, show: Show, errors: Console) -> None:
     """Train; shows a failure once and exits.  SIGTERM ends everything as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    # Not in torchrun's processes: one that waits in a collective runs no handler, and would not end.
+    before = signal.signal(signal.SIGTERM, _interrupt if joined is None else signal.SIG_DFL)
     try:
         if joined is None:
             run_processes(config, show)

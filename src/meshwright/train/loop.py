@@ -121,6 +121,8 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.mesh.device == "cuda":  # else the clock would tell how fast kernels are launched
+            torch.cuda.synchronize()
 
 
 def step_seed(config: TrainConfig, step: int) -> int:

@@ -47,8 +47,8 @@ class Show:
 
     def _start(self, values: dict[str, Any]) -> None:
         self.console.print(self._headline(values))
-        self.console.print(Padding(mesh_grid(self.config), (1, 0, 0, 2)))
-        self.console.print(Padding(layout_table(self.config, values["parameters"]), (1, 0, 1, 2)))
+        self.console.print(Padding(mesh_grid(self.config), (1, 0, 0, 2), expand=False))
+        self.console.print(Padding(layout_table(self.config, values["parameters"]), (1, 0, 1, 2), expand=False))
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
@@ -131,7 +131,7 @@ class Show:
             soft_wrap=True,
         )
         if self.verdict is not None:
-            self.console.print(Padding(verdict_table(self.verdict, self.config), (1, 0, 0, 2)))
+            self.console.print(Padding(verdict_table(self.verdict, self.config), (1, 0, 0, 2), expand=False))
 
 
 # ---------------------------------------------------------------------------------------------- pieces
