@@ -106,13 +106,13 @@ def test_sequence_parallel_is_megatrons():
     half = (tp - 1) * activation(dp) * ITEM // tp
     # Each all-reduce of tensor parallelism becomes an all-gather on one side and a reduce-scatter on the other:
     # two of each per block forward, one reduce-scatter after the embedding, one all-gather before the head, and their
-    # transposes.  The position embedding is cut along the sequence; its gradient is gathered.
+    # transposes.
     pairs = 2 * (2 * LAYERS + 1)
     assert both.kinds["reduce_scatter"] == pairs
     assert both.bytes["reduce_scatter"] == pairs * half
-    assert both.kinds["all_gather"] == pairs + 1
-    assert both.bytes["all_gather"] == pairs * half + (tp - 1) * SEQ * HIDDEN * ITEM // tp
-    # Norms work on their part of the sequence: their gradients are reduced over both axes at once.
-    norms = (4 * LAYERS + 2) * HIDDEN
+    assert both.kinds["all_gather"] == pairs
+    assert both.bytes["all_gather"] == pairs * half
+    # Norms and positions work on their part of the sequence: their gradients are reduced over both axes at once.
+    norms = (4 * LAYERS + 2) * HIDDEN + SEQ * HIDDEN
     assert both.bytes_by_axes["dp", "tp"] == all_reduce(dp * tp, norms)
     assert both.bytes_by_axes["dp",] == all_reduce(dp, parameters(tp) - norms)

@@ -1,12 +1,14 @@
 """Choosing a strategy: the same function for eager ops and for completion.
 
 Per mesh axis the candidates are those that an operand's present layout suggests; the one that moves fewest bytes,
-forward plus transposed backward, wins; an op that contracts is not gathered whole while it can stay divided; ties
+forward plus transposed backward, wins; divided work stays divided where that sends nothing forward, and an op that
+contracts wherever it can; ties
 keep the larger operand where it is, then the leftmost.  Everything follows from specs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,8 +80,10 @@ def choose(
         candidates = [c for c in candidates if _fits(c, a, rule, ins, factor_axes, inplace)]
         if not candidates:
             raise _inplace_error(ins, a)
-        divided = rule.heavy and any(c.factor for c in candidates)
-        priced = [_price(c, a, ins, outs, divided, wish, i) for i, c in enumerate(candidates)]
+        # Work stays divided where that moves nothing forward; for an op that contracts, wherever it can.
+        divided = any(c.factor and (rule.heavy or not _moves(c, a, ins)) for c in candidates)
+        split = [_split_elsewhere(rule, ins, chosen, a, k) for k in range(len(outs))]
+        priced = [_price(c, a, ins, outs, split, divided, wish, i) for i, c in enumerate(candidates)]
         best = min(range(len(candidates)), key=lambda i: priced[i])
         strategy = candidates[best]
         total += priced[best][1]
@@ -125,6 +129,7 @@ def _price(
     axis: int,
     ins: Sequence[Spec],
     outs: Sequence[tuple[Sequence[int], torch.dtype]],
+    split: Sequence[int],
     divided: bool,
     wish: Wish | None,
     index: int,
@@ -141,9 +146,7 @@ def _price(
         if spec.layout.placements[axis] != want:
             moved = max(moved, held)
     for k, ((shape, dtype), p) in enumerate(zip(outs, c.outputs, strict=True)):
-        numel = 1
-        for s in shape:
-            numel *= s
+        numel = math.prod(shape) / split[k]
         wanted = wish.outputs[k].layout.placements[axis] if wish else None
         if isinstance(p, Partial) and not isinstance(wanted, Partial):
             cost += (1 if isinstance(wanted, Shard) else 2) * part * numel * dtype.itemsize  # still to be reduced
@@ -154,6 +157,32 @@ def _price(
     # One more input Partial is as good as it was; among equals prefer to stay Partial, then to stay put.
     lazy = 0 if any(isinstance(p, Partial) for p in c.inputs) else 1
     return (int(divided and not c.factor), cost, moved, lazy * 1000 + index)
+
+
+def _moves(c: Strategy, axis: int, ins: Sequence[Spec]) -> bool:
+    """Whether a strategy sends data in the forward: only what is replicated changes its placement for nothing."""
+    return any(
+        have != want and not isinstance(have, Replicate)
+        for have, want in ((s.layout.placements[axis], p) for s, p in zip(ins, c.inputs, strict=True))
+    )
+
+
+def _split_elsewhere(rule: Rule, ins: Sequence[Spec], chosen: Sequence[Strategy], axis: int, k: int) -> int:
+    """Into how many parts the other axes split output ``k``: those before as chosen, those after as inputs hint."""
+    parts = 1
+    for a, n in enumerate(ins[0].mesh.sizes):
+        if a < axis:
+            parts *= n if isinstance(chosen[a].outputs[k], Shard) else 1
+        elif a > axis and any(_leads(rule, i, k, s.layout.placements[a]) for i, s in enumerate(ins)):
+            parts *= n
+    return parts
+
+
+def _leads(rule: Rule, i: int, k: int, p: Placement) -> bool:
+    """Whether input ``i`` placed so is split by a factor that output ``k`` has."""
+    if not isinstance(p, Shard) or p.dim >= len(rule.inputs[i]):
+        return False
+    return any(f in dim for f in rule.inputs[i][p.dim][:1] for dim in rule.outputs[k])
 
 
 def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, n: int) -> float:
@@ -212,6 +241,9 @@ def _typed(
                     want_reduced[i] |= bit
                     if source_open[i] & bit:
                         source_reduced[i] |= bit
+            elif isinstance(p, Shard) and source_open[i] & bit:
+                # Each rank uses its own part: zeros around its gradient, and one sum at the leaf.
+                source_reduced[i] |= bit
             source_open[i] &= ~bit
     sources, inputs = [], []
     for i, spec in enumerate(ins):
