@@ -200,8 +200,8 @@ class Simulation:
             self.failures.append((rank, e))
             self.state[rank] = FAILED
         if self.state[rank] == FAILED:
-            e = self.failures[0][1]
-            self.aborted = self.aborted or f"rank {rank} failed: {type(e).__name__}: {e}"
+            first = self.failures[0][1]
+            self.aborted = self.aborted or f"rank {rank} failed: {type(first).__name__}: {first}"
             self._break(self.waits, self.aborted)
         for ranks, meeting in list(self.meetings.items()):
             if rank in ranks:

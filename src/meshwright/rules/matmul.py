@@ -129,13 +129,21 @@ def vecdot(x: Arg, y: Arg, *, dim: int = -1, **kwargs: Any) -> Rule | None:
     return _contract(text, x, y, reduced=out[d] if out[d] != "1" else "", linear=[[x], [y]])
 
 
-@rule("cross", "linalg_cross")
-def cross(x: Arg, y: Arg, dim: int | None = None, **kwargs: Any) -> Rule | None:
+@rule("linalg_cross")
+def linalg_cross(x: Arg, y: Arg, *, dim: int = -1, **kwargs: Any) -> Rule | None:
     """The dim of the three components stays whole."""
-    (a, b), out, whole = broadcast_letters(x.shape, y.shape)
-    d = dim if dim is not None else next((i for i, n in enumerate(whole) if n == 3), -1)
+    (a, b), out, _ = broadcast_letters(x.shape, y.shape)
     text = f"{' '.join(a)}, {' '.join(b)} -> {' '.join(out)}"
-    return notation(text, x, y, whole=out[d], linear=[[x], [y]])
+    return notation(text, x, y, whole=out[dim], linear=[[x], [y]])
+
+
+@composite("cross")
+def cross(x: Any, y: Any, dim: int | None = None, **kwargs: Any) -> Any:
+    """Without a dim, the first of global size 3 (a shard may have another dim of that size)."""
+    if dim is None:
+        shape = torch.broadcast_shapes(x.shape, y.shape)
+        dim = next((i for i, n in enumerate(shape) if n == 3), -1)
+    return torch.linalg.cross(x, y, dim=dim)
 
 
 @rule("tensordot")
