@@ -107,6 +107,12 @@ def test_probabilities_and_means_from_tensors(dtype: torch.dtype) -> None:
     same_draws(lambda p: torch.normal(1.0, p), x)
 
 
+def test_gradients_of_draws_are_zeros() -> None:
+    p = torch.rand(5, 7, dtype=torch.float64)
+    for draw in (torch.bernoulli, lambda p: torch.normal(p, 2.0), lambda p: torch.normal(p, p)):
+        sweep(draw, p, cases=6, same_each_time=1)
+
+
 def test_a_generator_of_ones_own() -> None:
     same_draws(lambda x: x.uniform_(generator=torch.Generator().manual_seed(5)), torch.zeros(5, 7, 3))
     same_draws(lambda x: x.normal_(generator=torch.Generator().manual_seed(5)), torch.zeros(5, 7, 3))

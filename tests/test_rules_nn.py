@@ -85,6 +85,13 @@ def stats(*args: Any, **named: Any) -> Any:
     return made, mean.detach().clone(), var.detach().clone()
 
 
+def running(x: Any) -> Any:
+    """instance_norm, and the running statistics after it."""
+    mean, var = torch.zeros(x.shape[1]).double(), torch.ones(x.shape[1]).double()
+    made = F.instance_norm(x, mean, var, use_input_stats=True, momentum=0.3)
+    return made, mean.clone(), var.clone()
+
+
 NORM = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), r(5, 3, 6), r(6), r(6) + 1),
     "layer_norm of 2 dims": (lambda x, w, b: F.layer_norm(x, (3, 6), w, b), r(5, 3, 6), r(3, 6), r(3, 6) + 1),
@@ -101,6 +108,7 @@ NORM = {
     "group_norm of 2 groups": (lambda x, w, b: F.group_norm(x, 2, w, b), r(5, 6, 2, 3), r(6), r(6) + 1),
     "group_norm of 1 group": (lambda x: F.group_norm(x, 1), r(3, 4, 2)),
     "instance_norm": (lambda x, w, b: F.instance_norm(x, weight=w, bias=b), r(3, 4, 5), r(4), r(4) + 1),
+    "instance_norm with statistics": (running, r(3, 4, 5)),
     "local_response_norm": (lambda x: F.local_response_norm(x, 2), r(3, 4, 5)),
 }  # fmt: skip
 
@@ -207,7 +215,21 @@ IMAGES = {
     "affine_grid": (lambda t: F.affine_grid(t, (5, 2, 3, 4), align_corners=False), r(5, 2, 3)),
 }  # fmt: skip
 
-CASES = {**SOFT, **EMBED, **ATTENTION, **NORM, **CONV, **IMAGES}
+OTHERS = {
+    "linear_cross_entropy": (
+        lambda x, w, t: F.linear_cross_entropy(x, w, t), r(6, 4), r(7, 4), TARGETS,
+    ),
+    "embedding_bag": (lambda w, i: F.embedding_bag(i, w, mode="sum"), r(9, 4), ints(9, 5, 3)),
+    "ctc_loss": (
+        lambda x, t: F.ctc_loss(x.log_softmax(-1), t, (5, 5, 5), (2, 2, 2)),
+        r(5, 3, 4), torch.tensor([[1, 2], [1, 1], [2, 1]]),
+    ),
+    "fractional_max_pool2d": (
+        lambda x: F.fractional_max_pool2d(x, 2, output_size=3, _random_samples=p(3, 5, 2)), r(3, 5, 6, 6),
+    ),
+}  # fmt: skip
+
+CASES = {**OTHERS, **SOFT, **EMBED, **ATTENTION, **NORM, **CONV, **IMAGES}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import redispatch_function
 
-from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .loss import MEAN, NONE, SUM, weighed
 from .parts import connected, internal, operator
 
@@ -341,3 +342,13 @@ def _pick(
         picked = picked * weight[place]
     picked = torch.where(own, picked, 0.0)
     return picked if reduction == NONE else picked.sum()
+
+
+@composite("F.linear_cross_entropy")
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, options: Any = None, **named: Any
+) -> Tensor:
+    """A linear layer, then the cross entropy.  ``options`` say how one device goes over the rows in pieces; here the
+    logits are split instead."""
+    fn: Any = torch.nn.functional.linear_cross_entropy
+    return redispatch_function(fn, (type(input),), (input, linear_weight, target), named)

@@ -179,8 +179,10 @@ def multi_margin_loss(
     margin: float = 1.0,
     weight: Arg | None = None,
     reduction: int = MEAN,
-) -> Rule:
+) -> Rule | None:
     """A row's classes are whole."""
+    if not input.ndim:
+        return None
     rows = "b" if input.ndim > 1 else ""
     given = [t for t in (input, target, weight) if t is not None]
     texts = [f"{rows} c", rows if target.ndim == len(rows) else "1", "c"][: len(given)]
@@ -188,8 +190,10 @@ def multi_margin_loss(
 
 
 @rule("multilabel_margin_loss")
-def multilabel_margin_loss(input: Arg, target: Arg, reduction: int = MEAN) -> Rule:
+def multilabel_margin_loss(input: Arg, target: Arg, reduction: int = MEAN) -> Rule | None:
     """A row's classes are whole."""
+    if not input.ndim or not target.ndim:
+        return None
     rows = "b" if input.ndim > 1 else ""
     texts = [f"{rows} c", f"{rows} t"]
     return _rows(torch._C._nn.multilabel_margin_loss, texts, (input, target), rows, reduction, 2)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ..errors import RuleError
-from ..layout import Partial, Shard
+from ..layout import Partial
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dims import names
 from .parts import connected, internal
@@ -103,8 +102,10 @@ def batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> Rule:
+) -> Rule | None:
     """In training the statistics are those of the global batch; otherwise everything is free."""
+    if x.ndim < 2:
+        return None
     spatial = names("s", x.shape[2:])
     b, c = names("b", x.shape[:1])[0], "c" if x.shape[1] != 1 else "1"
     dims = " ".join([b, c, *spatial])
@@ -113,17 +114,17 @@ def batch_norm(
     if not training:
         return notation(text, x, *given, linear=[[weight, bias]] if weight is not None else [], local=_norm_local)
     whole = [b, *spatial]
-    _written((running_mean, running_var), "batch_norm", Partial)
+    _written((running_mean, running_var), "batch_norm")
     if running_mean is not None:
         # The op writes to the running statistics: a slice of a replicated one must not be written to alone.
         whole.append(c)
     return notation(text, x, *given, whole=_named(" ".join(whole)), local=_norm_local, decompose=_batch_norm_by_sums)
 
 
-def _written(running: Sequence[Arg | None], op: str, refused: Any) -> None:
+def _written(running: Sequence[Arg | None], op: str) -> None:
     """Running statistics are written to: what a conversion gives would be written to, and lost."""
     for t in running:
-        if t is not None and t.spec is not None and any(isinstance(p, refused) for p in t.spec.layout.placements):
+        if t is not None and t.spec is not None and any(isinstance(p, Partial) for p in t.spec.layout.placements):
             raise RuleError(
                 f"{op} cannot update running statistics of layout {t.spec.layout!r}; "
                 "make them replicated first: mw.reshard(buffer, mw.Replicate())"
@@ -243,14 +244,14 @@ def instance_norm(
     cudnn_enabled: bool,
 ) -> Rule | None:
     """Batch and channels are free, positions too where running statistics are used instead."""
-    if use_input_stats and running_mean is not None:
-        _written((running_mean, running_var), "instance_norm", (Partial, Shard))
-        return None  # running statistics are updated with a mean over the batch
+    updates = use_input_stats and running_mean is not None  # with a mean over the batch
+    if updates:
+        _written((running_mean, running_var), "instance_norm")
     spatial = " ".join(names("s", x.shape[2:]))
     given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
     text = f"{', '.join([f'b c {spatial}'] + ['c'] * len(given))} -> b c {spatial}"
     return notation(
-        text, x, *given, whole=_named(spatial) if use_input_stats else "",
+        text, x, *given, whole=_named(f"b c {spatial}" if updates else spatial if use_input_stats else ""),
         linear=[[weight, bias]] if weight is not None else [], local=_norm_local,
         decompose=_instance_norm_by_sums,
     )  # fmt: skip
@@ -268,7 +269,10 @@ def _instance_norm_by_sums(
     cudnn_enabled: bool,
 ) -> Tensor:
     wide = x.float() if x.dtype in HALF else x
-    made, _, _ = _standardised(wide, tuple(range(2, x.ndim)), eps)
+    made, mean, var = _standardised(wide, tuple(range(2, x.ndim)), eps)
+    count = x.shape[2:].numel()
+    _update(running_mean, mean.detach().mean(0), momentum)
+    _update(running_var, var.detach().mean(0) * (count / max(count - 1, 1)), momentum)
     shape = (-1, *(1,) * (x.ndim - 2))
     weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
     return _affine(made, weight, bias).to(x.dtype)

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..layout import Partial, Spec
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dropout import reproducible_random
+from .parts import connected
 
 Tensor = torch.Tensor
 Generator = torch.Generator
@@ -324,13 +325,20 @@ def normal(mean: Arg | float, std: Arg | float = 1.0, *, generator: Generator | 
             made = torch.empty(ctx.out_shape(), dtype=torch.result_type(given[0], given[-1]), device=given[0].device)
             scale = 1.0 if isinstance(std, Tensor) else std
             fill(made, ctx.outputs[0], ctx.here, _drawing("normal_", (0.0, scale)), "normal_", generator)
-            if isinstance(std, Tensor):
-                made.mul_(std)
-            return made.add_(mean)
+            with torch.no_grad():
+                if isinstance(std, Tensor):
+                    made.mul_(std)
+                made.add_(mean)
+            return made + connected((), *given) if _tracked(given) else made
 
         return run
 
     return notation(text, *tensors, local=local)
+
+
+def _tracked(tensors: Sequence[Tensor]) -> bool:
+    """Whether PyTorch gives these tensors a gradient: of zeros, as a drawn number depends on nothing smoothly."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _bernoulli(ctx: Local, out: Tensor, p: Any, generator: Generator | None) -> Tensor:
@@ -356,7 +364,10 @@ def bernoulli(x: Arg, p: Arg | float | None = None, *, generator: Generator | No
     def local(ctx: Local) -> LocalFn:
         def run(x: Tensor, p: Any = None, *, generator: Generator | None = None) -> Tensor:
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            return _bernoulli(ctx, out, x.detach() if p is None else p, generator)
+            with torch.no_grad():
+                _bernoulli(ctx, out, x if p is None else p, generator)
+            given = [t for t in (x, p) if isinstance(t, Tensor)]
+            return out + connected((), *given) if _tracked(given) else out
 
         return run
 
