@@ -10,7 +10,7 @@ from .. import collective
 from ..layout import Partial, Spec
 from ..mesh import Mesh
 from ..tensor import DistTensor, stamp
-from .held import held, hold
+from .held import held, hold, in_spec
 from .packing import Packing
 from .raw import get_grad, set_grad
 
@@ -78,8 +78,13 @@ class Scattering:
         for p, spec, chunk in zip(self.params, self.specs, chunks, strict=True):
             before = held(p) if self.beside else get_grad(p)
             if before is not None:
-                Tensor.add_(before, chunk)
-            elif self.beside:
+                own: Spec = before.__dict__.get("_spec") or p._spec.grad()
+                if own.layout == spec.layout:
+                    Tensor.add_(before, chunk)
+                    continue
+                chunk = Tensor.add(in_spec(before, own, spec), chunk)
+                hold(p, None)
+            if self.beside:
                 hold(p, stamp(chunk, spec))
             else:
                 set_grad(p, stamp(chunk, spec))

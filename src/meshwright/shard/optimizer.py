@@ -256,10 +256,12 @@ def shard_optimizer(opt: Optimizer, *, states_over: str | None = None, elementwi
     ``state_dict()`` gives the states as DistTensors; ``load_state_dict()`` takes whole tensors, or
     DistTensors of any layout.
 
-    Args: opt: an optimizer over the parameters of a sharded model. states_over: axis over which states are
-    split (ZeRO-1), and with them the gradients of a model that was sharded with ``shard_module`` (ZeRO-2):
-    each rank updates its chunk of every parameter that is replicated on the axis, then the chunks are
-    gathered. elementwise: a class of your own treats elements one by one.
+    Args:
+        opt: an optimizer over the parameters of a sharded model.
+        states_over: axis over which states are split (ZeRO-1), and with them the gradients of a model that was
+            sharded with ``shard_module`` (ZeRO-2): each rank updates its chunk of every parameter that is
+            replicated on the axis, then the chunks are gathered.
+        elementwise: a class of your own treats elements one by one.
 
     Raises:
         MeshError: no such axis.

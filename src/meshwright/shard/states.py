@@ -28,8 +28,9 @@ Tensor = torch.Tensor
 class Chunks:
     """The own chunks of some parameters.
 
-    Args: axis: index of the mesh axis that the states are split over. params: the parameters; those that are
-    split over the axis already, or too small, are left as they are.
+    Args:
+        axis: name of the mesh axis that the states are split over.
+        params: the parameters; those that are split over the axis already, or too small, are left as they are.
     """
 
     def __init__(self, axis: str, params: Iterable[DistTensor]) -> None:

@@ -34,7 +34,7 @@ from .packing import Packing
 from .raw import bare, get_grad, set_grad
 
 Tensor = torch.Tensor
-BUCKET_BYTES = 25 << 20  # as in PyTorch's DistributedDataParallel
+BUCKET_BYTES = 8 << 20  # small enough for most of the work to overlap with the backward, large enough for bandwidth
 
 _unflatten = torch._C._nn.unflatten_dense_tensors
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -337,7 +337,7 @@ class GradSync:
             if g is None or own is None or not p._spec.reduced:
                 return
             partial = p._spec.grad()
-            if own.layout == partial.layout:
+            if own.layout == partial.layout or not _accumulates(p):
                 return
             if g.requires_grad or own.layout != p._spec.layout:
                 made = convert.apply(plan_conversion(own.with_(undecided=0), partial).steps, g)
@@ -348,6 +348,15 @@ class GradSync:
                 if any(here[a] for a in bits(p._spec.reduced)):
                     g.zero_()
             stamp(g, partial)
+
+
+def _accumulates(p: Tensor) -> bool:
+    """Whether the running backward will add to the gradient of a leaf (``torch.autograd.grad`` does not)."""
+    node = torch.autograd.graph.get_gradient_edge(p).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
 
 
 def _install(sync: GradSync, i: int, p: DistTensor) -> None:

@@ -12,6 +12,7 @@ After Rajbhandari et al., ZeRO (2020), and PyTorch's FSDP (Zhao et al., 2023).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,6 +22,7 @@ import torch.nn as nn
 
 from .. import collective, convert, runtime
 from ..dispatch import disabled, tie
+from ..errors import ShardError
 from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
@@ -32,6 +34,7 @@ from .raw import bare
 from .sync import GradSync
 
 Tensor = torch.Tensor
+_CHECKPOINT = "torch.utils.checkpoint"
 _engine: Any = torch.autograd.Variable._execution_engine
 _hooks: Any = torch._C._autograd
 
@@ -201,15 +204,24 @@ class Unit:
         zero: the model's.
         places: (module, attribute, parameter) for every place where the modules hold a stored parameter.
         stored: id of a parameter to the axis that it is stored over.
+        spans: all modules that run inside the unit's forward belong to it.  Only then may references be
+            saved: what else runs inside (a checkpoint, say) must not meet our hooks.
+        what: class of the module, for messages.
     """
 
     def __init__(
-        self, zero: Zero, places: Sequence[tuple[nn.Module, str, DistTensor]], stored: Mapping[int, int]
+        self,
+        zero: Zero,
+        places: Sequence[tuple[nn.Module, str, DistTensor]],
+        stored: Mapping[int, int],
+        spans: bool,
+        what: str,
     ) -> None:
         self.zero = zero
         unique = {id(p): p for _, _, p in places}
         self.params = list(unique.values())
         self.axes = [stored[id(p)] for p in self.params]
+        self.spans, self.what = spans, what
         at = {key: i for i, key in enumerate(unique)}
         self.places = [(module, key, at[id(p)]) for module, key, p in places]
         self._start()
@@ -223,7 +235,7 @@ class Unit:
             p.__dict__[_AXIS] = axis
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "places")}
+        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "places", "spans", "what")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -305,7 +317,7 @@ class Unit:
         for (module, key, i), t in zip(self.places, self._seen(wholes), strict=True):
             module._parameters[key] = t  # type: ignore[assignment]
             assert i >= 0
-        if self.zero.regather and torch.is_grad_enabled() and _may_save_references():
+        if self.spans and self.zero.regather and torch.is_grad_enabled() and _may_save_references():
             self.saver = _Saver(self, wholes)
             _hooks._push_saved_tensors_default_hooks(self.saver.pack, self.saver.unpack)
 
@@ -372,6 +384,12 @@ class _Saver:
         with disabled():
             found = self.at.get(t.untyped_storage().data_ptr())
             if found is None or found[1] is not t.dtype:
+                if isinstance(t, DistTensor) and sys._getframe(1).f_globals.get("__name__") == _CHECKPOINT:
+                    raise ShardError(
+                        "torch.utils.checkpoint was called inside a module whose parameters are gathered as one "
+                        f"unit ({self.unit.what}): checkpoint the whole unit (an entry of a "
+                        "ModuleList or Sequential), or shard_module(..., regather=False)"
+                    )
                 return t
             return _Saved(self.unit, found[0], Tensor.size(t), t.stride(), t.storage_offset())
 
@@ -472,7 +490,8 @@ def install(model: nn.Module, mesh: Mesh, sync: GradSync, stored: Mapping[int, i
                 if isinstance(p, DistTensor) and id(p) in stored:
                     places.append((m, key, p))
         if places:
-            unit = Unit(zero, places, stored)
+            spans = len(members) == sum(1 for _ in module.modules())
+            unit = Unit(zero, places, stored, spans, type(module).__name__)
             zero.units.append(unit)
             module.register_forward_pre_hook(_Enter(unit))
             module.register_forward_hook(_Leave(unit), always_call=True)
