@@ -148,9 +148,7 @@ case("einsum dots", lambda x, y: torch.einsum("...ik,...kj->...ji", x, y), real(
 case("einsum dots summed", lambda x, y: torch.einsum("...k,k->k", x, y), real(5, 2, 4), real(4))
 case("einsum diagonal", lambda x: torch.einsum("iij->ij", x), real(5, 5, 4))
 case("einsum trace", lambda x, y: torch.einsum("ii,i->", x, y), real(5, 5), real(5))
-case(
-    "einsum three", lambda x, y, z: torch.einsum("bi,ij,bj->b", [x, y, z]), real(5, 4), real(4, 3), real(5, 3)
-)
+case("einsum three", lambda x, y, z: torch.einsum("bi,ij,bj->b", [x, y, z]), real(5, 4), real(4, 3), real(5, 3))
 case("einsum one", lambda x, y: torch.einsum("bi,bi->i", x, y), real(5, 4), real(1, 4))
 case("multi_dot", lambda *t: torch.linalg.multi_dot(t), real(5, 4), real(4, 3), real(3, 2))
 
@@ -418,6 +416,13 @@ case(
     real(5, 3),
     torch.tensor([3, 1]),
     real(3),
+    partial=False,
+)
+case("squeeze_", written(lambda x: x.squeeze_()), real(5, 4, 1))
+case(
+    "scatter_reduce_",
+    written(lambda x, i, y: x.scatter_reduce_(0, i, y, "amax", include_self=False)),
+    *(real(5, 4), ints(5, 3, 4), real(3, 4) * 2),
     partial=False,
 )
 case("tril_", written(lambda x: x.tril_()), real(5, 4))

@@ -234,13 +234,23 @@ def movedim(x: Arg, source: Any, destination: Any) -> Rule:
 # --------------------------------------------------------------------------------------------- sizes of one
 
 
-@rule("squeeze")
-def squeeze(x: Arg, dim: Any = None) -> Rule:
-    """Drops dims of global size 1; a dim that is 1 only here, in this shard, stays."""
+def _squeezed(x: Arg, dim: Any, op: Callable[..., Tensor]) -> Rule:
     given = range(x.ndim) if dim is None else dims_of(x.ndim, dim) if dim != () else ()
     dims = tuple(d for d in given if x.shape[d] == 1)
     out = [f for d, f in enumerate(x.letters) if d not in dims]
-    return moved(x, x.letters, out, local=lambda ctx: Native(Tensor.squeeze, dims))
+    return moved(x, x.letters, out, local=lambda ctx: Native(op, dims))
+
+
+@rule("squeeze")
+def squeeze(x: Arg, dim: Any = None) -> Rule:
+    """Drops dims of global size 1; a dim that is 1 only here, in this shard, stays."""
+    return _squeezed(x, dim, Tensor.squeeze)
+
+
+@rule("squeeze_")
+def squeeze_(x: Arg, dim: Any = None) -> Rule:
+    """As squeeze, in place."""
+    return _squeezed(x, dim, Tensor.squeeze_)
 
 
 @rule("unsqueeze")
@@ -284,8 +294,7 @@ def meshgrid(*tensors: Any, indexing: str = "ij") -> Any:
     order = [1, 0, *range(2, len(listed))] if swap else list(range(len(listed)))
     shape = [listed[i].numel() for i in order]
     return tuple(
-        t.reshape([-1 if order[d] == i else 1 for d in range(len(listed))]).expand(shape)
-        for i, t in enumerate(listed)
+        t.reshape([-1 if order[d] == i else 1 for d in range(len(listed))]).expand(shape) for i, t in enumerate(listed)
     )
 
 
@@ -465,9 +474,7 @@ def _from_meta(x: Arg, fn: Callable[..., Any], *args: Any, dims: Sequence[int], 
 
 
 @rule("diagonal", "linalg_diagonal")
-def diagonal(
-    x: Arg, offset: int = 0, dim1: int | None = None, dim2: int | None = None, **kwargs: Any
-) -> Rule | None:
+def diagonal(x: Arg, offset: int = 0, dim1: int | None = None, dim2: int | None = None, **kwargs: Any) -> Rule | None:
     """The two dims of the plane stay whole (the default ones depend on the function: they must be given)."""
     if dim1 is None or dim2 is None:
         if x.ndim != 2:
@@ -504,6 +511,4 @@ def pixel_unshuffle(x: Arg, downscale_factor: int) -> Rule:
 
 
 def _pixels(x: Arg, text: str, r: int) -> Rule:
-    return notation(
-        text, x, sizes={"p": r, "q": r}, whole="p q", linear=[[x]], moves=True, local=unless_empty
-    )
+    return notation(text, x, sizes={"p": r, "q": r}, whole="p q", linear=[[x]], moves=True, local=unless_empty)

@@ -38,9 +38,7 @@ def _spilled(op: Callable[..., Tensor], factor: str, size: int, d: int) -> Calla
     return made
 
 
-def _scattered(
-    op: str, x: Arg, dim: int, index: Arg, src: Any, *, linear: bool, adds: bool = False
-) -> Rule | None:
+def _scattered(op: str, x: Arg, dim: int, index: Arg, src: Any, *, linear: bool, adds: bool = False) -> Rule | None:
     if not x.ndim or index.ndim != x.ndim:
         return None
     d = x.dim(dim)
@@ -68,9 +66,7 @@ def _scattered(
 
 
 @rule("scatter")
-def scatter(
-    x: Arg, dim: int, index: Arg, src: Any = None, *, value: Any = None, reduce: Any = None
-) -> Rule | None:
+def scatter(x: Arg, dim: int, index: Arg, src: Any = None, *, value: Any = None, reduce: Any = None) -> Rule | None:
     """x with some elements along a dim replaced."""
     given = src if value is None else value
     return _scattered("scatter", x, dim, index, given, linear=reduce is None)
@@ -83,9 +79,7 @@ def scatter_add(x: Arg, dim: int, index: Arg, src: Arg) -> Rule | None:
 
 
 @rule("scatter_reduce")
-def scatter_reduce(
-    x: Arg, dim: int, index: Arg, src: Arg, reduce: str, *, include_self: bool = True
-) -> Rule | None:
+def scatter_reduce(x: Arg, dim: int, index: Arg, src: Arg, reduce: str, *, include_self: bool = True) -> Rule | None:
     """As scatter_add for a sum that includes x."""
     adds = reduce == "sum" and include_self
     return _scattered("scatter_reduce", x, dim, index, src, linear=adds, adds=adds)
@@ -137,8 +131,9 @@ def _register_in_place() -> None:
         op: Callable[..., Any] = getattr(Tensor, name)
 
         def in_place(x: Any, *args: Any, op: Callable[..., Any] = op, **kwargs: Any) -> Any:
-            # A split dim is written by way of a copy with a spare row.
-            return x.copy_(op(x, *args, **kwargs))
+            # A split dim is written by way of a copy with a spare row.  The op may keep its input for the
+            # backward, so it must not be the tensor that is written.
+            return x.copy_(op(x.clone() if x.requires_grad else x, *args, **kwargs))
 
         composite(f"{name}_")(in_place)
 
@@ -174,9 +169,7 @@ def setitem(x: Arg, index: Any, value: Any) -> Rule | None:
     return None if made is None else _write(x, made, value, _set_here)
 
 
-def _write(
-    x: Arg, made: Index, value: Any, run: Callable[[Shelves], LocalFn], accumulate: bool = False
-) -> Rule:
+def _write(x: Arg, made: Index, value: Any, run: Callable[[Shelves], LocalFn], accumulate: bool = False) -> Rule:
     entries = {f for fs in made.letters for f in fs} - {"1"}
     texts: list[Sequence[str]] = [made.source, *made.letters]
     given = [x, *made.tensors]
