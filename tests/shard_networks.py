@@ -84,6 +84,6 @@ def same_values(model: nn.Module, reference: nn.Module, *, grads: bool = False, 
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         a, b = (p.grad, q.grad) if grads else (p.detach(), q.detach())
         if a is None or b is None:
-            assert a is None and b is None, name
+            assert a is b, name
             continue
         torch.testing.assert_close(mw.unshard(a), b, msg=lambda text, n=name: f"{n}: {text}", **tolerance)

@@ -205,7 +205,7 @@ def test_zero_grad_drops_what_was_accumulated() -> None:
 
 
 def test_no_sync_needs_a_sharded_model() -> None:
-    with pytest.raises(ShardError, match="mw.shard_module"), mw.no_sync(nn.Linear(2, 2)):
+    with pytest.raises(ShardError, match="shard_module"), mw.no_sync(nn.Linear(2, 2)):
         pass
 
 

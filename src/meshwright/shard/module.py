@@ -20,6 +20,7 @@ from ..dispatch import disabled, map_tensors
 from ..errors import DesyncError, LayoutError, MeshwrightError, ShardError
 from ..layout import Layout, Placements, Replicate, Shard, Spec
 from ..mesh import Mesh
+from ..rules import COMPOSITES
 from ..tensor import DistTensor, stamp
 from . import zero
 from .packing import chunk_dim
@@ -383,5 +384,13 @@ def _hooked(modules: Mapping[str, nn.Module], globs: Globs, what: str) -> list[t
             chosen[name] = globs[glob]
     return [(modules[name], wish) for name, wish in chosen.items()]
 
+
+def _compatible(a: Tensor, b: Tensor) -> bool:
+    """Asked by ``Module.to`` of a parameter and its conversion."""
+    with disabled():
+        return torch._has_compatible_shallow_copy_type(a, b)
+
+
+COMPOSITES["_has_compatible_shallow_copy_type"] = _compatible
 
 __all__ = ["shard_module"]
