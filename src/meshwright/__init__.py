@@ -23,6 +23,7 @@ from .api import (
 from .explain import Explanation, explain, explicit
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
+from .rules.random import reproducible_random
 from .shard import no_sync, shard_module, shard_optimizer
 from .simulation import simulate
 from .tensor import DistTensor
@@ -48,6 +49,7 @@ __all__ = [
     "infer_forward",
     "init_mesh",
     "no_sync",
+    "reproducible_random",
     "reshard",
     "rule",
     "shard_module",

@@ -83,11 +83,13 @@ def _resolve(func: Any) -> Op:
     elif name.endswith("_") and not name.endswith("__"):
         inplace = True
         name = name if name in RULES or name in COMPOSITES else name[:-1]
-    if python and getattr(func, "__module__", "") == "torch.nn.functional":
-        name = "F." + name
-    if python and getattr(func, "__module__", "") == "torch.nn.init":
-        name = "init." + name  # not the method of the same name: nn.init.normal_ runs its body
-    pointwise = not python and name not in RULES and is_pointwise(name)
+    if python:
+        module = getattr(func, "__module__", "")
+        if module == "torch.nn.functional":
+            name = "F." + name
+        elif module not in ("torch.functional", "torch._tensor", "torch"):
+            name = f"{module}.{name}"  # nn.init.normal_ is not Tensor.normal_, torch.masked.sum is not torch.sum
+    pointwise = not python and is_pointwise(name)
     return Op(
         name, inplace, python, pointwise, RULES.get(name) or (pointwise_rule if pointwise else None), COMPOSITES.get(name)
     )
@@ -128,7 +130,8 @@ def _key_self(a: Any, func: Any) -> Any:
 
 
 def _key_sequence(a: Sequence[Any], func: Any) -> Any:
-    return (type(a), *[key_part(x, func) for x in a])
+    # Numbers in a list are sizes or factors of sizes, floats too (interpolate's scale_factors).
+    return (type(a), *[x if x.__class__ is float else key_part(x, func) for x in a])
 
 
 def _key_slice(a: slice, func: Any) -> Any:
@@ -404,8 +407,8 @@ def global_outputs(
     try:
         with disabled(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kwargs = {k: torch.device("meta") if isinstance(v, torch.device) else v for k, v in kwargs.items()}
-            args = tuple(torch.device("meta") if isinstance(a, torch.device) else a for a in args)
+            kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
+            args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
             made = func(*map_tensors(args, meta), **map_tensors(kwargs, meta))
     except Exception:
         return None
@@ -558,6 +561,8 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if plan.gathered:
         return _finish_gathered(plan, tensors, result, stamp)
     if plan.op.inplace:
+        if plan.local is not None and isinstance(result, Tensor) and result is not tensors[0]:
+            tensors[0].copy_(result)  # the local function computed the new value instead of writing it
         stamp(tensors[0], plan.outputs[0])
         plan.fast = (plan.plain or plan.retypes) and result is tensors[0]
         return tensors[0]
@@ -578,11 +583,11 @@ def _run_local(
     tensors: Sequence[Tensor],
     locals_: list[Tensor],
 ) -> Any:
-    if plan.local is None and not plan.gathered:
+    if (plan.local is None or plan.native is not None) and not plan.gathered:
         if plan.conversions:
             given = iter(locals_)
             args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if plan.native is None else plan.native(args[0])
     # Code that looks at .shape must see local tensors as plain ones.
     swapped = [t for t in locals_ if type(t) is not Tensor and "_spec" in t.__dict__]
     kind = type(swapped[0]) if swapped else Tensor

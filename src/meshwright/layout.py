@@ -243,7 +243,8 @@ class Layout:
         if self is other:
             return True
         if not isinstance(other, Layout):
-            return NotImplemented
+            # Library code that asks ``x.layout == torch.strided`` means the memory of x, which is strided.
+            return other is torch.strided or NotImplemented
         return self.placements == other.placements and self.order == other.order and self.mesh == other.mesh
 
     def __hash__(self) -> int:

@@ -63,9 +63,7 @@ def aligned(letters: Sequence[str], shape: Sequence[int]) -> list[str]:
     return ["1" if n == 1 else f for f, n in zip(mine, shape, strict=True)]
 
 
-def broadcast_letters(
-    *shapes: Sequence[int], prefix: str = "b"
-) -> tuple[list[list[str]], list[str], tuple[int, ...]]:
+def broadcast_letters(*shapes: Sequence[int], prefix: str = "b") -> tuple[list[list[str]], list[str], tuple[int, ...]]:
     """Letters of tensors that broadcast together, those of the result, and its shape."""
     whole = tuple(torch.broadcast_shapes(*shapes))
     out = names(prefix, whole)

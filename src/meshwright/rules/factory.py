@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .dims import flat_ints
 
 Tensor = torch.Tensor
@@ -51,3 +51,9 @@ def _like(make: Callable[..., Tensor], has_value: bool) -> Callable[..., Rule]:
 for _name in ("new_zeros", "new_ones", "new_empty"):
     rule(_name)(_like(getattr(Tensor, _name), False))
 rule("new_full")(_like(Tensor.new_full, True))
+
+
+@composite("new_tensor")
+def new_tensor(x: Any, data: Any, **kwargs: Any) -> Tensor:
+    """Made from Python data, the same on every rank: plain."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).new_tensor(data, **kwargs)

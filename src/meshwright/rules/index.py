@@ -117,9 +117,7 @@ def _place(made: Index, shapes: list[tuple[int, ...]], constant: list[int]) -> N
     made.sizes |= sizes_of(out, shape)
     for i in constant:
         made.whole |= set(letters[i])  # a list in the call is the same on every rank
-    adjacent = len(set(made.positions)) == 1 and made.looked == list(
-        range(made.looked[0], made.looked[-1] + 1)
-    )
+    adjacent = len(set(made.positions)) == 1 and made.looked == list(range(made.looked[0], made.looked[-1] + 1))
     at = made.positions[0] if adjacent else 0
     made.result[at:at] = out
 
@@ -241,9 +239,7 @@ def _lookup_select(shelf: Shelf, d: int, shape: tuple[int, ...]) -> LocalFn:
 # ------------------------------------------------------------------------------------------------ gather
 
 
-def paired(
-    x: Arg, others: Sequence[Arg], dim: int
-) -> tuple[list[str], list[list[str]], set[str], dict[str, int]]:
+def paired(x: Arg, others: Sequence[Arg], dim: int) -> tuple[list[str], list[list[str]], set[str], dict[str, int]]:
     """Letters of x and of tensors used side by side with it, all dims but ``dim`` elementwise.
 
     A dim may be split where all have the same size; else it is whole in each.  On ``dim`` the others share
@@ -313,9 +309,7 @@ def take_along_dim(x: Any, indices: Any, dim: int | None = None, **kwargs: Any) 
         x, indices, dim = x.flatten(), indices.flatten(), 0
     d = dim % max(x.ndim, 1)
     indices = torch.where(indices < 0, indices + x.shape[d], indices)
-    shape = list(
-        torch.broadcast_shapes(*[[1 if i == d else n for i, n in enumerate(t.shape)] for t in (x, indices)])
-    )
+    shape = list(torch.broadcast_shapes(*[[1 if i == d else n for i, n in enumerate(t.shape)] for t in (x, indices)]))
 
     def widened(t: Any) -> Any:
         want = [t.shape[d] if i == d else n for i, n in enumerate(shape)]
@@ -336,9 +330,7 @@ def index(x: Arg, indices: Sequence[Any]) -> Rule | None:
     if made is None:
         return None
     text = text_of([made.source, *made.letters], [made.result])
-    return notation(
-        text, x, *made.tensors, whole=" ".join(made.whole), sizes=made.sizes, linear=[[x]], moves=True
-    )
+    return notation(text, x, *made.tensors, whole=" ".join(made.whole), sizes=made.sizes, linear=[[x]], moves=True)
 
 
 @rule("one_hot")

@@ -56,9 +56,7 @@ def tensor_split(x: Arg, indices_or_sections: Any = None, dim: int = 0, **kwargs
 def _register_named_splits() -> None:
     for name, axis in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2)):
 
-        def named(
-            x: Arg, given: Any = None, name: str = name, axis: int = axis, **kwargs: Any
-        ) -> Rule | None:
+        def named(x: Arg, given: Any = None, name: str = name, axis: int = axis, **kwargs: Any) -> Rule | None:
             given = next(iter(kwargs.values()), given)
             return _pieces(getattr(torch, name), x, 0 if x.ndim == 1 else axis, given)
 
@@ -107,9 +105,7 @@ def select(x: Arg, dim: int, index: Any) -> Rule | None:
 
 
 @rule("slice")
-def slice_(
-    x: Arg, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Rule | None:
+def slice_(x: Arg, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Rule | None:
     """A range of a dim, with a step."""
     d = x.dim(dim)
     size = len(range(*slice(start, end, step).indices(x.shape[d])))
@@ -171,9 +167,7 @@ def stack(tensors: Sequence[Arg], dim: int = 0, **kwargs: Any) -> Rule:
     out, n = first.letters, len(tensors)
     out.insert(dim % (first.ndim + 1), "1" if n == 1 else "all")
     text = f"{', '.join([' '.join(first.letters)] * n)} -> {' '.join(out)}"
-    return notation(
-        text, *tensors, whole="all" if n != 1 else "", sizes={"all": n}, linear=[[*tensors]], moves=True
-    )
+    return notation(text, *tensors, whole="all" if n != 1 else "", sizes={"all": n}, linear=[[*tensors]], moves=True)
 
 
 @composite("hstack")

@@ -37,11 +37,7 @@ def matmul(x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
         return None
     left = "k" if x.ndim == 1 else "... m k"
     right = "k" if y.ndim == 1 else "... k n"
-    out = (
-        ("..." if max(x.ndim, y.ndim) > 2 else "")
-        + (" m" if x.ndim > 1 else "")
-        + (" n" if y.ndim > 1 else "")
-    )
+    out = ("..." if max(x.ndim, y.ndim) > 2 else "") + (" m" if x.ndim > 1 else "") + (" n" if y.ndim > 1 else "")
     return _contract(f"{left}, {right} -> {out}", x, y, reduced="k", linear=[[x], [y]])
 
 
@@ -198,9 +194,7 @@ def einsum(equation: Any, *operands: Any) -> Rule | None:
     """Any equation; letters that one operand repeats stay whole."""
     if not isinstance(equation, str):
         return None
-    given: Sequence[Arg] = (
-        operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    )
+    given: Sequence[Arg] = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     terms, result = _terms(equation)
     if len(terms) != len(given):
         return None
@@ -218,14 +212,11 @@ def einsum(equation: Any, *operands: Any) -> Rule | None:
         for f, n in zip(fs, t.shape, strict=True):
             sizes[f] = n if sizes.get(f, 1) == 1 else sizes[f]
     shown = [
-        ["1" if n == 1 else f for f, n in zip(fs, t.shape, strict=True)]
-        for fs, t in zip(letters, given, strict=True)
+        ["1" if n == 1 else f for f, n in zip(fs, t.shape, strict=True)] for fs, t in zip(letters, given, strict=True)
     ]
     repeated = {f for fs in shown for f in fs if f != "1" and fs.count(f) > 1}
     summed = {f for fs in shown for f in fs if f not in out and f != "1"} - repeated
-    text = (
-        ", ".join(" ".join(fs) for fs in shown) + " -> " + " ".join("1" if sizes[f] == 1 else f for f in out)
-    )
+    text = ", ".join(" ".join(fs) for fs in shown) + " -> " + " ".join("1" if sizes[f] == 1 else f for f in out)
     return notation(
         text,
         *given,
@@ -239,9 +230,7 @@ def einsum(equation: Any, *operands: Any) -> Rule | None:
 @composite("linalg_multi_dot", "chain_matmul")
 def multi_dot(*matrices: Any, out: Any = None) -> Any:
     """The product of a chain, in the order that needs the fewest multiplications."""
-    chain = (
-        list(matrices[0]) if len(matrices) == 1 and isinstance(matrices[0], (list, tuple)) else list(matrices)
-    )
+    chain = list(matrices[0]) if len(matrices) == 1 and isinstance(matrices[0], (list, tuple)) else list(matrices)
     while len(chain) > 2:
         # The widest inner dim first: a good order, found without the full search.
         i = max(range(1, len(chain)), key=lambda i: chain[i].shape[0])

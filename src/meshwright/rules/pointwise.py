@@ -47,9 +47,7 @@ def pointwise_rule(*args: Any, **kwargs: Any) -> Rule | None:
     return _together(list(args_in((args, kwargs))))
 
 
-def _together(
-    tensors: list[Arg], *linear: list[Arg | None], outputs: int = 1, moves: bool = False
-) -> Rule | None:
+def _together(tensors: list[Arg], *linear: list[Arg | None], outputs: int = 1, moves: bool = False) -> Rule | None:
     if not tensors:
         return None
     text = f"{', '.join(['...'] * len(tensors))} -> {', '.join(['...'] * outputs)}"
@@ -109,9 +107,7 @@ def _lend_dtype(x: Arg, other: Arg) -> Rule:
     mine, its = x.letters, names("o", other.shape)
     text = f"{' '.join(mine)}, {' '.join(its)} -> {' '.join(mine)}"
     linear = [[x]] if x.dtype.is_floating_point and other.dtype.is_floating_point else []
-    return notation(
-        text, x, other, linear=linear, decompose=lambda x, other, *a, **k: x.to(other.dtype, *a, **k)
-    )
+    return notation(text, x, other, linear=linear, decompose=lambda x, other, *a, **k: x.to(other.dtype, *a, **k))
 
 
 _CASTS = {

@@ -119,9 +119,7 @@ def _tracks(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _prod_composed(
-    x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
-) -> Any:
+def _prod_composed(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
     dim, keepdim = _named(kwargs, dim, keepdim)
     # Each factor's gradient is the product of all the others: it needs them all on one rank.
     return (whole_prod if _tracks(x) else partial_prod)(x, dim, keepdim, dtype)
@@ -266,9 +264,7 @@ def _std_mean(variance: Any, center: Any) -> tuple[Any, Any]:
 def _register_moments() -> None:
     for name, composed in _MOMENTS.items():
 
-        def moment(
-            x: Arg, *args: Any, _name: str = name, _composed: Any = composed, **kwargs: Any
-        ) -> Rule | None:
+        def moment(x: Arg, *args: Any, _name: str = name, _composed: Any = composed, **kwargs: Any) -> Rule | None:
             dim, _, keepdim = _moment_args(*args, **kwargs)
             outputs = 2 if _name.endswith("_mean") else 1
             return reduction(x, dim, keepdim, outputs=outputs, decompose=_composed)
@@ -312,6 +308,20 @@ def _norm_of(x: Any, p: float, dims: tuple[int, ...], keepdim: bool) -> Any:
     return torch.pow(total.masked_fill(none, 1.0), 1 / p).masked_fill(none, 0.0)
 
 
+@composite("frobenius_norm")
+def frobenius_norm(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """The 2-norm over the dims given (none: all)."""
+    return torch.linalg.vector_norm(x, 2, dim or None, keepdim, **kwargs)
+
+
+@composite("norm")
+def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """``Tensor.norm`` as the vector norm that it computes."""
+    if p == "nuc":
+        return torch.linalg.norm(x, p, dim, keepdim, **kwargs)
+    return torch.linalg.vector_norm(x, 2 if p in (None, "fro") else p, dim, keepdim, **kwargs)
+
+
 @rule("linalg_vector_norm")
 def linalg_vector_norm(x: Arg, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
     """Any order."""
@@ -319,9 +329,7 @@ def linalg_vector_norm(x: Arg, ord: Any = 2, dim: Any = None, keepdim: bool = Fa
 
 
 @rule("linalg_norm")
-def linalg_norm(
-    x: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any
-) -> Rule | None:
+def linalg_norm(x: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule | None:
     """Vector norms and the Frobenius norm; other matrix norms are gathered."""
     pair = x.ndim == 2 if dim is None else len(dims_of(x.ndim, dim)) == 2
     if isinstance(ord, str) and ord != "fro":
@@ -331,9 +339,7 @@ def linalg_norm(
     return None
 
 
-def _linalg_norm_composed(
-    x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any
-) -> Any:
+def _linalg_norm_composed(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     return torch.linalg.vector_norm(x, 2 if ord in (None, "fro") else ord, dim, keepdim, **kwargs)
 
 
@@ -468,9 +474,7 @@ def quantile(x: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kw
 
 
 @rule("diff")
-def diff(
-    x: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: Arg | None = None
-) -> Rule | None:
+def diff(x: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: Arg | None = None) -> Rule | None:
     """Differences of neighbours along a whole dim."""
     if prepend is not None or append is not None or not x.ndim:
         return None

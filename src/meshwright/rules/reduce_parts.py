@@ -135,9 +135,7 @@ def _first_index_rule(x: Arg, best: Arg, dims: Sequence[int]) -> Rule:
         starts = [0 if letters[d] == "1" else ctx.bounds(letters[d])[0] for d in dims]
         return lambda x, best, dims: first_index(x, best, dims, starts, sizes)
 
-    return notation(
-        f"{' '.join(letters)}, {kept} -> {kept}", x, best, reduced=dict.fromkeys(over, "min"), local=local
-    )
+    return notation(f"{' '.join(letters)}, {kept} -> {kept}", x, best, reduced=dict.fromkeys(over, "min"), local=local)
 
 
 # ------------------------------------------------------------------------------------------------ products
