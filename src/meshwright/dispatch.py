@@ -498,6 +498,7 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Callable[[], None] | No
         if note is not None:
             note()
         made = convert.apply(steps.steps, t)
+        made.__dict__["_converted"] = True
     if memo is not None:
         memo[steps if grad else steps.dst.layout] = made
         if grad:
@@ -552,6 +553,8 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                 settle(t, spec)
         if replan:
             return execute(plan_call(func, args, kwargs), func, args, kwargs, stamp)
+    if plan.op.inplace:
+        _refuse_copies(tensors[0])
     locals_ = list(tensors)
     for i, steps in plan.conversions:
         locals_[i] = _convert_recorded(plan, i, tensors[i], steps)
@@ -564,9 +567,18 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if plan.local is not None and isinstance(result, Tensor) and result is not tensors[0]:
             tensors[0].copy_(result)  # the local function computed the new value instead of writing it
         stamp(tensors[0], plan.outputs[0])
-        plan.fast = (plan.plain or plan.retypes) and result is tensors[0]
         return tensors[0]
     return _finish(plan, tensors, result, stamp, grad_on)
+
+
+def _refuse_copies(t: Tensor) -> None:
+    """A view that needed communication is a copy: a write to it would be lost."""
+    base = t._base
+    if (base is not None and "_converted" in base.__dict__) or "_converted" in t.__dict__:
+        raise DispatchError(
+            "in place on a view that is a copy here: making it needed communication, so the write would not reach the "
+            "tensor that it was taken from. Write to that tensor itself, x[...] = x[...] + y, or mw.reshard it first"
+        )
 
 
 def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan) -> Tensor:
