@@ -94,7 +94,7 @@ def test_every_option_reaches_the_config(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("--clip -1", r"--clip -1\.0: a positive number"),
         ("--data nowhere.txt", r"--data nowhere\.txt: there is no such file; give files"),
         ("--data empty.txt", r"--data empty\.txt is empty"),
-        ("--data short.txt", r"short\.txt: 5 bytes: too few for windows of --seq 64"),
+        ("--data short.txt", r"short\.txt, 5 bytes: too few for windows of --seq 64"),
         ("--data short.txt nowhere.txt", r"nowhere\.txt: there is no such file"),
         ("--plot loss.xyz", r"--plot loss\.xyz: unknown kind of picture.*\.png"),
         ("--plot empty.txt/loss.png", r"--plot .* cannot be written \(.*--no-plot"),
@@ -141,9 +141,7 @@ def test_torchrun_with_another_number_of_processes() -> None:
     joined = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     result = run("train", "--mesh", "dp=2,tp=2", RANK="0", **joined)
     assert result.exit_code == 2
-    assert re.search(
-        r"--mesh dp=2,tp=2 needs 4 processes and torchrun started 3 .*nproc-per-node 4", result.stderr
-    )
+    assert re.search(r"--mesh dp=2,tp=2 needs 4 processes and torchrun started 3 .*nproc-per-node 4", result.stderr)
 
 
 def test_torchrun_shows_what_is_wrong_on_all_ranks_once() -> None:

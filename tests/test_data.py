@@ -37,7 +37,7 @@ def test_standard_library_by_default() -> None:
 def test_sources_are_sorted_and_cut(tmp_path: Path) -> None:
     for name in ("b.py", "a.py", "c/a.py", "site-packages/x.py", "c/__pycache__/y.py", "note.txt"):
         write(tmp_path, name, name.encode())
-    assert standard_library(tmp_path) == (b"a.pyb.pyc/a.py", "Python's standard library, 13 bytes")
+    assert standard_library(tmp_path) == (b"a.pyb.pyc/a.py", "Python's standard library, 14 bytes")
     text, source = standard_library(tmp_path, limit=6)
     assert text == b"a.pyb."
     assert source == "Python's standard library, the first 6 bytes"
@@ -57,9 +57,7 @@ def test_no_sources(tmp_path: Path) -> None:
         ("folder/x.txt", b"1", "is a folder: name the files in it"),
     ],
 )
-def test_bad_data_names_the_file_and_the_fix(
-    tmp_path: Path, name: str, text: bytes | None, report: str
-) -> None:
+def test_bad_data_names_the_file_and_the_fix(tmp_path: Path, name: str, text: bytes | None, report: str) -> None:
     if text is not None:
         write(tmp_path, name, text)
     path = str(tmp_path / (name.split("/")[0]))

@@ -163,18 +163,16 @@ class HandWritten:
             if config.sequence_parallel:  # each all-reduce becomes a reduce-scatter and an all-gather
                 kinds["all_gather"] += n * micro
                 kinds["reduce_scatter"] += n * micro
-                # The positions are added to the own part of the sequence: their gradient is gathered.
-                kinds["all_gather"] += micro
-                moved += self.positions * micro * (tp - 1) / tp
             else:
                 kinds["all_reduce"] += n * micro
             kinds["all_reduce"] += 2 * micro
             moved += (n * self.activation + self.softmax) * micro * 2 * (tp - 1) / tp
         gradients = self.parameters
-        if config.sequence_parallel:  # norms saw a part of the sequence: their gradients are summed over tp too
+        if config.sequence_parallel:  # these saw a part of the sequence: their gradients are summed over tp too
+            both = self.norms + self.positions
             kinds["all_reduce"] += 1
-            moved += self.norms * 2 * (dp * tp - 1) / (dp * tp)
-            gradients -= self.norms
+            moved += both * 2 * (dp * tp - 1) / (dp * tp)
+            gradients -= both
         if dp > 1:
             kinds["all_reduce"] += 1
             moved += gradients * 2 * (dp - 1) / dp
