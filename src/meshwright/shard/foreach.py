@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from ..layout import Partial, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES
 from ..tensor import DistTensor, stamp
-from .raw import become
 
 Tensor = torch.Tensor
 APART = {"_foreach_max", "_foreach_powsum", "_foreach_mm"}  # not elementwise
@@ -34,14 +34,14 @@ SCALING = {"_foreach_mul", "_foreach_mul_", "_foreach_div", "_foreach_div_"}
 @contextmanager
 def plain(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Inside, distributed tensors are the plain local tensors that they are underneath."""
-    swapped = [t for t in tensors if isinstance(t, DistTensor)]
+    swapped: list[Any] = [t for t in tensors if t.__class__ is DistTensor]
     for t in swapped:
-        become(t, Tensor)
+        t.__class__ = Tensor
     try:
         yield
     finally:
         for t in swapped:
-            become(t, DistTensor)
+            t.__class__ = DistTensor
 
 
 def _elementwise(name: str) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def _fits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
                     return False
         elif isinstance(other, DistTensor) and not _whole(other._spec.layout):
             return False
-    if any(isinstance(t, DistTensor) and t._spec.layout.partial for t in first):
+    if any(isinstance(t, DistTensor) and _way(t._spec) is None for t in first):
         scalar = name in SCALING and not any(isinstance(o, (list, tuple)) for o in rest)
         return name in LINEAR or scalar
     return True
@@ -109,13 +109,16 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The norm of each tensor (of its global value), as plain 0-d tensors that are the same on every rank."""
     ord = float(ord)
-    tensors = [_reduced(t) for t in tensors]
+    tensors = list(tensors)
     groups: dict[tuple[Mesh, tuple[int, ...]], list[int]] = {}
     for i, t in enumerate(tensors):
         if isinstance(t, DistTensor):
-            axes = split_axes(t._spec)
-            if axes:
-                groups.setdefault((t._spec.mesh, axes), []).append(i)
+            way = _way(t._spec)
+            if way is None:
+                tensors[i] = whole = _reduced(t)
+                way = _way(whole._spec)
+            if way:
+                groups.setdefault(way, []).append(i)
     with torch.no_grad(), disabled():
         with plain(tensors):
             made = _local_norms(tensors, ord, dtype)
@@ -129,10 +132,17 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
     return made
 
 
-def _reduced(t: Tensor) -> Tensor:
-    if isinstance(t, DistTensor) and t._spec.layout.partial:
-        return reshard(t, [Replicate() if isinstance(p, Partial) else p for p in t.placements])
-    return t
+def _reduced(t: DistTensor) -> DistTensor:
+    return reshard(t, [Replicate() if isinstance(p, Partial) else p for p in t.placements])
+
+
+@lru_cache(maxsize=4096)
+def _way(spec: Spec) -> Any:
+    """Mesh and axes over which parts of a tensor are combined; ``()`` for a whole one, None for a Partial one."""
+    if spec.layout.partial:
+        return None
+    axes = split_axes(spec)
+    return (spec.mesh, axes) if axes else ()
 
 
 def split_axes(spec: Spec) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from .. import convert
-from ..dispatch import disabled
+from ..dispatch import call_disabled, disabled
 from ..layout import Spec
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, stamp
@@ -21,6 +21,7 @@ from .raw import get_grad, set_grad
 
 Tensor = torch.Tensor
 
+_NO: dict[str, Any] = {}
 _base: Any = DistTensor.__dict__["grad"]
 
 
@@ -63,6 +64,10 @@ def _merge(p: DistTensor, kept: DistTensor) -> None:
 def _get(self: DistTensor) -> DistTensor | None:
     kept = self.__dict__.get("_held")
     if kept is None:
+        found = call_disabled(get_grad, (), (self,), _NO)
+        # Read often, by optimizers and clipping: what has its layout written on it needs no further look.
+        if found is None or isinstance(found, DistTensor):
+            return found
         return cast("DistTensor | None", _base.fget(self))
     with disabled():
         both = get_grad(self) is not None
