@@ -60,6 +60,7 @@ class Partial:
 Placement = Union[Shard, Replicate, Partial]
 Placements = Union[Mapping[str, Any], Sequence[Any], "Layout", Placement]
 REPLICATE = Replicate()
+_STRIDED_HASH = hash(torch.strided)
 
 
 def as_placement(value: Any) -> Placement:
@@ -103,7 +104,7 @@ class Layout:
         MeshError: an unknown axis.
     """
 
-    __slots__ = ("__weakref__", "_hash", "mesh", "ndim", "order", "placements")
+    __slots__ = ("__weakref__", "mesh", "ndim", "order", "placements")
 
     def __init__(
         self,
@@ -121,7 +122,6 @@ class Layout:
         per_axis = _per_axis(mesh, placements)
         self.placements: tuple[Placement, ...] = tuple(_in_range(p, ndim, mesh, i) for i, p in enumerate(per_axis))
         self.order: tuple[tuple[int, tuple[int, ...]], ...] = _canonical_order(self, order or {})
-        self._hash = hash((mesh, self.placements, self.order))
 
     @property
     def dims(self) -> dict[int, tuple[str, ...]]:
@@ -248,7 +248,9 @@ class Layout:
         return self.placements == other.placements and self.order == other.order and self.mesh == other.mesh
 
     def __hash__(self) -> int:
-        return self._hash
+        # One hash for all: torch.strided, which all are equal to, must be found in a set of memory layouts too.
+        # Layouts are looked up together with shapes and dtypes, when plans are made, so collisions are few.
+        return _STRIDED_HASH
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{a}: {p!r}" for a, p in zip(self.mesh.axes, self.placements, strict=True))
