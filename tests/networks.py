@@ -164,9 +164,7 @@ def _splits(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _part(shape: tuple[int, ...]) -> list[st.SearchStrategy[Any]]:
-    spans = [
-        (d, lo, n) for d, size in enumerate(shape) for lo in range(size) for n in range(1, size - lo + 1)
-    ]
+    spans = [(d, lo, n) for d, size in enumerate(shape) for lo in range(size) for n in range(1, size - lo + 1)]
     return [st.sampled_from(spans)]
 
 
@@ -202,25 +200,17 @@ UNARY: dict[str, Op] = {
     "layer_norm": Op(lambda x: F.layer_norm(x, x.shape[-1:]), needs=lambda s: bool(s) and s[-1] > 2),
     "rms_norm": Op(lambda x: F.rms_norm(x, x.shape[-1:], eps=0.1), needs=bool),
     "transpose": Op(torch.transpose, lambda s: [*_dim(s), *_dim(s)], lambda s: len(s) > 1),
-    "flatten": Op(
-        lambda x, i: x.flatten(i, i + 1), lambda s: [st.integers(0, len(s) - 2)], lambda s: len(s) > 1
-    ),
-    "view": Op(
-        torch.reshape, lambda s: [st.sampled_from(_splits(s))], lambda s: bool(_splits(s)) and len(s) < 4
-    ),
+    "flatten": Op(lambda x, i: x.flatten(i, i + 1), lambda s: [st.integers(0, len(s) - 2)], lambda s: len(s) > 1),
+    "view": Op(torch.reshape, lambda s: [st.sampled_from(_splits(s))], lambda s: bool(_splits(s)) and len(s) < 4),
     "unsqueeze": Op(torch.unsqueeze, lambda s: [st.integers(0, len(s))], lambda s: len(s) < 4),
     "narrow": Op(lambda x, part: x.narrow(*part), _part, bool),
     "select": Op(lambda x, d: x.select(d, -1), _dim, bool),
     "index": Op(lambda x, d: x.index_select(d, torch.arange(3) % x.shape[d]), _dim, bool),
-    "expand": Op(
-        lambda x, n: x.expand(n, *x.shape), lambda s: [st.sampled_from([2, 4])], lambda s: len(s) < 3
-    ),
+    "expand": Op(lambda x, n: x.expand(n, *x.shape), lambda s: [st.sampled_from([2, 4])], lambda s: len(s) < 3),
     "attention": Op(_attention, needs=lambda s: len(s) > 1),
     "sdpa": Op(lambda x: F.scaled_dot_product_attention(x, x, x), needs=lambda s: len(s) > 2),
     "embedding": Op(_embedding, lambda s: [st.sampled_from([2, 4])], lambda s: len(s) == 2),
-    "cross_entropy": Op(
-        _cross_entropy, lambda s: [st.sampled_from(["mean", "sum", "none"])], lambda s: len(s) == 2
-    ),
+    "cross_entropy": Op(_cross_entropy, lambda s: [st.sampled_from(["mean", "sum", "none"])], lambda s: len(s) == 2),
     "mse": Op(lambda x: F.mse_loss(x, torch.zeros(x.shape, dtype=x.dtype))),
 }
 
@@ -244,9 +234,7 @@ def interpret(net: Network, mesh: mw.Mesh | None) -> list[Tensor]:
     """Values of all leaves and calls, on ``mesh`` or (None) on one device."""
     values: list[Tensor] = []
     for c in net.calls:
-        values.append(
-            c.make(mesh) if isinstance(c, Leaf) else OPS[c.name](*[values[i] for i in c.reads], *c.static)
-        )
+        values.append(c.make(mesh) if isinstance(c, Leaf) else OPS[c.name](*[values[i] for i in c.reads], *c.static))
     return values
 
 
@@ -294,9 +282,7 @@ class Drawer:
         made: Call | None
         if name in UNARY:
             op = UNARY[name]
-            made = (
-                Call(name, (x,), tuple(self.draw(s) for s in op.static(shape))) if op.needs(shape) else None
-            )
+            made = Call(name, (x,), tuple(self.draw(s) for s in op.static(shape))) if op.needs(shape) else None
         elif name in ("cat", "stack"):
             made = self._join(name, x, shape)
         elif name in ("matmul", "linear", "linear_bias", "reshard"):

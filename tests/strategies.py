@@ -37,9 +37,7 @@ def placements(ndim: int, ops: Sequence[str] = ("sum",)) -> st.SearchStrategy[Pl
 
 
 @st.composite
-def layouts(
-    draw: st.DrawFn, mesh: mw.Mesh, ndim: int, ops: Sequence[str] = ("sum",), orders: bool = True
-) -> mw.Layout:
+def layouts(draw: st.DrawFn, mesh: mw.Mesh, ndim: int, ops: Sequence[str] = ("sum",), orders: bool = True) -> mw.Layout:
     """Layouts of a tensor of ``ndim`` dims; with ``orders``, several axes of one dim come in any order."""
     given = [draw(placements(ndim, ops)) for _ in mesh.axes]
     order = {}
@@ -61,8 +59,4 @@ def specs(draw: st.DrawFn, mesh: mw.Mesh, max_dims: int = 3, ops: Sequence[str] 
 def numbered(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Values that differ everywhere and stay of moderate size, the same on every call."""
     n = math.prod(shape)
-    return (
-        torch.cos(torch.arange(n, dtype=torch.float64) * 1.7 + seed * 0.9 + 0.3)
-        .reshape(tuple(shape))
-        .to(dtype)
-    )
+    return torch.cos(torch.arange(n, dtype=torch.float64) * 1.7 + seed * 0.9 + 0.3).reshape(tuple(shape)).to(dtype)

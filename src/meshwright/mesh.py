@@ -130,10 +130,10 @@ class Mesh:
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
-        if "device_mesh" not in self.__dict__:
+        if "_device_mesh" not in self.__dict__:
             grid = torch.tensor(self.ranks).reshape(self.sizes)
-            self.__dict__["device_mesh"] = DeviceMesh(self.device, grid, mesh_dim_names=self.axes)
-        made: DeviceMesh = self.__dict__["device_mesh"]
+            self.__dict__["_device_mesh"] = DeviceMesh(self.device, grid, mesh_dim_names=self.axes)
+        made: DeviceMesh = self.__dict__["_device_mesh"]
         return made
 
 
