@@ -70,7 +70,9 @@ def t5() -> Any:
 
 def vit() -> Any:
     config = transformers.ViTConfig(**SMALL, **QUIET, intermediate_size=64, image_size=16, patch_size=4, num_labels=5)
-    return transformers.ViTForImageClassification(config), dict.fromkeys(("*q_proj.*", "*k_proj.*", "*v_proj.*"), COLUMN)
+    return transformers.ViTForImageClassification(config), dict.fromkeys(
+        ("*q_proj.*", "*k_proj.*", "*v_proj.*"), COLUMN
+    )
 
 
 def resnet() -> Any:

@@ -24,7 +24,7 @@ from .explain import Explanation, explain, explicit
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
 from .rules.random import reproducible_random
-from .shard import no_sync, shard_module, shard_optimizer
+from .shard import no_sync, shard_dataloader, shard_module, shard_optimizer
 from .simulation import simulate
 from .tensor import DistTensor
 from .testing import check_conversion, check_rule
@@ -52,6 +52,7 @@ __all__ = [
     "reproducible_random",
     "reshard",
     "rule",
+    "shard_dataloader",
     "shard_module",
     "shard_optimizer",
     "shard_tensor",

@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from . import collective, convert, reshard as _reshard, runtime
+from . import collective, convert, runtime
+from . import reshard as _reshard
 from .dispatch import Inference, disabled, forget_ops, infer, settle
 from .errors import DesyncError, LayoutError, MeshError
 from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
@@ -71,9 +72,7 @@ def agree(what: str, value: Any, mesh: Mesh) -> None:
         raise DesyncError(f"{what}: the ranks disagree ({listed}); every rank must make the same call")
 
 
-def shard_tensor(
-    t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = None, check: bool = True
-) -> DistTensor:
+def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = None, check: bool = True) -> DistTensor:
     """Lay a global tensor on a mesh.
 
     Args:
@@ -146,7 +145,7 @@ def from_local(
             f"from_local: rank {mesh.ranks[bad[0]]} brought a part that does not fit; this rank has {tuple(local.shape)} "
             f"and {tuple(shape)} as {layout!r} asks for {want} (torch.chunk sizes): pass shape=, or cut the parts so"
         )
-    if local.requires_grad and not local.is_leaf or local.is_leaf and local.requires_grad and torch.is_grad_enabled():
+    if (local.requires_grad and not local.is_leaf) or (local.is_leaf and local.requires_grad and torch.is_grad_enabled()):
         return stamp(local.view_as(local), spec.with_(undecided=0))
     made = stamp(local.detach(), spec)
     made.requires_grad_(local.requires_grad)
@@ -220,9 +219,7 @@ def _wanted(x: DistTensor, placements: Placements, order: Any) -> Spec:
         merged = {a: names.get(a, p) for a, p in zip(x.mesh.axes, x.placements, strict=True)}
         placements = merged
     layout = Layout(x.mesh, placements, order=order, ndim=x.ndim)
-    kept = sum(
-        1 << a for a, (p, q) in enumerate(zip(layout.placements, x.placements, strict=True)) if p == q
-    )
+    kept = sum(1 << a for a, (p, q) in enumerate(zip(layout.placements, x.placements, strict=True)) if p == q)
     return Spec(x.shape, x._spec.dtype, layout, x._spec.reduced & kept)
 
 

@@ -334,9 +334,7 @@ class _Select(torch.autograd.Function):
         whole = _reduced_everywhere(step)
         out = run(whole, local)
         held = local == out
-        ties = collective.all_reduce(
-            held.to(local.dtype), "sum", collective.group(step.src.mesh, step.axes)
-        )
+        ties = collective.all_reduce(held.to(local.dtype), "sum", collective.group(step.src.mesh, step.axes))
         ctx.steps = steps
         ctx.save_for_backward(held / ties.clamp(min=1))
         if step.kind == "reduce_scatter":

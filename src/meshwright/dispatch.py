@@ -91,7 +91,12 @@ def _resolve(func: Any) -> Op:
             name = f"{module}.{name}"  # nn.init.normal_ is not Tensor.normal_, torch.masked.sum is not torch.sum
     pointwise = not python and is_pointwise(name)
     return Op(
-        name, inplace, python, pointwise, RULES.get(name) or (pointwise_rule if pointwise else None), COMPOSITES.get(name)
+        name,
+        inplace,
+        python,
+        pointwise,
+        RULES.get(name) or (pointwise_rule if pointwise else None),
+        COMPOSITES.get(name),
     )
 
 
@@ -347,7 +352,11 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
     if rule.local is not None:
         here = mesh.coordinate(runtime.RT.rank)
         local = rule.local(Local(rule, choice.inputs, choice.outputs, here))
-    direct = (local is None or isinstance(local, Native)) and choice.outputs != () and not (op.inplace and (decide or choice.open))
+    direct = (
+        (local is None or isinstance(local, Native))
+        and choice.outputs != ()
+        and not (op.inplace and (decide or choice.open))
+    )
     return Plan(
         op,
         plain=not conversions and direct,
@@ -806,7 +815,10 @@ def infer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Seq
         like = [(rule.out_shape(i), dtype) for i in range(len(rule.outputs))]
         choice = choose(rule, specs, like, wish=Wish(tuple(outputs)) if outputs else None)
     moved = sum(reshard.plan(s, t.with_(undecided=0)).bytes for s, t in zip(choice.sources, choice.inputs, strict=True))
-    names = tuple(c.factor or ("replicate" if not any("Partial" in repr(p) for p in c.inputs) else "partial") for c in choice.strategies)
+    names = tuple(
+        c.factor or ("replicate" if not any("Partial" in repr(p) for p in c.inputs) else "partial")
+        for c in choice.strategies
+    )
     return Inference(choice.inputs, choice.outputs, names, moved)
 
 

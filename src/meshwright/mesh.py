@@ -30,9 +30,7 @@ class Mesh:
 
     __slots__ = ("__dict__", "_hash", "axes", "device", "ranks", "size", "sizes")
 
-    def __init__(
-        self, axes: Mapping[str, int], *, device: str = "cpu", ranks: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, axes: Mapping[str, int], *, device: str = "cpu", ranks: Sequence[int] | None = None) -> None:
         if not axes:
             raise MeshError('a mesh needs at least one axis, e.g. Mesh({"dp": 2})')
         for name, n in axes.items():

@@ -120,9 +120,7 @@ class Runtime:
     rank: int
     world: int
 
-    def __init__(
-        self, rank: int | None = None, world: int | None = None, sim: Simulator | None = None
-    ) -> None:
+    def __init__(self, rank: int | None = None, world: int | None = None, sim: Simulator | None = None) -> None:
         if rank is not None and world is not None:
             self.rank, self.world = rank, world
         self.sim = sim

@@ -93,8 +93,7 @@ class Simulation:
         following = self._next(rank)
         if following is None and self.waits:
             table = "".join(
-                f"\n  rank {r}: waits in {m.calls[r]} over ranks {m.ranks}"
-                for r, m in sorted(self.waits.items())
+                f"\n  rank {r}: waits in {m.calls[r]} over ranks {m.ranks}" for r, m in sorted(self.waits.items())
             )
             self._break(self.waits, f"deadlock: every rank waits for another one{table}")
             following = self._next(rank)
@@ -159,9 +158,7 @@ class Simulation:
             raise DesyncError(self.aborted)
         outside = [r for r in ranks if r not in self.state]
         if outside:
-            raise CollectiveError(
-                f"{call}: ranks {outside} are not simulated (ranks here: {list(self.ranks)})"
-            )
+            raise CollectiveError(f"{call}: ranks {outside} are not simulated (ranks here: {list(self.ranks)})")
         gone = next((r for r in ranks if self.state[r] == DONE), None)
         if gone is None:
             return

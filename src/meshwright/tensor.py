@@ -380,14 +380,17 @@ def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> 
 # ---------------------------------------------------------------------------------------------- calls
 
 
-def _general(
-    key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], typed: bool = True
-) -> Any:
+def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], typed: bool = True) -> Any:
     """A call that is not (yet) known to be one native op with one output."""
     plan = runtime.RT.plans.get(key)
     if plan is None:
         return _slow(key, func, types, args, kwargs)
-    if typed and plan.fast and (plan.plain or not torch.is_grad_enabled()) and not (plan.untyped == 2 and _any_tied(args)):
+    if (
+        typed
+        and plan.fast
+        and (plan.plain or not torch.is_grad_enabled())
+        and not (plan.untyped == 2 and _any_tied(args))
+    ):
         native = plan.native
         try:
             if native is None:
@@ -585,7 +588,9 @@ def _autograd_grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[st
             for x, g in zip(inputs, made, strict=True)
         ]
     if materialize:
-        found = [torch.zeros_like(x, requires_grad=create) if g is None else g for x, g in zip(inputs, found, strict=True)]
+        found = [
+            torch.zeros_like(x, requires_grad=create) if g is None else g for x, g in zip(inputs, found, strict=True)
+        ]
     return tuple(found)
 
 

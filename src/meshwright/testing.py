@@ -116,9 +116,7 @@ class _Call:
         """Call with these tensors in place of the given ones (copies of them, where the op writes)."""
         given = iter(tensors)
         inplace = resolve(self.fn).inplace
-        args, kwargs = map_tensors(
-            (self.args, self.kwargs), lambda _: next(given).clone() if inplace else next(given)
-        )
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda _: next(given).clone() if inplace else next(given))
         if not forced:
             return self.fn(*args, **kwargs)
         plan = plan_call(self.fn, args, kwargs, forced)
@@ -312,9 +310,7 @@ def _placements(t: Tensor) -> list[Placement]:
     return [*found, Partial()] if carries_grad(t.dtype) else found
 
 
-def _by_strategies(
-    tensors: Sequence[Tensor], mesh: Mesh, rule: Rule, chosen: tuple[Strategy, ...]
-) -> _Case | None:
+def _by_strategies(tensors: Sequence[Tensor], mesh: Mesh, rule: Rule, chosen: tuple[Strategy, ...]) -> _Case | None:
     """Inputs laid as the strategies want them; None where they cut one compound dim at odd places."""
     for factor in {s.factor for s in chosen if s.factor}:
         if not rule.aligned(factor, mesh, [a for a, s in enumerate(chosen) if s.factor == factor]):
@@ -352,9 +348,7 @@ def local_part(value: Tensor, spec: Spec, seed: int = 0) -> Tensor:
     for a, p in enumerate(spec.layout.placements):
         if isinstance(p, Partial) and carries_grad(value.dtype):
             n = spec.mesh.sizes[a]
-            noise = torch.randn((n - 1, *value.shape), generator=generator, dtype=torch.float64).to(
-                value.dtype
-            )
+            noise = torch.randn((n - 1, *value.shape), generator=generator, dtype=torch.float64).to(value.dtype)
             part = noise[here[a]] if here[a] < n - 1 else part - noise.sum(0)
             part = part * n if p.op == "avg" else part
     for d, (lo, hi) in enumerate(spec.layout.local_bounds(spec.shape, here)):
@@ -397,10 +391,7 @@ def _check_case(call: _Call, case: _Case, want: _Reference, report: Report) -> N
 
 
 def _run_case(call: _Call, case: _Case, want: _Reference) -> _Finding | None:
-    leaves = [
-        _distributed(t, layout, i)
-        for i, (t, layout) in enumerate(zip(call.tensors, case.layouts, strict=True))
-    ]
+    leaves = [_distributed(t, layout, i) for i, (t, layout) in enumerate(zip(call.tensors, case.layouts, strict=True))]
     torch.manual_seed(1)
     with collective.counting() as counts:
         result = _flat(call.run(leaves, case.strategies))
@@ -464,9 +455,7 @@ def check_conversion(src: Spec, dst: Spec) -> None:
     if src.undecided or dst.undecided:
         src, dst = src.with_(undecided=0), dst.with_(undecided=0)
     generator = torch.Generator().manual_seed(0)
-    value, cotangent = (
-        torch.randn(src.shape, generator=generator, dtype=torch.float64).to(src.dtype) for _ in "xy"
-    )
+    value, cotangent = (torch.randn(src.shape, generator=generator, dtype=torch.float64).to(src.dtype) for _ in "xy")
     for finding in simulate(lambda: _run_conversion(src, dst, value, cotangent), src.mesh):
         if finding is not None:
             steps = conversion_plan(src, dst).steps
@@ -487,11 +476,7 @@ def _run_conversion(src: Spec, dst: Spec, value: Tensor, cotangent: Tensor) -> s
     right = collective.all_reduce(_dot(x.detach(), src, back), "sum", group)
     if difference is not None:
         return f"wrong value (difference {difference})"
-    return (
-        None
-        if torch.allclose(left, right, rtol=1e-4, atol=1e-4)
-        else f"wrong transpose ({left} against {right})"
-    )
+    return None if torch.allclose(left, right, rtol=1e-4, atol=1e-4) else f"wrong transpose ({left} against {right})"
 
 
 def _dot(x: Tensor, spec: Spec, y: Tensor) -> Tensor:

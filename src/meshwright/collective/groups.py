@@ -27,9 +27,7 @@ class Group:
 
     __slots__ = ("axes", "device", "index", "pg", "plain", "ranks", "scatters", "size")
 
-    def __init__(
-        self, ranks: tuple[int, ...], index: int, axes: tuple[str, ...], device: str, pg: Any = None
-    ) -> None:
+    def __init__(self, ranks: tuple[int, ...], index: int, axes: tuple[str, ...], device: str, pg: Any = None) -> None:
         self.ranks, self.index, self.axes, self.device, self.pg = ranks, index, axes, device, pg
         self.size = len(ranks)
         # A Python subclass need only have allreduce, allgather and broadcast.
@@ -37,9 +35,7 @@ class Group:
         self.scatters = self.plain and _backend_name(pg, device) != "gloo"
 
     @classmethod
-    def from_process_group(
-        cls, pg: dist.ProcessGroup, *, axes: tuple[str, ...] = (), device: str = "cpu"
-    ) -> Group:
+    def from_process_group(cls, pg: dist.ProcessGroup, *, axes: tuple[str, ...] = (), device: str = "cpu") -> Group:
         """Wrap a ProcessGroup, which may be a Python subclass with ``allreduce`` (and, for the other
         collectives, ``allgather`` and ``broadcast``) only.
 

@@ -437,9 +437,7 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     if group.pg is None:
-        gathered: list[Any] = _meet(
-            group, Call("all_gather_object"), obj, lambda parts: [list(parts) for _ in parts]
-        )
+        gathered: list[Any] = _meet(group, Call("all_gather_object"), obj, lambda parts: [list(parts) for _ in parts])
         return gathered
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(group.device)
     length = torch.tensor([data.numel()], device=group.device)

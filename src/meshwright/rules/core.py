@@ -343,7 +343,9 @@ def notation(
         found.setdefault(f"~{i}", n)
     outputs = tuple(
         tuple(
-            x for dim in dims for x in ([((f"~{i}",) if lead[i] != 1 else ()) for i in range(width)] if dim is ... else [dim])
+            x
+            for dim in dims
+            for x in ([((f"~{i}",) if lead[i] != 1 else ()) for i in range(width)] if dim is ... else [dim])
         )
         for dims in outs_text
     )

@@ -42,7 +42,12 @@ def _like(make: Callable[..., Tensor], has_value: bool) -> Callable[..., Rule]:
         made = [f"n{i}" if n != 1 else "1" for i, n in enumerate(size)]
         sizes = {f: n for f, n in zip(made, size, strict=True) if f != "1"}
         return notation(
-            f"{' '.join(x.letters)} -> {' '.join(made)}", x, sizes=sizes, whole=" ".join(sizes), local=local, decompose=whole
+            f"{' '.join(x.letters)} -> {' '.join(made)}",
+            x,
+            sizes=sizes,
+            whole=" ".join(sizes),
+            local=local,
+            decompose=whole,
         )
 
     return like

@@ -6,8 +6,6 @@ Dispatched as ops themselves they cost one interception instead of two.  Where a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .core import Arg, Rule, notation, rule
@@ -19,7 +17,9 @@ rule("F.rms_norm")(rms_norm)
 
 
 @rule("F.softmax")
-def front_softmax(x: Arg, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Rule | None:
+def front_softmax(
+    x: Arg, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Rule | None:
     """``softmax`` along a given dim."""
     return None if dim is None else softmax(x, dim, dtype)
 
