@@ -1,0 +1,71 @@
+"""The scripts of examples/ run on real processes, and say on two what they say on one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from processes import run_processes
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def said(script: str, *args: str) -> str:
+    """What a script prints in this process."""
+    kept, sys.argv = sys.argv, [script, *args]
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    finally:
+        sys.argv = kept
+    return text.getvalue()
+
+
+def said_by_a_rank(script: str) -> str:
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    return said(script)
+
+
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss ([\d.]+)", text)]
+
+
+@pytest.mark.processes
+def test_train_mlp_under_torchrun() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(EXAMPLES / "train_mlp.py"), "--tp", "2", "--steps", "51"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    on_two = losses(done.stdout)
+    assert len(on_two) == 3
+    assert on_two[-1] < on_two[0]
+    on_one = said_on_one()
+    assert on_two == pytest.approx(losses(on_one), rel=1e-4)
+    assert "of 512 points right" in done.stdout
+
+
+def said_on_one() -> str:
+    return run_processes(said, 1, "train_mlp.py", "--steps", "51")[0]  # a process of its own: it sets seeds
+
+
+@pytest.mark.processes
+def test_custom_op_on_two_processes() -> None:
+    first, second = run_processes(said_by_a_rank, 2, "custom_op.py")
+    assert "runs agree with the single device" in first
+    assert "<dp: Shard(0)>, no communication" in first
+    assert second == ""
+
+
+def test_every_example_is_run_here() -> None:
+    text = Path(__file__).read_text()
+    assert [p.name for p in EXAMPLES.glob("*.py") if f'"{p.name}"' not in text] == []
