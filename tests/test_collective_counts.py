@@ -19,7 +19,8 @@ LAYERS, HIDDEN, HEADS, SEQ, BATCH, ITEM = 2, 16, 4, 8, 8, 8  # ITEM: bytes of a 
 def step_of(mesh: dict[str, int], **options):
     """Counts of the third training step: (forward and backward, update)."""
     config = TrainConfig(
-        mesh=tuple(mesh.items()), layers=LAYERS, hidden=HIDDEN, heads=HEADS, seq=SEQ, batch=BATCH, dtype="float64", **options
+        mesh=tuple(mesh.items()), layers=LAYERS, hidden=HIDDEN, heads=HEADS, seq=SEQ, batch=BATCH, dtype="float64",
+        **options,
     )  # fmt: skip
     corpus = load_corpus((), SEQ)
     made = mw.Mesh(mesh)

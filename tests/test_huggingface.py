@@ -1,7 +1,7 @@
 """Models that this project did not write, unchanged: loss, gradients and buffers equal the single device's.
 
-The configurations are tiny and random; nothing is downloaded.  Several of these models compute norms in float32 whatever
-the dtype, so their tolerance is that of float32.
+The configurations are tiny and random; nothing is downloaded.  Several of these models compute norms in float32
+whatever the dtype, so their tolerance is that of float32.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def llama() -> Any:
 
 def gpt2() -> Any:
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        bos_token_id=0, eos_token_id=0,
+        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     # GPT-2's Conv1D keeps weights transposed: columns are dim 1.
     return transformers.GPT2LMHeadModel(config), {

@@ -142,10 +142,10 @@ def from_local(
         bad = [] if fits else [0]
     if bad:
         raise LayoutError(
-            f"from_local: rank {mesh.ranks[bad[0]]} brought a part that does not fit; this rank has {tuple(local.shape)} "
+            f"from_local: rank {mesh.ranks[bad[0]]} brought a part that does not fit; here it is {tuple(local.shape)} "
             f"and {tuple(shape)} as {layout!r} asks for {want} (torch.chunk sizes): pass shape=, or cut the parts so"
         )
-    if (local.requires_grad and not local.is_leaf) or (local.is_leaf and local.requires_grad and torch.is_grad_enabled()):
+    if local.requires_grad and (not local.is_leaf or torch.is_grad_enabled()):
         return stamp(local.view_as(local), spec.with_(undecided=0))
     made = stamp(local.detach(), spec)
     made.requires_grad_(local.requires_grad)

@@ -301,5 +301,5 @@ def _dim_orders(
 def _inplace_error(ins: Sequence[Spec], axis: int) -> DispatchError:
     return DispatchError(
         f"in place, the first tensor must keep its layout {ins[0].layout!r}, and on axis "
-        f"{ins[0].mesh.axes[axis]!r} no way to run this op does"
+        f"{ins[0].mesh.axes[axis]!r} no way to run this op does; use the out-of-place op, or mw.reshard it first"
     )

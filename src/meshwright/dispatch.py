@@ -101,7 +101,7 @@ def _resolve(func: Any) -> Op:
 
 
 def op_name(func: Any) -> str:
-    """Name of a function: ``"add"`` for ``torch.add``, ``Tensor.add`` and ``aten.add.Tensor``, ``"lib::op"`` for custom ops."""
+    """Name of a function: ``"add"`` for ``torch.add``, ``Tensor.add``, ``aten.add.Tensor``; ``"lib::op"`` for custom ops."""
     if isinstance(func, torch._ops.OpOverload):
         func = func.overloadpacket
     if isinstance(func, torch._ops.OpOverloadPacket):
@@ -241,10 +241,11 @@ def mesh_of(tensors: Sequence[Tensor], name: str) -> Mesh:
 class Plan:
     """What to do for one kind of call.
 
-    ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule says.
-    ``untyped``: leaves that require grad are tied together (1) or get their type (2) by this call.  ``retypes``: plain but for conversions that
-    only change types, which do nothing where no gradient is recorded.  ``native``: run this call instead of the op.
-    ``swift``: conversions of plain positional arguments around one native op: no nested arguments to walk.
+    ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule
+    says.  ``untyped``: leaves that require grad are tied together (1) or get their type (2) by this call.
+    ``retypes``: plain but for conversions that only change types, which do nothing where no gradient is recorded.
+    ``native``: run this call instead of the op.  ``swift``: conversions of plain positional arguments around one
+    native op: no nested arguments to walk.
     """
 
     op: Op
@@ -262,6 +263,7 @@ class Plan:
     run: Callable[..., Any] | None = None
     redispatch: bool = False
     gathered: bool = False
+    copies: bool = False
     open: int = 0
     checked: bool = False
     mesh: Mesh | None = None
@@ -278,6 +280,9 @@ def plan_call(
     ``strategies``, one per mesh axis, are taken instead of the cheapest ones (for tests of a rule).
     """
     op = resolve(func)
+    if op.inplace:
+        for t in tensors_in(args[:1]):
+            refuse_copy(f"{op.name}_: ", t)
     if op.composite is not None:
         return Plan(op, run=op.composite)
     if op.python and op.rule is None:
@@ -320,7 +325,7 @@ def _plan_ruled(
     if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
         return Plan(op, redispatch=True)
     if rule is None or (like is None and not rule.outputs):
-        return _gather_plan(op, mesh, specs)
+        return _mark_copies(_gather_plan(op, mesh, specs), func, specs, args, kwargs)
     if like is None:
         like = [(torch.Size(rule.out_shape(i)), specs[0].dtype) for i in range(len(rule.outputs))]
     else:
@@ -328,7 +333,36 @@ def _plan_ruled(
     if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
         return Plan(op, run=rule.decompose, mesh=mesh)
     choice = choose(rule, specs, like, inplace=op.inplace, strategies=strategies)
-    return _plan_from(op, mesh, rule, specs, choice)
+    return _mark_copies(_plan_from(op, mesh, rule, specs, choice), func, specs, args, kwargs)
+
+
+def refuse_copy(what: str, t: Tensor) -> None:
+    """Raises DispatchError where a write to ``t`` would be lost: a view that needed communication is a copy."""
+    spec = getattr(t, "__dict__", {}).get("_spec")
+    if spec is not None and spec.copied:
+        raise DispatchError(
+            f"{what}in place on a view that is a copy here ({spec!r}): making it needed communication, so the write would "
+            "not reach the tensor that it was taken from. Write to that tensor itself, x[...] = x[...] + y; or mw.reshard "
+            "it first so that the view is local; or .clone() the view if it is to be a copy"
+        )
+
+
+def _mark_copies(plan: Plan, func: Any, specs: list[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """Views of converted inputs, or of copies, do not alias what the caller holds: their specs say so."""
+    moved = any(s.kind != "retype" for _, c in plan.conversions for s in c.steps)
+    if not plan.op.inplace and (moved or any(s.copied for s in specs)) and _is_view(func, specs, args, kwargs):
+        plan.outputs = tuple(s.with_(copied=True) for s in plan.outputs)
+        plan.spec = plan.outputs[0] if plan.outputs else None
+        plan.copies = True
+    return plan
+
+
+def _is_view(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether on one device an output would share memory with an input."""
+    given: list[Tensor] = []
+    made = _run_meta(func, specs, args, kwargs, given)
+    memory = {t.untyped_storage()._cdata for t in given}
+    return any(t.untyped_storage()._cdata in memory for t in tensors_in(made))
 
 
 def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice) -> Plan:
@@ -407,25 +441,35 @@ def global_outputs(
 
     Mistakes of the caller (shapes that do not fit) surface later, when every rank runs the gathered op.
     """
-    count = iter(range(len(specs)))
-
-    def meta(t: Tensor) -> Tensor:
-        s = specs[next(count)]
-        return torch.empty(s.shape, dtype=s.dtype, device="meta")
-
-    try:
-        with disabled(), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
-            args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
-            made = func(*map_tensors(args, meta), **map_tensors(kwargs, meta))
-    except Exception:
+    made = _run_meta(func, specs, args, kwargs, [])
+    if made is NotImplemented:
         return None
     if isinstance(made, Tensor):
         return [(made.shape, made.dtype)]
     if isinstance(made, (tuple, list)):
         return [(t.shape, t.dtype) for t in tensors_in(made)]
     return None if made is not None else [(specs[0].shape, specs[0].dtype)]
+
+
+def _run_meta(
+    func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+) -> Any:
+    """The op on meta tensors (which ``given`` collects); NotImplemented where PyTorch cannot run it."""
+    count = iter(range(len(specs)))
+
+    def meta(t: Tensor) -> Tensor:
+        s = specs[next(count)]
+        given.append(torch.empty(s.shape, dtype=s.dtype, device="meta"))
+        return given[-1]
+
+    try:
+        with disabled(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
+            args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
+            return func(*map_tensors(args, meta), **map_tensors(kwargs, meta))
+    except Exception:
+        return NotImplemented
 
 
 def _check_outputs(op: Op, rule: Rule, like: list[tuple[torch.Size, torch.dtype]]) -> None:
@@ -472,7 +516,7 @@ def warn_gathered(plan: Plan) -> None:
         _WARNED.add(plan.op.name)
         warnings.warn(
             f"{plan.op.name} has no rule for these arguments: its inputs are gathered on every rank "
-            f"({plan.notes['bytes']:.0f} bytes sent per rank here). Give it one: @mw.rule({plan.op.name!r}), see docs/rules.md",
+            f"({plan.notes['bytes']:.0f} bytes sent per rank here). Give it one: @mw.rule({plan.op.name!r})",
             stacklevel=6,
         )
 
@@ -492,7 +536,8 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Callable[[], None] | No
         return t
     memo: dict[Any, Tensor] | None = None
     space = t.__dict__
-    if "_spec" in space and not (grad and t.is_leaf):
+    # Tensors without a version counter of their own may change unseen: what they were is not kept.
+    if "_spec" in space and not (grad and t.is_leaf) and "_shared" not in space and not t.is_inference():
         version, memo = space.get("_memo", _NO_MEMO)
         if version != t._version:
             memo = {}
@@ -507,7 +552,6 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Callable[[], None] | No
         if note is not None:
             note()
         made = convert.apply(steps.steps, t)
-        made.__dict__["_converted"] = True
     if memo is not None:
         memo[steps if grad else steps.dst.layout] = made
         if grad:
@@ -562,8 +606,6 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                 settle(t, spec)
         if replan:
             return execute(plan_call(func, args, kwargs), func, args, kwargs, stamp)
-    if plan.op.inplace:
-        _refuse_copies(tensors[0])
     locals_ = list(tensors)
     for i, steps in plan.conversions:
         locals_[i] = _convert_recorded(plan, i, tensors[i], steps)
@@ -576,18 +618,9 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if plan.local is not None and isinstance(result, Tensor) and result is not tensors[0]:
             tensors[0].copy_(result)  # the local function computed the new value instead of writing it
         stamp(tensors[0], plan.outputs[0])
+        plan.fast = (plan.plain or plan.retypes) and result is tensors[0]
         return tensors[0]
     return _finish(plan, tensors, result, stamp, grad_on)
-
-
-def _refuse_copies(t: Tensor) -> None:
-    """A view that needed communication is a copy: a write to it would be lost."""
-    base = t._base
-    if (base is not None and "_converted" in base.__dict__) or "_converted" in t.__dict__:
-        raise DispatchError(
-            "in place on a view that is a copy here: making it needed communication, so the write would not reach the "
-            "tensor that it was taken from. Write to that tensor itself, x[...] = x[...] + y, or mw.reshard it first"
-        )
 
 
 def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan) -> Tensor:
@@ -668,7 +701,7 @@ def _check_locals(plan: Plan, made: Sequence[Tensor]) -> None:
         have = [tuple(Tensor.size(t)) for t in made]
     if want != have:
         raise RuleError(
-            f"the rule of {plan.op.name!r} ({plan.why}) says that this rank gets {want}, the op gave {have}: correct the rule"
+            f"the rule of {plan.op.name!r} ({plan.why}) says that this rank gets {want}, the op gave {have}: correct it"
         )
     for t, spec in zip(made, plan.outputs, strict=True):
         if t.dtype != spec.dtype:
@@ -684,7 +717,7 @@ def _finish_gathered(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: 
     everywhere = (1 << plan.mesh.ndim) - 1
 
     def spec(t: Tensor) -> Spec:
-        return Spec(t.shape, t.dtype, whole, undecided=0 if t.requires_grad else everywhere)
+        return Spec(t.shape, t.dtype, whole, 0, 0 if t.requires_grad else everywhere, plan.copies)
 
     if plan.op.inplace:
         target: Spec = tensors[0].__dict__.get("_spec") or spec(tensors[0])

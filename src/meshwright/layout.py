@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 from weakref import WeakValueDictionary
 
 import torch
@@ -57,7 +57,7 @@ class Partial:
         return "Partial()" if self.op == "sum" else f"Partial({self.op!r})"
 
 
-Placement = Union[Shard, Replicate, Partial]
+Placement = Shard | Replicate | Partial
 Placements = Union[Mapping[str, Any], Sequence[Any], "Layout", Placement]
 REPLICATE = Replicate()
 _STRIDED_HASH = hash(torch.strided)
@@ -115,7 +115,7 @@ class Layout:
         ndim: int | None = None,
     ) -> None:
         if isinstance(placements, Layout):
-            order = order or {d: a for d, a in placements.order}
+            order = order or dict(placements.order)
             placements = placements.placements
         self.mesh = mesh
         self.ndim = ndim
@@ -319,9 +319,10 @@ class Spec:
     ``reduced`` and ``undecided`` are bit masks over mesh axes and refine ``Replicate`` for gradients (see the
     design page, *types of Replicate*): bit set in ``reduced``: the gradient is born Partial on that axis;
     clear: the gradient is replicated.  ``undecided`` axes (leaves that no op has used yet) may become either.
+    ``copied`` marks the result of a view that had to be a copy: writing to it would not reach its base.
     """
 
-    __slots__ = ("__weakref__", "_grad", "dtype", "layout", "mesh", "ndim", "reduced", "shape", "undecided")
+    __slots__ = ("__weakref__", "_grad", "copied", "dtype", "layout", "mesh", "ndim", "reduced", "shape", "undecided")
 
     layout: Layout
     shape: torch.Size
@@ -330,9 +331,10 @@ class Spec:
     ndim: int
     reduced: int
     undecided: int
+    copied: bool
     _grad: Spec | None
 
-    _made: WeakValueDictionary[tuple[Any, ...], Spec] = WeakValueDictionary()
+    _made: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 
     def __new__(
         cls,
@@ -341,18 +343,19 @@ class Spec:
         layout: Layout,
         reduced: int = 0,
         undecided: int = 0,
+        copied: bool = False,
     ) -> Spec:
         layout = layout.with_ndim(len(shape))
         mask = sum(1 << a for a, p in enumerate(layout.placements) if isinstance(p, Replicate))
         reduced &= mask
         undecided &= mask & ~reduced
-        key = (tuple(shape), dtype, layout, reduced, undecided)
+        key = (tuple(shape), dtype, layout, reduced, undecided, copied)
         found = cls._made.get(key)
         if found is None:
             found = super().__new__(cls)
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
-            found.reduced, found.undecided = reduced, undecided
+            found.reduced, found.undecided, found.copied = reduced, undecided, copied
             found._grad = None
             cls._made[key] = found
         return found
@@ -400,6 +403,7 @@ class Spec:
         layout: Layout | None = None,
         reduced: int | None = None,
         undecided: int | None = None,
+        copied: bool | None = None,
     ) -> Spec:
         """The same spec with some parts replaced."""
         return Spec(
@@ -408,6 +412,7 @@ class Spec:
             self.layout if layout is None else layout,
             self.reduced if reduced is None else reduced,
             self.undecided if undecided is None else undecided,
+            self.copied if copied is None else copied,
         )
 
     def __repr__(self) -> str:

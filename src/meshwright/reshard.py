@@ -76,7 +76,7 @@ def plan(src: Spec, dst: Spec) -> Plan:
 
 
 def _decided(spec: Spec) -> Spec:
-    return spec.with_(undecided=0) if spec.undecided else spec
+    return spec.with_(undecided=0, copied=False) if spec.undecided or spec.copied else spec
 
 
 Token = tuple[Placement, bool]  # placement, and for Replicate whether its gradient is Partial

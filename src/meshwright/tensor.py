@@ -7,6 +7,7 @@ backward only transposed conversions run Python.  Making, moving and reading dis
 
 from __future__ import annotations
 
+import contextlib
 import types as _types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -26,6 +27,7 @@ from .dispatch import (
     map_tensors,
     op_name,
     plan_call,
+    refuse_copy,
     resolve,
     settle,
     settle_after,
@@ -205,7 +207,7 @@ class DistTensor(torch.Tensor):
         with disabled():
             if not self.is_leaf:
                 raise RuntimeError("only leaf tensors can be deep-copied; use .detach().clone()")
-            made = stamp(Tensor.clone(Tensor.detach(self)), self._spec)
+            made = stamp(Tensor.clone(Tensor.detach(self)), self._spec.with_(copied=False))
             made.requires_grad_(self.requires_grad)
             grad = _raw_grad(self)
             if grad is not None:
@@ -260,8 +262,10 @@ class DistTensor(torch.Tensor):
 
     @property
     def data(self) -> DistTensor:
-        """The tensor without its history, sharing memory."""
-        return stamp(call_disabled(_GET_DATA, (), (self,), _NO), self._spec.with_(undecided=-1 & _all(self._spec)))
+        """The tensor without its history, sharing memory (writes to one are not counted for the other)."""
+        made = stamp(call_disabled(_GET_DATA, (), (self,), _NO), self._spec.with_(undecided=_all(self._spec)))
+        _share(self, made)
+        return made
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -269,6 +273,7 @@ class DistTensor(torch.Tensor):
             value = _as_layout_of(value, self._spec)
         with disabled():
             _SET_DATA(self, value)
+        _share(self, value)
         old = self._spec
         self._spec = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
 
@@ -349,6 +354,13 @@ _GET_GRAD = _BASE.grad.__get__
 _SET_GRAD = _BASE.grad.__set__
 _GET_DATA = _BASE.data.__get__
 _SET_DATA = _BASE.data.__set__
+
+
+def _share(*tensors: Tensor) -> None:
+    """These have the same memory and their own version counters: what is converted from them cannot be kept."""
+    for t in tensors:
+        t.__dict__["_shared"] = True
+        t.__dict__.pop("_memo", None)
 
 
 def _raw_grad(t: Tensor) -> Tensor | None:
@@ -443,10 +455,8 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     if len(plans) >= _MAX_PLANS:
         plans.clear()
         runtime.RT.fast.clear()
-    try:
+    with contextlib.suppress(TypeError):  # an unhashable argument: planned anew each time
         plans[(func, *[key_part(a, func) for a in args]) if not kwargs else _full_key(func, args, kwargs)] = plan
-    except TypeError:
-        pass  # an unhashable argument: planned anew each time
     return _run(plan, func, types, args, kwargs)
 
 
@@ -476,6 +486,7 @@ def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{op_name(func)}: out= is a plain tensor and the result is distributed; give a DistTensor, e.g. "
                 "torch.empty_like of an operand"
             )
+        refuse_copy(f"{op_name(func)}: out=", target)
         if target.shape != value.shape:
             raise DispatchError(
                 f"{op_name(func)}: out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; distributed "
@@ -715,8 +726,8 @@ def _operator(name: str, func: Any) -> Any:
 _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "pow")
 _METHODS = (
     "abs", "add", "add_", "amax", "amin", "bmm", "chunk", "clone", "contiguous", "copy_", "cos", "div", "div_", "exp",
-    "expand", "flatten", "float", "gather", "log", "masked_fill", "matmul", "mean", "mm", "mul", "mul_", "neg", "permute",
-    "pow", "relu", "reshape", "rsqrt", "select", "sigmoid", "sin", "softmax", "split", "sqrt", "squeeze", "sub", "sub_",
+    "expand", "flatten", "float", "gather", "log", "masked_fill", "matmul", "mean", "mm", "mul", "mul_", "neg",
+    "permute",     "pow", "relu", "reshape", "rsqrt", "select", "sigmoid", "sin", "softmax", "split", "sqrt", "squeeze", "sub", "sub_",
     "sum", "tanh", "to", "transpose", "type_as", "unbind", "unsqueeze", "view", "view_as", "zero_", "__getitem__",
     "__neg__",
 )  # fmt: skip

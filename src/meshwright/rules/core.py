@@ -175,10 +175,13 @@ class Rule:
             p = self._split(dims, factor)
             if p is None:
                 return None
-            if p is REPLICATE and factor in self.reduced and self.reduced[factor] == "sum":
+            if (
+                p is REPLICATE
+                and self.reduced.get(factor) == "sum"
+                and any(i in g and g & holders for g in self.linear)
+            ):
                 # An input without the factor that is *added* to terms with it would be counted on every rank.
-                if any(i in g and g & holders for g in self.linear):
-                    p = Partial()
+                p = Partial()
             inputs.append(p)
         outputs: list[Placement] = []
         for dims in self.outputs:

@@ -1,4 +1,4 @@
-"""Tensors made like others.  Of the shape of the first argument they get its layout, else every rank makes them whole."""
+"""Tensors made like others.  Of the shape of the first argument they get its layout, else they are made whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Python functions of torch.nn.functional that only pass their arguments on to one op.
 
-Dispatched as ops themselves they cost one interception instead of two.  Where anything but the plain native op is needed
-(a split whole factor, a split vocabulary) they answer None and their body is run, which meets the op's own rule.
+Dispatched as ops themselves they cost one interception instead of two.  Where anything but the plain native op is
+needed (a split whole factor, a split vocabulary) they answer None and their body is run, which meets the op's own rule.
 """
 
 from __future__ import annotations
