@@ -1,0 +1,79 @@
+"""The same function on plain tensors and on distributed ones: ``same(fn, (tensor, placements), ...)``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import meshwright as mw
+
+FOUR = mw.Mesh({"x": 4})
+GRID = mw.Mesh({"dp": 2, "tp": 2})
+R, P = mw.Replicate(), mw.Partial()
+S0, S1 = mw.Shard(0), mw.Shard(1)
+
+
+def ramp(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """0, 1, 2... over a few tenths: all different."""
+    n = torch.Size(shape).numel()
+    return ((torch.arange(n) - n // 3).to(dtype) / 8 if dtype.is_floating_point else torch.arange(n)).reshape(shape)
+
+
+def plain(value: Any) -> Any:
+    """Nested results with every DistTensor as its global value, and what type(d) it was forgotten."""
+    if isinstance(value, torch.Tensor):
+        return mw.unshard(value).detach()
+    if isinstance(value, (tuple, list)):
+        return [plain(v) for v in value]
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return value
+
+
+def check_equal(got: Any, want: Any, where: str = "") -> None:
+    """Nested results are equal; floats to 1e-9."""
+    if isinstance(want, torch.Tensor):
+        assert isinstance(got, torch.Tensor), (where, got)
+        assert got.dtype == want.dtype, (where, got.dtype, want.dtype)
+        assert got.shape == want.shape, (where, got.shape, want.shape)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m: f"{where}: {m}")
+    elif isinstance(want, (tuple, list)):
+        assert len(got) == len(want), (where, got, want)
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            check_equal(g, w, f"{where}[{i}]")
+    elif isinstance(want, dict):
+        assert got.keys() == want.keys(), where
+        for k in want:
+            check_equal(got[k], want[k], f"{where}[{k!r}]")
+    else:
+        assert got == want, (where, got, want)
+
+
+def same(
+    fn: Callable[..., Any],
+    *leaves: tuple[torch.Tensor, Sequence[Any]],
+    mesh: mw.Mesh = FOUR,
+) -> None:
+    """``fn`` gives the same on plain tensors and, on every simulated rank, on leaves of these placements."""
+    want = plain(fn(*[fresh(t) for t, _ in leaves]))
+
+    def run() -> Any:
+        return plain(fn(*[mw.shard_tensor(fresh(t), mesh, p, check=False) for t, p in leaves]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rank, got in enumerate(mw.simulate(run, mesh)):
+            check_equal(got, want, f"rank {rank}: ")
+
+
+def fresh(t: torch.Tensor) -> torch.Tensor:
+    """A copy that is a leaf."""
+    return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def on_ranks(fn: Callable[[], Any], mesh: mw.Mesh = FOUR) -> list[Any]:
+    """``fn`` on every simulated rank."""
+    return mw.simulate(fn, mesh)
