@@ -48,6 +48,9 @@ def check_equal(got: Any, want: Any, where: str = "") -> None:
         assert got.keys() == want.keys(), where
         for k in want:
             check_equal(got[k], want[k], f"{where}[{k!r}]")
+    elif isinstance(want, (float, complex)):
+        assert type(got) is type(want), where
+        assert abs(got - want) <= 1e-9 * (1 + abs(want)), (where, got, want)
     else:
         assert got == want, (where, got, want)
 

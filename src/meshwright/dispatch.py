@@ -536,8 +536,7 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Callable[[], None] | No
         return t
     memo: dict[Any, Tensor] | None = None
     space = t.__dict__
-    # Tensors without a version counter of their own may change unseen: what they were is not kept.
-    if "_spec" in space and not (grad and t.is_leaf) and "_shared" not in space and not t.is_inference():
+    if "_spec" in space and not (grad and t.is_leaf) and not _unseen(t, space):
         version, memo = space.get("_memo", _NO_MEMO)
         if version != t._version:
             memo = {}
@@ -557,6 +556,11 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Callable[[], None] | No
         if grad:
             memo.setdefault(steps.dst.layout, made.detach())
     return made
+
+
+def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
+    """Whether a tensor may change with no version counter telling, or what is made of it is of another kind later."""
+    return "_shared" in space or torch.is_inference_mode_enabled() or t.is_inference()
 
 
 _NO_MEMO: tuple[None, None] = (None, None)

@@ -73,7 +73,7 @@ def unary_linear(x: Arg, **kwargs: Any) -> Rule | None:
 
 @rule(
     *("clone", "contiguous", "detach", "alias", "positive", "conj", "_conj", "resolve_conj", "resolve_neg"),
-    *("conj_physical", "lift_fresh"),
+    *("conj_physical", "lift_fresh", "cpu", "cuda", "pin_memory"),
 )
 def copied(x: Arg, *args: Any, **kwargs: Any) -> Rule | None:
     """The same elements: any Partial passes."""
