@@ -40,6 +40,7 @@ def shard_module(
     stored_over: str | Mapping[str, str] | None = None,
     regather: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
+    sync: bool = True,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
     """Lay the parameters of a model on a mesh, in place; their gradients are synchronised in the backward.
@@ -58,6 +59,8 @@ def shard_module(
         axis.
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
         bucket_bytes: gradients travel together up to this size.
+        sync: False: nothing reduces the gradients, they stay Partial where their parameter was used in
+            rank-dependent work (``mw.reshard(p.grad, ...)`` reduces one).
         init: called with a meta-device model once its parameters have (uninitialised) memory, in place of the
             ``reset_parameters()`` of each module.
 
@@ -89,13 +92,17 @@ def shard_module(
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if meta:
         _materialise(model, names, mesh, init)
-    sync = GradSync(mesh, list(params), list(params.values()), bucket_bytes)
+    if not sync:
+        if stored:
+            raise ShardError("stored_over= needs the synchronisation of gradients: leave out sync=False")
+        return model
+    made = GradSync(mesh, list(params), list(params.values()), bucket_bytes)
     if stored:
-        sync.apart = {i for i, name in enumerate(params) if name in stored}
+        made.apart = {i for i, name in enumerate(params) if name in stored}
         axes = {id(params[name]): axis for name, axis in stored.items()}
-        zero.install(model, mesh, sync, axes, regather=regather)
-    model.__dict__["_gradient_sync"] = sync
-    model.register_forward_pre_hook(_Reset(sync))
+        zero.install(model, mesh, made, axes, regather=regather)
+    model.__dict__["_gradient_sync"] = made
+    model.register_forward_pre_hook(_Reset(made))
     return model
 
 
