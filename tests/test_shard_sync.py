@@ -330,13 +330,11 @@ def test_gradients_of_an_earlier_backward_stay_as_they_were() -> None:
 
 def test_a_sparse_gradient_is_refused() -> None:
     def fn() -> None:
-        model = mw.shard_module(nn.Linear(3, 3), DP)
-        weight = model.weight
-        weight.register_hook(lambda g: g)
-        once_ = mw.shard_tensor(torch.ones(2, 3), DP, {"dp": mw.Shard(0)})
-        model(once_).sum().backward()
+        model = mw.shard_module(nn.Embedding(11, 4, sparse=True), DP)
+        model(split(IDS, DP)).sum().backward()
 
-    mw.simulate(fn, DP)
+    with pytest.raises(ShardError, match="weight has a sparse gradient.*sparse=False"):
+        mw.simulate(fn, DP)
 
 
 def test_order_of_buckets_follows_the_first_backward() -> None:

@@ -12,7 +12,6 @@ After Rajbhandari et al., ZeRO (2020), and PyTorch's FSDP (Zhao et al., 2023).
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,7 +21,6 @@ import torch.nn as nn
 
 from .. import collective, convert, runtime
 from ..dispatch import disabled, tie
-from ..errors import ShardError
 from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
@@ -31,12 +29,11 @@ from .flights import Scattering, partial_axes
 from .held import held, hold
 from .packing import Packing, whole_over
 from .raw import bare
+from .saved import Saver, may_save_references
 from .sync import GradSync
 
 Tensor = torch.Tensor
-_CHECKPOINT = "torch.utils.checkpoint"
 _engine: Any = torch.autograd.Variable._execution_engine
-_hooks: Any = torch._C._autograd
 
 
 class Zero:
@@ -44,7 +41,6 @@ class Zero:
 
     Args:
         sync: says whether gradients are to be synchronised.
-        axes: parameter (by identity) to the axis that it is stored over.
         regather: gather again for the backward.
     """
 
@@ -230,7 +226,7 @@ class Unit:
         self.depth = 0
         self.pending: tuple[Any, list[Any]] | None = None  # a gather under way, and what it was started for
         self.back: list[Tensor] | None = None  # gathered for the backward
-        self.saver: Any = None
+        self.saver: Saver | None = None
         for p, axis in zip(self.params, self.axes, strict=True):
             p.__dict__[_AXIS] = axis
 
@@ -317,9 +313,9 @@ class Unit:
         for (module, key, i), t in zip(self.places, self._seen(wholes), strict=True):
             module._parameters[key] = t  # type: ignore[assignment]
             assert i >= 0
-        if self.spans and self.zero.regather and torch.is_grad_enabled() and _may_save_references():
-            self.saver = _Saver(self, wholes)
-            _hooks._push_saved_tensors_default_hooks(self.saver.pack, self.saver.unpack)
+        if self.spans and self.zero.regather and torch.is_grad_enabled() and may_save_references():
+            self.saver = Saver(self, wholes)
+            self.saver.push()
 
     def _seen(self, wholes: list[Tensor]) -> Iterator[Tensor]:
         """What each place gets."""
@@ -346,61 +342,10 @@ class Unit:
         if self.depth:
             return
         if self.saver is not None:
-            _hooks._pop_saved_tensors_default_hooks()
+            self.saver.pop()
             self.saver = None
         for module, key, i in self.places:
             module._parameters[key] = self.params[i]  # type: ignore[assignment]
-
-
-def _may_save_references() -> bool:
-    """Not inside a backward (a recomputed forward is used at once), nor below somebody else's hooks (a
-    checkpoint)."""
-    if torch._C._current_graph_task_id() != -1:
-        return False
-    top = _hooks._top_saved_tensors_default_hooks(True)
-    return top is None or isinstance(getattr(top[0], "__self__", None), _Saver)
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A saved tensor that looks at a gathered parameter."""
-
-    unit: Unit
-    index: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any
-
-
-class _Saver:
-    """Saved-tensor hooks of one forward of a unit."""
-
-    def __init__(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
-        self.unit = unit
-        self.at = {t.untyped_storage().data_ptr(): (i, t.dtype) for i, t in enumerate(wholes) if t.numel()}
-
-    def pack(self, t: Tensor) -> Any:
-        """A reference, if ``t`` looks at a gathered parameter."""
-        with disabled():
-            found = self.at.get(t.untyped_storage().data_ptr())
-            if found is None or found[1] is not t.dtype:
-                if isinstance(t, DistTensor) and sys._getframe(1).f_globals.get("__name__") == _CHECKPOINT:
-                    raise ShardError(
-                        "torch.utils.checkpoint was called inside a module whose parameters are gathered as one "
-                        f"unit ({self.unit.what}): checkpoint the whole unit (an entry of a "
-                        "ModuleList or Sequential), or shard_module(..., regather=False)"
-                    )
-                return t
-            return _Saved(self.unit, found[0], Tensor.size(t), t.stride(), t.storage_offset())
-
-    def unpack(self, saved: Any) -> Tensor:
-        """The tensor again."""
-        if isinstance(saved, _Saved):
-            whole = saved.unit.regathered()[saved.index]
-            with torch.no_grad():
-                return whole.as_strided(saved.size, saved.stride, saved.offset)
-        given: Tensor = saved
-        return given
 
 
 class _Gather(torch.autograd.Function):

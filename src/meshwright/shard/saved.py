@@ -1,0 +1,91 @@
+"""What autograd saves of gathered parameters: a reference instead of the tensor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..dispatch import disabled
+from ..errors import ShardError
+from ..tensor import DistTensor
+
+Tensor = torch.Tensor
+_CHECKPOINT = "torch.utils.checkpoint"
+_hooks: Any = torch._C._autograd
+
+
+class Gathered(Protocol):
+    """Parameters that can be gathered again."""
+
+    what: str
+
+    def regathered(self) -> list[Tensor]:
+        """The whole parameters, for the backward."""
+        ...
+
+
+def may_save_references() -> bool:
+    """Not inside a backward (a recomputed forward is used at once), nor below somebody else's hooks (a
+    checkpoint)."""
+    if torch._C._current_graph_task_id() != -1:
+        return False
+    top = _hooks._top_saved_tensors_default_hooks(True)
+    return top is None or isinstance(getattr(top[0], "__self__", None), Saver)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved tensor that looks at a gathered parameter."""
+
+    unit: Gathered
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+class Saver:
+    """Saved-tensor hooks of one forward of a unit."""
+
+    def __init__(self, unit: Gathered, wholes: Sequence[Tensor]) -> None:
+        self.unit = unit
+        self.at = {t.untyped_storage().data_ptr(): (i, t.dtype) for i, t in enumerate(wholes) if t.numel()}
+
+    def pack(self, t: Tensor) -> Any:
+        """A reference, if ``t`` looks at a gathered parameter."""
+        with disabled():
+            found = self.at.get(t.untyped_storage().data_ptr())
+            if found is None or found[1] is not t.dtype:
+                if isinstance(t, DistTensor) and sys._getframe(1).f_globals.get("__name__") == _CHECKPOINT:
+                    raise ShardError(
+                        "torch.utils.checkpoint was called inside a module whose parameters are gathered as one "
+                        f"unit ({self.unit.what}): checkpoint the whole unit (an entry of a "
+                        "ModuleList or Sequential), or shard_module(..., regather=False)"
+                    )
+                return t
+            return Saved(self.unit, found[0], Tensor.size(t), t.stride(), t.storage_offset())
+
+    def unpack(self, saved: Any) -> Tensor:
+        """The tensor again."""
+        if isinstance(saved, Saved):
+            whole = saved.unit.regathered()[saved.index]
+            with torch.no_grad():
+                return whole.as_strided(saved.size, saved.stride, saved.offset)
+        given: Tensor = saved
+        return given
+
+    def push(self) -> None:
+        """From now on autograd saves through these hooks."""
+        _hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    @staticmethod
+    def pop() -> None:
+        """No longer."""
+        _hooks._pop_saved_tensors_default_hooks()
+
+
+__all__ = ["Saver", "may_save_references"]
