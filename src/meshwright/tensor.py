@@ -8,6 +8,7 @@ backward only transposed conversions run Python.  Making, moving and reading dis
 from __future__ import annotations
 
 import contextlib
+import functools
 import types as _types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -41,6 +42,8 @@ from .mesh import Mesh
 Tensor = torch.Tensor
 _NO: dict[str, Any] = {}
 _MAX_PLANS = 16384
+# Composites over long lists of tensors (torch._foreach_*): no plan, so no key of all their specs either.
+LISTED: dict[Any, Callable[..., Any]] = {}
 
 
 class DistTensor(torch.Tensor):
@@ -60,6 +63,8 @@ class DistTensor(torch.Tensor):
         if len(args) == 2 and args[0].__class__ is DistTensor and args[1].__class__ is DistTensor:
             key = (func, args[0]._spec, args[1]._spec)
         else:
+            if args and args[0].__class__ is list and func in LISTED:
+                return LISTED[func](*args, **kwargs or _NO)
             key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
         if kwargs:
             key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
@@ -155,7 +160,7 @@ class DistTensor(torch.Tensor):
         with disabled():
             if self._spec.undecided and self.requires_grad:
                 settle(self, self._spec.with_(undecided=0))
-            return self.view_as(self)
+            return self.view_as(self) if _GET_LAYOUT(self) is torch.strided else self.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self._spec
@@ -239,20 +244,26 @@ class DistTensor(torch.Tensor):
     @property
     def grad(self) -> DistTensor | None:
         """The gradient so far, in the layout that the backward gave it (Partial before it is synchronised)."""
-        found = _raw_grad(self)
-        if found is None:
-            return None
-        if found.__class__ is not DistTensor:
+        found = call_disabled(_GET_GRAD, (), (self,), _NO)
+        if found is not None and found.__class__ is not DistTensor:
             stamp(found, self._spec.grad())
-        return cast(DistTensor, found)
+        return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and not isinstance(value, DistTensor):
+        if value is None:
+            call_disabled(_SET_GRAD, (), (self, None), _NO)
+            return
+        if value.__class__ is not DistTensor:
             value = _as_layout_of(value, self._spec)
-        with disabled():
-            _SET_GRAD(self, value)
-        if value is not None and value._spec is not self._spec.grad() and self.requires_grad:
+        own, given = self._spec.grad(), value._spec  # type: ignore[attr-defined]
+        if given.shape != own.shape:
+            raise RuntimeError(
+                f"assigned grad has shape {tuple(given.shape)}, its tensor has {tuple(own.shape)}: they must be equal"
+            )
+        call_disabled(_SET_GRAD, (), (self, value), _NO)
+        # An undecided leaf may turn out to want another layout of its gradient.
+        if given is not own and (given.layout != own.layout or self._spec.undecided) and self.requires_grad:
             _guard_accumulation(self)
 
     @grad.deleter
@@ -353,6 +364,7 @@ _GET_REQUIRES = _BASE.requires_grad.__get__
 _GET_GRAD = _BASE.grad.__get__
 _SET_GRAD = _BASE.grad.__set__
 _GET_DATA = _BASE.data.__get__
+_GET_LAYOUT: Any = Tensor.layout.__get__
 _SET_DATA = _BASE.data.__set__
 
 
@@ -450,6 +462,8 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     swift = all(isinstance(a, Tensor) for a in args[: len(tensors_in(args))]) and not tensors_in(kwargs)
     resolve(func)  # so that the key of the next call knows whether the op is pointwise
     plan = plan_call(func, args, kwargs)
+    if plan.run is not None and args and args[0].__class__ is list:
+        LISTED[func] = plan.run
     plan.swift = plan.swift and swift
     plans = runtime.RT.plans
     if len(plans) >= _MAX_PLANS:
@@ -723,6 +737,16 @@ def _operator(name: str, func: Any) -> Any:
     return operator
 
 
+def _getter(name: str) -> Any:
+    """A property that says the same of the local tensor and of the global one, without a detour through dispatch."""
+    get = getattr(_BASE, name).__get__
+    return property(lambda self: call_disabled(get, (), (self,), _NO), doc=getattr(_BASE, name).__doc__)
+
+
+for _name in ("device", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta", "is_sparse", "_base", "_version"):
+    setattr(DistTensor, _name, _getter(_name))
+setattr(DistTensor, "dtype", property(lambda self: self._spec.dtype, doc="Element type."))  # noqa: B010
+
 _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "pow")
 _METHODS = (
     "abs", "add", "add_", "amax", "amin", "bmm", "chunk", "clone", "contiguous", "copy_", "cos", "div", "div_", "exp",
@@ -747,6 +771,30 @@ _NATIVE = {
     "has_names", "is_same_size", "is_nonzero", "_is_view", "_backward_hooks", "is_distributed", "is_coalesced",
     "record_stream", "_has_symbolic_sizes_strides", "is_vulkan_available",
 }  # fmt: skip
+
+def _refuse_transforms() -> None:
+    """torch.func works below ``__torch_function__``: it would silently transform this rank's local tensors."""
+    from torch._functorch import eager_transforms, vmap
+
+    def guard(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if any(a.__class__ is DistTensor for a in args):
+                raise DispatchError(
+                    "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to differentiate "
+                    "again), or apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
+                )
+            return original(*args, **kwargs)
+
+        setattr(module, name, guarded)
+
+    guard(eager_transforms, "_wrap_for_grad")
+    guard(vmap, "_add_batch_dim")
+
+
+_refuse_transforms()
 
 _T_co = TypeVar("_T_co")
 
