@@ -328,15 +328,6 @@ def test_gradients_of_an_earlier_backward_stay_as_they_were() -> None:
     mw.simulate(fn, DP)
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    def fn() -> None:
-        model = mw.shard_module(nn.Embedding(11, 4, sparse=True), DP)
-        model(split(IDS, DP)).sum().backward()
-
-    with pytest.raises(ShardError, match="weight has a sparse gradient.*sparse=False"):
-        mw.simulate(fn, DP)
-
-
 def test_order_of_buckets_follows_the_first_backward() -> None:
     def fn() -> list[int]:
         model = mw.shard_module(net(), DP, bucket_bytes=200)
