@@ -175,7 +175,8 @@ def _slice(step: Step, here: tuple[int, ...]) -> Runner:
             d = _dim(step.dst, a)
             lo, hi = chunk_bounds(t.shape[d], step.src.mesh.sizes[a], here[a])
             t = t.narrow(d, lo, hi - lo)
-        return t
+        # Some kernels want dense inputs and gradients, and a view would keep the whole tensor alive.
+        return t if d == 0 else t.contiguous()
 
     return cut
 

@@ -726,7 +726,14 @@ def _finish_gathered(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: 
     if plan.op.inplace:
         target: Spec = tensors[0].__dict__.get("_spec") or spec(tensors[0])
         moved = {i for i, _ in plan.conversions}
-        if 0 in moved and isinstance(result, Tensor):
+        with disabled():
+            resized = isinstance(result, Tensor) and Tensor.size(result) != target.shape
+        if resized:  # resize_: what is left of the old layout is of no use
+            if 0 in moved:
+                with _as_plain(tensors[0]) as local:
+                    local.set_(result)
+            stamp(tensors[0], Spec(Tensor.size(result), target.dtype, whole, 0, everywhere))
+        elif 0 in moved and isinstance(result, Tensor):
             back = reshard.plan(Spec(target.shape, target.dtype, whole), target.with_(undecided=0))
             with _as_plain(tensors[0]) as local:
                 local.copy_(convert.apply(back.steps, result))

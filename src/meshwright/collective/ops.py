@@ -185,7 +185,8 @@ def _gather_parts(
         out = x.new_empty((n * shape[0], *shape[1:]))
         work = _gather_flat(out, x, group, sync)
         full = resized(shape, dim, sum(sizes))
-        return work, out, lambda o: o.view(n, *shape).movedim(0, dim).reshape(full)
+        # Where parts have one element in a dim, reshape would give a view with odd strides.
+        return work, out, lambda o: o.view(n, *shape).movedim(0, dim).reshape(full).contiguous()
     # Uneven: each part is sent flat, padded to the largest; the padding is never read.
     numels = [numel(shape, dim, s) for s in sizes]
     longest = max(numels)

@@ -34,7 +34,7 @@ def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reductio
     """
     shares = [(b - a, ctx.rule.sizes[f]) for f in factors if f in ctx.rule.sizes for a, b in [ctx.bounds(f)]]
     here, everywhere = math.prod(n for n, _ in shares), math.prod(n for _, n in shares)
-    if reduction != MEAN or here == everywhere:
+    if here == everywhere or reduction == NONE or (here and reduction == SUM):
         return None
     share = here / everywhere
 
@@ -43,10 +43,11 @@ def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reductio
         return fn(*args, **named) * share
 
     def sum_of_nothing(*args: Any, **named: Any) -> Tensor:
-        # The same graph as on the other ranks: a mean over nothing would be nan.
+        # The same graph as on the other ranks: a mean over nothing would be nan, and some kernels leave
+        # their sum over nothing as they found it.
         if len(args) > at:
-            return fn(*args[:at], SUM, *args[at + 1 :], **named)
-        return fn(*args, **{**named, "reduction": SUM})
+            return fn(*args[:at], NONE, *args[at + 1 :], **named).sum()
+        return fn(*args, **{**named, "reduction": NONE}).sum()
 
     return mean_of_part if here else sum_of_nothing
 

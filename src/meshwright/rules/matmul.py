@@ -57,14 +57,14 @@ def outer(x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
     return notation("m, n -> m n", x, y, linear=[[x], [y]], heavy=True)
 
 
-def _added(term: Arg, x: Arg, y: Arg, left: str, right: str, out: str, reduced: str) -> Rule | None:
+def _added(term: Arg, x: Arg, y: Arg, left: str, right: str, out: str, reduced: str, local: Any = None) -> Rule | None:
     """term + x @ y, where the term broadcasts to the result."""
     letters = out.split()
     if term.ndim > len(letters):
         return None
     text = f"{' '.join(aligned(letters, term.shape))}, {left}, {right} -> {out}"
     known = dict(zip(left.split(), x.shape, strict=True)) | dict(zip(right.split(), y.shape, strict=True))
-    return _contract(text, term, x, y, reduced=reduced, linear=[[term, x], [term, y]], sizes=known)
+    return _contract(text, term, x, y, reduced=reduced, linear=[[term, x], [term, y]], sizes=known, local=local)
 
 
 @rule("addmm")
@@ -76,7 +76,15 @@ def addmm(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
 @rule("addmv")
 def addmv(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
     """beta × term + alpha × x y, with a vector y."""
-    return _added(term, x, y, "m k", "k", "m", "k")
+
+    def local(ctx: Local) -> LocalFn | None:
+        return None if ctx.out_shape()[0] else _addmv_of_nothing
+
+    return _added(term, x, y, "m k", "k", "m", "k", local)
+
+
+def _addmv_of_nothing(term: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+    return torch.addmv(term.expand(0), x, y, **kwargs)  # the op itself would keep a term of one element
 
 
 @rule("addr")
