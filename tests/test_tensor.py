@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from compare import FOUR, GRID, P, R, S0, S1, on_ranks, plain, ramp, same
+from compare import FOUR, GRID, S0, S1, P, R, on_ranks, plain, ramp, same
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -274,7 +274,8 @@ def test_values_as_python(p):
         return [
             s.item(), float(s), int(s), bool(s > 0), complex(s), f"{s:.3f}", x.tolist(), x.numpy().tolist(), len(x),
             [r.tolist() for r in x], 0.25 in x, 99.0 in x, x[3, 2].item(), (x == x).all().item(), x.shape, x.size(1),
-            x.numel(), x.dim(), x.ndim, x.nelement(), x.size(), x.dtype, x.device, x.is_floating_point(), x.element_size(),
+            x.numel(), x.dim(), x.ndim, x.nelement(), x.size(), x.dtype, x.device, x.is_floating_point(),
+            x.element_size(),
             list(range(10))[x[9, 3].abs().long()], bool(x.any()), x.is_leaf, x.requires_grad, tuple(x.shape),
         ]  # fmt: skip
 
@@ -286,7 +287,7 @@ def test_comparisons(p):
     def run(x, y):
         return [
             torch.equal(x, y), torch.equal(x, x), torch.allclose(x, y + 1e-12), torch.allclose(x, y + 1), x > y, x != y,
-            torch.isclose(x, y), x.eq(0.25), 1 < x,
+            torch.isclose(x, y), x.eq(0.25), x > 1,
         ]  # fmt: skip
 
     for q in WITH_PARTIAL:
@@ -348,7 +349,8 @@ def test_dtypes(p):
         return [
             x.double() + 0, x.float(), x.half().float(), x.bfloat16().float(), x.to(torch.float32), x.to(y), x.long(),
             x.type(torch.float32), x.type_as(y), x.int(), x.bool(), x.cpu() + 0, x.to("cpu") + 0, x.contiguous() + 0,
-            x.clone(), x + y, x * 2, (y * 2).dtype, (x.long() / 2), x.long() + 1.5, y + ramp(10, 4), torch.result_type(x, y),
+            x.clone(), x + y, x * 2, (y * 2).dtype, (x.long() / 2), x.long() + 1.5, y + ramp(10, 4),
+            torch.result_type(x, y),
             x.to(torch.device("cpu"), torch.float32), x.to(dtype=torch.float32, copy=True), x.float().double(),
         ]  # fmt: skip
 
@@ -489,7 +491,8 @@ def test_new_tensors(p):
         torch.manual_seed(3)
         return [
             torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 2.0), torch.empty_like(x).zero_(),
-            x.new_zeros(3, 2), x.new_ones((2,)), x.new_full((2, 2), 1.5), x.new_empty(2, 3).fill_(1.0), x.new_tensor([1, 2]),
+            x.new_zeros(3, 2), x.new_ones((2,)), x.new_full((2, 2), 1.5), x.new_empty(2, 3).fill_(1.0),
+            x.new_tensor([1, 2]),
             torch.zeros_like(x, dtype=torch.int64), torch.ones_like(x, requires_grad=True), x.new_zeros(()),
         ]  # fmt: skip
 
@@ -512,7 +515,8 @@ def test_indexing_and_iteration(p):
         a, *rest = x
         return [
             x[0], x[-1], x[2:7], x[::2], x[:, 1:3], x[..., 0], x[None, 3], x[:, None, :], x[[0, 3, 3]], x[x[:, 0] > 0],
-            x[torch.tensor([[1, 2], [3, 4]])], x[1, 2], x[1][2], a, rest[-1], x[5:5], x[True], x[torch.arange(4), torch.arange(4)],
+            x[torch.tensor([[1, 2], [3, 4]])], x[1, 2], x[1][2], a, rest[-1], x[5:5], x[True],
+            x[torch.arange(4), torch.arange(4)],
         ]  # fmt: skip
 
     same(run, (ramp(10, 4), p))
@@ -563,8 +567,10 @@ def test_plain_tensors_and_scalars_mix_in():
     def run(x, w):
         p = ramp(4, 4)
         return [
-            x + p[0], p[0] + x, x @ p, p @ x.t(), x * torch.tensor(2.0), 3 - x, 2 / (x + 9), x**2, 2.0**x, torch.where(x > 0, x, 0.0),
-            torch.stack([x[0], p[0]]), torch.cat([x, p]), torch.maximum(x, torch.zeros(4, dtype=torch.float64)), w + p.sum(),
+            x + p[0], p[0] + x, x @ p, p @ x.t(), x * torch.tensor(2.0), 3 - x, 2 / (x + 9), x**2, 2.0**x,
+            torch.where(x > 0, x, 0.0),
+            torch.stack([x[0], p[0]]), torch.cat([x, p]),
+            torch.maximum(x, torch.zeros(4, dtype=torch.float64)), w + p.sum(),
         ]  # fmt: skip
 
     for p in WITH_PARTIAL:

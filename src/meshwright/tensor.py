@@ -160,6 +160,10 @@ class DistTensor(torch.Tensor):
         with disabled():
             if self._spec.undecided and self.requires_grad:
                 settle(self, self._spec.with_(undecided=0))
+            spec = self._spec
+            if spec.reduced and self.requires_grad and torch.is_grad_enabled():
+                # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
+                return convert.apply(reshard.plan(spec, spec.with_(reduced=0)).steps, self)
             return self.view_as(self) if _GET_LAYOUT(self) is torch.strided else self.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -364,7 +368,7 @@ _GET_REQUIRES = _BASE.requires_grad.__get__
 _GET_GRAD = _BASE.grad.__get__
 _SET_GRAD = _BASE.grad.__set__
 _GET_DATA = _BASE.data.__get__
-_GET_LAYOUT: Any = Tensor.layout.__get__
+_GET_LAYOUT = _BASE.layout.__get__
 _SET_DATA = _BASE.data.__set__
 
 
@@ -772,6 +776,7 @@ _NATIVE = {
     "record_stream", "_has_symbolic_sizes_strides", "is_vulkan_available",
 }  # fmt: skip
 
+
 def _refuse_transforms() -> None:
     """torch.func works below ``__torch_function__``: it would silently transform this rank's local tensors."""
     from torch._functorch import eager_transforms, vmap
@@ -810,7 +815,15 @@ def _detach_in_place(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[
     return x
 
 
+def _no_forward_mode(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise DispatchError(
+        "forward-mode differentiation does not support DistTensors: for a Jacobian-vector product differentiate "
+        "torch.autograd.grad(y, x, v, create_graph=True) with respect to v"
+    )
+
+
 _SPECIAL: dict[str, Callable[..., Any]] = {
+    "_make_dual": _no_forward_mode,
     "grad": _autograd_grad,
     "backward": _autograd_backward,
     "detach": _detach,
