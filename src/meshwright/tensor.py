@@ -163,7 +163,7 @@ class DistTensor(torch.Tensor):
             spec = self._spec
             if spec.reduced and self.requires_grad and torch.is_grad_enabled():
                 # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
-                return convert.apply(reshard.plan(spec, spec.with_(reduced=0)).steps, self)
+                return _plain(convert.apply(reshard.plan(spec, spec.with_(reduced=0)).steps, self))
             return self.view_as(self) if _GET_LAYOUT(self) is torch.strided else self.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
