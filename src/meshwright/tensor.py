@@ -314,7 +314,9 @@ class DistTensor(torch.Tensor):
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
         """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
 
-        def on_local(grad: Tensor) -> Tensor | None:
+        def on_local(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
             spec = self._spec.grad().with_(dtype=grad.dtype)
             with disabled():
                 given = stamp(grad.view_as(grad), spec)
