@@ -34,16 +34,20 @@ class Row:
         figure: ours.
         target: the largest figure that meets the target; None where there is none.
         peer: what a peer has in the same run.
+        least: smaller figures are impossible, so they show a busy machine.
     """
 
     what: str
     figure: float
     target: float | None = None
     peer: str = ""
+    least: float | None = None
 
     @property
     def verdict(self) -> str:
-        """``met``, ``missed``, or empty without a target."""
+        """``met``, ``missed``, ``noise``, or empty without a target."""
+        if self.least is not None and self.figure < self.least:
+            return "noise"
         return "" if self.target is None else "met" if self.figure <= self.target else "missed"
 
 
@@ -165,7 +169,7 @@ def read_wire(text: str) -> Iterator[Row]:
     peer = ", ".join(f"{k} {v:.2f}" for k, v in ratios.items() if k.startswith("ddp"))
     best = min(ours, key=lambda k: ours[k])
     size = best.removeprefix(f"{OURS}_")
-    yield Row(f"exposed communication / bound, best buckets ({size})", ours[best], 1.5, peer)
+    yield Row(f"exposed communication / bound, best buckets ({size})", ours[best], 1.5, peer, least=0.9)
     sizes = ", ".join(f"{k.removeprefix(f'{OURS}_')} {v:.2f}" for k, v in ours.items())
     yield Row("the same, worst buckets", max(ours.values()), None, f"ours: {sizes}")
 
@@ -200,7 +204,7 @@ def jobs() -> list[Job]:
         base = ("bench_step.py", *contender("step"), "--mem", "--cont", name)
         made.append(Job(f"mem-{name}", base, base, read_memory, processes=2))
     base = ("wire.py", "--beta-GBps", "0.4", *contender("wire"))
-    made.append(Job("wire", base, (*base, "--rounds", "3"), read_wire))
+    made.append(Job("wire", (*base, "--rounds", "21"), (*base, "--rounds", "3"), read_wire))
     return made
 
 
