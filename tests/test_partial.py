@@ -1,0 +1,268 @@
+"""Partial values: they flow through linear ops, are reduced once and as late as it pays, and count nothing twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import FOUR, GRID, S0, S1, P, R, on_ranks, plain, ramp, same
+
+import meshwright as mw
+from meshwright import collective, runtime
+
+X, Y = ramp(8, 4), ramp(8, 4).flip(0).contiguous() + 0.5
+
+
+def dist(t, *p, mesh=FOUR):
+    return mw.shard_tensor(t, mesh, p, check=False)
+
+
+def kinds(fn):
+    """Result of ``fn`` and the collectives that ran in it."""
+    with collective.counting() as counts:
+        made = fn()
+    return made, counts.kinds
+
+
+# ------------------------------------------------------------------------------------------ stays Partial
+
+LINEAR = {
+    "add": lambda x: x + x,
+    "scale": lambda x: x * 3.0,
+    "divide": lambda x: x / 2,
+    "neg": lambda x: -x,
+    "sub": lambda x: x - 2 * x,
+    "transpose": lambda x: x.t(),
+    "view": lambda x: x.view(4, 8),
+    "slice": lambda x: x[1:3, ::2],
+    "cast": lambda x: x.float(),
+    "matmul": lambda x: x @ ramp(4, 1),
+    "linear": lambda x: F.linear(x, ramp(1, 4), ramp(1)),
+    "sum of a dim": lambda x: x.sum(0),
+    "mean": lambda x: x.mean(1),
+    "cat": lambda x: torch.cat([x, x]),
+    "stack": lambda x: torch.stack([x, x]),
+    "cumsum": lambda x: x.cumsum(0),
+    "flip": lambda x: x.flip(0),
+    "index_select": lambda x: x.index_select(0, torch.tensor([1, 1, 2])),
+    "where of parts": lambda x: torch.where(ramp(8, 4) > 0, x, x),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_ops_keep_it(name):
+    fn = LINEAR[name]
+
+    def run():
+        made, sent = kinds(lambda: fn(dist(X, P)))
+        assert made.placements == (P,), made.layout
+        assert sent == {}
+        return mw.unshard(made)
+
+    for got in on_ranks(run):
+        torch.testing.assert_close(got, fn(X))
+
+
+@pytest.mark.parametrize(
+    "fn", [torch.relu, torch.exp, lambda x: x * x, lambda x: x.abs(), lambda x: x + 1, lambda x: x.amax(), lambda x: x.norm(),
+           lambda x: F.softmax(x, 0), lambda x: F.layer_norm(x, (4,)), lambda x: x > 0, lambda x: 1 / (x + 9), lambda x: x.long(),
+           lambda x: x.argmax(1), lambda x: x.sort(0)[0]]
+)  # fmt: skip
+def test_the_first_non_linear_op_reduces_it(fn):
+    def run():
+        made, sent = kinds(lambda: fn(dist(X, P)))
+        assert sum(sent.values()) == 1, sent
+        assert made.placements != (P,)
+        return mw.unshard(made)
+
+    for got in on_ranks(run):
+        torch.testing.assert_close(got, fn(X))
+
+
+def test_it_is_reduced_before_something_grows_it():
+    """(8, 1) is reduced before it becomes (8, 64)."""
+
+    def run():
+        x = dist(ramp(8, 1), P)
+        grown, sent = kinds(lambda: x @ ramp(1, 64))
+        assert sent == {"all_reduce": 1}
+        assert grown.placements == (R,)
+        for grow in (lambda x: x.expand(8, 64), lambda x: F.pad(x, (1, 60)), lambda x: x.repeat(3, 3)):
+            made, sent = kinds(lambda grow=grow: grow(dist(ramp(8, 1), P)))
+            assert sent == {"all_reduce": 1}
+            torch.testing.assert_close(mw.unshard(made), grow(ramp(8, 1)))
+        shrunk, sent = kinds(lambda: dist(ramp(8, 64), P) @ ramp(64, 1))
+        assert sent == {}
+        assert shrunk.placements == (P,)
+        return mw.unshard(grown), mw.unshard(shrunk)
+
+    for grown, shrunk in on_ranks(run):
+        torch.testing.assert_close(grown, ramp(8, 1) @ ramp(1, 64))
+        torch.testing.assert_close(shrunk, ramp(8, 64) @ ramp(64, 1))
+
+
+# ------------------------------------------------------------------------------------------ nothing twice
+
+
+@pytest.mark.parametrize("q", [R, S0, S1, P], ids=repr)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, y: x + y,
+        lambda x, y: y + x,
+        lambda x, y: x - y,
+        lambda x, y: torch.add(y, x, alpha=2),
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch.stack([y, x], 1),
+        lambda x, y: F.linear(x, y),
+        lambda x, y: F.linear(x, y, y[:, 0]),
+        lambda x, y: torch.addmm(y @ y.t(), x, y.t()),
+        lambda x, y: x * y,
+        lambda x, y: torch.where(y > 0, x, y),
+        lambda x, y: torch.lerp(x, y, 0.25),
+        lambda x, y: x @ y.t() + x[0, 0] + y.sum(),
+        lambda x, y: (x + y).sum() + 1.0 + y.mean(),
+    ],
+)
+def test_partial_with_another_layout(fn, q):
+    def run(x, y):
+        made = fn(x, y)
+        g = torch.autograd.grad(made.sin().sum(), [x, y])
+        return made, *g
+
+    same(run, (X.clone().requires_grad_(), (P,)), (Y.clone().requires_grad_(), (q,)))
+
+
+def test_bias_after_a_row_parallel_linear_counts_once():
+    def run():
+        x, w, b = dist(X, S1), dist(ramp(6, 4), S1), dist(ramp(6), R).requires_grad_()
+        for made in (F.linear(x, w, b), F.linear(x, w) + b, x @ w.t() + b):
+            assert made.placements == (P,)
+            torch.testing.assert_close(mw.unshard(made).detach(), F.linear(X, ramp(6, 4), ramp(6)))
+            (g,) = torch.autograd.grad(made.sum(), b)
+            assert mw.unshard(g).tolist() == [8.0] * 6
+
+    on_ranks(run)
+
+
+# ------------------------------------------------------------------------------------------ several axes
+
+
+@pytest.mark.parametrize("p", [(P, P), (P, S0), (S1, P), (P, R), (R, P)], ids=repr)
+def test_several_axes(p):
+    def run(x, y):
+        h = (x * 2 + y).t()
+        return h, h.tanh(), h.sum(), (h @ y).relu()
+
+    same(run, (X, p), (Y, (R, R)), mesh=GRID)
+
+
+def test_two_partial_axes_reduce_once():
+    def run():
+        x = dist(X, P, P, mesh=GRID)
+        with collective.counting() as counts:
+            x.exp()
+        assert counts.table.keys() == {("all_reduce", ("dp", "tp"))}
+        with collective.counting() as counts:
+            x.sum().item()
+        return counts.table
+
+    for table in on_ranks(run, GRID):
+        assert table == {("all_reduce", ("dp", "tp")): [1, 2 * 3 * 8 // 4]}
+
+
+def test_a_sum_over_two_split_dims_is_one_reduction():
+    def run():
+        x = dist(X, S0, S1, mesh=GRID).requires_grad_()
+        with collective.counting() as counts:
+            loss = (x * x).sum()
+            assert loss.placements == (P, P)
+            assert counts.total == 0
+            loss.backward()
+            assert counts.total == 0
+        loss.item()
+        return mw.unshard(x.grad)
+
+    for got in on_ranks(run, GRID):
+        torch.testing.assert_close(got, 2 * X)
+
+
+# ------------------------------------------------------------------------------------------ losses
+
+
+def test_a_partial_loss_is_seeded_without_communication():
+    """Of parts that are added up each gets 1; of parts that are averaged 1/n."""
+
+    def run():
+        x = dist(X, S0).requires_grad_()
+        _, sent = kinds(lambda: (x * x).mean().backward())
+        assert sent == {}
+        part = ramp(3)[:] * 0 + runtime.RT.rank
+        local = part.requires_grad_()
+        loss = mw.from_local((local * local).sum(), FOUR, [mw.Partial("avg")])
+        _, sent = kinds(loss.backward)
+        assert sent == {}
+        assert local.grad.tolist() == [2 * runtime.RT.rank / 4] * 3
+        return mw.unshard(x.grad), loss.item()
+
+    for grad, loss in on_ranks(run):
+        torch.testing.assert_close(grad, 2 * X / X.numel())
+        assert loss == 3 * (0 + 1 + 4 + 9) / 4
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_losses_of_every_kind(op):
+    """Replicated, sum and average of parts: the same gradients."""
+
+    def run():
+        out = []
+        for p in ([R], [mw.Partial(op)]):
+            x = dist(X, S0).requires_grad_()
+            loss = mw.reshard((x.tanh() * Y).sum(), p)
+            assert loss.placements == tuple(p)
+            loss.backward(retain_graph=True)
+            (loss * 2 + 1).backward()
+            out.append(mw.unshard(x.grad))
+        return out
+
+    leaf = X.clone().requires_grad_()
+    ((leaf.tanh() * Y).sum() * 3).backward()
+    for got in on_ranks(run):
+        for g in got:
+            torch.testing.assert_close(g, leaf.grad)
+
+
+def test_max_partials_give_their_gradient_to_the_holders():
+    def run():
+        x = dist(X, S0).requires_grad_()
+        top = x.amax(0)
+        assert dist(X, S0).amax(0).placements == (mw.Partial("max"),)
+        (top * ramp(4)).sum().backward()
+        return plain(x.grad)
+
+    leaf = X.clone().requires_grad_()
+    (leaf.amax(0) * ramp(4)).sum().backward()
+    for got in on_ranks(run):
+        torch.testing.assert_close(got, leaf.grad)
+
+
+def test_other_reductions_are_not_added():
+    """Partial(max) does not pass through sums, nor mix with Partial(sum)."""
+
+    def run(x, y):
+        m = x.amax(0)
+        return [
+            m + m,
+            m * 2,
+            m + y.sum(0),
+            m - y.amin(0),
+            m.sum(),
+            m.relu(),
+            -m,
+            m[1:],
+            m.float(),
+            torch.maximum(m, y.amax(0)),
+        ]
+
+    for q in (R, S0, S1, P):
+        same(run, (X, (S0,)), (Y, (q,)))
