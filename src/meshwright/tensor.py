@@ -260,7 +260,7 @@ class DistTensor(torch.Tensor):
             return
         if value.__class__ is not DistTensor:
             value = _as_layout_of(value, self._spec)
-        own, given = self._spec.grad(), value._spec  # type: ignore[attr-defined]
+        own, given = self._spec.grad(), value._spec
         if given.shape != own.shape:
             raise RuntimeError(
                 f"assigned grad has shape {tuple(given.shape)}, its tensor has {tuple(own.shape)}: they must be equal"
@@ -757,7 +757,8 @@ _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", 
 _METHODS = (
     "abs", "add", "add_", "amax", "amin", "bmm", "chunk", "clone", "contiguous", "copy_", "cos", "div", "div_", "exp",
     "expand", "flatten", "float", "gather", "log", "masked_fill", "matmul", "mean", "mm", "mul", "mul_", "neg",
-    "permute",     "pow", "relu", "reshape", "rsqrt", "select", "sigmoid", "sin", "softmax", "split", "sqrt", "squeeze", "sub", "sub_",
+    "permute",     "pow", "relu", "reshape", "rsqrt", "select", "sigmoid",
+    "sin", "softmax", "split", "sqrt", "squeeze", "sub", "sub_",
     "sum", "tanh", "to", "transpose", "type_as", "unbind", "unsqueeze", "view", "view_as", "zero_", "__getitem__",
     "__neg__",
 )  # fmt: skip
@@ -790,8 +791,8 @@ def _refuse_transforms() -> None:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if any(a.__class__ is DistTensor for a in args):
                 raise DispatchError(
-                    "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to differentiate "
-                    "again), or apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
+                    "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to "
+                    "differentiate again), or apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
                 )
             return original(*args, **kwargs)
 

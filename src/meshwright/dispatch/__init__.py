@@ -1,0 +1,72 @@
+"""From a call on distributed tensors to a plan, and from the plan to local work.
+
+``plan_call`` decides, once per (function, specs, static arguments), from global metadata alone: which conversions the
+inputs need, what runs on locals, which specs the outputs get.  ``execute`` converts, runs and stamps.  Eager tensors
+and the static program share both; neither knows which of them is calling.
+"""
+
+from __future__ import annotations
+
+from .calls import (
+    Op,
+    call_disabled,
+    disabled,
+    forget_ops,
+    key_part,
+    map_tensors,
+    mesh_of,
+    op_name,
+    resolve,
+    spec_of,
+    tensors_in,
+)
+from .execution import (
+    convert_tensor,
+    execute,
+    execute_swift,
+    settle_after,
+)
+from .inference import (
+    Inference,
+    infer,
+)
+from .leaves import (
+    settle,
+    tie,
+)
+from .plans import (
+    Plan,
+    global_outputs,
+    make_rule,
+    plan_call,
+    refuse_copy,
+    warn_gathered,
+)
+
+__all__ = [
+    "Inference",
+    "Op",
+    "Plan",
+    "call_disabled",
+    "convert_tensor",
+    "disabled",
+    "execute",
+    "execute_swift",
+    "forget_ops",
+    "global_outputs",
+    "infer",
+    "key_part",
+    "make_rule",
+    "map_tensors",
+    "mesh_of",
+    "op_name",
+    "plan_call",
+    "refuse_copy",
+    "resolve",
+    "settle",
+    "settle_after",
+    "spec_of",
+    "tensors_in",
+    "tie",
+    "warn_gathered",
+]

@@ -1,0 +1,233 @@
+"""What is called and with what: names of ops, keys of plans, tensors among arguments."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import runtime
+from ..errors import LayoutError
+from ..layout import Layout, Spec
+from ..mesh import Mesh
+from ..rules import COMPOSITES, RULES, Rule
+from ..rules.pointwise import is_pointwise, pointwise_rule
+
+Tensor = torch.Tensor
+
+
+disabled = torch._C.DisableTorchFunctionSubclass
+call_disabled = torch._C._disabled_torch_function_impl
+
+# ---------------------------------------------------------------------------------------------- names of ops
+
+_DUNDER = {
+    "truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or",
+    "xor": "bitwise_xor", "invert": "bitwise_not", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+    "rrshift": "__rrshift__", "rlshift": "__rlshift__", "radd": "add", "rmul": "mul", "rand": "bitwise_and",
+    "ror": "bitwise_or", "rxor": "bitwise_xor", "div": "div",
+}  # fmt: skip
+_INPLACE_DUNDER = {"iadd", "isub", "imul", "idiv", "itruediv", "iand", "ior", "ixor", "ilshift", "irshift", "imod",
+                   "ipow", "ifloordiv"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A function as dispatch sees it: the name of its rule, and whether it writes to its first argument."""
+
+    name: str
+    inplace: bool
+    python: bool
+    pointwise: bool
+    rule: Callable[..., Rule | None] | None
+    composite: Callable[..., Any] | None
+
+    @property
+    def custom(self) -> bool:
+        """Whether its kernel and backward may be Python: these must never meet a DistTensor."""
+        return "::" in self.name
+
+
+_OPS: dict[Any, Op] = {}
+
+
+def resolve(func: Callable[..., Any]) -> Op:
+    """The op that a function called by the user stands for."""
+    found = _OPS.get(func)
+    if found is None:
+        found = _OPS[func] = _resolve(func)
+    return found
+
+
+def forget_ops() -> None:
+    """Drop what was resolved (a rule was added)."""
+    _OPS.clear()
+    runtime.RT.plans.clear()
+    runtime.RT.fast.clear()
+
+
+def _resolve(func: Any) -> Op:
+    name = op_name(func)
+    python = isinstance(func, types.FunctionType)
+    inplace = False
+    if name.startswith("__") and name.endswith("__"):
+        bare = name[2:-2]
+        if bare in _INPLACE_DUNDER:
+            bare, inplace = bare[1:], True
+        name = bare if bare in ("setitem", "getitem") else _DUNDER.get(bare, bare)
+        inplace = inplace or bare == "setitem"
+    elif name.endswith("_") and not name.endswith("__"):
+        inplace = True
+        name = name if name in RULES or name in COMPOSITES else name[:-1]
+    if python:
+        module = getattr(func, "__module__", "")
+        if module == "torch.nn.functional":
+            name = "F." + name
+        elif module not in ("torch.functional", "torch._tensor", "torch"):
+            name = f"{module}.{name}"  # nn.init.normal_ is not Tensor.normal_, torch.masked.sum is not torch.sum
+    pointwise = not python and is_pointwise(name)
+    return Op(
+        name,
+        inplace,
+        python,
+        pointwise,
+        RULES.get(name) or (pointwise_rule if pointwise else None),
+        COMPOSITES.get(name),
+    )
+
+
+def op_name(func: Any) -> str:
+    """Name of a function: ``"add"`` for ``torch.add``, ``aten.add.Tensor``; ``"lib::op"`` for custom ops."""
+    if isinstance(func, torch._ops.OpOverload):
+        func = func.overloadpacket
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        space, _, name = func._qualified_op_name.partition("::")
+        return name if space == "aten" else f"{space}::{name}"
+    if isinstance(func, torch._library.custom_ops.CustomOpDef):
+        return str(func._qualname)
+    return str(getattr(func, "__name__", type(func).__name__))
+
+
+# ---------------------------------------------------------------------------------------------- keys
+
+_T, _F = object(), object()
+
+
+def _key_bool(a: bool, func: Any) -> Any:
+    return _T if a else _F
+
+
+def _key_int(a: int, func: Any) -> Any:
+    op = _OPS.get(func)
+    return int if op is not None and op.pointwise else a
+
+
+def _key_type(a: Any, func: Any) -> Any:
+    return type(a)
+
+
+def _key_self(a: Any, func: Any) -> Any:
+    return a
+
+
+def _key_sequence(a: Sequence[Any], func: Any) -> Any:
+    # Numbers in a list are sizes or factors of sizes, floats too (interpolate's scale_factors).
+    return (type(a), *[x if x.__class__ is float else key_part(x, func) for x in a])
+
+
+def _key_slice(a: slice, func: Any) -> Any:
+    return (slice, key_part(a.start, func), key_part(a.stop, func), key_part(a.step, func))
+
+
+def _key_plain(a: Tensor, func: Any) -> Any:
+    return (Tensor, a.shape, a.dtype, a.requires_grad)
+
+
+_KEYS: dict[type, Callable[[Any, Any], Any]] = {
+    bool: _key_bool, int: _key_int, float: _key_type, complex: _key_type, tuple: _key_sequence, list: _key_sequence,
+    torch.Size: _key_sequence, slice: _key_slice, Tensor: _key_plain, torch.nn.Parameter: _key_plain,
+    torch.Generator: _key_type,
+}  # fmt: skip
+for _plain_type in (str, type(None), torch.dtype, torch.device, type(...), torch.memory_format, torch.layout, type):
+    _KEYS[_plain_type] = _key_self
+
+
+def key_part(a: Any, func: Any) -> Any:
+    """What of an argument decides the plan: specs, shapes, flags; never values that cannot change a layout."""
+    make = _KEYS.get(a.__class__)
+    if make is not None:
+        return make(a, func)
+    if isinstance(a, Tensor):
+        spec = a.__dict__.get("_spec")
+        return spec if spec is not None else _key_plain(a, func)
+    if isinstance(a, dict):
+        return (dict, *[(k, key_part(v, func)) for k, v in a.items()])
+    try:
+        hash(a)
+    except TypeError:
+        return type(a)
+    return a
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+def tensors_in(args: Any) -> list[Tensor]:
+    """All tensors among (nested) arguments, in order."""
+    found: list[Tensor] = []
+    _collect(args, found)
+    return found
+
+
+def _collect(a: Any, found: list[Tensor]) -> None:
+    if isinstance(a, Tensor):
+        found.append(a)
+    elif isinstance(a, (tuple, list)):
+        for x in a:
+            _collect(x, found)
+    elif isinstance(a, dict):
+        for x in a.values():
+            _collect(x, found)
+
+
+def map_tensors(a: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """Nested arguments with each tensor replaced, in the order of :func:`tensors_in`."""
+    if isinstance(a, Tensor):
+        return fn(a)
+    if isinstance(a, tuple):
+        made = [map_tensors(x, fn) for x in a]
+        return type(a)(*made) if hasattr(a, "_fields") else tuple(made)
+    if isinstance(a, list):
+        return [map_tensors(x, fn) for x in a]
+    if isinstance(a, dict):
+        return {k: map_tensors(v, fn) for k, v in a.items()}
+    return a
+
+
+def spec_of(t: Tensor, mesh: Mesh) -> Spec:
+    """Spec of an argument; a plain tensor counts as replicated."""
+    spec = t.__dict__.get("_spec") if hasattr(t, "__dict__") else None
+    if spec is not None:
+        return spec
+    everywhere = (1 << mesh.ndim) - 1
+    return Spec(t.shape, t.dtype, Layout(mesh), undecided=0 if t.requires_grad else everywhere)
+
+
+def mesh_of(tensors: Sequence[Tensor], name: str) -> Mesh:
+    """The one mesh that distributed arguments live on.  Raises LayoutError where there are two."""
+    mesh: Mesh | None = None
+    for t in tensors:
+        spec = getattr(t, "__dict__", {}).get("_spec")
+        if spec is not None:
+            if mesh is not None and spec.mesh != mesh:
+                raise LayoutError(
+                    f"{name}: arguments lie on different meshes, {mesh!r} and {spec.mesh!r}; bring them together with "
+                    "mw.shard_tensor(mw.unshard(x), mesh, placements)"
+                )
+            mesh = spec.mesh
+    if mesh is None:
+        raise LayoutError(f"{name}: no argument is a DistTensor")
+    return mesh

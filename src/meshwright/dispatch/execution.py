@@ -1,0 +1,264 @@
+"""Running a plan: convert the inputs, run on locals, stamp the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import convert, record, reshard, runtime
+from ..errors import RuleError
+from ..layout import Layout, Spec
+from .calls import (
+    disabled,
+    map_tensors,
+    tensors_in,
+)
+from .leaves import _leans_invariant, settle, tie
+from .plans import (
+    Plan,
+    plan_call,
+)
+
+Tensor = torch.Tensor
+
+
+Stamp = Callable[[Tensor, Spec], Any]
+
+
+def convert_tensor(t: Tensor, steps: reshard.Plan, note: Callable[[], None] | None = None) -> Tensor:
+    """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once.
+
+    ``note`` is called before data moves.
+    """
+    grad = torch.is_grad_enabled() and t.requires_grad
+    if steps.free and not grad:
+        return t
+    memo: dict[Any, Tensor] | None = None
+    space = t.__dict__
+    if "_spec" in space and not (grad and t.is_leaf) and not _unseen(t, space):
+        version, memo = space.get("_memo", _NO_MEMO)
+        if version != t._version:
+            memo = {}
+            space["_memo"] = (t._version, memo)
+        assert memo is not None
+        # Without a gradient the types of replicated axes do not matter: the layout alone is what was made.
+        hit = memo.get(steps if grad else steps.dst.layout)
+        if hit is not None:
+            return hit
+    made = _already_there(t, steps, memo) if grad else None
+    if made is None:
+        if note is not None:
+            note()
+        made = convert.apply(steps.steps, t)
+    if memo is not None:
+        memo[steps if grad else steps.dst.layout] = made
+        if grad:
+            memo.setdefault(steps.dst.layout, made.detach())
+    return made
+
+
+def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
+    """Whether a tensor may change with no version counter telling, or what is made of it is of another kind later."""
+    return "_shared" in space or torch.is_inference_mode_enabled() or t.is_inference()
+
+
+_NO_MEMO: tuple[None, None] = (None, None)
+
+
+def execute_swift(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Convert positional tensors and run the native op; must run with dispatch disabled.  Outputs are not stamped."""
+    changed = list(args)
+    for i, steps in plan.conversions:
+        t = changed[i]
+        changed[i] = _convert_recorded(plan, i, t, steps) if steps.moves else convert_tensor(t, steps)
+    if plan.native is not None:
+        return plan.native(changed[0])
+    return func(*changed, **kwargs)
+
+
+def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | None) -> Tensor | None:
+    """The value as the target type without moving data that was moved before.
+
+    A value that was converted to this layout for another consumer, with another type, keeps its data and gets its own
+    backward.  A shard gathered by name (``mw.reshard``) is first taken as invariant; where it turns out to feed
+    rank-dependent work, its gradient goes back in one reduce-scatter instead of an all-reduce and a slice.
+    """
+    if steps.moves and memo is not None and not any(convert.selects(s) for s in steps.steps):
+        value = memo.get(steps.dst.layout)
+        return convert.apply_known(steps.steps, t, value) if value is not None else None
+    origin, versions = t.__dict__.get("_origin", (None, None))
+    if steps.moves or origin is None or versions != (origin._version, t._version):
+        return None
+    direct = reshard.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
+    if direct.backward_bytes >= steps.backward_bytes or any(convert.selects(s) for s in direct.steps):
+        return None
+    return convert.apply_known(direct.steps, origin, t)
+
+
+def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stamp: Stamp) -> Any:
+    """Convert the inputs, run the op on locals, stamp the outputs.  Must run with dispatch disabled."""
+    tensors = tensors_in((args, kwargs))
+    grad_on = torch.is_grad_enabled()
+    if grad_on:
+        replan = False
+        for i, spec in plan.decide:
+            t = tensors[i]
+            if t.requires_grad and "_spec" in t.__dict__:
+                if _leans_invariant(t, spec):
+                    spec, replan = t.__dict__["_spec"].with_(undecided=0), True
+                settle(t, spec)
+        if replan:
+            return execute(plan_call(func, args, kwargs), func, args, kwargs, stamp)
+    locals_ = list(tensors)
+    for i, steps in plan.conversions:
+        locals_[i] = _convert_recorded(plan, i, tensors[i], steps)
+    result = _run_local(plan, func, args, kwargs, tensors, locals_)
+    if not plan.op.inplace:
+        result = _own(plan, result, tensors, locals_)
+    if plan.gathered:
+        return _finish_gathered(plan, tensors, result, stamp)
+    if plan.op.inplace:
+        if plan.local is not None and isinstance(result, Tensor) and result is not tensors[0]:
+            tensors[0].copy_(result)  # the local function computed the new value instead of writing it
+        stamp(tensors[0], plan.outputs[0])
+        plan.fast = (plan.plain or plan.retypes) and result is tensors[0]
+        return tensors[0]
+    return _finish(plan, tensors, result, stamp, grad_on)
+
+
+def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan) -> Tensor:
+    if steps.moves and (runtime.RT.explicit or runtime.RT.records is not None):
+        return convert_tensor(t, steps, lambda: record.implicit(plan.op.name, i, steps, plan.why))
+    return convert_tensor(t, steps)
+
+
+def _run_local(
+    plan: Plan,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    locals_: list[Tensor],
+) -> Any:
+    if plan.op.custom:
+        # Aliases: what the backward finds saved is then a plain tensor too.
+        given = iter([t.view_as(t) if "_spec" in t.__dict__ else t for t in locals_])
+        args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
+        return (plan.local or func)(*args, **kwargs)
+    if (plan.local is None or plan.native is not None) and not plan.gathered:
+        if plan.conversions:
+            given = iter(locals_)
+            args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
+        return func(*args, **kwargs) if plan.native is None else plan.native(args[0])
+    # Code that looks at .shape must see local tensors as plain ones.
+    swapped = [t for t in locals_ if type(t) is not Tensor and "_spec" in t.__dict__]
+    kind = type(swapped[0]) if swapped else Tensor
+    for t in swapped:
+        t.__class__ = Tensor
+    try:
+        given = iter(locals_)
+        args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
+        return (plan.local or func)(*args, **kwargs)
+    finally:
+        for t in swapped:
+            t.__class__ = kind
+
+
+def _own(plan: Plan, result: Any, tensors: Sequence[Tensor], locals_: Sequence[Tensor]) -> Any:
+    """An op may return its input: only the caller's own distributed tensor may be stamped, of others an alias is.
+
+    Others are plain tensors of the caller, and converted inputs, which may be kept for their next use.
+    """
+    others = [a for a, t in zip(locals_, tensors, strict=True) if a is not t or "_spec" not in t.__dict__]
+    if not others or not any(r is a for r in tensors_in(result) for a in others):
+        return result
+    plan.plain = plan.retypes = plan.swift = False
+    return map_tensors(result, lambda r: r.view_as(r) if any(r is a for a in others) else r)
+
+
+def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, grad_on: bool) -> Any:
+    made = tensors_in(result)
+    if not plan.checked:
+        _check_locals(plan, made)
+        flat = isinstance(result, Tensor) or len(result) == len(made)
+        plan.swift = plan.swift and flat
+        plan.fast = flat and (plan.plain or plan.retypes) and all(t.__class__ is Tensor for t in made)
+    for t, spec in zip(made, plan.outputs, strict=True):
+        stamp(t, spec)
+        if plan.open and grad_on and t.requires_grad and spec.undecided:
+            tie([*tensors, t])
+    return result
+
+
+def settle_after(plan: Plan, args: Any, kwargs: Any, result: Any, stamp: Stamp) -> Any:
+    """Stamp outputs of a call that ran already, and give its leaves the types that it implies."""
+    tensors = tensors_in((args, kwargs))
+    with disabled():
+        if torch.is_grad_enabled():
+            for i, spec in plan.decide:
+                if tensors[i].requires_grad:
+                    settle(tensors[i], spec)
+        return _finish(plan, tensors, result, stamp, torch.is_grad_enabled())
+
+
+def _check_locals(plan: Plan, made: Sequence[Tensor]) -> None:
+    assert plan.mesh is not None
+    here = plan.mesh.coordinate(runtime.RT.rank)
+    want = [spec.local_shape(here) for spec in plan.outputs]
+    with disabled():
+        have = [tuple(Tensor.size(t)) for t in made]
+    if want != have:
+        raise RuleError(
+            f"the rule of {plan.op.name!r} ({plan.why}) says that this rank gets {want}, the op gave {have}: correct it"
+        )
+    for t, spec in zip(made, plan.outputs, strict=True):
+        if t.dtype != spec.dtype:
+            plan.outputs = tuple(s.with_(dtype=m.dtype) for s, m in zip(plan.outputs, made, strict=True))
+            plan.spec = plan.outputs[0]
+            break
+    plan.checked = True
+
+
+def _finish_gathered(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp) -> Any:
+    assert plan.mesh is not None
+    whole = Layout(plan.mesh)
+    everywhere = (1 << plan.mesh.ndim) - 1
+
+    def spec(t: Tensor) -> Spec:
+        return Spec(t.shape, t.dtype, whole, 0, 0 if t.requires_grad else everywhere, plan.copies)
+
+    if plan.op.inplace:
+        target: Spec = tensors[0].__dict__.get("_spec") or spec(tensors[0])
+        moved = {i for i, _ in plan.conversions}
+        with disabled():
+            resized = isinstance(result, Tensor) and Tensor.size(result) != target.shape
+        if resized:  # resize_: what is left of the old layout is of no use
+            if 0 in moved:
+                with _as_plain(tensors[0]) as local:
+                    local.set_(result)
+            stamp(tensors[0], Spec(Tensor.size(result), target.dtype, whole, 0, everywhere))
+        elif 0 in moved and isinstance(result, Tensor):
+            back = reshard.plan(Spec(target.shape, target.dtype, whole), target.with_(undecided=0))
+            with _as_plain(tensors[0]) as local:
+                local.copy_(convert.apply(back.steps, result))
+        return tensors[0]
+    for t in tensors_in(result):
+        with disabled():
+            stamp(t, spec(t))
+    return result
+
+
+class _as_plain:
+    """A distributed tensor seen as its plain local tensor for a while."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.t, self.kind = t, type(t)
+
+    def __enter__(self) -> Tensor:
+        self.t.__class__ = Tensor
+        return self.t
+
+    def __exit__(self, *_: object) -> None:
+        self.t.__class__ = self.kind

@@ -1,0 +1,77 @@
+"""Types of leaves: undecided tensors get theirs by their first use, together with what was computed from them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ..layout import Spec
+
+Tensor = torch.Tensor
+
+
+class _Tied:
+    """Tensors whose replicated axes must become of one type: leaves and what was computed from them so far.
+
+    Members are weak: a tensor that nobody can name any more needs no type.
+    """
+
+    def __init__(self) -> None:
+        self.members: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, t: Tensor) -> None:
+        key, members = id(t), self.members
+        members[key] = weakref.ref(t, lambda _: members.pop(key, None))
+        t.__dict__["_tied"] = self
+
+    def alive(self) -> list[Tensor]:
+        return [t for t in (r() for r in list(self.members.values())) if t is not None]
+
+
+def tie(tensors: Sequence[Tensor]) -> None:
+    """Undecided tensors that one op connects get their type together."""
+    tied: _Tied | None = None
+    for t in tensors:
+        space = getattr(t, "__dict__", {})
+        spec = space.get("_spec")
+        if spec is None or not spec.undecided or not t.requires_grad:
+            continue
+        own: _Tied | None = space.get("_tied")
+        if tied is None:
+            tied = own or _Tied()
+        if own is None:
+            tied.add(t)
+        elif own is not tied:
+            for m in own.alive():
+                tied.add(m)
+
+
+def _leans_invariant(t: Tensor, spec: Spec) -> bool:
+    """Whether an undecided value should be reduced where it is used, not at the leaves that it was computed from.
+
+    Reducing at the leaves is shared by all uses and bucketed; it is dearer where the leaves are larger than the value.
+    """
+    tied: _Tied | None = t.__dict__.get("_tied")
+    if t.is_leaf or tied is None or not spec.reduced & t.__dict__["_spec"].undecided:
+        return False
+    leaves = sum(m.__dict__["_spec"].shape.numel() for m in tied.alive() if m.is_leaf)
+    return leaves > spec.shape.numel()
+
+
+def settle(t: Tensor, spec: Spec) -> None:
+    """Give an undecided tensor its types, and the same ones to the tensors tied to it."""
+    space = getattr(t, "__dict__", {})
+    old = space.get("_spec")
+    if old is None or old is spec:
+        return
+    tied: _Tied | None = space.get("_tied")
+    decided = old.undecided & ~spec.undecided
+    for m in tied.alive() if tied is not None else [t]:
+        now: Spec = m.__dict__["_spec"]
+        mine = decided & now.undecided
+        now = now.with_(reduced=now.reduced | (spec.reduced & mine), undecided=now.undecided & ~mine)
+        m.__dict__["_spec"] = now
+        if not now.undecided:
+            m.__dict__.pop("_tied", None)

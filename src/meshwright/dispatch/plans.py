@@ -1,0 +1,313 @@
+"""A plan: how one kind of call runs, decided from global metadata alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import reshard, runtime
+from ..choose import Choice, choose
+from ..errors import DispatchError, MeshwrightError, RuleError
+from ..layout import Layout, Spec
+from ..mesh import Mesh
+from ..rules import Arg, Local, Native, Rule, Strategy
+from .calls import (
+    Op,
+    disabled,
+    map_tensors,
+    mesh_of,
+    resolve,
+    spec_of,
+    tensors_in,
+)
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to do for one kind of call.
+
+    ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule
+    says.  ``untyped``: leaves that require grad are tied together (1) or get their type (2) by this call.
+    ``retypes``: plain but for conversions that only change types, which do nothing where no gradient is recorded.
+    ``native``: run this call instead of the op.  ``swift``: conversions of plain positional arguments around one
+    native op: no nested arguments to walk.
+    """
+
+    op: Op
+    fast: bool = False
+    plain: bool = False
+    untyped: int = 0
+    retypes: bool = False
+    native: Native | None = None
+    swift: bool = False
+    spec: Spec | None = None
+    outputs: tuple[Spec, ...] = ()
+    conversions: tuple[tuple[int, reshard.Plan], ...] = ()
+    decide: tuple[tuple[int, Spec], ...] = ()
+    local: Callable[..., Any] | None = None
+    run: Callable[..., Any] | None = None
+    redispatch: bool = False
+    gathered: bool = False
+    copies: bool = False
+    open: int = 0
+    checked: bool = False
+    mesh: Mesh | None = None
+    choice: Choice | None = None
+    why: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def plan_call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], strategies: Sequence[Strategy] | None = None
+) -> Plan:
+    """Decide how to run a call.  Reads specs, shapes and dtypes only, so that all ranks decide alike.
+
+    ``strategies``, one per mesh axis, are taken instead of the cheapest ones (for tests of a rule).
+    """
+    op = resolve(func)
+    if op.inplace:
+        for t in tensors_in(args[:1]):
+            refuse_copy(f"{op.name}_: ", t)
+    if op.composite is not None:
+        return Plan(op, run=op.composite)
+    if op.python and op.rule is None:
+        return Plan(op, redispatch=True)
+    with disabled():
+        tensors = tensors_in((args, kwargs))
+        mesh = mesh_of(tensors, op.name)
+        specs = [spec_of(t, mesh) for t in tensors]
+    with mw_context(op, specs):
+        return _plan_ruled(func, op, mesh, specs, args, kwargs, strategies)
+
+
+class mw_context:
+    """Adds the op and its arguments to errors of ours that pass through."""
+
+    def __init__(self, op: Op, specs: Sequence[Spec]) -> None:
+        self.op, self.specs = op, specs
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, MeshwrightError) and not getattr(error, "_placed", False):
+            error._placed = True  # type: ignore[attr-defined]
+            listed = "; ".join(repr(s) for s in self.specs)
+            error.args = (f"{self.op.name}{'_' if self.op.inplace else ''}({listed}): {error}",)
+
+
+def _plan_ruled(
+    func: Any,
+    op: Op,
+    mesh: Mesh,
+    specs: list[Spec],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    strategies: Sequence[Strategy] | None = None,
+) -> Plan:
+    like = global_outputs(func, specs, args, kwargs)
+    rule = make_rule(op, specs, args, kwargs)
+    if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
+        return Plan(op, redispatch=True)
+    if rule is None or (like is None and not rule.outputs):
+        return _mark_copies(_gather_plan(op, mesh, specs), func, specs, args, kwargs)
+    if like is None:
+        like = [(torch.Size(rule.out_shape(i)), specs[0].dtype) for i in range(len(rule.outputs))]
+    else:
+        _check_outputs(op, rule, like)
+    if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
+        return Plan(op, run=rule.decompose, mesh=mesh)
+    choice = choose(rule, specs, like, inplace=op.inplace, strategies=strategies)
+    return _mark_copies(_plan_from(op, mesh, rule, specs, choice), func, specs, args, kwargs)
+
+
+def refuse_copy(what: str, t: Tensor) -> None:
+    """Raises DispatchError where a write to ``t`` would be lost: a view that needed communication is a copy."""
+    spec = getattr(t, "__dict__", {}).get("_spec")
+    if spec is not None and spec.copied:
+        raise DispatchError(
+            f"{what}in place on a view that is a copy here ({spec!r}): making it needed communication, so the write "
+            "would not reach the tensor that it was taken from. Write to that tensor itself, x[...] = x[...] + y; or "
+            "mw.reshard it first so that the view is local; or .clone() the view if it is to be a copy"
+        )
+
+
+def _mark_copies(plan: Plan, func: Any, specs: list[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """Views of converted inputs, or of copies, do not alias what the caller holds: their specs say so."""
+    moved = any(s.kind != "retype" for _, c in plan.conversions for s in c.steps)
+    if not plan.op.inplace and (moved or any(s.copied for s in specs)) and _is_view(func, specs, args, kwargs):
+        plan.outputs = tuple(s.with_(copied=True) for s in plan.outputs)
+        plan.spec = plan.outputs[0] if plan.outputs else None
+        plan.copies = True
+    return plan
+
+
+def _is_view(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether on one device an output would share memory with an input."""
+    given: list[Tensor] = []
+    made = _run_meta(func, specs, args, kwargs, given)
+    memory = {t.untyped_storage()._cdata for t in given}
+    return any(t.untyped_storage()._cdata in memory for t in tensors_in(made))
+
+
+def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice) -> Plan:
+    conversions = []
+    for i, (src, dst) in enumerate(zip(choice.sources, choice.inputs, strict=True)):
+        if src.undecided:
+            dst = dst.with_(undecided=0)
+            src = src.with_(undecided=0)
+        steps = reshard.plan(src, dst)
+        if steps.steps:
+            conversions.append((i, steps))
+    if op.inplace and any(i == 0 for i, _ in conversions):
+        raise DispatchError(
+            f"in place, the first tensor must keep its layout {specs[0].layout!r}; use the out-of-place op, or "
+            "mw.reshard it first"
+        )
+    decide = tuple(
+        (i, src) for i, (given, src) in enumerate(zip(specs, choice.sources, strict=True)) if given is not src
+    )
+    local = None
+    if rule.local is not None:
+        here = mesh.coordinate(runtime.RT.rank)
+        local = rule.local(Local(rule, choice.inputs, choice.outputs, here))
+    direct = (
+        (local is None or isinstance(local, Native))
+        and choice.outputs != ()
+        and not op.custom
+        and not (op.inplace and (decide or choice.open))
+    )
+    return Plan(
+        op,
+        plain=not conversions and direct,
+        retypes=bool(conversions) and direct and all(s.kind == "retype" for _, c in conversions for s in c.steps),
+        untyped=2 if decide else int(bool(choice.open)),
+        native=local if isinstance(local, Native) else None,
+        swift=bool(conversions) and direct and not decide and not choice.open and not op.inplace,
+        spec=choice.outputs[0] if choice.outputs else None,
+        outputs=choice.outputs,
+        conversions=tuple(conversions),
+        decide=decide,
+        local=local,
+        open=choice.open,
+        mesh=mesh,
+        choice=choice,
+        why=rule.text,
+    )
+
+
+def make_rule(op: Op, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
+    """Call the rule function with an Arg in place of each tensor.
+
+    Raises RuleError (with the cause) where the rule function itself fails.
+    """
+    if op.rule is None:
+        return None
+    count = iter(range(len(specs)))
+
+    def arg(t: Tensor) -> Arg:
+        i = next(count)
+        return Arg(i, tuple(specs[i].shape), specs[i].dtype, specs[i])
+
+    try:
+        made = op.rule(*map_tensors(args, arg), **map_tensors(kwargs, arg))
+    except MeshwrightError:
+        raise
+    except (IndexError, ValueError, TypeError, KeyError) as error:
+        raise RuleError(f"the rule of {op.name!r} failed: {type(error).__name__}: {error}") from error
+    if made is not None and len(made.inputs) != len(specs):
+        raise RuleError(f"the rule of {op.name!r} covers {len(made.inputs)} of {len(specs)} tensor arguments")
+    return made
+
+
+def global_outputs(
+    func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[torch.Size, torch.dtype]] | None:
+    """Global shape and dtype of each output, from a run on meta tensors; None where PyTorch cannot tell.
+
+    Mistakes of the caller (shapes that do not fit) surface later, when every rank runs the gathered op.
+    """
+    made = _run_meta(func, specs, args, kwargs, [])
+    if made is NotImplemented:
+        return None
+    if isinstance(made, Tensor):
+        return [(made.shape, made.dtype)]
+    if isinstance(made, (tuple, list)):
+        return [(t.shape, t.dtype) for t in tensors_in(made)]
+    return None if made is not None else [(specs[0].shape, specs[0].dtype)]
+
+
+def _run_meta(
+    func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+) -> Any:
+    """The op on meta tensors (which ``given`` collects); NotImplemented where PyTorch cannot run it."""
+    count = iter(range(len(specs)))
+
+    def meta(t: Tensor) -> Tensor:
+        s = specs[next(count)]
+        given.append(torch.empty(s.shape, dtype=s.dtype, device="meta"))
+        return given[-1]
+
+    try:
+        with disabled(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
+            args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
+            return func(*map_tensors(args, meta), **map_tensors(kwargs, meta))
+    except Exception:
+        return NotImplemented
+
+
+def _check_outputs(op: Op, rule: Rule, like: list[tuple[torch.Size, torch.dtype]]) -> None:
+    said = [rule.out_shape(i) for i in range(len(rule.outputs))]
+    real = [tuple(shape) for shape, _ in like]
+    if said != real:
+        raise RuleError(
+            f"the rule of {op.name!r} ({rule.text}) says its outputs have shapes {said}, the op gives {real}: "
+            "correct the rule"
+        )
+
+
+def _whole_is_split(rule: Rule, specs: Sequence[Spec]) -> bool:
+    for dims, spec in zip(rule.inputs, specs, strict=True):
+        for d in spec.layout.dim_axes():
+            names = [f for f in dims[d] if rule.sizes[f] != 1]
+            if names and names[0] in rule.whole:
+                return True
+    return False
+
+
+def _gather_plan(op: Op, mesh: Mesh, specs: list[Spec]) -> Plan:
+    """Without a rule: every input whole on every rank, the op run everywhere."""
+    conversions, decide, lost = [], [], 0.0
+    for i, spec in enumerate(specs):
+        source = spec.with_(undecided=0)
+        if source is not spec:
+            decide.append((i, source))
+        steps = reshard.plan(source, Spec(spec.shape, spec.dtype, Layout(mesh)))
+        if steps.steps:
+            conversions.append((i, steps))
+            lost += steps.forward_bytes
+    plan = Plan(op, conversions=tuple(conversions), decide=tuple(decide), mesh=mesh, gathered=True)
+    plan.notes["bytes"] = lost
+    return plan
+
+
+_WARNED: set[str] = set()
+
+
+def warn_gathered(plan: Plan) -> None:
+    """One warning per op that runs without a rule and moves data for it."""
+    if plan.notes.get("bytes") and plan.op.name not in _WARNED:
+        _WARNED.add(plan.op.name)
+        warnings.warn(
+            f"{plan.op.name} has no rule for these arguments: its inputs are gathered on every rank "
+            f"({plan.notes['bytes']:.0f} bytes sent per rank here). Give it one: @mw.rule({plan.op.name!r})",
+            stacklevel=6,
+        )
