@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
-from meshwright.shard import shard_dataloader
 
 
 class Classifier(nn.Module):
@@ -66,7 +65,7 @@ def main() -> None:
     loader = DataLoader(spirals(512), batch_size=100, shuffle=True)  # the last batch has 12 points: fine
     model = mw.shard_module(Classifier(), mesh, LAYOUTS)
     optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
-    batches = shard_dataloader(loader, mesh, {"dp": mw.Shard(0)})
+    batches = mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)})
 
     step = 0
     while step < given.steps:
