@@ -6,6 +6,7 @@ and the communication, forward and backward.
 
 from __future__ import annotations
 
+from . import functions as _functions  # noqa: F401 (guards torch.autograd.Function)
 from .api import (
     constrain,
     from_dtensor,

@@ -300,7 +300,7 @@ for _name in dir(torch._C._nn):
         _upsample(_name)
 
 
-@rule("grid_sampler")
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(x: Arg, grid: Arg, *args: Any) -> Rule:
     """Every output pixel may come from anywhere in its image; output pixels are free."""
     inner, outer = names("x", x.shape[2:]), names("y", grid.shape[1:-1])

@@ -1,0 +1,61 @@
+"""A user's torch.autograd.Function on distributed tensors: gathered, right, and named once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright import functions
+
+MESH = mw.Mesh({"x": 4})
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w * w, (2 * grad * x * w).sum(0)
+
+
+@pytest.mark.parametrize("layout", [mw.Shard(0), mw.Shard(1), mw.Replicate(), mw.Partial()], ids=repr)
+def test_gradients_are_those_of_one_device(layout):
+    x, w = torch.randn(6, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+    (Scaled.apply(a * 2, b).exp()).sum().backward()
+
+    def run():
+        u = mw.shard_tensor(x, MESH, [layout]).requires_grad_()
+        v = mw.shard_tensor(w, MESH, {}).requires_grad_()
+        y = Scaled.apply(u * 2, v)
+        assert isinstance(y, mw.DistTensor)
+        y.exp().sum().backward()
+        return mw.unshard(u.grad), mw.unshard(v.grad)
+
+    functions._warned.add("Scaled")
+    for got_x, got_w in mw.simulate(run, MESH):
+        torch.testing.assert_close(got_x, a.grad)
+        torch.testing.assert_close(got_w, b.grad)
+
+
+def test_it_is_named_once():
+    functions._warned.discard("Scaled")
+
+    def run():
+        Scaled.apply(mw.shard_tensor(torch.ones(6, 3), MESH, [mw.Shard(0)]), torch.ones(3))
+
+    with pytest.warns(UserWarning, match=r"Scaled is run on every rank on gathered inputs.*custom op"):
+        mw.simulate(run, MESH)
+
+
+def test_plain_tensors_pass_through():
+    x = torch.ones(2, 3, requires_grad=True)
+    Scaled.apply(x, torch.ones(3)).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 3))
