@@ -21,7 +21,10 @@ OUT = HERE / "out"
 ADAPTER = "opdb_adapter:Adapter"
 SILENT, STUCK = ("wrong_value", "grad_wrong"), ("desync", "crash", "timeout")
 # Failures that say nothing about the library, by op.
-KNOWN = {"torch._scaled_mm": "the harness has no comparison for float8 values"}
+KNOWN = {
+    "torch._scaled_mm": "the harness has no comparison for float8 values",
+    "_segment_reduce.offsets": "with even sizes its samples read past the end of their data",
+}
 COLUMNS = ("ops", "full pass", "combos", "pass %", "silently wrong", "desync", "crash", "timeout", "other")
 
 

@@ -111,7 +111,14 @@ def _plan_ruled(
     kwargs: dict[str, Any],
     strategies: Sequence[Strategy] | None = None,
 ) -> Plan:
-    like = global_outputs(func, specs, args, kwargs)
+    like, refused = global_outputs(func, specs, args, kwargs)
+    if refused and op.python:
+        return Plan(op, redispatch=True)
+    if refused:
+        # Most likely a mistake of the caller: every rank runs the op on global values, and PyTorch says what is wrong.
+        plan = _gather_plan(op, mesh, specs)
+        plan.notes["refused"] = True
+        return plan
     rule = make_rule(op, specs, args, kwargs)
     if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
         return Plan(op, redispatch=True)
@@ -228,25 +235,31 @@ def make_rule(op: Op, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
 
 def global_outputs(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[torch.Size, torch.dtype]] | None:
+) -> tuple[list[tuple[torch.Size, torch.dtype]] | None, bool]:
     """Global shape and dtype of each output, from a run on meta tensors; None where PyTorch cannot tell.
 
-    Mistakes of the caller (shapes that do not fit) surface later, when every rank runs the gathered op.
+    The second answer is whether PyTorch refuses the call.
     """
     made = _run_meta(func, specs, args, kwargs, [])
-    if made is NotImplemented:
-        return None
+    if made is NotImplemented or made is _REFUSED:
+        return None, made is _REFUSED
     if isinstance(made, Tensor):
-        return [(made.shape, made.dtype)]
+        return [(made.shape, made.dtype)], False
     if isinstance(made, (tuple, list)):
-        return [(t.shape, t.dtype) for t in tensors_in(made)]
-    return None if made is not None else [(specs[0].shape, specs[0].dtype)]
+        return [(t.shape, t.dtype) for t in tensors_in(made)], False
+    return (None if made is not None else [(specs[0].shape, specs[0].dtype)]), False
+
+
+_REFUSED = object()
 
 
 def _run_meta(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
 ) -> Any:
-    """The op on meta tensors (which ``given`` collects); NotImplemented where PyTorch cannot run it."""
+    """The op on meta tensors (which ``given`` collects).
+
+    NotImplemented where PyTorch cannot tell without values, ``_REFUSED`` where it refuses the arguments.
+    """
     count = iter(range(len(specs)))
 
     def meta(t: Tensor) -> Tensor:
@@ -260,8 +273,10 @@ def _run_meta(
             kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
             args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
             return func(*map_tensors(args, meta), **map_tensors(kwargs, meta))
-    except Exception:
+    except NotImplementedError:
         return NotImplemented
+    except Exception:
+        return _REFUSED
 
 
 def _check_outputs(op: Op, rule: Rule, like: list[tuple[torch.Size, torch.dtype]]) -> None:
@@ -304,7 +319,7 @@ _WARNED: set[str] = set()
 
 def warn_gathered(plan: Plan) -> None:
     """One warning per op that runs without a rule and moves data for it."""
-    if plan.notes.get("bytes") and plan.op.name not in _WARNED:
+    if plan.notes.get("bytes") and "refused" not in plan.notes and plan.op.name not in _WARNED:
         _WARNED.add(plan.op.name)
         warnings.warn(
             f"{plan.op.name} has no rule for these arguments: its inputs are gathered on every rank "
