@@ -139,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "\n".join(report)
     (OUT / "opdb.txt").write_text(text)
     print(text)
-    bad = sum(r["summary"]["classes"].get(c, 0) for r in results.values() for c in (*SILENT, *STUCK))
+    ops = [op for r in results.values() for name, op in r["ops"].items() if name not in KNOWN]
+    bad = sum(op["counts"].get(c, 0) + op["partial"].get(c, 0) for op in ops for c in (*SILENT, *STUCK))
     return 1 if bad else 0
 
 

@@ -348,7 +348,10 @@ def local_part(value: Tensor, spec: Spec, seed: int = 0) -> Tensor:
     for a, p in enumerate(spec.layout.placements):
         if isinstance(p, Partial) and carries_grad(value.dtype):
             n = spec.mesh.sizes[a]
-            noise = torch.randn((n - 1, *value.shape), generator=generator, dtype=torch.float64).to(value.dtype)
+            noise = torch.randn((n - 1, *value.shape), generator=generator, dtype=torch.float64)
+            if torch.equal(value, torch.round(value.real)):
+                noise = torch.round(4 * noise)  # whole numbers add up without rounding: labels stay labels
+            noise = noise.to(value.dtype)
             part = noise[here[a]] if here[a] < n - 1 else part - noise.sum(0)
             part = part * n if p.op == "avg" else part
     for d, (lo, hi) in enumerate(spec.layout.local_bounds(spec.shape, here)):
