@@ -178,7 +178,7 @@ def test_a_rule_whose_local_shapes_are_wrong(custom):
     custom("habits::halves")(lambda x: notation("a b -> c b", x, sizes={"c": 4}, reduced="a"))
 
     def run():
-        with pytest.raises(RuleError, match="says that this rank gets .* the op gave .*: correct it"):
+        with pytest.raises(RuleError, match=r"says that this rank gets .* the op gave .*: correct it"):
             torch.ops.habits.halves(dist(ramp(8, 4), S0))
 
     on_ranks(run)

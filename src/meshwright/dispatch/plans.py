@@ -36,7 +36,8 @@ class Plan:
     says.  ``untyped``: leaves that require grad are tied together (1) or get their type (2) by this call.
     ``retypes``: plain but for conversions that only change types, which do nothing where no gradient is recorded.
     ``native``: run this call instead of the op.  ``swift``: conversions of plain positional arguments around one
-    native op: no nested arguments to walk.
+    native op: no nested arguments to walk.  ``alias``: a custom op, whose backward may look at the inputs that it
+    saved: it gets plain aliases.
     """
 
     op: Op
@@ -46,6 +47,7 @@ class Plan:
     retypes: bool = False
     native: Native | None = None
     swift: bool = False
+    alias: bool = False
     spec: Spec | None = None
     outputs: tuple[Spec, ...] = ()
     conversions: tuple[tuple[int, reshard.Plan], ...] = ()
@@ -111,14 +113,15 @@ def _plan_ruled(
     kwargs: dict[str, Any],
     strategies: Sequence[Strategy] | None = None,
 ) -> Plan:
-    like, refused = global_outputs(func, specs, args, kwargs)
-    if refused and op.python:
+    made = _run_meta(func, specs, args, kwargs, [])
+    if made is _REFUSED and op.python:
         return Plan(op, redispatch=True)
-    if refused:
+    if made is _REFUSED:
         # Most likely a mistake of the caller: every rank runs the op on global values, and PyTorch says what is wrong.
         plan = _gather_plan(op, mesh, specs)
         plan.notes["refused"] = True
         return plan
+    like = _described(made, specs)
     rule = make_rule(op, specs, args, kwargs)
     if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
         return Plan(op, redispatch=True)
@@ -196,6 +199,7 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
         retypes=bool(conversions) and direct and all(s.kind == "retype" for _, c in conversions for s in c.steps),
         untyped=2 if decide else int(bool(choice.open)),
         native=local if isinstance(local, Native) else None,
+        alias=alias,
         swift=bool(conversions) and direct and not decide and not choice.open and not op.inplace,
         spec=choice.outputs[0] if choice.outputs else None,
         outputs=choice.outputs,
@@ -235,19 +239,19 @@ def make_rule(op: Op, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
 
 def global_outputs(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[tuple[torch.Size, torch.dtype]] | None, bool]:
-    """Global shape and dtype of each output, from a run on meta tensors; None where PyTorch cannot tell.
+) -> list[tuple[torch.Size, torch.dtype]] | None:
+    """Global shape and dtype of each output, from a run on meta tensors; None where PyTorch cannot tell."""
+    return _described(_run_meta(func, specs, args, kwargs, []), specs)
 
-    The second answer is whether PyTorch refuses the call.
-    """
-    made = _run_meta(func, specs, args, kwargs, [])
+
+def _described(made: Any, specs: Sequence[Spec]) -> list[tuple[torch.Size, torch.dtype]] | None:
     if made is NotImplemented or made is _REFUSED:
-        return None, made is _REFUSED
+        return None
     if isinstance(made, Tensor):
-        return [(made.shape, made.dtype)], False
+        return [(made.shape, made.dtype)]
     if isinstance(made, (tuple, list)):
-        return [(t.shape, t.dtype) for t in tensors_in(made)], False
-    return (None if made is not None else [(specs[0].shape, specs[0].dtype)]), False
+        return [(t.shape, t.dtype) for t in tensors_in(made)]
+    return None if made is not None else [(specs[0].shape, specs[0].dtype)]
 
 
 _REFUSED = object()
