@@ -147,8 +147,10 @@ def _run_local(
         given = iter([t.view_as(t) if "_spec" in t.__dict__ else t for t in locals_])
         args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return (plan.local or func)(*args, **kwargs)
+    if plan.alias:
+        locals_ = [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
     if (plan.local is None or plan.native is not None) and not plan.gathered:
-        if plan.conversions:
+        if plan.conversions or plan.alias:
             given = iter(locals_)
             args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return func(*args, **kwargs) if plan.native is None else plan.native(args[0])

@@ -187,12 +187,9 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
     if rule.local is not None:
         here = mesh.coordinate(runtime.RT.rank)
         local = rule.local(Local(rule, choice.inputs, choice.outputs, here))
-    direct = (
-        (local is None or isinstance(local, Native))
-        and choice.outputs != ()
-        and not op.custom
-        and not (op.inplace and (decide or choice.open))
-    )
+    alias = "::" in op.name
+    direct = (local is None or isinstance(local, Native)) and choice.outputs != () and not alias
+    direct = direct and not (op.inplace and (decide or choice.open))
     return Plan(
         op,
         plain=not conversions and direct,
