@@ -249,7 +249,12 @@ def _grads(
     return found
 
 
-def _difference(got: Any, want: Any) -> float | str | None:
+def _tolerance(*tensors: Tensor) -> float:
+    """The loosest of theirs."""
+    return max((_TOLERANCE.get(t.dtype, 1e-4) for t in tensors if carries_grad(t.dtype)), default=1e-9)
+
+
+def _difference(got: Any, want: Any, tolerance: float = 1e-9) -> float | str | None:
     """None where equal up to rounding, else the largest difference, or what differs."""
     if not isinstance(want, Tensor):
         same = got == want or (isinstance(want, float) and abs(got - want) <= 1e-4 * max(1.0, abs(want)))
@@ -262,7 +267,7 @@ def _difference(got: Any, want: Any) -> float | str | None:
         got, want = got.to_dense(), want.to_dense()
     if not carries_grad(want.dtype):
         return None if torch.equal(got, want) else float((got.double() - want.double()).abs().max())
-    tolerance = _TOLERANCE.get(want.dtype, 1e-4)
+    tolerance = max(tolerance, _tolerance(want))
     got, want = got.detach(), want.detach()
     finite = want[torch.isfinite(want)].abs()
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
@@ -405,9 +410,10 @@ def _run_case(call: _Call, case: _Case, want: _Reference) -> _Finding | None:
         return _random_finding(outputs, want, case)
     if case.strategies and counts.total:
         return "communication", f"the strategy says none, {counts} ran"
-    finding = None
+    finding, loosest = None, _tolerance(*call.tensors)
     for k, (got, ref) in enumerate(zip(outputs, want.outputs, strict=True)):
-        finding = finding or _named(f"value{f' of output {k}' if len(outputs) > 1 else ''}", got, ref)
+        name = f"value of output {k}" if len(outputs) > 1 else "value"
+        finding = finding or _named(name, got, ref, loosest)
     missing = [c is not None and not y.requires_grad for y, c in zip(outputs, want.cotangents, strict=True)]
     if any(missing):
         return finding or (f"gradient: output {missing.index(True)} has no history", "it requires none")
@@ -417,14 +423,13 @@ def _run_case(call: _Call, case: _Case, want: _Reference) -> _Finding | None:
         if have is None and ref is None:
             continue
         zero = torch.zeros_like(call.tensors[i])
-        finding = finding or _named(
-            f"gradient of argument {i}", zero if have is None else have, zero if ref is None else ref
-        )
+        have, ref = zero if have is None else have, zero if ref is None else ref
+        finding = finding or _named(f"gradient of argument {i}", have, ref, loosest)
     return finding
 
 
-def _named(what: str, got: Any, want: Any) -> _Finding | None:
-    difference = _difference(_detached(got), want)
+def _named(what: str, got: Any, want: Any, tolerance: float) -> _Finding | None:
+    difference = _difference(_detached(got), want, tolerance)
     return None if difference is None else (what, difference)
 
 
