@@ -37,7 +37,9 @@ from .tensor import DistTensor, stamp, whole
 
 Tensor = torch.Tensor
 MESHES = (Mesh({"x": 4}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2}), Mesh({"x": 2, "y": 3}))
-_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_TOLERANCE = {
+    torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 2e-2, torch.complex32: 2e-2, torch.bfloat16: 5e-2
+}  # fmt: skip
 _SPACES = ("nn.functional.", "special.", "linalg.", "fft.", "F.")
 
 

@@ -1,0 +1,127 @@
+"""PyTorch's own op database on simulated ranks: value and gradient of each op against the single device.
+
+The quick run takes one sample of each op and a few layouts; the long one takes three samples, more layouts and
+more meshes.  ``make conformance`` runs the same database on real processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import meshwright as mw
+from meshwright.errors import RuleError
+
+database = pytest.importorskip("torch.testing._internal.common_methods_invocations")  # it needs expecttest
+op_db: list[Any] = database.op_db
+
+
+@pytest.fixture(autouse=True)
+def _no_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random ops show as random only where the database does not seed each call."""
+    monkeypatch.setattr(database, "wrapper_set_seed", lambda op, *args, **kwargs: op(*args, **kwargs))
+
+
+# Why an op cannot be compared here.
+INAPPLICABLE = {
+    "empty_like": "uninitialised memory",
+    "empty_strided": "uninitialised memory",
+    "new_empty": "uninitialised memory",
+    "new_empty_strided": "uninitialised memory",
+    "resize_": "uninitialised memory",
+    "resize_as_": "uninitialised memory",
+    "torch._scaled_mm": "float8 values cannot be compared",
+    "equal": "exact equality does not survive the rounding of a sum of parts",
+    "tan": "the rounding of a sum of parts is magnified near a pole",
+    "chalf": "parts in half precision",
+    "half": "parts in half precision",
+    "bfloat16": "parts in half precision",
+}
+MOST_INAPPLICABLE = 12
+LARGEST = 50_000  # elements: larger samples take long and show nothing new
+GROUPS = 24
+
+
+def full_name(op: Any) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def samples(op: Any, most: int) -> Iterator[Any]:
+    """Samples on the CPU with dense tensors, float32 where the op has it."""
+    dtypes = op.supported_dtypes("cpu")
+    dtype = torch.float32 if torch.float32 in dtypes else torch.int64
+    if dtype not in dtypes:
+        return
+    for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), most):
+        given = [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, torch.Tensor)]
+        if given and all(t.layout is torch.strided for t in given) and sum(t.numel() for t in given) <= LARGEST:
+            yield sample
+
+
+def agrees(op: Any, sample: Any, mesh: mw.Mesh, most: int) -> str | None:
+    """What differs from the single device, empty if nothing does; None if PyTorch itself refuses the sample."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op.op(*args, **kwargs)
+
+    try:
+        mw.check_rule(run, sample.input, *sample.args, mesh=mesh, most=most, **sample.kwargs)
+    except RuleError as error:
+        return str(error)
+    except Exception:
+        return None  # the single device: what ranks raise comes as a RuleError
+    return ""
+
+
+def compared(ops: list[Any], check: Callable[[Any], Iterator[str | None]]) -> tuple[int, list[str]]:
+    """(number of ops that were compared, what differed)."""
+    count, found = 0, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in ops:
+            if full_name(op) not in INAPPLICABLE:
+                messages = [m for m in check(op) if m is not None]
+                count += bool(messages)
+                found += [f"{full_name(op)}: {m}" for m in messages if m]
+    return count, found
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_one_sample_of_each_op(group: int) -> None:
+    mesh = mw.Mesh({"x": 3 if group % 2 else 4})
+
+    def check(op: Any) -> Iterator[str | None]:
+        for sample in samples(op, 3):
+            if sum(isinstance(t, torch.Tensor) and t.ndim > 0 for t in tree_leaves(sample.input)):
+                yield agrees(op, sample, mesh, 4)
+                return
+
+    count, differ = compared(op_db[group::GROUPS], check)
+    assert not differ
+    assert count >= 20  # of 29: the others have no sample with a tensor of a dim or more
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize("sizes", [(4,), (3,), (2, 2), (2, 3)], ids=str)
+def test_samples_of_each_op(group: int, sizes: tuple[int, ...]) -> None:
+    mesh = mw.Mesh({f"axis{i}": n for i, n in enumerate(sizes)})
+
+    def check(op: Any) -> Iterator[str | None]:
+        for sample in samples(op, 3):
+            yield agrees(op, sample, mesh, 10)
+
+    _, differ = compared(op_db[group::GROUPS], check)
+    assert not differ
+
+
+def test_few_ops_are_inapplicable() -> None:
+    names = {full_name(op) for op in op_db}
+    assert set(INAPPLICABLE) <= names
+    assert len(INAPPLICABLE) <= MOST_INAPPLICABLE
