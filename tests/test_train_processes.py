@@ -165,7 +165,7 @@ def test_a_rank_that_dies_ends_all(running: subprocess.Popen[str]) -> None:
     ranks = ranks_of(running)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
-    _, shown = running.communicate(timeout=20)
+    _, shown = running.communicate(timeout=90)
     assert running.returncode == 1
     assert shown.count("error: ") == 1
     assert "of 2 failed:\nthe process was ended by SIGKILL" in shown
@@ -177,7 +177,7 @@ def test_a_rank_that_dies_ends_all(running: subprocess.Popen[str]) -> None:
 def test_ctrl_c_ends_all(running: subprocess.Popen[str], number: signal.Signals) -> None:
     ranks = ranks_of(running)
     os.killpg(running.pid, number)  # as a terminal does: to all of them
-    _, shown = running.communicate(timeout=20)
+    _, shown = running.communicate(timeout=90)
     assert running.returncode == 130
     assert shown == "interrupted: all processes are ended\n"
     assert gone(ranks)
