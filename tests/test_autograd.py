@@ -182,6 +182,20 @@ def test_backward_with_a_gradient():
             same(run, (X, p), (W, (S0,)), (ramp(6, 4) + 1, q))
 
 
+def test_gradients_of_leaves_share_no_memory():
+    """A shard cut out of a cotangent is not the memory of another leaf's gradient."""
+
+    def run(x):
+        b = ramp(6).requires_grad_()
+        y = b.view(2, 3).unsqueeze(0) + x
+        (y * y).sum().backward()
+        b.sum().backward()
+        return x.grad, b.grad
+
+    for p in ((R,), (S0,), (S1,), (P,)):
+        same(run, (ramp(1, 2, 3).requires_grad_(), p))
+
+
 def test_several_losses_and_inputs():
     def run(x, w):
         y = x @ w

@@ -304,8 +304,20 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        scale = _scales(ctx.steps)
-        return apply(transpose(ctx.steps), grad if scale == 1.0 else grad * scale), None
+        return _back(ctx.steps, grad), None
+
+
+def _back(steps: tuple[Step, ...], grad: Tensor) -> Tensor:
+    scale = _scales(steps)
+    back = transpose(steps)
+    made = apply(back, grad if scale == 1.0 else grad * scale)
+    # A slice is a view of a cotangent that others may hold: a leaf would take it for its own and add to it in place.
+    return made.clone() if made is not grad and _only_slices(back) else made
+
+
+@lru_cache(maxsize=4096)
+def _only_slices(steps: tuple[Step, ...]) -> bool:
+    return all(s.kind in ("slice", "retype") for s in steps) and any(s.kind == "slice" for s in steps)
 
 
 def apply_known(steps: tuple[Step, ...], local: Tensor, value: Tensor) -> Tensor:
@@ -322,8 +334,7 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        scale = _scales(ctx.steps)
-        return apply(transpose(ctx.steps), grad if scale == 1.0 else grad * scale), None, None
+        return _back(ctx.steps, grad), None, None
 
 
 class _Select(torch.autograd.Function):
