@@ -15,8 +15,8 @@ from strategies import mesh_of
 import meshwright as mw
 from meshwright.errors import DispatchError
 
-MESHES = [mesh_of(s) for s in ((4,), (2, 2), (3,))]
-EXAMPLES = int(os.environ.get("NETWORKS", "60"))  # how many per test; a long search sets more
+MESHES = [mesh_of(s) for s in ((4,), (2, 2), (3,), (2, 3))]
+EXAMPLES = int(os.environ.get("NETWORKS", "50"))  # how many per test; a long search sets more
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
@@ -55,6 +55,25 @@ def run_twice(net: Network, mesh: mw.Mesh | None) -> list[torch.Tensor | None]:
     return [whole(t) for t in (*values, *grads, penalty, *second)]
 
 
+def run_steps(net: Network, mesh: mw.Mesh | None) -> list[torch.Tensor | None]:
+    """Some steps of gradient descent in place, with an evaluation before each."""
+    at: list[torch.Tensor] | None = None
+    seen: list[torch.Tensor] = []
+    for _ in range(3):
+        with torch.no_grad():
+            seen += losses(net, interpret(net, mesh, at)) if at else []
+        values = interpret(net, mesh, at)
+        at = at or leaves(net, values)
+        for loss in losses(net, values):
+            loss.backward(retain_graph=True)
+        with torch.no_grad():
+            for leaf in at:
+                if leaf.grad is not None:
+                    leaf.sub_(leaf.grad / (1.0 + leaf.grad.abs().amax()) * 0.125)
+                    leaf.grad = None
+    return [whole(t) for t in (*seen, *(at or []))]
+
+
 def compare(run, net: Network) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -74,7 +93,7 @@ def compare(run, net: Network) -> None:
                 assert torch.allclose(a, b, rtol=1e-8, atol=1e-9), f"rank {rank}, value {i}:\n{a}\nwanted\n{b}"
 
 
-@pytest.mark.parametrize("run", [run_grad, run_backward, run_twice])
+@pytest.mark.parametrize("run", [run_grad, run_backward, run_twice, run_steps])
 @given(data=st.data())
 @settings(SETTINGS, max_examples=EXAMPLES)
 def test_equal_to_one_device(run, data):
