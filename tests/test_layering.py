@@ -12,7 +12,7 @@ import pytest
 FACADE = "meshwright"  # `import meshwright` pulls everything in: only what comes after it may do so
 LAYERS = (
     *("errors", "mesh", "layout", "runtime", "simulation", "rules", "collective", "convert", "cost", "reshard"),
-    *("choose", "record", "dispatch", "tensor", "functions", "api", "shard", "program", "passes", "explain", "testing"),
+    *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard", "program", "passes", "explain", "testing"),
     *(FACADE, "train", "cli", "__main__"),
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes

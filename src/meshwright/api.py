@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from . import collective, convert, runtime
+from . import collective, convert, marks, runtime
 from . import reshard as _reshard
-from .dispatch import Inference, disabled, forget_ops, infer, settle
+from .dispatch import Inference, disabled, forget_ops, infer, relayout, settle, wanted
 from .errors import DesyncError, LayoutError, MeshError
 from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh
@@ -196,31 +196,11 @@ def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> Dist
     Raises:
         LayoutError: a placement that does not fit.
     """
-    target = _wanted(x, placements, order)
+    target = wanted(x._spec, placements, order)
     if target is x._spec:
         return x
     with disabled():
-        if x.requires_grad and x._spec.undecided:
-            settle(x, x._spec.with_(undecided=0))
-        source = x._spec.with_(undecided=0)
-        plan = _reshard.plan(source, target)
-        made = convert.apply(plan.steps, x)
-        if not plan.moves and made.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-            made = made.clone()
-        out = stamp(made, target)
-        if x.requires_grad and not x.is_leaf:
-            out.__dict__["_origin"] = (x, (x._version, out._version))
-    return out
-
-
-def _wanted(x: DistTensor, placements: Placements, order: Any) -> Spec:
-    if isinstance(placements, dict):
-        names = {x.mesh.axes[x.mesh.axis_index(a)]: p for a, p in placements.items()}
-        merged = {a: names.get(a, p) for a, p in zip(x.mesh.axes, x.placements, strict=True)}
-        placements = merged
-    layout = Layout(x.mesh, placements, order=order, ndim=x.ndim)
-    kept = sum(1 << a for a, (p, q) in enumerate(zip(layout.placements, x.placements, strict=True)) if p == q)
-    return Spec(x.shape, x._spec.dtype, layout, x._spec.reduced & kept)
+        return cast(DistTensor, relayout(x, target, stamp))
 
 
 def unshard(x: Tensor) -> Tensor:
@@ -229,8 +209,13 @@ def unshard(x: Tensor) -> Tensor:
 
 
 def constrain(x: Tensor, placements: Placements) -> Tensor:
-    """A wish about a layout inside a model: reshards a DistTensor; a plain tensor is returned as it is."""
-    return reshard(x, placements) if isinstance(x, DistTensor) else x
+    """A wish about a layout inside a model: reshards a DistTensor; a plain tensor is returned as it is.
+
+    Where the model is being captured (``compile_step``) the wish becomes part of the program.
+    """
+    if isinstance(x, DistTensor):
+        return reshard(x, placements)
+    return marks.mark(x, placements) if marks.exporting() else x
 
 
 def to_dtensor(x: DistTensor) -> Any:

@@ -182,7 +182,10 @@ def _slice(step: Step, here: tuple[int, ...]) -> Runner:
 
 
 def _keep_one(step: Step, here: tuple[int, ...]) -> Runner:
-    return _same if all(here[a] == 0 for a in step.axes) else torch.zeros_like
+    first = all(here[a] == 0 for a in step.axes)
+    if collective.recording():
+        return lambda t: collective.keep_one(t, first)
+    return _same if first else torch.zeros_like
 
 
 def _pad(step: Step, here: tuple[int, ...]) -> Runner:
@@ -190,10 +193,11 @@ def _pad(step: Step, here: tuple[int, ...]) -> Runner:
     d, shape = _dim(step.src, axis), step.dst.local_shape(here)
     lo, hi = chunk_bounds(shape[d], step.src.mesh.sizes[axis], here[axis])
 
+    # constant_pad_nd takes (before, after) of the last dim first.
+    around = [0, 0] * (len(shape) - d - 1) + [lo, shape[d] - hi]
+
     def pad(t: Tensor) -> Tensor:
-        out = t.new_zeros(shape)
-        out.narrow(d, lo, hi - lo).copy_(t)
-        return out
+        return torch.constant_pad_nd(t, around)
 
     return pad
 
@@ -228,7 +232,7 @@ def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
     """Execute steps in order; differentiable, with the transposed steps as the backward."""
     if not steps:
         return local
-    if type(local) is not Tensor:
+    if getattr(type(local), "class_set", False):
         return _as_plain(steps, local)
     if torch.is_grad_enabled():
         if local.requires_grad:

@@ -52,6 +52,8 @@ class DistTensor(torch.Tensor):
     Made by ``shard_tensor``, ``from_local``, ``sharded`` and by every op on another DistTensor.
     """
 
+    # The local tensor itself with its class set: dispatch may set it back to Tensor for a while.
+    class_set = True
     _spec: Spec
 
     @staticmethod

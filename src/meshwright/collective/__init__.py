@@ -10,6 +10,7 @@ alone: a rank with an empty part must still take part.
 
 from __future__ import annotations
 
+from .graph import COLLECTIVES, Emitter, keep_one, mesh_of_text, mesh_text, recording
 from .groups import Group, connect, group, override_group
 from .ops import (
     all_gather,
@@ -27,7 +28,9 @@ from .ops import (
 from .wire import OPS, Pending
 
 __all__ = [
+    "COLLECTIVES",
     "OPS",
+    "Emitter",
     "Group",
     "Pending",
     "all_gather",
@@ -41,7 +44,11 @@ __all__ = [
     "connect",
     "counting",
     "group",
+    "keep_one",
+    "mesh_of_text",
+    "mesh_text",
     "override_group",
+    "recording",
     "reduce_scatter",
     "reduce_scatter_async",
 ]

@@ -24,7 +24,9 @@ from .execution import (
     convert_tensor,
     execute,
     execute_swift,
+    relayout,
     settle_after,
+    wanted,
 )
 from .inference import (
     Inference,
@@ -62,11 +64,13 @@ __all__ = [
     "op_name",
     "plan_call",
     "refuse_copy",
+    "relayout",
     "resolve",
     "settle",
     "settle_after",
     "spec_of",
     "tensors_in",
     "tie",
+    "wanted",
     "warn_gathered",
 ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import convert, record, reshard, runtime
 from ..errors import RuleError
-from ..layout import Layout, Spec
+from ..layout import Layout, Placements, Spec
 from .calls import (
     disabled,
     map_tensors,
@@ -155,7 +155,7 @@ def _run_local(
             args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return func(*args, **kwargs) if plan.native is None else plan.native(args[0])
     # Code that looks at .shape must see local tensors as plain ones.
-    swapped = [t for t in locals_ if type(t) is not Tensor and "_spec" in t.__dict__]
+    swapped = [t for t in locals_ if getattr(type(t), "class_set", False)]
     kind = type(swapped[0]) if swapped else Tensor
     for t in swapped:
         t.__class__ = Tensor
@@ -252,6 +252,36 @@ def _finish_gathered(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: 
     return result
 
 
+def wanted(spec: Spec, placements: Placements, order: Any = None) -> Spec:
+    """``spec`` with other placements; axes that a mapping does not name keep theirs.
+
+    Raises LayoutError for a placement that does not fit.
+    """
+    if isinstance(placements, Mapping):
+        names = {spec.mesh.axes[spec.mesh.axis_index(a)]: p for a, p in placements.items()}
+        placements = {a: names.get(a, p) for a, p in zip(spec.mesh.axes, spec.layout.placements, strict=True)}
+    layout = Layout(spec.mesh, placements, order=order, ndim=spec.ndim)
+    pairs = zip(layout.placements, spec.layout.placements, strict=True)
+    kept = sum(1 << a for a, (p, q) in enumerate(pairs) if p == q)
+    return Spec(spec.shape, spec.dtype, layout, spec.reduced & kept)
+
+
+def relayout(x: Tensor, target: Spec, stamp: Stamp) -> Tensor:
+    """``x`` brought to ``target`` because somebody asked for it by name.  Must run with dispatch disabled."""
+    spec: Spec = x.__dict__["_spec"]
+    if x.requires_grad and spec.undecided:
+        settle(x, spec.with_(undecided=0))
+    source = x.__dict__["_spec"].with_(undecided=0)
+    plan = reshard.plan(source, target)
+    made = convert.apply(plan.steps, x)
+    if not plan.moves and made.untyped_storage()._cdata == x.untyped_storage()._cdata:
+        made = made.clone()
+    out: Tensor = stamp(made, target)
+    if x.requires_grad and not x.is_leaf:
+        out.__dict__["_origin"] = (x, (x._version, out._version))
+    return out
+
+
 class _as_plain:
     """A distributed tensor seen as its plain local tensor for a while."""
 
@@ -259,8 +289,10 @@ class _as_plain:
         self.t, self.kind = t, type(t)
 
     def __enter__(self) -> Tensor:
-        self.t.__class__ = Tensor
+        if getattr(self.kind, "class_set", False):
+            self.t.__class__ = Tensor
         return self.t
 
     def __exit__(self, *_: object) -> None:
-        self.t.__class__ = self.kind
+        if self.t.__class__ is not self.kind:
+            self.t.__class__ = self.kind

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from .. import collective, runtime
-from ..api import reshard, shard_tensor
+from ..api import constrain, shard_tensor
 from ..dispatch import disabled, map_tensors
 from ..errors import DesyncError, LayoutError, MeshwrightError, ShardError
 from ..layout import Layout, Placements, Replicate, Shard, Spec
@@ -362,9 +362,7 @@ class _Wish:
         raise NotImplementedError
 
     def _one(self, t: Tensor) -> Tensor:
-        if isinstance(t, DistTensor) and (t.dtype.is_floating_point or t.dtype.is_complex):
-            return reshard(t, self.placements)
-        return t
+        return constrain(t, self.placements) if t.dtype.is_floating_point or t.dtype.is_complex else t
 
 
 class _Inputs(_Wish):
