@@ -85,11 +85,11 @@ def test_nothing_moved():
     on_ranks(run)
 
 
-def test_reshard_is_no_implied_conversion():
+def test_reshard_is_asked_for_not_implied():
     def run():
         x = dist(ramp(8, 4), S0)
         why = mw.explain(lambda: mw.reshard(x, [R]))
-        assert why.records == []
+        assert [(r.asked, r.kinds) for r in why.records] == [(True, ("all_gather",))]
         assert why.counts.kinds == {"all_gather": 1}
 
     on_ranks(run)

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from . import collective, convert, marks, runtime
 from . import reshard as _reshard
-from .dispatch import Inference, disabled, forget_ops, infer, relayout, settle, wanted
+from .dispatch import Inference, disabled, forget_ops, infer, relayout, wanted
 from .errors import DesyncError, LayoutError, MeshError
 from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh

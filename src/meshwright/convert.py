@@ -299,7 +299,7 @@ def _scales(steps: tuple[Step, ...]) -> float:
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, steps: tuple[Step, ...]) -> Tensor:
-        ctx.steps = steps
+        ctx.steps, ctx.cause = steps, runtime.RT.cause
         out = local
         for step in steps:
             out = run(step, out)
@@ -308,13 +308,18 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _back(ctx.steps, grad), None
+        return _back(ctx.steps, grad, ctx.cause), None
 
 
-def _back(steps: tuple[Step, ...], grad: Tensor) -> Tensor:
+def _back(steps: tuple[Step, ...], grad: Tensor, cause: Any) -> Tensor:
+    """The transposed steps, in the name of the record that the forward was made for."""
     scale = _scales(steps)
     back = transpose(steps)
+    if cause is not None:
+        runtime.RT.cause = cause.transposed(back)
     made = apply(back, grad if scale == 1.0 else grad * scale)
+    if cause is not None:
+        runtime.RT.cause = None
     # A slice is a view of a cotangent that others may hold: a leaf would take it for its own and add to it in place.
     return made.clone() if made is not grad and _only_slices(back) else made
 
@@ -333,12 +338,12 @@ def apply_known(steps: tuple[Step, ...], local: Tensor, value: Tensor) -> Tensor
 class _Known(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, value: Tensor, steps: tuple[Step, ...]) -> Tensor:
-        ctx.steps = steps
+        ctx.steps, ctx.cause = steps, runtime.RT.cause
         return value.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _back(ctx.steps, grad), None, None
+        return _back(ctx.steps, grad, ctx.cause), None, None
 
 
 class _Select(torch.autograd.Function):
@@ -351,7 +356,7 @@ class _Select(torch.autograd.Function):
         out = run(whole, local)
         held = local == out
         ties = collective.all_reduce(held.to(local.dtype), "sum", collective.group(step.src.mesh, step.axes))
-        ctx.steps = steps
+        ctx.steps, ctx.cause = steps, runtime.RT.cause
         ctx.save_for_backward(held / ties.clamp(min=1))
         if step.kind == "reduce_scatter":
             out = _slice(step, step.src.mesh.coordinate(runtime.RT.rank))(out)
@@ -362,7 +367,12 @@ class _Select(torch.autograd.Function):
         (step,) = ctx.steps
         (share,) = ctx.saved_tensors
         # The share is a constant of the forward, so the transpose is that of a sum, times the share.
-        return apply((_as_sum(step).transpose(),), grad) * share, None
+        back = (_as_sum(step).transpose(),)
+        if ctx.cause is not None:
+            runtime.RT.cause = ctx.cause.transposed(back)
+        made = apply(back, grad) * share
+        runtime.RT.cause = None
+        return made, None
 
 
 @lru_cache(maxsize=1024)

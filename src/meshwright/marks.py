@@ -59,7 +59,9 @@ def read_wish(text: str) -> dict[Any, Placement]:
     for entry in filter(None, text.split(";")):
         found = _ENTRY.fullmatch(entry)
         if found is None:
-            raise LayoutError(f"cannot read the wish {entry!r}: write axis=Shard(dim), axis=Replicate() or axis=Partial()")
+            raise LayoutError(
+                f"cannot read the wish {entry!r}: write axis=Shard(dim), axis=Replicate() or axis=Partial()"
+            )
         axis, kind, inner = found.groups()
         key: Any = int(axis) if axis.isdigit() else axis
         if kind == "Shard":

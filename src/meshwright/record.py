@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from . import reshard, runtime
+from .convert import Step
+from .cost import step_bytes
 from .errors import ExplicitError
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
@@ -35,6 +37,27 @@ class Record:
     line: str
     reason: str
     phase: str = "forward"
+    asked: bool = False
+
+    def transposed(self, steps: tuple[Step, ...]) -> Record:
+        """Record of the backward of the same conversion, which runs ``steps``; listed where they move data."""
+        moving = [s for s in steps if s.moves]
+        axes = dict.fromkeys(s.src.mesh.axes[a] for s in moving for a in s.axes)
+        nbytes = sum(step_bytes(s) for s in moving)
+        made = replace(
+            self,
+            kinds=tuple(s.kind for s in moving),
+            axes=tuple(axes),
+            src=repr(steps[0].src.layout),
+            dst=repr(steps[-1].dst.layout),
+            bytes=nbytes,
+            backward_bytes=0.0,
+            reason="its gradient: " + self.reason,
+            phase="backward",
+        )
+        if moving and runtime.RT.records is not None:
+            runtime.RT.records.append(made)
+        return made
 
     def __str__(self) -> str:
         return (
@@ -45,6 +68,8 @@ class Record:
 
 def user_line() -> str:
     """``file:line`` of the nearest frame outside this package and torch."""
+    if runtime.RT.line is not None:
+        return runtime.RT.line
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
@@ -64,16 +89,34 @@ def make(op: str, argument: int, plan: reshard.Plan, reason: str) -> Record:
     )  # fmt: skip
 
 
-def implicit(op: str, argument: int, plan: reshard.Plan, why: str) -> None:
-    """Note communication that an op implied.  Raises ExplicitError inside ``mw.explicit()``."""
+def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool) -> None:
+    """Note communication that an op implies now or, if no data moves yet, in its backward.
+
+    Raises ExplicitError inside ``mw.explicit()`` where data moves.
+    """
+    if not moves and runtime.RT.records is None:
+        return
     partial = any(s.kind in ("all_reduce", "reduce_scatter") for s in plan.steps)
-    reason = ("a Partial value is reduced before " if partial else "operands are brought to one layout for ") + op
-    reason += f" ({why})" if why else " (no rule: gathered)"
+    if moves:
+        reason = "a Partial value is reduced before " if partial else "operands are brought to one layout for "
+    else:
+        reason = "each rank uses the value for its own part of "
+    reason += op + (f" ({why})" if why else " (no rule: gathered)")
     made = make(op, argument, plan, reason)
     if runtime.RT.records is not None:
-        runtime.RT.records.append(made)
-    if runtime.RT.explicit:
+        runtime.RT.cause = made
+        if moves:
+            runtime.RT.records.append(made)
+    if moves and runtime.RT.explicit:
         raise ExplicitError(
             f"{made}. Inside mw.explicit() this must be asked for: mw.reshard(x, placements) before the call, or give "
             "the operands matching layouts"
         )
+
+
+def asked(what: str, plan: reshard.Plan, reason: str) -> None:
+    """Note a conversion that somebody asked for by name."""
+    if runtime.RT.records is not None:
+        runtime.RT.cause = made = replace(make(what, 0, plan, reason), asked=True)
+        if plan.moves:
+            runtime.RT.records.append(made)

@@ -113,6 +113,8 @@ class Runtime:
         groups: cache owned by collective.
         memo: scratch for the other layers.
         records: list that explain collects into, or None.
+        cause: the record that communication started now serves, or None; kept only while there are records.
+        line: the user's line that records are to show, where the call stack cannot tell, or None.
         explicit: whether communication must be asked for by name.
         counts: the collectives that ran.
     """
@@ -129,6 +131,8 @@ class Runtime:
         self.groups: dict[Any, Any] = {}
         self.memo: dict[Any, Any] = {}
         self.records: list[Any] | None = None
+        self.cause: Any = None
+        self.line: str | None = None
         self.explicit = False
         self.counts = Counts()
 

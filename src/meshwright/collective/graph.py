@@ -65,7 +65,14 @@ def _reduce_scatter(x: Tensor, op: str, dim: int, sizes: Sequence[int], index: i
 
 
 def _all_to_all(
-    x: Tensor, split_dim: int, give: Sequence[int], concat_dim: int, take: Sequence[int], index: int, axes: str, mesh: str
+    x: Tensor,
+    split_dim: int,
+    give: Sequence[int],
+    concat_dim: int,
+    take: Sequence[int],
+    index: int,
+    axes: str,
+    mesh: str,
 ) -> Tensor:
     return ops.all_to_all(x, split_dim, tuple(give), concat_dim, tuple(take), group_of(axes, mesh))
 
@@ -91,7 +98,14 @@ def _fake_scatter(x: Tensor, op: str, dim: int, sizes: Sequence[int], index: int
 
 
 def _fake_exchange(
-    x: Tensor, split_dim: int, give: Sequence[int], concat_dim: int, take: Sequence[int], index: int, axes: str, mesh: str
+    x: Tensor,
+    split_dim: int,
+    give: Sequence[int],
+    concat_dim: int,
+    take: Sequence[int],
+    index: int,
+    axes: str,
+    mesh: str,
 ) -> Tensor:
     return x.new_empty(resized(resized(x.shape, split_dim, give[index]), concat_dim, sum(take)))
 

@@ -25,12 +25,13 @@ Tensor = torch.Tensor
 
 
 Stamp = Callable[[Tensor, Spec], Any]
+Note = Callable[[bool], None]
 
 
-def convert_tensor(t: Tensor, steps: reshard.Plan, note: Callable[[], None] | None = None) -> Tensor:
+def convert_tensor(t: Tensor, steps: reshard.Plan, note: Note | None = None) -> Tensor:
     """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once.
 
-    ``note`` is called before data moves.
+    ``note`` is called before anything is done, with whether data moves.
     """
     grad = torch.is_grad_enabled() and t.requires_grad
     if steps.free and not grad:
@@ -47,10 +48,10 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Callable[[], None] | No
         hit = memo.get(steps if grad else steps.dst.layout)
         if hit is not None:
             return hit
-    made = _already_there(t, steps, memo) if grad else None
+    made = _already_there(t, steps, memo, note) if grad else None
     if made is None:
         if note is not None:
-            note()
+            note(steps.moves)
         made = convert.apply(steps.steps, t)
     if memo is not None:
         memo[steps if grad else steps.dst.layout] = made
@@ -72,13 +73,14 @@ def execute_swift(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str
     changed = list(args)
     for i, steps in plan.conversions:
         t = changed[i]
-        changed[i] = _convert_recorded(plan, i, t, steps) if steps.moves else convert_tensor(t, steps)
+        told = steps.moves or runtime.RT.records is not None
+        changed[i] = _convert_recorded(plan, i, t, steps) if told else convert_tensor(t, steps)
     if plan.native is not None:
         return plan.native(changed[0])
     return func(*changed, **kwargs)
 
 
-def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | None) -> Tensor | None:
+def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | None, note: Note | None) -> Tensor | None:
     """The value as the target type without moving data that was moved before.
 
     A value that was converted to this layout for another consumer, with another type, keeps its data and gets its own
@@ -87,6 +89,8 @@ def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | Non
     """
     if steps.moves and memo is not None and not any(convert.selects(s) for s in steps.steps):
         value = memo.get(steps.dst.layout)
+        if value is not None and note is not None:
+            note(False)
         return convert.apply_known(steps.steps, t, value) if value is not None else None
     origin, versions = t.__dict__.get("_origin", (None, None))
     if steps.moves or origin is None or versions != (origin._version, t._version):
@@ -94,6 +98,8 @@ def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | Non
     direct = reshard.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
     if direct.backward_bytes >= steps.backward_bytes or any(convert.selects(s) for s in direct.steps):
         return None
+    if note is not None:
+        note(False)
     return convert.apply_known(direct.steps, origin, t)
 
 
@@ -129,9 +135,13 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan) -> Tensor:
-    if steps.moves and (runtime.RT.explicit or runtime.RT.records is not None):
-        return convert_tensor(t, steps, lambda: record.implicit(plan.op.name, i, steps, plan.why))
-    return convert_tensor(t, steps)
+    rt = runtime.RT
+    if rt.records is None and not (steps.moves and rt.explicit):
+        return convert_tensor(t, steps)
+    try:
+        return convert_tensor(t, steps, lambda moved: record.implicit(plan.op.name, i, steps, plan.why, moved))
+    finally:
+        rt.cause = None
 
 
 def _run_local(
@@ -273,7 +283,9 @@ def relayout(x: Tensor, target: Spec, stamp: Stamp) -> Tensor:
         settle(x, spec.with_(undecided=0))
     source = x.__dict__["_spec"].with_(undecided=0)
     plan = reshard.plan(source, target)
+    record.asked("reshard", plan, "asked for by name")
     made = convert.apply(plan.steps, x)
+    runtime.RT.cause = None
     if not plan.moves and made.untyped_storage()._cdata == x.untyped_storage()._cdata:
         made = made.clone()
     out: Tensor = stamp(made, target)
