@@ -81,6 +81,32 @@ def test_torchrun_is_joined_and_gives_the_same_run(tmp_path: Path) -> None:
         assert joined[name] == own[name]
 
 
+ENDED = """
+import os, sys
+from pathlib import Path
+from meshwright.cli import app
+app(sys.argv[1:], standalone_mode=False)
+names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+Path(f"threads-{os.environ['RANK']}").write_text(" ".join(names))
+"""
+
+
+@LINUX
+def test_no_thread_of_a_process_group_is_left(tmp_path: Path) -> None:
+    """One that still drops its tensors when Python exits would abort the process."""
+    script = tmp_path / "ended.py"
+    script.write_text(ENDED)
+    words = [str(script), *TINY, "--mesh", "dp=1,tp=2", "--steps", "2", "--verify"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        names = (tmp_path / f"threads-{rank}").read_text()
+        assert "gloo" not in names
+
+
 def test_torchrun_with_another_number_of_processes(tmp_path: Path) -> None:
     done = torchrun(2, *TINY, "--mesh", "dp=2,tp=2", folder=tmp_path)
     assert done.returncode != 0

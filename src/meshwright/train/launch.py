@@ -21,6 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Not used, but imported while there is no process group: the defaults of its functions hold the one that they find,
+# and PyTorch imports it in the middle of a run.  A group that is held is not destroyed, and its threads, which drop
+# their tensors when they come to it, abort a process that is about to exit.
+import torch.distributed.nn.functional
+
 import meshwright as mw
 from meshwright import errors, runtime
 from meshwright.errors import MeshError, MeshwrightError
@@ -254,6 +259,7 @@ def run_joined(config: TrainConfig, joined: Joined, emit: Emit) -> None:
         mesh = mw.init_mesh(dict(config.mesh), device=config.device)
     with _warnings_told(emit if joined.rank == 0 else None):
         train(config, mesh, emit)
+    # Both hold the groups; when the last reference goes, their threads are joined.
     dist.destroy_process_group()
     runtime.reset()
 
