@@ -52,5 +52,13 @@ class ProgramError(MeshwrightError, RuntimeError):
     """A captured program that is not well formed."""
 
 
+class CaptureError(ProgramError):
+    """A model that cannot be captured: what it does depends on values."""
+
+
+class PassError(ProgramError):
+    """A pass that cannot be applied, or passes in an order that they forbid."""
+
+
 class DataError(MeshwrightError, ValueError):
     """Training data that cannot be used."""

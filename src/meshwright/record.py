@@ -66,6 +66,11 @@ class Record:
         )
 
 
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's, and not ours or torch's."""
+    return not file.startswith((_OWN, _TORCH)) or file.startswith(_EXAMPLES)
+
+
 def user_line() -> str:
     """``file:line`` of the nearest frame outside this package and torch."""
     if runtime.RT.line is not None:
@@ -73,7 +78,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OWN, _TORCH)) or name.startswith(_EXAMPLES):
+        if is_users(name):
             return f"{os.path.basename(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

@@ -8,6 +8,7 @@ and the static program share both; neither knows which of them is calling.
 from __future__ import annotations
 
 from .calls import (
+    QUESTIONS,
     Op,
     call_disabled,
     disabled,
@@ -26,6 +27,7 @@ from .execution import (
     execute_swift,
     relayout,
     settle_after,
+    unit_cotangent,
     wanted,
 )
 from .inference import (
@@ -46,6 +48,7 @@ from .plans import (
 )
 
 __all__ = [
+    "QUESTIONS",
     "Inference",
     "Op",
     "Plan",
@@ -71,6 +74,7 @@ __all__ = [
     "spec_of",
     "tensors_in",
     "tie",
+    "unit_cotangent",
     "wanted",
     "warn_gathered",
 ]

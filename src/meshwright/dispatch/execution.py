@@ -9,7 +9,7 @@ import torch
 
 from .. import convert, record, reshard, runtime
 from ..errors import RuleError
-from ..layout import Layout, Placements, Spec
+from ..layout import Layout, Partial, Placements, Spec
 from .calls import (
     disabled,
     map_tensors,
@@ -292,6 +292,19 @@ def relayout(x: Tensor, target: Spec, stamp: Stamp) -> Tensor:
     if x.requires_grad and not x.is_leaf:
         out.__dict__["_origin"] = (x, (x._version, out._version))
     return out
+
+
+def unit_cotangent(spec: Spec, device: Any) -> Tensor:
+    """The cotangent 1 of a global scalar, on this rank: on the first one only where parts are added up."""
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    value = 1.0
+    for a, p in enumerate(spec.layout.placements):
+        if isinstance(p, Partial) and p.op == "avg":
+            value /= spec.mesh.sizes[a]
+        elif spec.reduced >> a & 1 and here[a]:
+            value = 0.0
+    with disabled():
+        return torch.full(spec.local_shape(here), value, dtype=spec.dtype, device=device)
 
 
 class _as_plain:

@@ -1,0 +1,252 @@
+"""Capture: model and loss as one graph of global ops, from ``torch.export``.
+
+The graph is that of one device: shapes are global, nothing knows of the mesh.  It is made on fake tensors, so nothing
+of the model exists that did not exist before.  Names are those of the model; every node knows the user's line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind
+
+from ..dispatch import disabled
+from ..errors import CaptureError
+from ..record import is_users
+from ..tensor import DistTensor
+
+Tensor = torch.Tensor
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input of the captured graph.
+
+    Attributes:
+        node: name of its placeholder.
+        kind: ``"param"``, ``"buffer"``, ``"batch"`` or ``"constant"``.
+        name: name in the model; ``batch``, ``batch.0``, ``batch.x`` for what is trained on.
+        fake: stand-in of global shape.
+        value: the tensor itself, of constants only.
+    """
+
+    node: str
+    kind: str
+    name: str
+    fake: Tensor
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step of one device: what the model and the loss do with global tensors.
+
+    Attributes:
+        module: the graph, and the graphs of the blocks inside it (``torch.no_grad`` makes one).
+        sources: its inputs, in order.
+        outputs: the nodes that the loss function returned, flat: first the loss.
+        out_tree: structure of what it returned; None if that was the loss alone.
+        batch_tree: structure of a batch.
+        tied: other name of a parameter or buffer to the first one.
+        mode: of the fake tensors.
+    """
+
+    module: fx.GraphModule
+    sources: tuple[Source, ...]
+    outputs: tuple[Any, ...]
+    out_tree: Any
+    batch_tree: Any
+    tied: dict[str, str] = field(default_factory=dict)
+    mode: FakeTensorMode = field(default_factory=FakeTensorMode, repr=False)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph of the step."""
+        return self.module.graph
+
+
+class _Step(nn.Module):
+    """Model and loss as one module; takes the leaves of a batch."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, batch: Any) -> None:
+        super().__init__()
+        self.model = model
+        leaves, self.tree = pytree.tree_flatten(batch)
+        self.loss_fn = loss_fn or _own_loss
+        self.fixed = [None if isinstance(x, Tensor) else x for x in leaves]
+        self.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.out_tree: Any = None
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self.fixed)
+        for i, t in zip(self.tensors, tensors, strict=True):
+            leaves[i] = t
+        made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
+        flat, tree = pytree.tree_flatten(made)
+        self.out_tree = None if isinstance(made, Tensor) else tree
+        if not flat or not isinstance(flat[0], Tensor) or flat[0].numel() != 1:
+            raise CaptureError("the loss function must return a scalar tensor, or a tuple that begins with one")
+        return tuple(flat)
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Any:
+    """Of a model that computes its loss itself."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = "cpu") -> Captured:
+    """The step of one device on batches like ``batch``.
+
+    Args:
+        model: with parameters of any kind: plain, on the meta device, or distributed already.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss, or a tuple that begins with it; None: the model does.
+        batch: an example: a tensor, or tuples, lists and dicts of tensors; global shapes.
+        device: type of the device that the program will run on.
+
+    Raises:
+        CaptureError: the model decides by values what to do, or calls what cannot be captured; names the user's line.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    step = _Step(model, loss_fn, batch)
+    fakes, tied = _fake_state(step, mode, device)
+    leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    given = [_fake_of(t, mode, device) for t in leaves]
+    with _swapped(step, fakes), _naming_the_line(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(step, tuple(given), strict=False)
+    names = _leaf_names(batch)
+    sources = []
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            kind = "param" if spec.kind is InputKind.PARAMETER else "buffer"
+            sources.append(Source(node.name, kind, str(spec.target).removeprefix("model."), fakes[str(spec.target)]))
+        elif spec.kind is InputKind.USER_INPUT:
+            i = len([s for s in sources if s.kind == "batch"])
+            sources.append(Source(node.name, "batch", names[i], given[i]))
+        else:
+            value = exported.constants[str(spec.target)]
+            if isinstance(value, FakeTensor):
+                raise CaptureError(f"the model makes a constant from values of other tensors ({spec.target})")
+            sources.append(Source(node.name, "constant", str(spec.target), _fake_of(value, mode, device), value))
+    (output,) = exported.graph.find_nodes(op="output")
+    return Captured(
+        exported.graph_module, tuple(sources), tuple(output.args[0]), step.out_tree, step.tree, tied, mode
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- stand-ins
+
+
+def _fake_of(t: Tensor, mode: FakeTensorMode, device: str) -> Tensor:
+    shape, dtype = tuple(t.shape), t.dtype
+    with mode, disabled():
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _fake_state(step: nn.Module, mode: FakeTensorMode, device: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every name of a parameter or buffer to its stand-in (tied ones share it), and tied names to first names."""
+    made: dict[int, Tensor] = {}
+    first: dict[int, str] = {}
+    named: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    given = (*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False))
+    for name, t in given:
+        if id(t) not in made:
+            fake = _fake_of(t, mode, device)
+            made[id(t)] = nn.Parameter(fake, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else fake
+            first[id(t)] = name
+        elif first[id(t)] != name:
+            tied[name.removeprefix("model.")] = first[id(t)].removeprefix("model.")
+        named[name] = made[id(t)]
+    return named, tied
+
+
+@contextmanager
+def _swapped(step: nn.Module, fakes: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the stand-ins are the module's parameters and buffers."""
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    for prefix, module in step.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for key, t in table.items():
+                if t is not None:
+                    held.append((table, key, t))
+                    table[key] = fakes[f"{prefix}.{key}" if prefix else key]
+    try:
+        yield
+    finally:
+        for table, key, t in reversed(held):
+            table[key] = t
+
+
+def _leaf_names(batch: Any) -> list[str]:
+    found = []
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor):
+            keys = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
+            found.append(".".join(("batch", *keys)))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- lines and errors
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def line_of(node: fx.Node) -> str:
+    """``file:line`` of the user's code that a node came from, ``""`` where torch did not say."""
+    found = ""
+    for match in _FRAME.finditer(node.meta.get("stack_trace") or ""):
+        if is_users(match["file"]) or not found:
+            found = f"{os.path.basename(match['file'])}:{match['line']}"
+    return found
+
+
+@contextmanager
+def _naming_the_line(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        users = [f for f in frames if is_users(f.filename)]
+        inside = [f for f in users if f.name == "forward" or f.line]
+        where = f"{inside[-1].filename}:{inside[-1].lineno}: {inside[-1].line}" if inside else "unknown line"
+        raise CaptureError(f"{type(model).__name__} cannot be captured: {_reason(error)} at {where}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    kind = type(error).__name__
+    if "data-dependent" in text.lower() or "GuardOnDataDependent" in kind or kind == "DataDependentOutputException":
+        return (
+            "what it does next depends on the value of a tensor (if, while, .item(), a shape made from values), and a "
+            "captured program does the same in every step: use torch.where or masks, or train eagerly;"
+        )
+    return f"{kind}: {text.strip().splitlines()[0] if text.strip() else ''};"
+
+
+def batch_sources(sources: Sequence[Source]) -> list[Source]:
+    """The inputs that a batch brings, in the order of its leaves."""
+    return [s for s in sources if s.kind == "batch"]
+
+
+def is_distributed(t: Tensor) -> bool:
+    """Whether a tensor of the user lies on a mesh already."""
+    return isinstance(t, DistTensor)

@@ -1,0 +1,202 @@
+"""The program: one rank's training step as a value."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..collective import COLLECTIVES
+from ..layout import Spec
+from ..mesh import Mesh
+from ..record import Record
+from .trace import Value
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a program, in the order of its placeholders.
+
+    Attributes:
+        name: ``"blocks.0.weight"``, ``"batch.0"``, ``"blocks.0.weight.exp_avg"``, ``"lr.0"``.
+        kind: ``"param"``, ``"buffer"``, ``"batch"``, ``"constant"``, ``"state"`` or ``"hyper"`` (a number that may change
+            from step to step, as a tensor).
+        spec: how it lies on the mesh; None for what is not distributed.
+        owner: of a state, the parameter.
+    """
+
+    name: str
+    kind: str
+    spec: Spec | None = None
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output: ``"loss"``, ``"aux"`` or ``"grad"``, its name and how it lies on the mesh."""
+
+    name: str
+    kind: str
+    spec: Spec | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the layout of a value of the captured graph came from.
+
+    Attributes:
+        value: name of the parameter, input or node.
+        layout: what it got.
+        source: ``"user"``, ``"propagated"`` or ``"default"``.
+        reason: which op and factor it came through.
+        lost: alternatives that lost, and why.
+    """
+
+    value: str
+    layout: str
+    source: str
+    reason: str = ""
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's step: local ops and collectives, forward, backward and update, in one flat graph.
+
+    Each node's ``meta`` has ``role`` (``input``, ``forward``, ``backward``, ``optimizer``), ``line`` (the user's),
+    ``source`` (the captured node that it serves), ``value`` (shape, dtype and storage of what it gives), ``cause`` (the
+    number of the record of the conversion that it belongs to, if it does) and, where a value of the user's program
+    ends, ``spec``.
+
+    Attributes:
+        mesh, rank: whose program it is.
+        graph: the nodes; its output node lists the values that ``outputs`` name.
+        inputs, outputs: what goes in and comes out, in order.
+        causes: the conversions that collectives serve, with reasons.
+        origins: where layouts came from.
+        constants: tensors that the model brought in.
+        update: the optimizer that the program contains, in words; empty if it has none.
+    """
+
+    mesh: Mesh
+    rank: int
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    causes: tuple[Record, ...] = ()
+    origins: tuple[Origin, ...] = ()
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    update: str = ""
+
+    # -- looking at it --------------------------------------------------------------------------------
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The nodes of the inputs, in order."""
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes of the outputs, in order."""
+        (node,) = self.graph.find_nodes(op="output")
+        return tuple(node.args[0])  # type: ignore[arg-type]
+
+    def collectives(self) -> Iterator[fx.Node]:
+        """The nodes that move data between ranks, in the order in which they start."""
+        return (n for n in self.graph.nodes if n.target in COLLECTIVES)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Kind of collective to how many of them a step runs."""
+        return dict(Counter(COLLECTIVES[n.target] for n in self.collectives()))
+
+    def cause(self, node: fx.Node) -> Record | None:
+        """The record of the conversion that a node serves."""
+        i = node.meta.get("cause")
+        return None if i is None else self.causes[i]
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def __repr__(self) -> str:
+        n = len(self.graph.nodes)
+        return f"<Program of rank {self.rank} on {self.mesh!r}: {n} nodes, collectives {self.kinds}>"
+
+
+def value_of(node: fx.Node) -> Value | None:
+    """Shape, dtype and storage of what a node gives; None for several tensors or none."""
+    found = node.meta.get("value")
+    return found if isinstance(found, Value) else None
+
+
+# ---------------------------------------------------------------------------------------------- printing
+
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",
+    torch.int32: "i32", torch.bool: "bool", torch.uint8: "u8",
+}  # fmt: skip
+
+
+def render(program: Program) -> str:
+    """The program as text: a line per node, with shapes, layouts, lines of the user and reasons."""
+    lines = [f"program of rank {program.rank} on {program.mesh!r}"]
+    role = ""
+    for node, given in zip(program.placeholders, program.inputs, strict=True):
+        lines.append(f"  {_name(node)}: {_typed(node)} = {given.kind} {given.name}{_layout(given.spec)}")
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.meta.get("role") != role:
+            role = node.meta.get("role", "")
+            lines.append(f"{role}:")
+        lines.append(f"  {_line(program, node)}")
+    outs = ", ".join(f"{o.kind} {o.name}: {_name(n)}" for o, n in zip(program.outputs, program.results, strict=True))
+    lines.append(f"returns {outs}")
+    return "\n".join(lines)
+
+
+def _line(program: Program, node: fx.Node) -> str:
+    args = ", ".join([_arg(a) for a in node.args] + [f"{k}={_arg(v)}" for k, v in node.kwargs.items()])
+    text = f"{_name(node)}: {_typed(node)} = {target_name(node.target)}({args}){_layout(node.meta.get('spec'))}"
+    cause = program.cause(node)
+    notes = [node.meta.get("line", "")]
+    if cause is not None and node.target in COLLECTIVES:
+        notes.append(f"{cause.src} -> {cause.dst}: {cause.reason}")
+    return f"{text}  # {'; '.join(filter(None, notes))}" if any(notes) else text
+
+
+def target_name(target: Any) -> str:
+    """``aten.mm.default``, ``meshwright.all_reduce.default``, ``operator.getitem``."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '').removeprefix('_')}.{getattr(target, '__name__', target)}"
+
+
+def _name(node: fx.Node) -> str:
+    return f"%{node.name}"
+
+
+def _typed(node: fx.Node) -> str:
+    found = node.meta.get("value")
+    if isinstance(found, Value):
+        return f"{_SHORT.get(found.dtype, str(found.dtype))}[{', '.join(map(str, found.shape))}]"
+    return "none" if found is None else f"{len(found)} values"
+
+
+def _layout(spec: Spec | None) -> str:
+    return "" if spec is None else f" {spec.layout!r}"
+
+
+def _arg(a: Any) -> str:
+    if isinstance(a, fx.Node):
+        return _name(a)
+    if isinstance(a, (list, tuple)):
+        inner = ", ".join(map(_arg, a[:8])) + (f", ... {len(a)}" if len(a) > 8 else "")
+        return f"[{inner}]" if isinstance(a, list) else f"({inner})"
+    return repr(a)

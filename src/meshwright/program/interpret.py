@@ -1,0 +1,233 @@
+"""Running the captured graph on fake local tensors, through the same dispatch as eager code.
+
+The fakes are local; what they are globally is their spec.  Calls go through ``plan_call`` and ``execute`` as an eager
+call does; composites, which ask for shapes as code on global tensors does, run inside :class:`_Global`, which answers
+with global values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.overrides import TorchFunctionMode, redispatch_function
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import runtime
+from ..dispatch import (
+    QUESTIONS,
+    execute,
+    key_part,
+    op_name,
+    plan_call,
+    relayout,
+    resolve,
+    tensors_in,
+    wanted,
+    warn_gathered,
+)
+from ..errors import CaptureError, MeshwrightError
+from ..layout import Spec
+from ..marks import CONSTRAIN, read_wish
+from .capture import line_of
+from .trace import Recorder
+
+Tensor = torch.Tensor
+
+
+def stamp(t: Tensor, spec: Spec) -> Tensor:
+    """Say what the local fake ``t`` is globally."""
+    if t.dtype is not spec.dtype:
+        spec = spec.with_(dtype=t.dtype)
+    t.__dict__["_spec"] = spec
+    return t
+
+
+def spec_at(t: Tensor) -> Spec | None:
+    """What a fake is globally; None for a plain tensor, which is the same on all ranks."""
+    return t.__dict__.get("_spec")
+
+
+class Interpreter:
+    """Runs captured nodes one by one.
+
+    Args:
+        recorder: told which captured node is being run.
+        wishes: node name to the placements that its value is to be brought to.
+    """
+
+    def __init__(self, recorder: Recorder, wishes: dict[str, Any]) -> None:
+        self.recorder, self.wishes = recorder, wishes
+        self.mode = _Global(self)
+        self.specs: dict[str, Any] = {}
+
+    def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any], *, top: bool = True) -> Any:
+        """Run a graph; ``read`` gives the value of a placeholder when it is first needed."""
+        env: dict[fx.Node, Any] = {}
+
+        def value(node: fx.Node) -> Any:
+            if node not in env:
+                env[node] = read(node) if node.op == "placeholder" else getattr(module, str(node.target))
+            return env[node]
+
+        last = {n: user for user in module.graph.nodes for n in user.all_input_nodes}
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], value)
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            if top:
+                self.recorder.begin(node.name, line_of(node))
+            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+            try:
+                env[node] = self._node(node, args, kwargs)
+            except MeshwrightError as error:
+                where = line_of(node)
+                if where and not getattr(error, "_located", False):
+                    error._located = True  # type: ignore[attr-defined]
+                    error.args = (f"{where}: {error}", *error.args[1:])
+                raise
+            for n in node.all_input_nodes:
+                if last[n] is node:  # what nobody needs any more must not keep memory or graphs alive
+                    env.pop(n, None)
+        raise AssertionError("a graph without an output")
+
+    def _node(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        func: Any = node.target
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            made = self._block(func, args)
+        elif func is CONSTRAIN.default:
+            made = self._brought(args[0], read_wish(args[1]))
+        elif isinstance(func, torch._ops.OpOverload):
+            made = self.call(func, tuple(args), dict(kwargs))
+        else:
+            made = func(*args, **kwargs)  # operator.getitem and arithmetic on numbers
+        if node.name in self.wishes:
+            made = self._brought(made, self.wishes[node.name])
+        if isinstance(made, Tensor):
+            self.specs[node.name] = spec_at(made)
+            graph_node = made.__dict__.get("_node")
+            if isinstance(graph_node, fx.Node):
+                graph_node.meta.setdefault("spec", spec_at(made))
+        return made
+
+    def _block(self, func: Any, args: Any) -> Any:
+        """A block of the model inside a context: ``torch.no_grad()``, ``torch.autocast``."""
+        name = func._name if hasattr(func, "_name") else str(func)
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *rest = args
+            with torch.set_grad_enabled(enabled):
+                return self._inner(body, rest)
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, cache, body, *rest = args
+            with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
+                return self._inner(body, rest)
+        raise CaptureError(f"{name} inside a model cannot be captured: train it eagerly, or write it without")
+
+    def _inner(self, body: fx.GraphModule, given: Sequence[Any]) -> Any:
+        values = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], given, strict=True))
+        return self.run(body, values.__getitem__, top=False)
+
+    def _brought(self, x: Any, placements: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return type(x)(self._brought(t, placements) for t in x)
+        spec = spec_at(x)
+        if spec is None or not (x.dtype.is_floating_point or x.dtype.is_complex):
+            return x
+        target = wanted(spec, placements)
+        return x if target is spec else relayout(x, target, stamp)
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call on fakes, as eager dispatch would run it."""
+        tensors = tensors_in((args, kwargs))
+        if not any("_spec" in t.__dict__ for t in tensors):
+            return func(*args, **kwargs)
+        name = op_name(func)
+        if name in QUESTIONS:
+            return func(*args, **kwargs)
+        if name in ("detach", "detach_"):
+            (x,) = tensors
+            spec = x.__dict__["_spec"]
+            made = x.detach() if name == "detach" else x.detach_()
+            return stamp(made, spec.with_(reduced=0, undecided=(1 << spec.mesh.ndim) - 1))
+        plan = self._plan(func, args, kwargs)
+        if plan.run is not None:
+            with self.mode:
+                return plan.run(*args, **kwargs)
+        if plan.redispatch:
+            with self.mode:
+                return redispatch_function(func, (), args, kwargs)
+        if plan.gathered:
+            warn_gathered(plan)
+        return execute(plan, func, args, kwargs, stamp)
+
+    def _plan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        resolve(func)  # so that the key knows whether the op is pointwise
+        key: Any = (func, *[key_part(a, func) for a in args])
+        if kwargs:
+            key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
+        plans = runtime.RT.plans
+        try:
+            plan = plans.get(key)
+        except TypeError:  # an unhashable argument
+            with _disable_current_modes():
+                return plan_call(func, args, kwargs)
+        if plan is None:
+            with _disable_current_modes():
+                plan = plans[key] = plan_call(func, args, kwargs)
+        return plan
+
+
+_TURNED = {"T": "permute", "mT": "transpose", "H": "H", "mH": "mH", "real": "real", "imag": "imag"}
+
+
+class _Global(TorchFunctionMode):
+    """Inside, fakes with a spec answer as the global tensors that they stand for."""
+
+    def __init__(self, owner: Interpreter) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        spec = first.__dict__.get("_spec") if isinstance(first, Tensor) else None
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._property(func, first, spec)
+        if spec is not None:
+            if name == "size":
+                return spec.shape if len(args) < 2 and not kwargs else spec.shape[args[1] if len(args) > 1 else kwargs["dim"]]
+            if name in ("dim", "ndimension"):
+                return spec.ndim
+            if name in ("numel", "nelement"):
+                return spec.shape.numel()
+            if name == "__len__":
+                return spec.shape[0]
+        return self.owner.call(func, tuple(args), kwargs)
+
+    def _property(self, func: Any, t: Tensor, spec: Spec | None) -> Any:
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if spec is not None:
+            if name == "shape":
+                return spec.shape
+            if name == "ndim":
+                return spec.ndim
+            if name in _TURNED:
+                with self:
+                    return self._turned(name, t, spec)
+        return func(t)
+
+    def _turned(self, name: str, t: Tensor, spec: Spec) -> Any:
+        if name == "T":
+            return t.permute(*range(spec.ndim - 1, -1, -1))
+        if name in ("mT", "mH"):
+            turned = t.transpose(-2, -1)
+            return turned if name == "mT" else turned.conj()
+        if name == "H":
+            return t.transpose(0, 1).conj() if spec.ndim else t.conj()
+        return getattr(torch, name)(t)

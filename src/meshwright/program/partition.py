@@ -1,0 +1,271 @@
+"""Partition: the captured graph with layouts, run once on fake local tensors, becomes one rank's program.
+
+Forward, autograd's backward of it, the reduction of gradients and the optimizer's update are recorded one after the
+other.  Nothing here knows an op: rules, choices and conversions are those of eager dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .. import collective, convert, record, runtime
+from ..dispatch import settle, tie, unit_cotangent
+from ..errors import CaptureError
+from ..layout import Layout, Partial, Spec
+from ..mesh import Mesh
+from ..reshard import plan as plan_conversion
+from .capture import Captured, Source
+from .core import Input, Origin, Output, Program
+from .interpret import Interpreter, spec_at, stamp
+from .trace import Recorder, remove_dead
+from .update import Update, clip, emit_update
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Laid:
+    """How the inputs of a captured graph lie on the mesh.
+
+    Attributes:
+        specs: name of a placeholder to the spec in which ops see it.
+        stored: of parameters that are stored otherwise, that spec.
+        wishes: name of a node in the middle to the placements that it is to have.
+        origins: where layouts came from.
+    """
+
+    specs: Mapping[str, Spec]
+    stored: Mapping[str, Spec] = field(default_factory=dict)
+    wishes: Mapping[str, Any] = field(default_factory=dict)
+    origins: tuple[Origin, ...] = ()
+
+
+def partition(
+    captured: Captured,
+    laid: Laid,
+    mesh: Mesh,
+    rank: int,
+    *,
+    update: Update | None = None,
+    clip_grad_norm: float | None = None,
+    gradients: bool = False,
+    train: bool = True,
+) -> Program:
+    """The program of one rank.
+
+    Args:
+        update: the optimizer's update as part of the program.
+        clip_grad_norm: clip the global norm of all gradients to this before the update.
+        gradients: return the gradients too.
+        train: False: forward only.
+
+    Raises:
+        CaptureError: the step does what a program cannot hold.
+        MeshwrightError: what dispatch raises for these layouts, with the user's line.
+    """
+    with _as_rank(mesh, rank):
+        made = _Partition(captured, laid, mesh, rank)
+        with captured.mode, made.recorder, _grad_mode(train):
+            made.forward()
+            if train:
+                made.backward()
+                with torch.no_grad():
+                    made.update(update, clip_grad_norm, gradients)
+        return made.program("" if update is None or not train else update.text)
+
+
+@contextmanager
+def _as_rank(mesh: Mesh, rank: int) -> Iterator[None]:
+    """Inside, this is ``rank`` of the mesh, which emits collectives instead of meeting others."""
+    outer = runtime.RT
+    inner = runtime.Runtime(rank, mesh.size, collective.Emitter(mesh, rank))
+    inner.records = []
+    runtime.RT = inner
+    try:
+        yield
+    finally:
+        runtime.RT = outer
+
+
+@contextmanager
+def _grad_mode(train: bool) -> Iterator[None]:
+    with torch.set_grad_enabled(train):
+        yield
+
+
+class _Partition:
+    """The state of one partition."""
+
+    def __init__(self, captured: Captured, laid: Laid, mesh: Mesh, rank: int) -> None:
+        self.captured, self.laid, self.mesh, self.rank = captured, laid, mesh, rank
+        self.here = mesh.coordinate(rank)
+        self.recorder = Recorder()
+        self.inputs: list[Input] = []
+        self.params: dict[str, Tensor] = {}  # name to the local fake leaf, in the order of the model
+        self.leaves: dict[int, Tensor] = {}  # id of the global fake to the local one: tied ones share it
+        self.by_node: dict[str, Tensor] = {}
+        self.gathered: dict[int, Tensor] = {}
+        self.outputs: list[tuple[Output, fx.Node]] = []
+        self.grads: dict[str, Tensor] = {}
+        self.loss: Tensor | None = None
+        for source in captured.sources:
+            self._input(source)
+
+    def _input(self, source: Source) -> None:
+        shared = self.leaves.get(id(source.fake))
+        if shared is not None:
+            self.by_node[source.node] = shared
+            return
+        seen = self.laid.specs[source.node]
+        spec = self.laid.stored.get(source.node, seen)
+        node = self.recorder.graph.placeholder(source.node)
+        shape = spec.local_shape(self.here)
+        local = torch.empty(0)
+        with self.captured.mode:
+            local = torch.empty(shape, dtype=spec.dtype, device=self.mesh.device)
+        if source.kind == "param":
+            local.requires_grad_(source.fake.requires_grad)
+            self.params[source.name] = local
+        if source.kind == "constant":
+            assert source.value is not None
+            self.recorder.constants[source.node] = source.value
+        node.meta["role"] = "input"
+        self.recorder.bind(local, node)
+        stamp(local, spec)
+        self.leaves[id(source.fake)] = self.by_node[source.node] = local
+        self.inputs.append(Input(source.name, source.kind, spec.with_(reduced=0, undecided=0)))
+
+    # -- forward --------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """Record the forward; outputs are the loss and what the loss function returned beside it."""
+        interpreter = Interpreter(self.recorder, dict(self.laid.wishes))
+        made = interpreter.run(self.captured.module, self._read)
+        self.specs = interpreter.specs
+        for i, value in enumerate(made):
+            if not isinstance(value, Tensor):
+                raise CaptureError(f"the loss function returned {value!r}: return tensors only")
+            if spec_at(value) is None:
+                stamp(value, Spec(value.shape, value.dtype, Layout(self.mesh)))
+            settle(value, value.__dict__["_spec"].with_(undecided=0))
+            spec = value.__dict__["_spec"]
+            if i == 0:
+                self.loss = value
+            node = self.recorder.node_of(value)
+            node.meta["spec"] = spec
+            self.outputs.append((Output("loss" if i == 0 else f"aux.{i - 1}", "aux" if i else "loss", spec), node))
+
+    def _read(self, node: fx.Node) -> Tensor:
+        local = self.by_node[node.name]
+        stored, seen = self.laid.stored.get(node.name), self.laid.specs[node.name]
+        if stored is None or stored.layout == seen.layout:
+            return local
+        made = self.gathered.get(id(local))
+        if made is None:
+            made = self.gathered[id(local)] = self._seen(local, stored, seen, node.name)
+        return made
+
+    def _seen(self, local: Tensor, stored: Spec, seen: Spec, name: str) -> Tensor:
+        """A stored parameter as the ops see it: gathered over the axes it is stored split over, each rank using it for
+        its own part of the batch."""
+        moved = 0
+        for a, (p, q) in enumerate(zip(stored.layout.placements, seen.layout.placements, strict=True)):
+            if p != q:
+                moved |= 1 << a
+        open_ = local.__dict__["_spec"].undecided
+        target = seen.with_(reduced=moved, undecided=0)
+        plan = plan_conversion(stored.with_(undecided=0, reduced=0), target)
+        record.asked(name, plan, "the parameter is stored split and seen whole by the ops")
+        made = stamp(convert.apply(plan.steps, local), seen.with_(reduced=moved, undecided=open_ & ~moved))
+        runtime.RT.cause = None
+        tie([local, made])
+        return made
+
+    # -- backward -------------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """Record autograd's backward, and bring each gradient to the layout in which its parameter is stored."""
+        assert self.loss is not None
+        self.recorder.role = "backward"
+        wanted = {n: p for n, p in self.params.items() if p.requires_grad}
+        if not self.loss.requires_grad:
+            raise CaptureError("the loss does not depend on any parameter that requires a gradient")
+        spec = self.loss.__dict__["_spec"]
+        seed = unit_cotangent(spec, self.mesh.device)
+        made = torch.autograd.grad([self.loss], list(wanted.values()), [seed], allow_unused=True)
+        self.recorder.begin("gradients", "")
+        with torch.no_grad():
+            for (name, p), grad in zip(wanted.items(), made, strict=True):
+                if grad is not None:
+                    self.grads[name] = self._reduced(name, p, grad)
+
+    def _reduced(self, name: str, p: Tensor, grad: Tensor) -> Tensor:
+        settle(p, p.__dict__["_spec"].with_(undecided=0))
+        spec: Spec = p.__dict__["_spec"]
+        have = spec.grad().with_(dtype=grad.dtype)
+        want = Spec(spec.shape, grad.dtype, spec.layout)
+        steps = plan_conversion(have, want)
+        if steps.moves:
+            axes = [a for a, p in zip(self.mesh.axes, have.layout.placements, strict=True) if isinstance(p, Partial)]
+            record.asked(
+                f"gradient of {name}", steps,
+                f"each rank of {', '.join(axes)} used {name} for its own part: their gradients are summed",
+            )  # fmt: skip
+        out = convert.apply(steps.steps, grad)
+        runtime.RT.cause = None
+        return stamp(out, want)
+
+    # -- update ---------------------------------------------------------------------------------------
+
+    def update(self, update: Update | None, max_norm: float | None, gradients: bool) -> None:
+        """Record clipping and the optimizer's update; list the gradients that leave the program."""
+        self.recorder.role = "optimizer"
+        self.recorder.begin("update", "")
+        grads = self.grads
+        if max_norm is not None:
+            grads = clip(grads, max_norm, self.mesh)
+        nodes = {n: self.recorder.node_of(g) for n, g in grads.items()}
+        if gradients or update is None:
+            for name, node in nodes.items():
+                self.outputs.append((Output(name, "grad", grads[name].__dict__["_spec"]), node))
+        if update is not None:
+            params = {n: self.recorder.node_of(self.params[n]) for n in grads}
+            specs = {n: self.params[n].__dict__["_spec"].with_(reduced=0, undecided=0) for n in grads}
+            self.inputs += emit_update(self.recorder, update, params, nodes, specs)
+
+    # -- the result -----------------------------------------------------------------------------------
+
+    def program(self, text: str) -> Program:
+        """What was recorded, without what nobody needs."""
+        graph = self.recorder.graph
+        graph.output(tuple(node for _, node in self.outputs))
+        remove_dead(graph)
+        brought = tuple(Input(n, "constant") for n in self.recorder.constants if n.startswith("constant_"))
+        held = {i.name for i in brought}
+        inputs = _in_order(graph, self.inputs, held, brought)
+        graph.lint()
+        return Program(
+            self.mesh, self.rank, graph, inputs, tuple(o for o, _ in self.outputs), tuple(self.recorder.causes),
+            self.laid.origins, dict(self.recorder.constants), text,
+        )  # fmt: skip
+
+
+def _in_order(
+    graph: fx.Graph, listed: Sequence[Input], held: set[str], brought: Sequence[Input]
+) -> tuple[Input, ...]:
+    """Inputs in the order of the placeholders; constants that came up while recording are somewhere among them."""
+    rest, late = iter(listed), {i.name: i for i in brought}
+    made = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            made.append(late[str(node.target)] if str(node.target) in held else next(rest))
+    return tuple(made)
+
+
+__all__ = ["Laid", "partition"]

@@ -1,0 +1,252 @@
+"""Recording: what runs on fake local tensors becomes the nodes of one flat graph.
+
+A :class:`Recorder` sits below autograd, so the forward, autograd's own backward and what is done to gradients are
+recorded alike.  Views and no-ops that repeat are recorded once.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import runtime
+from ..collective import COLLECTIVES
+from ..errors import CaptureError, ProgramError
+from ..record import Record
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+# The same memory and value: no node is needed.
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
+_VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+    aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+    aten.as_strided.default, aten._reshape_alias.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a node gives: a local tensor of this shape and dtype in some storage.
+
+    ``storage`` numbers the storages of a program; views share one.  ``nbytes`` is the size of the whole storage.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+    nbytes: int
+
+
+class Recorder(TorchDispatchMode):
+    """Records every op on fake tensors as a node.
+
+    Attributes:
+        graph: the graph so far.
+        role: of the nodes to come: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        line, source: the user's line and the captured node that the nodes to come serve (in the backward they follow
+            from autograd).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.role, self.line, self.source = "forward", "", ""
+        self.constants: dict[str, Tensor] = {}
+        self.causes: list[Record] = []
+        self._cause_ids: dict[int, int] = {}
+        self._seen: dict[Any, fx.Node] = {}
+        self._storages: dict[int, tuple[Any, int]] = {}
+        self._first: fx.Node | None = None
+        self._starts: list[int] = []  # sequence numbers of autograd at which a captured node began
+        self._origins: list[tuple[str, str]] = []
+
+    # -- what is being recorded -----------------------------------------------------------------------
+
+    def begin(self, source: str, line: str) -> None:
+        """The nodes to come serve this captured node."""
+        self.source, self.line = source, line
+        runtime.RT.line = line
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._origins.append((source, line))
+
+    def _origin(self) -> tuple[str, str]:
+        if self.role != "backward":
+            return self.source, self.line
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self.source, self.line
+        at = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._origins[at] if at >= 0 else ("", "")
+
+    # -- recording ------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in _ALIASES:
+            known = args[0].__dict__.get("_node")
+            if known is not None:
+                out.__dict__["_node"] = known
+                return out
+        if isinstance(out, Tensor):
+            node = self._record(func, args, kwargs)
+            self.bind(out, node)
+        elif isinstance(out, (tuple, list)) and any(isinstance(o, Tensor) for o in out):
+            node = self._record(func, args, kwargs)
+            node.meta.setdefault("value", tuple(self.value(o) if isinstance(o, Tensor) else None for o in out))
+            for i, o in enumerate(out):
+                if isinstance(o, Tensor):
+                    o.__dict__["_node"] = (node, i)
+        elif func._schema.is_mutable:
+            self._record(func, args, kwargs).meta["value"] = None
+        return out
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        made_args, made_kwargs = self._nodes(args), self._nodes(kwargs)
+        key = None
+        if func in _VIEWS or func in COLLECTIVES:
+            key = (func, _frozen(made_args), _frozen(made_kwargs))
+            hit = self._seen.get(key)
+            if hit is not None:
+                return hit
+        node = self.emit(func, made_args, made_kwargs)
+        if key is not None:
+            self._seen[key] = node
+        elif func._schema.is_mutable:
+            # A collective of what was written since is another one; views stay views.
+            for old in [k for k in self._seen if k[0] in COLLECTIVES]:
+                del self._seen[old]
+        return node
+
+    def emit(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        """A node of the present role, line and cause; its value is to be set."""
+        node = self.graph.create_node("call_function", target, args, kwargs or {})
+        source, line = self._origin()
+        cause = runtime.RT.cause
+        node.meta.update(role=self.role, line=line, source=source)
+        if cause is not None:
+            node.meta["cause"] = self._cause(cause)
+        return node
+
+    def _cause(self, record: Record) -> int:
+        """Number of a record among those of the program."""
+        found = self._cause_ids.get(id(record))
+        if found is None:
+            found = self._cause_ids[id(record)] = len(self.causes)
+            self.causes.append(record)
+        return found
+
+    def bind(self, t: Tensor, node: fx.Node) -> None:
+        """``t`` is what ``node`` gives."""
+        t.__dict__["_node"] = node
+        if "value" not in node.meta:
+            node.meta["value"] = self.value(t)
+
+    def value(self, t: Tensor) -> Value:
+        """Shape, dtype and storage of a fake tensor."""
+        storage = t.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            known = self._storages[storage._cdata] = (storage, len(self._storages))
+        return Value(tuple(t.shape), t.dtype, known[1], storage.nbytes())
+
+    def node_of(self, t: Tensor) -> fx.Node:
+        """The node that gives ``t``."""
+        found = t.__dict__.get("_node")
+        if isinstance(found, fx.Node):
+            return found
+        if found is None:
+            return self._constant(t)
+        node, i = found
+        key = (operator.getitem, node, i)
+        item = self._seen.get(key)
+        if item is None:
+            with self.graph.inserting_after(node):
+                item = self.graph.call_function(operator.getitem, (node, i))
+            item.meta.update({k: v for k, v in node.meta.items() if k != "value"})
+            item.meta["value"] = node.meta["value"][i]
+            self._seen[key] = item
+        t.__dict__["_node"] = item
+        return item
+
+    def _constant(self, t: Tensor) -> fx.Node:
+        if type(t) is not Tensor or t.is_meta:
+            raise CaptureError(f"a tensor of shape {tuple(t.shape)} comes from outside the captured step")
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = t
+        node = self.late_placeholder(name)
+        self.bind(t, node)
+        return node
+
+    def late_placeholder(self, name: str) -> fx.Node:
+        """An input that came up while recording: after the others, before the first op."""
+        if self._first is None:
+            self._first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        where = self.graph.inserting_before(self._first) if self._first is not None else self.graph.inserting_before()
+        with where:
+            made = self.graph.placeholder(name)
+        made.meta["role"] = "input"
+        return made
+
+    def _nodes(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return self.node_of(a)
+        if isinstance(a, tuple):
+            return tuple([self._nodes(x) for x in a])
+        if isinstance(a, list):
+            return [self._nodes(x) for x in a]
+        if isinstance(a, dict):
+            return {k: self._nodes(v) for k, v in a.items()}
+        if isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError("a size that depends on values: a captured program has fixed shapes")
+        return a
+
+
+def _frozen(a: Any) -> Any:
+    if isinstance(a, (tuple, list)):
+        return tuple([_frozen(x) for x in a])
+    if isinstance(a, dict):
+        return tuple([(k, _frozen(v)) for k, v in a.items()])
+    return a
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether a node writes to one of its inputs."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def remove_dead(graph: fx.Graph, keep: Sequence[fx.Node] = ()) -> int:
+    """Remove nodes that nobody uses and that write nothing; how many they were."""
+    kept, removed = set(keep), 0
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node.users or node in kept or is_mutating(node):
+            continue
+        if _draws(node):
+            continue
+        graph.erase_node(node)
+        removed += 1
+    return removed
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node advances a random generator: the others' numbers depend on it."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def checked(node: Any) -> fx.Node:
+    """``node`` as a node.  Raises ProgramError for anything else."""
+    if not isinstance(node, fx.Node):
+        raise ProgramError(f"{node!r} is no node of a program")
+    return node

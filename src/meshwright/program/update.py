@@ -1,0 +1,204 @@
+"""The optimizer's update as part of a program: a few nodes per parameter group, whatever the number of parameters.
+
+SGD, Adam and AdamW are torch's own fused updates on the lists of local parameters, gradients and states.  What a
+scheduler may change (the learning rate) is an input of the program, everything else a constant of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .. import collective
+from ..layout import Layout, Shard, Spec
+from ..mesh import Mesh
+from .core import Input
+from .trace import Recorder, Value
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Group:
+    """One parameter group: names of its parameters, and the numbers that are constants of the program."""
+
+    params: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def __getitem__(self, key: str) -> Any:
+        return dict(self.options)[key]
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer that a program can contain.
+
+    Attributes:
+        kind: ``"sgd"``, ``"adam"`` or ``"adamw"``.
+        groups: its parameter groups, in order.
+    """
+
+    kind: str
+    groups: tuple[Group, ...]
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return f"{self.kind} on {sum(len(g.params) for g in self.groups)} parameters in {len(self.groups)} group(s)"
+
+    def states(self, group: Group) -> tuple[str, ...]:
+        """Names of the states that a parameter of the group has, as ``optimizer.state`` calls them."""
+        if self.kind == "sgd":
+            return ("momentum_buffer",) if group["momentum"] else ()
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step")
+
+
+_OPTIONS = {
+    torch.optim.SGD: ("sgd", ("momentum", "dampening", "nesterov", "weight_decay", "maximize")),
+    torch.optim.Adam: ("adam", ("betas", "eps", "weight_decay", "amsgrad", "maximize")),
+    torch.optim.AdamW: ("adamw", ("betas", "eps", "weight_decay", "amsgrad", "maximize")),
+}
+
+
+def update_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Update | None:
+    """What of an optimizer a program can contain, or None if it must run after the program.
+
+    Args:
+        names: id of a parameter to its name.
+    """
+    found = _OPTIONS.get(type(optimizer))
+    if found is None or any(g.get("differentiable") for g in optimizer.param_groups):
+        return None
+    kind, keys = found
+    if any(isinstance(g[k], Tensor) for g in optimizer.param_groups for k in keys):
+        return None
+    if any(g.get("decoupled_weight_decay") for g in optimizer.param_groups) and kind == "adam":
+        kind = "adamw"
+    return Update(kind, tuple(group_of(g, keys, names) for g in optimizer.param_groups))
+
+
+def group_of(group: Mapping[str, Any], keys: Sequence[str], names: Mapping[int, str]) -> Group:
+    """One of an optimizer's parameter groups."""
+    return Group(tuple(names[id(p)] for p in group["params"]), tuple((k, group[k]) for k in keys))
+
+
+def emit_update(
+    recorder: Recorder,
+    update: Update,
+    params: Mapping[str, fx.Node],
+    grads: Mapping[str, fx.Node],
+    specs: Mapping[str, Spec],
+) -> list[Input]:
+    """Record the update of all groups; the inputs (states and learning rates) that it adds.
+
+    Parameters without a gradient are left alone, as optimizers do.
+    """
+    inputs: list[Input] = []
+    for number, group in enumerate(update.groups):
+        names = [n for n in group.params if n in grads]
+        if not names:
+            continue
+        made: dict[str, list[fx.Node]] = {}
+        for state in update.states(group):
+            made[state] = []
+            for n in names:
+                spec = Spec((), torch.float32, Layout(specs[n].mesh)) if state == "step" else specs[n]
+                made[state].append(_input(recorder, Input(f"{n}.{state}", "state", spec, n), params[n], inputs))
+        lr = _input(recorder, Input(f"lr.{number}", "hyper"), None, inputs)
+        listed = [params[n] for n in names], [grads[n] for n in names]
+        _EMIT[update.kind](recorder, group, *listed, made, lr)
+    return inputs
+
+
+def _input(recorder: Recorder, given: Input, like: fx.Node | None, inputs: list[Input]) -> fx.Node:
+    node = recorder.late_placeholder(given.name.replace(".", "_"))
+    number = len(recorder.graph.nodes) + (1 << 40)  # a storage of its own
+    if like is None or given.name.endswith(".step"):
+        node.meta["value"] = Value((), torch.float32, number, 4)
+    else:
+        value = like.meta["value"]
+        node.meta["value"] = Value(value.shape, value.dtype, number, value.nbytes)
+    inputs.append(given)
+    return node
+
+
+def _adam(
+    recorder: Recorder,
+    group: Group,
+    params: list[fx.Node],
+    grads: list[fx.Node],
+    states: Mapping[str, list[fx.Node]],
+    lr: fx.Node,
+    target: Any,
+) -> None:
+    recorder.emit(aten._foreach_add_.Scalar, (states["step"], 1)).meta["value"] = None
+    beta1, beta2 = group["betas"]
+    options = {
+        "lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"],
+        "amsgrad": group["amsgrad"], "maximize": group["maximize"],
+    }  # fmt: skip
+    args = (
+        params, grads, states["exp_avg"], states["exp_avg_sq"], states.get("max_exp_avg_sq", []), states["step"]
+    )  # fmt: skip
+    recorder.emit(target, args, options).meta["value"] = None
+
+
+def _emit_adam(*args: Any) -> None:
+    _adam(*args, aten._fused_adam_.tensor_lr)
+
+
+def _emit_adamw(*args: Any) -> None:
+    _adam(*args, aten._fused_adamw_.tensor_lr)
+
+
+def _emit_sgd(
+    recorder: Recorder,
+    group: Group,
+    params: list[fx.Node],
+    grads: list[fx.Node],
+    states: Mapping[str, list[fx.Node]],
+    lr: fx.Node,
+) -> None:
+    options = {
+        "weight_decay": group["weight_decay"], "momentum": group["momentum"], "lr": lr,
+        "dampening": group["dampening"], "nesterov": group["nesterov"], "maximize": group["maximize"],
+        "is_first_step": False,
+    }  # fmt: skip
+    recorder.emit(aten._fused_sgd_.tensor_lr, (params, grads, states.get("momentum_buffer", [])), options).meta[
+        "value"
+    ] = None
+
+
+_EMIT = {"adam": _emit_adam, "adamw": _emit_adamw, "sgd": _emit_sgd}
+
+
+# ---------------------------------------------------------------------------------------------- clipping
+
+
+def clip(grads: Mapping[str, Tensor], max_norm: float, mesh: Mesh) -> dict[str, Tensor]:
+    """Gradients scaled so that the norm of all of them together is at most ``max_norm``.
+
+    One all-reduce of a number for all gradients that are split over the same axes.  As ``clip_grad_norm_``.
+    """
+    split: dict[tuple[int, ...], list[Tensor]] = {}
+    for g in grads.values():
+        placements = g.__dict__["_spec"].layout.placements
+        axes = tuple(a for a, p in enumerate(placements) if isinstance(p, Shard))
+        split.setdefault(axes, []).append(g)
+    total: Any = None
+    for axes, listed in split.items():
+        norms = torch._foreach_norm(listed)
+        part = torch.linalg.vector_norm(torch.stack([n.to(norms[0].dtype) for n in norms])) ** 2
+        if axes:
+            part = collective.all_reduce(part, "sum", collective.group(mesh, axes))
+        total = part if total is None else total + part
+    scale = torch.clamp(max_norm / (total.sqrt() + 1e-6), max=1.0)
+    made = torch._foreach_mul(list(grads.values()), scale)
+    for (_, old), new in zip(grads.items(), made, strict=True):
+        new.__dict__["_spec"] = old.__dict__["_spec"]
+    return dict(zip(grads, made, strict=True))
