@@ -1,0 +1,16 @@
+"""DistTensor: a local tensor that knows how it lies on a mesh.
+
+It is the local tensor itself with its class set to ``DistTensor`` and a spec attached: no wrapper, no copy, no alias
+node.  Calls are intercepted above autograd (``__torch_function__``), so autograd runs natively on locals; during the
+backward only transposed conversions run Python.  Making, moving and reading distributed tensors is in ``api``.
+
+``carrier`` has the class, and the other modules put in place what it does: ``gradients`` its ``.grad``, ``autograd``
+the way into autograd's engine and back, ``special`` what is no op, ``calls`` the way from a call to its plan,
+``methods`` shortcuts to that for the commonest ones.
+"""
+
+from . import methods as methods
+from .carrier import DistTensor, stamp, whole
+from .gradients import held, hold, in_spec
+
+__all__ = ["DistTensor", "held", "hold", "in_spec", "stamp", "whole"]

@@ -1,0 +1,158 @@
+"""``backward`` and ``torch.autograd.grad``: cotangents in, gradients out, each in its own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+from .. import runtime
+from ..dispatch import disabled, settle
+from ..errors import DispatchError
+from ..layout import Partial
+from .carrier import NO, DistTensor, local_of, plain, stamp, whole
+
+Tensor = torch.Tensor
+
+
+def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
+    """The cotangent of ``y`` in the layout of its gradient, as a local tensor."""
+    with disabled():
+        if y._spec.undecided:
+            settle(y, y._spec.with_(undecided=0))
+    spec = y._spec
+    if gradient is None:
+        if spec.shape.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return _ones(y)
+    if not isinstance(gradient, DistTensor) and torch._C._current_graph_task_id() != -1:
+        raise DispatchError(
+            "a backward inside a backward was given a plain gradient for a DistTensor, which is this rank's part of it "
+            "and not the global value (reentrant checkpoints do so): use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False)"
+        )
+    if gradient.shape != spec.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: grad_output has a shape of {tuple(gradient.shape)} and output has a shape of "
+            f"{tuple(spec.shape)}."
+        )
+    local = plain(local_of(gradient, spec.grad().with_(dtype=gradient.dtype)))
+    for a, p in enumerate(spec.layout.placements):
+        if isinstance(p, Partial) and p.op == "avg":
+            local = local / spec.mesh.sizes[a]
+    return local
+
+
+def _ones(y: DistTensor) -> Tensor:
+    """The cotangent 1 of a global scalar: on every rank, or on the first one where parts are added up."""
+    spec = y._spec
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    value = 1.0
+    for a, p in enumerate(spec.layout.placements):
+        if isinstance(p, Partial) and p.op == "avg":
+            value /= spec.mesh.sizes[a]
+        elif spec.reduced >> a & 1 and here[a]:
+            value = 0.0
+    with disabled():
+        return torch.full(spec.local_shape(here), value, dtype=y.dtype, device=y.device)
+
+
+def grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad`` on distributed tensors: seeds in, gradients out, each in its own layout."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("is_grads_batched"):
+        raise DispatchError(
+            "autograd.grad(is_grads_batched=True) maps conversions over a batch, which they cannot do: loop over the "
+            "rows of grad_outputs and pass retain_graph=True"
+        )
+    outputs, inputs = _listed(given["outputs"]), _listed(given["inputs"])
+    create = bool(given.get("create_graph"))
+    materialize = bool(given.get("materialize_grads"))
+    allow = given.get("allow_unused")
+    seeds = _seeds(outputs, given.get("grad_outputs"))
+    made = _run_engine(
+        outputs, seeds, given.get("retain_graph"), create, inputs, bool(materialize if allow is None else allow), False
+    )
+    with disabled():
+        # Autograd may hand out one object twice, or the caller's own cotangent: stamp an alias of it.
+        found = [
+            stamp(g.view_as(g), x._spec.grad()) if isinstance(x, DistTensor) and g is not None else g
+            for x, g in zip(inputs, made, strict=True)
+        ]
+    if materialize:
+        found = [
+            torch.zeros_like(x, requires_grad=create) if g is None else g for x, g in zip(inputs, found, strict=True)
+        ]
+    return tuple(found)
+
+
+def backward(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.backward`` and ``DistTensor.backward``."""
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    tensors = _listed(given["tensors"])
+    inputs = given.get("inputs")
+    listed = () if inputs is None else tuple(_listed(inputs))
+    if inputs is not None and not listed:
+        raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
+    seeds = _seeds(tensors, given.get("grad_tensors"))
+    _run_engine(tensors, seeds, given.get("retain_graph"), bool(given.get("create_graph")), listed, True, True)
+
+
+def _seeds(outputs: list[Any], given: Any) -> list[Any]:
+    listed = _listed(given) if given is not None else [None] * len(outputs)
+    if len(listed) != len(outputs):
+        raise RuntimeError(f"{len(outputs)} tensors to differentiate, but {len(listed)} gradients for them")
+    made: list[Any] = []
+    for y, g in zip(outputs, listed, strict=True):
+        if isinstance(y, DistTensor):
+            made.append(_seed(y, g) if y.requires_grad else g)
+        elif g is None and isinstance(y, Tensor):
+            if y.requires_grad and y.numel() != 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+            made.append(torch.ones_like(y) if y.requires_grad else None)
+        else:
+            made.append(plain(whole(g)) if isinstance(g, DistTensor) else g)
+    return made
+
+
+def _run_engine(
+    outputs: Sequence[Any],
+    seeds: Sequence[Any],
+    retain_graph: bool | None,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    allow_unused: bool,
+    accumulate: bool,
+) -> tuple[Any, ...]:
+    """Autograd's engine itself, with dispatch on: user code may run inside a backward.
+
+    Hooks, recomputed checkpoints and custom functions all see distributed tensors as they do in a forward;
+    ``torch.autograd.backward`` would come back here.
+    """
+    keep = create_graph if retain_graph is None else retain_graph
+    made = _engine_run_backward(
+        tuple(outputs), tuple(seeds), keep, create_graph, tuple(inputs), allow_unused, accumulate_grad=accumulate
+    )
+    return cast(tuple[Any, ...], made)
+
+
+def _listed(x: Any) -> list[Any]:
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+def _backward_of(
+    self: DistTensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Gradients of the leaves, as on one device: the global value is what is differentiated."""
+    backward(None, (), (self, gradient, retain_graph, create_graph, inputs), NO)
+
+
+DistTensor.backward = _backward_of  # type: ignore[assignment,method-assign]

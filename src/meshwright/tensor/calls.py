@@ -1,0 +1,180 @@
+"""A call on distributed tensors: the plan of an earlier one, or the way to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import redispatch_function
+
+from .. import runtime
+from ..dispatch import (
+    call_disabled,
+    disabled,
+    execute,
+    execute_swift,
+    key_part,
+    op_name,
+    plan_call,
+    refuse_copy,
+    resolve,
+    settle_after,
+    tensors_in,
+    warn_gathered,
+)
+from ..errors import DispatchError
+from .carrier import NO, DistTensor, local_of, stamp
+from .special import NATIVE, SPECIAL
+
+Tensor = torch.Tensor
+_MAX_PLANS = 16384
+# Composites over long lists of tensors (torch._foreach_*): no plan, so no key of all their specs either.
+LISTED: dict[Any, Callable[..., Any]] = {}
+
+
+def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Look up the plan of this call; where it needs nothing, run the native op on locals and stamp the result."""
+    key: Any
+    if len(args) == 2 and args[0].__class__ is DistTensor and args[1].__class__ is DistTensor:
+        key = (func, args[0]._spec, args[1]._spec)
+    else:
+        if args and args[0].__class__ is list and func in LISTED:
+            return LISTED[func](*args, **kwargs or NO)
+        key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
+    if kwargs:
+        key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
+    entry = runtime.RT.fast.get(key)
+    if entry is None:
+        return _general(key, func, types, args, kwargs or NO)
+    spec, untyped, native = entry
+    if untyped == 2 and _any_tied(args):
+        return _general(key, func, types, args, kwargs or NO, typed=False)
+    if native is None:
+        out = call_disabled(func, types, args, kwargs or NO)
+    else:
+        try:
+            out = call_disabled(native.fn, types, (args[0], *native.static), NO)
+        except RuntimeError:  # a view that this shard's strides do not allow
+            return _general(key, func, types, args, kwargs or NO)
+    if out.__class__ is not Tensor:  # in place, or an op that returned its input
+        return out
+    if untyped and out.requires_grad:  # leaves get their types now
+        return settle_after(runtime.RT.plans[key], args, kwargs, out, stamp)
+    if out.dtype is not spec.dtype:  # autocast
+        spec = spec.with_(dtype=out.dtype)
+    out.__class__ = DistTensor
+    out._spec = spec  # type: ignore[attr-defined]
+    return out
+
+
+def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], typed: bool = True) -> Any:
+    """A call that is not (yet) known to be one native op with one output."""
+    plan = runtime.RT.plans.get(key)
+    if plan is None:
+        return _slow(key, func, types, args, kwargs)
+    if (
+        typed
+        and plan.fast
+        and (plan.plain or not torch.is_grad_enabled())
+        and not (plan.untyped == 2 and _any_tied(args))
+    ):
+        native = plan.native
+        try:
+            if native is None:
+                out = call_disabled(func, types, args, kwargs)
+            else:
+                out = call_disabled(native.fn, types, (args[0], *native.static), NO)
+        except (RuntimeError, IndexError, TypeError):
+            return _run(plan, func, types, args, kwargs)
+        if out.__class__ is DistTensor:
+            if plan.plain:
+                runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
+            return out
+        if plan.plain and out.__class__ is Tensor:
+            runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
+        many = out if out.__class__ is not Tensor else (out,)
+        if plan.untyped and any(t.requires_grad for t in many):
+            return settle_after(plan, args, kwargs, out, stamp)
+        for t, spec in zip(many, plan.outputs, strict=True):
+            stamp(t, spec)
+        return out
+    if plan.swift and plan.checked:
+        with disabled():
+            out = execute_swift(plan, func, args, kwargs)
+        if out.__class__ is Tensor:
+            return stamp(out, plan.spec)
+        for t, spec in zip(out, plan.outputs, strict=True):
+            stamp(t, spec)
+        return out
+    return _run(plan, func, types, args, kwargs)
+
+
+def _any_tied(args: Any) -> bool:
+    return any(a.__class__ is DistTensor and "_tied" in a.__dict__ for a in args)
+
+
+def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = op_name(func)
+    if name in ("__get__", "__set__", "__delete__") or name in NATIVE:
+        return call_disabled(func, types, args, kwargs)
+    special = SPECIAL.get(name)
+    if special is not None:
+        return special(func, types, args, kwargs)
+    if kwargs.get("out") is not None:
+        return _with_out(func, args, kwargs)
+    swift = all(isinstance(a, Tensor) for a in args[: len(tensors_in(args))]) and not tensors_in(kwargs)
+    resolve(func)  # so that the key of the next call knows whether the op is pointwise
+    plan = plan_call(func, args, kwargs)
+    if plan.run is not None and args and args[0].__class__ is list:
+        LISTED[func] = plan.run
+    plan.swift = plan.swift and swift
+    plans = runtime.RT.plans
+    if len(plans) >= _MAX_PLANS:
+        plans.clear()
+        runtime.RT.fast.clear()
+    with contextlib.suppress(TypeError):  # an unhashable argument: planned anew each time
+        plans[(func, *[key_part(a, func) for a in args]) if not kwargs else _full_key(func, args, kwargs)] = plan
+    return _run(plan, func, types, args, kwargs)
+
+
+def _full_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = (func, *[key_part(a, func) for a in args])
+    return (first, *[(k, key_part(v, func)) for k, v in kwargs.items()])
+
+
+def _run(plan: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if plan.run is not None:
+        return plan.run(*args, **kwargs)
+    if plan.redispatch:
+        return redispatch_function(func, types, args, kwargs)
+    if plan.gathered:
+        warn_gathered(plan)
+    with disabled():
+        return execute(plan, func, args, kwargs, stamp)
+
+
+def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out=``: compute, convert to the layout that ``out`` has, and copy into it."""
+    given = kwargs["out"]
+    made = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    for target, value in zip(tensors_in(given), tensors_in(made), strict=True):
+        if not isinstance(target, DistTensor):
+            raise DispatchError(
+                f"{op_name(func)}: out= is a plain tensor and the result is distributed; give a DistTensor, e.g. "
+                "torch.empty_like of an operand"
+            )
+        refuse_copy(f"{op_name(func)}: out=", target)
+        if target.shape != value.shape:
+            raise DispatchError(
+                f"{op_name(func)}: out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; distributed "
+                "tensors are not resized"
+            )
+        local = local_of(value, target._spec)
+        with disabled():
+            target.copy_(local)
+    return given
+
+
+DistTensor.__torch_function__ = staticmethod(dispatch)  # type: ignore[method-assign]

@@ -1,0 +1,351 @@
+"""The class ``DistTensor``: the local tensor with its class set and a spec attached.
+
+What it *does* is put in place by the modules beside this one, one for each concern: calls of ops (``calls``,
+``methods``), ``.grad`` (``gradients``) and ``backward`` (``autograd``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+
+from .. import convert, reshard, runtime
+from ..dispatch import call_disabled, disabled, settle
+from ..errors import LayoutError
+from ..layout import Layout, Partial, Placement, Spec
+from ..mesh import Mesh
+
+Tensor = torch.Tensor
+NO: dict[str, Any] = {}
+
+BASE: Any = Tensor  # its properties as descriptors, to be called with dispatch disabled
+GET_GRAD = BASE.grad.__get__
+SET_GRAD = BASE.grad.__set__
+_DETACH = Tensor.detach
+_GET_REQUIRES = BASE.requires_grad.__get__
+_GET_DATA = BASE.data.__get__
+_GET_LAYOUT = BASE.layout.__get__
+_SET_DATA = BASE.data.__set__
+
+
+class DistTensor(torch.Tensor):
+    """A tensor laid out on a mesh.  Behaves as the global tensor; holds this rank's part.
+
+    Made by ``shard_tensor``, ``from_local``, ``sharded`` and by every op on another DistTensor.
+    """
+
+    # The local tensor itself with its class set: dispatch may set it back to Tensor for a while.
+    class_set = True
+    _spec: Spec
+    grad: DistTensor | None  # the property is in gradients
+
+    # -- what the tensor is -------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> Spec:
+        """Global shape, dtype and layout."""
+        return self._spec
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """How the tensor lies on its mesh (torch's memory layout is always strided here)."""
+        return self._spec.layout
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the tensor lies on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.layout.placements
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Global shape."""
+        return self._spec.shape
+
+    def size(self, dim: int | None = None) -> Any:
+        """Global size."""
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dims."""
+        return self._spec.ndim
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return self._spec.ndim
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        return self._spec.shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self._spec.ndim:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._spec.ndim:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    # -- values -------------------------------------------------------------------------------------------
+
+    def to_local(self) -> Tensor:
+        """This rank's part as a plain tensor that shares memory; differentiable.
+
+        Its gradient must have the layout of this tensor's gradient: whole on each rank where the tensor is
+        replicated or Partial, the own shard where it is sharded.
+        """
+        with disabled():
+            if self._spec.undecided and self.requires_grad:
+                settle(self, self._spec.with_(undecided=0))
+            spec = self._spec
+            if spec.reduced and self.requires_grad and torch.is_grad_enabled():
+                # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
+                return plain(convert.apply(reshard.plan(spec, spec.with_(reduced=0)).steps, self))
+            return self.view_as(self) if _GET_LAYOUT(self) is torch.strided else self.clone()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        spec = self._spec
+        if any(isinstance(p, Partial) for p in spec.layout.placements):
+            local, what = whole(self.detach()), "reduced value"
+        else:
+            local, what = self.to_local().detach(), "value" if spec.layout.is_replicated() else "local part"
+        return f"DistTensor({what}={local!r}, shape={tuple(spec.shape)}, layout={spec.layout!r})"
+
+    def __str__(self) -> str:
+        return self.__repr__()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item() if self.ndim == 0 and format_spec else str(self), format_spec)
+
+    def item(self) -> Any:
+        """The one value as a Python number.  A Partial is reduced first: every rank must call it."""
+        return whole(self.detach()).item()
+
+    def tolist(self) -> Any:
+        """The global values as nested lists.  Every rank must call it."""
+        return whole(self.detach()).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The global values as an array.  Every rank must call it."""
+        return whole(self.detach() if force else self).numpy(force=force)
+
+    def __bool__(self) -> bool:
+        return bool(whole(self.detach()))
+
+    def __float__(self) -> float:
+        return float(whole(self.detach()))
+
+    def __int__(self) -> int:
+        return int(whole(self.detach()))
+
+    def __index__(self) -> int:
+        return whole(self.detach()).__index__()
+
+    def __complex__(self) -> complex:
+        return complex(whole(self.detach()))
+
+    def __contains__(self, element: Any) -> bool:
+        return bool((self == element).any())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
+        if id(self) in memo:
+            return cast(DistTensor, memo[id(self)])
+        with disabled():
+            if not self.is_leaf:
+                raise RuntimeError("only leaf tensors can be deep-copied; use .detach().clone()")
+            made = stamp(Tensor.clone(Tensor.detach(self)), self._spec.with_(copied=False))
+            made.requires_grad_(self.requires_grad)
+            grad = self.grad
+            if grad is not None:
+                made.grad = stamp(Tensor.clone(Tensor.detach(grad)), grad._spec)
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with disabled():
+            local = Tensor.detach(self)
+        local.__class__ = Tensor
+        return _rebuild, (local, self._spec, self.requires_grad, getattr(self, "_is_param", False))
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are recorded for this tensor."""
+        return cast(bool, call_disabled(_GET_REQUIRES, (), (self,), NO))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with disabled():
+            self.requires_grad_(value)
+
+    @property
+    def data(self) -> DistTensor:
+        """The tensor without its history, sharing memory (writes to one are not counted for the other)."""
+        made = stamp(call_disabled(_GET_DATA, (), (self,), NO), self._spec.with_(undecided=every_axis(self._spec)))
+        share(self, made)
+        return made
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DistTensor):
+            value = as_layout_of(value, self._spec)
+        with disabled():
+            _SET_DATA(self, value)
+        share(self, value)
+        old = self._spec
+        self._spec = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
+
+    def detach(self) -> DistTensor:
+        """The tensor without its history, sharing memory.
+
+        It has no type yet: what is made a leaf of it starts undecided.  A method and not an op, because code that
+        runs inside native ops (checkpoints) detaches what they save and compares the shapes.
+        """
+        spec = self._spec
+        return stamp(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=every_axis(spec)))
+
+    def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
+        """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
+
+        def on_local(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
+            spec = self._spec.grad().with_(dtype=grad.dtype)
+            with disabled():
+                given = stamp(grad.view_as(grad), spec)
+            made = hook(given)
+            return None if made is None else plain(local_of(made, spec.with_(dtype=made.dtype)))
+
+        with disabled():
+            return Tensor.register_hook(self, on_local)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[DistTensor], None]) -> Any:
+        """``hook(tensor)`` after the gradient was accumulated into ``tensor.grad``."""
+        with disabled():
+            return Tensor.register_post_accumulate_grad_hook(self, hook)
+
+    # -- properties of torch.Tensor that are ops ----------------------------------------------------------
+
+    @property
+    def T(self) -> Any:  # type: ignore[override]
+        """All dims reversed."""
+        return self.permute(*range(self.ndim - 1, -1, -1))
+
+    @property
+    def mT(self) -> Any:  # type: ignore[override]
+        """The last two dims exchanged."""
+        return self.transpose(-2, -1)
+
+    @property
+    def H(self) -> Any:  # type: ignore[override]
+        """Conjugate transpose of a matrix."""
+        return self.transpose(0, 1).conj() if self.ndim else self.conj()
+
+    @property
+    def mH(self) -> Any:  # type: ignore[override]
+        """Conjugate transpose of the last two dims."""
+        return self.transpose(-2, -1).conj()
+
+    @property
+    def real(self) -> Any:  # type: ignore[override]
+        """Real part."""
+        return torch.real(self)
+
+    @property
+    def imag(self) -> Any:  # type: ignore[override]
+        """Imaginary part."""
+        return torch.imag(self)
+
+
+def stamp(local: Tensor, spec: Spec) -> DistTensor:
+    """Make ``local`` the DistTensor of ``spec``, in place: the object stays the same."""
+    if local.dtype is not spec.dtype and type(local) is Tensor:
+        spec = spec.with_(dtype=local.dtype)
+    local.__class__ = DistTensor
+    made = cast(DistTensor, local)
+    made._spec = spec
+    return made
+
+
+def plain(t: Tensor) -> Tensor:
+    """The local tensor of a distributed one as a plain alias, in the same graph."""
+    if t.__class__ is not DistTensor:
+        return t
+    with disabled():
+        return t.view_as(t)
+
+
+def raw_grad(t: Tensor) -> Tensor | None:
+    """What autograd's slot for the gradient holds."""
+    return cast("Tensor | None", call_disabled(GET_GRAD, (), (t,), NO))
+
+
+def share(*tensors: Tensor) -> None:
+    """These have the same memory and their own version counters: what is converted from them cannot be kept."""
+    for t in tensors:
+        t.__dict__["_shared"] = True
+        t.__dict__.pop("_memo", None)
+
+
+def every_axis(spec: Spec) -> int:
+    """The mask of all axes."""
+    return (1 << spec.mesh.ndim) - 1
+
+
+def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> DistTensor:
+    made = stamp(local, spec)
+    made.requires_grad_(requires_grad)
+    if is_param:
+        made._is_param = True
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def local_of(value: Tensor, spec: Spec) -> Tensor:
+    """Local part of ``value`` brought to the types of ``spec``."""
+    if not isinstance(value, DistTensor):
+        value = as_layout_of(value, spec)
+    with disabled():
+        source = value._spec.with_(undecided=0)
+        if value.requires_grad:
+            settle(value, source)
+        return convert.apply(reshard.plan(source, spec.with_(dtype=source.dtype, undecided=0)).steps, value)
+
+
+def as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
+    """A plain tensor in the place of a distributed one: a global value (the same everywhere), or a local part."""
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    if tuple(value.shape) == tuple(spec.shape):
+        source = Spec(spec.shape, value.dtype, Layout(spec.mesh))
+        target = spec.with_(dtype=value.dtype, undecided=0)
+        local = convert.apply(reshard.plan(source, target).steps, value)
+        return stamp(local.detach() if local is value else local, target)
+    raise LayoutError(
+        f"a plain tensor of shape {tuple(value.shape)} was given for a DistTensor of global shape {tuple(spec.shape)} "
+        f"(local {spec.local_shape(here)}); plain tensors stand for global values: use mw.from_local for a local part"
+    )
+
+
+def whole(t: DistTensor) -> Tensor:
+    """The global value as a plain tensor, on every rank; differentiable."""
+    spec = t._spec
+    made = local_of(t, Spec(spec.shape, spec.dtype, Layout(spec.mesh)))
+    return t.to_local() if isinstance(made, DistTensor) else made

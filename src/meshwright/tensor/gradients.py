@@ -1,0 +1,148 @@
+"""``DistTensor.grad``: autograd's slot, and what lies beside it.
+
+The slot takes gradients of the tensor's local shape only.  A gradient of another one is *held* beside it: one that was
+reduce-scattered while the tensor is whole, the contributions to a tensor that is stored split but used whole, one that
+was assigned in another layout.  A gradient that fits the slot and has another layout than the backward's is converted
+before the backward adds to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, cast
+
+import torch
+
+from .. import convert, reshard
+from ..dispatch import call_disabled, disabled
+from ..errors import LayoutError
+from ..layout import Spec
+from .carrier import GET_GRAD, NO, SET_GRAD, DistTensor, as_layout_of, raw_grad, stamp
+
+Tensor = torch.Tensor
+
+
+def held(p: Tensor) -> DistTensor | None:
+    """The gradient that is held beside the slot, if any."""
+    return cast("DistTensor | None", p.__dict__.get("_held"))
+
+
+def hold(p: Tensor, g: DistTensor | None) -> None:
+    """Hold a gradient beside the slot."""
+    if g is None:
+        p.__dict__.pop("_held", None)
+    else:
+        p.__dict__["_held"] = g
+
+
+def in_spec(g: Tensor, source: Spec, target: Spec) -> Tensor:
+    """Local part of a gradient in another layout."""
+    source, target = source.with_(undecided=0), target.with_(dtype=source.dtype, undecided=0)
+    with torch.no_grad(), disabled():
+        return convert.apply(reshard.plan(source, target).steps, g)
+
+
+def _merge(p: DistTensor, kept: DistTensor) -> None:
+    """A reduced gradient and contributions that came after it become contributions."""
+    with torch.no_grad(), disabled():
+        slot = GET_GRAD(p)
+        spec: Spec = slot.__dict__.get("_spec") or p._spec.grad()
+        if kept._spec.layout.partial:
+            total = Tensor.add(kept, in_spec(slot, spec, kept._spec))
+            hold(p, stamp(total, kept._spec))
+            SET_GRAD(p, None)
+        else:
+            total = Tensor.add(slot, in_spec(kept, kept._spec, spec))
+            hold(p, None)
+            SET_GRAD(p, stamp(total, spec))
+
+
+def _get(self: DistTensor) -> DistTensor | None:
+    found = call_disabled(GET_GRAD, (), (self,), NO)
+    kept = self.__dict__.get("_held")
+    if kept is not None:
+        if found is None:
+            return cast(DistTensor, kept)
+        _merge(self, kept)
+        return _get(self)
+    if found is not None and found.__class__ is not DistTensor:
+        stamp(found, self._spec.grad())
+    return cast("DistTensor | None", found)
+
+
+def _set(self: DistTensor, value: Any) -> None:
+    given = None if value is None else _checked(self, value)
+    with disabled():
+        if given is None or Tensor.size(given) == Tensor.size(self):
+            SET_GRAD(self, given)
+            hold(self, None)
+            if given is not None:
+                _guard(self, given._spec)
+        elif given.dtype is not self.dtype:  # the slot would refuse it too
+            raise RuntimeError(f"assigned grad has dtype {given.dtype}, its tensor {self.dtype}: they must be equal")
+        else:
+            SET_GRAD(self, None)
+            hold(self, given)
+
+
+def _checked(p: DistTensor, value: Any) -> DistTensor:
+    """What was assigned, as a distributed tensor that can be the gradient of ``p``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
+    spec = p._spec
+    made = value if isinstance(value, DistTensor) else as_layout_of(value, spec)
+    given = made._spec
+    if given.shape != spec.shape:
+        raise RuntimeError(
+            f"assigned grad has shape {tuple(given.shape)}, its tensor has {tuple(spec.shape)}: they must be equal"
+        )
+    if given.mesh != spec.mesh:
+        raise LayoutError(
+            f"assigned grad lies on {given.mesh!r}, its tensor on {spec.mesh!r}: a gradient lies where its tensor does"
+        )
+    return made
+
+
+def _guard(p: DistTensor, given: Spec) -> None:
+    """See to it that an assigned gradient has the layout of the backward's before that adds to it.
+
+    Dispatch must be disabled.  An undecided leaf may yet turn out to want another layout than it would now.
+    """
+    if "_guarded" in p.__dict__ or (given.layout == p._spec.grad().layout and not p._spec.undecided):
+        return
+    if not (p.is_floating_point() or p.is_complex()):
+        return
+    ref = weakref.ref(p)
+
+    def before(grad: Tensor | None) -> None:
+        own = ref()
+        if own is not None and grad is not None:
+            _convert_slot(own)
+
+    thawed = p.requires_grad
+    p.requires_grad_(True)  # a frozen tensor may be thawed before the next backward
+    Tensor.register_hook(p, before)
+    p.requires_grad_(thawed)
+    p.__dict__["_guarded"] = True
+
+
+def _convert_slot(p: DistTensor) -> None:
+    """Give the gradient in the slot the layout of the backward's."""
+    found, target = raw_grad(p), p._spec.grad()
+    source: Spec | None = found.__dict__.get("_spec") if found is not None else None
+    if found is None or source is None or source.layout == target.layout:
+        return
+    target = target.with_(dtype=source.dtype)
+    with disabled():  # with history, where this backward is to be differentiated
+        local = convert.apply(reshard.plan(source.with_(undecided=0), target).steps, found)
+        SET_GRAD(p, stamp(local.clone() if local is found else local, target))
+
+
+def _delete(self: DistTensor) -> None:
+    _set(self, None)
+
+
+_DOC = "The gradient so far, in the layout that the backward gave it (Partial before it is synchronised)."
+DistTensor.grad = property(_get, _set, _delete, _DOC)  # type: ignore[assignment]
+
+__all__ = ["held", "hold", "in_spec"]

@@ -1,0 +1,70 @@
+"""Methods of ``DistTensor`` that enter dispatch directly, and properties that are those of the local tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..dispatch import call_disabled
+from .calls import dispatch
+from .carrier import BASE, NO, DistTensor
+
+Tensor = torch.Tensor
+_TYPES = (DistTensor,)
+_enabled = torch._C._is_torch_function_enabled
+_modes = torch._C._len_torch_function_stack
+
+
+def _method(name: str, func: Any) -> Any:
+    """A method of Tensor that enters dispatch directly.
+
+    The same call through C would first parse its arguments, find the overriding type and build a tuple of types: more
+    than the op itself where tensors are small.  Inside modes, and with dispatch disabled, it takes the usual way.
+    """
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _modes() or not _enabled():
+            return func(self, *args, **kwargs)
+        return dispatch(func, _TYPES, (self, *args), kwargs)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = func.__doc__
+    return method
+
+
+def _operator(name: str, func: Any) -> Any:
+    """As :func:`_method`, for ``x + y`` and friends, which answer NotImplemented to what is not a number or tensor."""
+
+    def operator(self: Any, other: Any) -> Any:
+        if _modes() or not _enabled() or not isinstance(other, (Tensor, float, int, complex)):
+            return func(self, other)
+        return dispatch(func, _TYPES, (self, other), NO)
+
+    operator.__name__ = operator.__qualname__ = name
+    return operator
+
+
+def _getter(name: str) -> Any:
+    """A property that says the same of the local tensor and of the global one, without a detour through dispatch."""
+    get = getattr(BASE, name).__get__
+    return property(lambda self: call_disabled(get, (), (self,), NO), doc=getattr(BASE, name).__doc__)
+
+
+for _name in ("device", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta", "is_sparse", "_base", "_version"):
+    setattr(DistTensor, _name, _getter(_name))
+setattr(DistTensor, "dtype", property(lambda self: self._spec.dtype, doc="Element type."))  # noqa: B010
+
+_OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "pow")
+_METHODS = (
+    "abs", "add", "add_", "amax", "amin", "bmm", "chunk", "clone", "contiguous", "copy_", "cos", "div", "div_", "exp",
+    "expand", "flatten", "float", "gather", "log", "masked_fill", "matmul", "mean", "mm", "mul", "mul_", "neg",
+    "permute",     "pow", "relu", "reshape", "rsqrt", "select", "sigmoid",
+    "sin", "softmax", "split", "sqrt", "squeeze", "sub", "sub_",
+    "sum", "tanh", "to", "transpose", "type_as", "unbind", "unsqueeze", "view", "view_as", "zero_", "__getitem__",
+    "__neg__",
+)  # fmt: skip
+for _name in _METHODS:
+    setattr(DistTensor, _name, _method(_name, getattr(Tensor, _name)))
+for _name in _OPERATORS:
+    setattr(DistTensor, f"__{_name}__", _operator(f"__{_name}__", getattr(Tensor, f"__{_name}__")))

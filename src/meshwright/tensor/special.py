@@ -1,0 +1,73 @@
+"""Functions that are no ops: questions about the object, autograd's own, and what cannot work."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ..dispatch import call_disabled
+from ..errors import DispatchError
+from .autograd import backward, grad
+from .carrier import DistTensor, every_axis
+
+# Questions about the object or its memory, and autograd's own bookkeeping: the same for local and global.
+NATIVE = {
+    "is_floating_point", "is_complex", "is_contiguous", "is_inference", "is_pinned", "is_conj", "is_neg", "is_signed",
+    "retain_grad", "requires_grad_", "storage_offset", "data_ptr", "element_size", "get_device", "is_set_to",
+    "untyped_storage", "storage", "_typed_storage", "__hash__", "stride", "dim_order", "is_shared", "share_memory_",
+    "has_names", "is_same_size", "is_nonzero", "_is_view", "_backward_hooks", "is_distributed", "is_coalesced",
+    "record_stream", "_has_symbolic_sizes_strides", "is_vulkan_available",
+}  # fmt: skip
+
+
+def _refuse_transforms() -> None:
+    """torch.func works below ``__torch_function__``: it would silently transform this rank's local tensors."""
+    from torch._functorch import eager_transforms, vmap
+
+    def guard(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if any(a.__class__ is DistTensor for a in args):
+                raise DispatchError(
+                    "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to "
+                    "differentiate again), or apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
+                )
+            return original(*args, **kwargs)
+
+        setattr(module, name, guarded)
+
+    guard(eager_transforms, "_wrap_for_grad")
+    guard(vmap, "_add_batch_dim")
+
+
+_refuse_transforms()
+
+
+def _detach(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].detach()
+
+
+def _detach_in_place(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (x,) = args
+    call_disabled(func, types, args, kwargs)
+    x._spec = x._spec.with_(reduced=0, undecided=every_axis(x._spec))
+    return x
+
+
+def _no_forward_mode(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise DispatchError(
+        "forward-mode differentiation does not support DistTensors: for a Jacobian-vector product differentiate "
+        "torch.autograd.grad(y, x, v, create_graph=True) with respect to v"
+    )
+
+
+SPECIAL: dict[str, Callable[..., Any]] = {
+    "_make_dual": _no_forward_mode,
+    "grad": grad,
+    "backward": backward,
+    "detach": _detach,
+    "detach_": _detach_in_place,
+}
