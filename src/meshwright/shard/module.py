@@ -106,6 +106,45 @@ def shard_module(
     return model
 
 
+def lay_module(
+    model: nn.Module, mesh: Mesh, specs: Mapping[str, Spec], init: Callable[[nn.Module], Any] | None = None
+) -> dict[str, DistTensor]:
+    """Lay the parameters and buffers of a model as ``specs`` say (by their first names); nothing else is done to it.
+
+    Tensors that lie on the mesh already must lie so.  Returns the distributed ones by name.
+
+    Raises:
+        ShardError: a tensor that lies otherwise already; a module that cannot initialise itself.
+        DesyncError: ranks that pass different models or specs.
+    """
+    names = _Names(model)
+    plan, problem = {}, None
+    for name, spec in specs.items():
+        t = names.tensors[name]
+        if not isinstance(t, DistTensor):
+            plan[name] = spec
+        elif t._spec.layout != spec.layout:
+            problem = ShardError(f"{name} is sharded already, as {t.layout!r}, and the program needs {spec.layout!r}")
+    _agree(mesh, names, plan, problem)
+    meta = any(t.is_meta for t in names.tensors.values())
+    for name, spec in plan.items():
+        _lay(names, name, spec)
+    if meta:
+        _materialise(model, names, mesh, init)
+    return {n: t for n, t in names.current().items() if isinstance(t, DistTensor)}
+
+
+def stored_specs(
+    model: nn.Module, mesh: Mesh, specs: Mapping[str, Spec], stored_over: str | Mapping[str, str] | None
+) -> dict[str, Spec]:
+    """Of parameters that are to be stored split over an axis, the specs as stored; ``specs`` are as the ops see them.
+
+    Raises as :func:`shard_module`.
+    """
+    plan = dict(specs)
+    return {name: plan[name] for name in _stored(_Names(model), mesh, plan, stored_over)}
+
+
 # ---------------------------------------------------------------------------------------------- names
 
 
@@ -398,4 +437,6 @@ def _compatible(a: Tensor, b: Tensor) -> bool:
 
 COMPOSITES["_has_compatible_shallow_copy_type"] = _compatible
 
-__all__ = ["shard_module"]
+matching, hooked, Inputs, Outputs = _matching, _hooked, _Inputs, _Outputs
+
+__all__ = ["lay_module", "shard_module", "stored_specs"]

@@ -1,0 +1,238 @@
+"""From a model and a few layouts to a program: capture, complete, partition.
+
+Pure: no process group, no device and no memory for the model is needed, so a program for any mesh can be looked at
+on a laptop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.utils._pytree as pytree
+
+from ..errors import LayoutError, ProgramError, ShardError
+from ..layout import Layout, Placements, Spec
+from ..mesh import Mesh
+from ..shard.module import Inputs, Outputs, hooked, stored_specs
+from ..tensor import DistTensor
+from .capture import Captured, LossFn, capture
+from .complete import Completed, complete
+from .core import Program
+from .partition import Laid, partition
+from .update import Update, update_of
+
+Tensor = torch.Tensor
+Globs = Mapping[str, Placements]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is to be laid out; what the user said, as data.
+
+    Attributes:
+        layouts: glob over names of parameters and buffers, of batch tensors (``batch``, ``batch.0``, ``batch.x``) or of
+            values of the captured graph, to placements.
+        batch: placements of every batch tensor (or a mapping from their names to placements).
+        inputs, outputs: glob over module names to placements of what goes in or comes out, as for ``shard_module``.
+        stored_over: parameters are stored split over this axis and seen whole by the ops (ZeRO-3).
+        clip_grad_norm: clip the global norm of the gradients to this.
+        gradients: return gradients too (``parameter.grad`` is set after each step).
+        passes: applied to the program, in order.
+    """
+
+    layouts: Globs = ()  # type: ignore[assignment]
+    batch: Any = None
+    inputs: Globs = ()  # type: ignore[assignment]
+    outputs: Globs = ()  # type: ignore[assignment]
+    stored_over: str | Mapping[str, str] | None = None
+    clip_grad_norm: float | None = None
+    gradients: bool = False
+    passes: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the stages made of a step, for one rank.
+
+    Attributes:
+        captured: the step of one device.
+        completed: where layouts came from.
+        laid: the layouts.
+        program: the rank's program, after the passes.
+        stored: name of each parameter to the spec in which it is to be stored.
+        update: what of the optimizer is in the program; None if it runs after it.
+        pass_records: what each pass did.
+    """
+
+    captured: Captured
+    completed: Completed
+    laid: Laid
+    program: Program
+    stored: dict[str, Spec]
+    update: Update | None
+    pass_records: tuple[Any, ...] = ()
+
+
+def build(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    mesh: Mesh,
+    plan: Plan | None = None,
+    *,
+    rank: int | None = None,
+    train: bool = True,
+) -> Built:
+    """Capture a step, complete its layouts and partition it for one rank.
+
+    Args:
+        model: for one device; plain, on the meta device or fake (no memory), or distributed already.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss; None: the model does, given the batch.
+        optimizer: of the model's parameters; None: the program returns gradients.
+        batch: an example with global shapes; values do not matter.
+        mesh: need not be connected.
+        rank: whose program; the first one's unless given.
+        train: False: forward only.
+
+    Raises:
+        CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
+    """
+    plan = plan or Plan()
+    with _wishes(model, mesh, plan):
+        captured = capture(model, loss_fn, batch, mesh.device)
+    completed = complete(captured, mesh, _said(model, captured, mesh, plan, batch))
+    laid, stored = _laid(model, captured, completed, mesh, plan)
+    update = None
+    if optimizer is not None and train:
+        update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
+    made = partition(
+        captured, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
+        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, train=train,
+    )  # fmt: skip
+    return Built(captured, completed, laid, made, stored, update)
+
+
+# ---------------------------------------------------------------------------------------------- what the user said
+
+
+@contextlib.contextmanager
+def _wishes(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[None]:
+    """Inside, modules leave the plan's wishes about what goes in and comes out."""
+    modules = dict(model.named_modules())
+    handles = []
+    for globs, kind, register in (
+        (plan.inputs, Inputs, "register_forward_pre_hook"),
+        (plan.outputs, Outputs, "register_forward_hook"),
+    ):
+        for module, wish in hooked(modules, dict(globs or {}), kind.__name__.lower().strip("_")):
+            handles.append(getattr(module, register)(kind(mesh, wish)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _said(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: Any) -> dict[str, Any]:
+    """Node of the captured graph to what the user said of it."""
+    by_name = {s.name: s.node for s in captured.sources}
+    by_name.update({other: by_name[first] for other, first in captured.tied.items() if first in by_name})
+    said: dict[str, Any] = {}
+    words: dict[str, tuple[set[str], str]] = {}
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(t, DistTensor) and name in by_name:
+            said[by_name[name]] = t.layout
+            words[by_name[name]] = (set(), f"the tensor itself ({t.layout!r})")
+    names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
+    # From the widest glob to the narrowest: a narrower one may differ from a wider one, others must agree.
+    found = {g: {n for n in names if fnmatch.fnmatchcase(n, g)} for g in dict(plan.layouts or {})}
+    for glob, matched in found.items():
+        if not matched:
+            raise ShardError(_no_match(glob, names))
+    for glob in sorted(found, key=lambda g: -len(found[g])):
+        placements = dict(plan.layouts)[glob]
+        for name in sorted(found[glob]):
+            node = by_name.get(name, name)
+            old = words.get(node)
+            narrower = old is not None and found[glob] < old[0]
+            if old is not None and not narrower and not _alike(mesh, said[node], placements, name):
+                raise LayoutError(
+                    f"contradiction: {glob!r} says {placements!r} of {name}, but {old[1]} says {said[node]!r}: keep one"
+                )
+            said[node], words[node] = placements, (found[glob], repr(glob))
+    for source in captured.sources:
+        wish = _batch_wish(plan.batch, source.name) if source.kind == "batch" else None
+        if wish is not None and source.node not in said:
+            said[source.node] = wish
+    leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    for source, leaf in zip((s for s in captured.sources if s.kind == "batch"), leaves, strict=True):
+        if isinstance(leaf, DistTensor):
+            said.setdefault(source.node, leaf.layout)
+    return said
+
+
+def _alike(mesh: Mesh, a: Any, b: Any, name: str) -> bool:
+    return Layout(mesh, a).placements == Layout(mesh, b).placements
+
+
+def _batch_wish(wish: Any, name: str) -> Any:
+    if isinstance(wish, Mapping) and wish and all(str(k).startswith("batch") for k in wish):
+        return next((p for glob, p in wish.items() if fnmatch.fnmatchcase(name, glob)), None)
+    return wish
+
+
+def _no_match(glob: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(glob.replace("*", ""), names, n=3, cutoff=0.4)
+    near = f"; close ones: {', '.join(close)}" if close else ""
+    some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+    return f"{glob!r} in layouts matches no parameter, buffer, batch tensor or value of the program{near}; there are: {some}"
+
+
+# ---------------------------------------------------------------------------------------------- layouts as specs
+
+
+def _laid(
+    model: nn.Module, captured: Captured, completed: Completed, mesh: Mesh, plan: Plan
+) -> tuple[Laid, dict[str, Spec]]:
+    everywhere = (1 << mesh.ndim) - 1
+    specs: dict[str, Spec] = {}
+    params: dict[str, Spec] = {}
+    for source in captured.sources:
+        layout = completed.layouts[source.node]
+        if layout.partial and source.kind != "batch":
+            raise LayoutError(f"{source.name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
+        # What carries no gradient fits whatever it meets; parameters get their types from their first use.
+        specs[source.node] = Spec(source.fake.shape, source.fake.dtype, layout, undecided=everywhere)
+        if source.kind in ("param", "buffer"):
+            params[source.name] = specs[source.node]
+    placed = {n: s for n, s in params.items()}
+    for name, t in model.named_parameters():
+        if name not in placed and name not in captured.tied:  # a parameter that the loss does not need
+            placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)
+    stored = stored_specs(model, mesh, placed, plan.stored_over)
+    by_name = {s.name: s.node for s in captured.sources}
+    laid = Laid(
+        specs, {by_name[n]: s for n, s in stored.items() if n in by_name}, completed.wishes, completed.origins
+    )  # fmt: skip
+    buffers = {n for n, _ in model.named_buffers()}
+    final = {
+        n: stored.get(n, s)
+        for n, s in placed.items()
+        if n not in buffers or not s.layout.is_replicated()  # buffers that are whole everywhere stay plain tensors
+    }
+    return laid, final
+
+
+def checked_mesh(mesh: Any) -> Mesh:
+    """``mesh`` as a mesh.  Raises ProgramError for anything else."""
+    if not isinstance(mesh, Mesh):
+        raise ProgramError(f"mesh={mesh!r}: a mw.Mesh was expected, from mw.init_mesh({{'dp': 2}})")
+    return mesh

@@ -1,0 +1,337 @@
+"""Completion: layouts for every value of a captured graph, from the few that the user gave.
+
+Layouts travel along the factors of the ops' rules, from operands to results and back, one mesh axis at a time, until
+nothing changes: the propagation of GSPMD (Xu et al., 2021) and Shardy, on the notation that dispatch reads.  What
+the user said is never changed.  Where operands disagree, those that the user named decide, then bytes, then the order
+of the operands.  What nothing reaches stays replicated; what lies between is then decided by dispatch, forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..dispatch import make_rule, map_tensors, resolve, tensors_in
+from ..errors import LayoutError
+from ..layout import REPLICATE, Layout, Placement, Shard, Spec
+from ..marks import CONSTRAIN, read_wish
+from ..mesh import Mesh
+from ..rules.core import Rule, Strategy
+from .capture import Captured, line_of
+from .core import Origin
+
+Tensor = torch.Tensor
+Key = tuple[str, int]  # a node and which of its outputs
+
+USER, REACHED = "user", "propagated"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A placement on one axis and where it came from."""
+
+    placement: Placement
+    source: str
+    reason: str
+    lost: tuple[str, ...] = ()
+
+
+class State:
+    """What is known of one value: per axis an entry, or None."""
+
+    __slots__ = ("entries", "nbytes", "shape")
+
+    def __init__(self, axes: int, shape: tuple[int, ...], nbytes: int) -> None:
+        self.entries: list[Entry | None] = [None] * axes
+        self.shape, self.nbytes = shape, nbytes
+
+    def placement(self, axis: int) -> Placement | None:
+        """What is known on one axis."""
+        entry = self.entries[axis]
+        return None if entry is None else entry.placement
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One op: its rule, and the keys of the values that it reads and makes."""
+
+    name: str
+    where: str
+    rule: Rule
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """Layouts of the graph's inputs, and where the layout of each value that has one came from.
+
+    Attributes:
+        layouts: name of a placeholder to its layout.
+        wishes: name of a node to placements that the user gave it.
+        origins: for every value that got a layout here.
+        rounds: how often the graph was swept.
+    """
+
+    layouts: dict[str, Layout]
+    wishes: dict[str, Any]
+    origins: tuple[Origin, ...]
+    rounds: int
+
+
+def complete(captured: Captured, mesh: Mesh, said: Mapping[str, Any]) -> Completed:
+    """Propagate what the user said.
+
+    Args:
+        said: name of a placeholder or node of the captured graph to placements; a ``Layout`` or a sequence fixes every
+            axis, a mapping those that it names (for an input: the others too).
+
+    Raises:
+        LayoutError: placements that do not fit a value, or two users' words that contradict each other.
+    """
+    return _Completion(captured, mesh).run(said)
+
+
+class _Completion:
+    """The values, the ops between them, and the sweeps."""
+
+    def __init__(self, captured: Captured, mesh: Mesh) -> None:
+        self.captured, self.mesh = captured, mesh
+        self.states: dict[Key, State] = {}
+        self.same: dict[Key, Key] = {}  # tied inputs, and what getitem picks
+        self.facts: list[Fact] = []
+        self.wishes: dict[str, Any] = {}
+        self._rules: dict[Any, Rule | None] = {}
+        self._solved: dict[Any, Any] = {}
+        self._values()
+
+    # -- the graph as facts ---------------------------------------------------------------------------
+
+    def _values(self) -> None:
+        first: dict[int, str] = {}
+        for source in self.captured.sources:
+            known = first.setdefault(id(source.fake), source.node)
+            if known != source.node:
+                self.same[source.node, 0] = (known, 0)
+            else:
+                self._add((source.node, 0), source.fake)
+        for node in self.captured.graph.nodes:
+            if node.op != "call_function":
+                continue
+            value = node.meta.get("val")
+            if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+                self.same[node.name, 0] = (node.args[0].name, int(node.args[1]))
+            elif isinstance(value, Tensor):
+                self._add((node.name, 0), value)
+            elif isinstance(value, (tuple, list)):
+                for i, v in enumerate(value):
+                    if isinstance(v, Tensor):
+                        self._add((node.name, i), v)
+            fact = self._fact(node)
+            if fact is not None:
+                self.facts.append(fact)
+
+    def _add(self, key: Key, t: Tensor) -> None:
+        self.states[key] = State(self.mesh.ndim, tuple(t.shape), t.numel() * t.element_size())
+
+    def _key(self, node: fx.Node) -> Key:
+        key = (node.name, 0)
+        return self.same.get(key, key)
+
+    def _fact(self, node: fx.Node) -> Fact | None:
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target is CONSTRAIN.default:
+            return self._identity(node) if node.target is CONSTRAIN.default else None
+        inputs: list[Key] = []
+        fx.map_arg((node.args, node.kwargs), lambda n: inputs.append(self._key(n)))
+        if not inputs or any(k not in self.states for k in inputs):
+            return None
+        rule = self._rule(node)
+        if rule is None:
+            return None
+        outputs = [(node.name, i) for i in range(len(rule.outputs))]
+        if any(k not in self.states for k in outputs):
+            return None
+        return Fact(node.name, line_of(node), rule, tuple(inputs), tuple(outputs))
+
+    def _identity(self, node: fx.Node) -> Fact | None:
+        assert isinstance(node.args[0], fx.Node)
+        source, made = self._key(node.args[0]), (node.name, 0)
+        letters = tuple((f"d{i}",) for i in range(len(self.states[made].shape)))
+        sizes = {f"d{i}": n for i, n in enumerate(self.states[made].shape)}
+        return Fact(node.name, line_of(node), Rule((letters,), (letters,), sizes, text="constrain"), (source,), (made,))
+
+    def _rule(self, node: fx.Node) -> Rule | None:
+        """The rule of a call; repeated layers ask once."""
+        target: Any = node.target
+        key = (target, _signature(node.args), _signature(node.kwargs))
+        try:
+            if key in self._rules:
+                return self._rules[key]
+        except TypeError:
+            key = None
+        op = resolve(target)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        tensors = tensors_in((args, kwargs))
+        whole = Layout(self.mesh)
+        specs = [Spec(t.shape, t.dtype, whole) for t in tensors]
+        made = None
+        if op.composite is None and op.rule is not None:
+            stand_in = map_tensors((tuple(args), dict(kwargs)), lambda t: t)
+            made = make_rule(op, specs, *stand_in)
+        if made is not None and len(made.inputs) != len(tensors):
+            made = None
+        if key is not None:
+            self._rules[key] = made
+        return made
+
+    # -- the user's words -----------------------------------------------------------------------------
+
+    def run(self, said: Mapping[str, Any]) -> Completed:
+        """Take in what the user said, sweep until nothing changes, and read the inputs."""
+        inputs = {s.node: s.name for s in self.captured.sources}
+        for name, placements in said.items():
+            self._say(name, placements, all_axes=name in inputs, label=inputs.get(name, name))
+            if name not in inputs:
+                self.wishes[name] = placements
+        for node in self.captured.graph.find_nodes(op="call_function", target=CONSTRAIN.default):
+            self._say(node.name, read_wish(node.args[1]), all_axes=False, label=f"constrain at {line_of(node)}")
+        rounds = self._sweep()
+        layouts = {s.node: self._layout((s.node, 0)) for s in self.captured.sources}
+        return Completed(layouts, self.wishes, tuple(self._origins(inputs)), rounds)
+
+    def _say(self, name: str, placements: Any, *, all_axes: bool, label: str) -> None:
+        key = self.same.get((name, 0), (name, 0))
+        state = self.states[key]
+        if isinstance(placements, Mapping):
+            axes = {self.mesh.axis_index(a) for a in placements}
+            axes = set(range(self.mesh.ndim)) if all_axes else axes
+        else:
+            axes = set(range(self.mesh.ndim))
+        try:
+            layout = Layout(self.mesh, placements, ndim=len(state.shape))
+        except LayoutError as error:
+            raise LayoutError(f"{label}, of shape {state.shape}: {error}") from error
+        for a in sorted(axes):
+            p, old = layout.placements[a], state.entries[a]
+            if old is not None and old.placement != p:
+                raise LayoutError(
+                    f"contradiction: {label} is said to be {p!r} on {self.mesh.axes[a]!r}, but {old.reason} says "
+                    f"{old.placement!r}: name one of them only (tied weights have one layout)"
+                )
+            state.entries[a] = Entry(p, USER, label)
+
+    # -- sweeping -------------------------------------------------------------------------------------
+
+    def _sweep(self) -> int:
+        rounds = 0
+        dirty = True
+        while dirty:
+            dirty = False
+            for facts in (self.facts, self.facts[::-1]):
+                rounds += 1
+                changed = False
+                for fact in facts:
+                    for a in range(self.mesh.ndim):
+                        changed |= self._propagate(fact, a)
+                dirty |= changed
+        return rounds
+
+    def _propagate(self, fact: Fact, axis: int) -> bool:
+        states = [self.states[k] for k in fact.inputs], [self.states[k] for k in fact.outputs]
+        known = tuple(tuple(s.placement(axis) for s in side) for side in states)
+        if not any(isinstance(p, Shard) for side in known for p in side):
+            return False
+        if all(p is not None for side in known for p in side):
+            return False
+        users = tuple(
+            tuple(e is not None and e.source == USER for e in (s.entries[axis] for s in side)) for side in states
+        )
+        key = (id(fact.rule), known, users)
+        found = self._solved.get(key)
+        if found is None:
+            found = self._solved[key] = self._solve(fact.rule, known, users, states)
+        strategy, lost = found
+        if strategy is None:
+            return False
+        changed = False
+        for side, wanted in zip(states, (strategy.inputs, strategy.outputs), strict=True):
+            for state, p in zip(side, wanted, strict=True):
+                if state.entries[axis] is None and isinstance(p, Shard):
+                    reason = f"{fact.name} ({fact.rule.text}) by {strategy.factor}" + (f" at {fact.where}" if fact.where else "")
+                    state.entries[axis] = Entry(p, REACHED, reason, lost)
+                    changed = True
+        return changed
+
+    def _solve(
+        self,
+        rule: Rule,
+        known: tuple[tuple[Placement | None, ...], ...],
+        users: tuple[tuple[bool, ...], ...],
+        states: tuple[Sequence[State], Sequence[State]],
+    ) -> tuple[Strategy | None, tuple[str, ...]]:
+        """The strategy that what is known suggests, and those that lost."""
+        given = [p or REPLICATE for p in known[0]]
+        made = [s for s in rule.axis_strategies(given, [p or REPLICATE for p in known[1]]) if s.factor]
+        if not made:
+            return None, ()
+        priced = sorted(
+            (self._price(s, known, users, states), i, s) for i, s in enumerate(made)
+        )  # fmt: skip
+        lost = tuple(f"by {s.factor}: {-price[0]} named by the user agree, {price[1]} bytes" for price, _, s in priced[1:])
+        return priced[0][2], lost
+
+    @staticmethod
+    def _price(
+        s: Strategy,
+        known: tuple[tuple[Placement | None, ...], ...],
+        users: tuple[tuple[bool, ...], ...],
+        states: tuple[Sequence[State], Sequence[State]],
+    ) -> tuple[int, int]:
+        """(minus the number of the user's own that agree, bytes of those that do not): smaller is better."""
+        agree, nbytes = 0, 0
+        for side, own, held, wanted in zip(known, users, states, (s.inputs, s.outputs), strict=True):
+            for p, user, state, want in zip(side, own, held, wanted, strict=True):
+                if p is None:
+                    continue
+                if isinstance(p, Shard) and p == want:
+                    agree += user
+                elif isinstance(p, Shard):  # a replicated value is cut for nothing
+                    nbytes += state.nbytes
+        return -agree, nbytes
+
+    # -- reading the result ---------------------------------------------------------------------------
+
+    def _layout(self, key: Key) -> Layout:
+        state = self.states[self.same.get(key, key)]
+        placements = [e.placement if e is not None else REPLICATE for e in state.entries]
+        return Layout(self.mesh, placements, ndim=len(state.shape))
+
+    def _origins(self, inputs: Mapping[str, str]) -> Iterator[Origin]:
+        for key, state in self.states.items():
+            known = [e for e in state.entries if e is not None]
+            name = inputs.get(key[0], key[0]) + (f"[{key[1]}]" if key[1] else "")
+            if not known:
+                if key[0] in inputs:
+                    yield Origin(name, repr(self._layout(key)), "default", "nothing reached it")
+                continue
+            source = USER if any(e.source == USER for e in known) else REACHED
+            reason = "; ".join(dict.fromkeys(e.reason for e in known))
+            lost = tuple(dict.fromkeys(x for e in known for x in e.lost))
+            yield Origin(name, repr(self._layout(key)), source, reason, lost)
+
+
+def _signature(a: Any) -> Any:
+    """What of an argument a rule may read."""
+    if isinstance(a, fx.Node):
+        value = a.meta["val"]
+        return ("t", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else a.name
+    if isinstance(a, (tuple, list)):
+        return tuple([_signature(x) for x in a])
+    if isinstance(a, dict):
+        return tuple([(k, _signature(v)) for k, v in a.items()])
+    return a

@@ -1,0 +1,143 @@
+"""Running a program: Python code made from the graph once, with every call bound beforehand.
+
+The same code runs on real processes and on simulated ranks: collectives are those of ``collective``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .. import collective
+from ..collective import COLLECTIVES
+from .core import Program
+
+Tensor = torch.Tensor
+Runner = Callable[[Sequence[Tensor]], list[Tensor]]
+
+_PER_LINE = 12
+
+
+def compile_program(program: Program) -> Runner:
+    """A function from the inputs (local tensors, in order) to the outputs, for this rank.
+
+    Parameters, buffers and states are updated in place.  Process groups are made here, so all ranks call it together.
+    """
+    source, names = python_of(program)
+    scope: dict[str, Any] = {}
+    exec(compile(source, f"<program of rank {program.rank}>", "exec"), names, scope)
+    body: Runner = scope["step"]
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        # Below autograd, but no inference tensors: users may go on computing with what comes out.
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            return body(inputs)
+
+    return run
+
+
+def python_of(program: Program) -> tuple[str, dict[str, Any]]:
+    """Source of ``step(inputs)`` and the names that it uses."""
+    names: dict[str, Any] = {"getitem": operator.getitem}
+    bound: dict[Any, str] = {}
+    last = _last_uses(program.graph)
+    lines = ["def step(inputs):"]
+    given = [n.name for n in program.placeholders]
+    lines.append(f"    ({', '.join(given)},) = inputs" if given else "    pass")
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            lines.append(f"    {_assigned(node)}{_call(node, names, bound)}")
+        elif node.op == "output":
+            lines.append(f"    return [{', '.join(_text(a, names) for a in node.args[0])}]")
+        dead = [n.name for n in last.get(node, ()) if n.op != "placeholder"]
+        for i in range(0, len(dead), _PER_LINE):
+            lines.append(f"    del {', '.join(dead[i : i + _PER_LINE])}")
+    return "\n".join(lines) + "\n", names
+
+
+def _assigned(node: fx.Node) -> str:
+    return f"{node.name} = " if node.users else ""
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node to the values that nobody needs after it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            seen.update(node.all_input_nodes)
+            continue
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                found.setdefault(node, []).append(used)
+    return found
+
+
+def _call(node: fx.Node, names: dict[str, Any], bound: dict[Any, str]) -> str:
+    if node.target is operator.getitem:
+        return f"{_text(node.args[0], names)}[{node.args[1]!r}]"
+    if node.target in COLLECTIVES:
+        x, *rest = node.args
+        name = _bind(("collective", node.target, _hashable(rest)), lambda: _collective(node.target, rest), names, bound)
+        return f"{name}({_text(x, names)})"
+    name = _bind(node.target, lambda: _callable(node.target), names, bound)
+    args = [_text(a, names) for a in node.args] + [f"{k}={_text(v, names)}" for k, v in node.kwargs.items()]
+    return f"{name}({', '.join(args)})"
+
+
+def _bind(key: Any, make: Callable[[], Any], names: dict[str, Any], bound: dict[Any, str]) -> str:
+    found = bound.get(key)
+    if found is None:
+        found = bound[key] = f"call_{len(bound)}"
+        names[found] = make()
+    return found
+
+
+def _callable(target: Any) -> Any:
+    # An overload's own call does nothing but pass its arguments on to this.
+    return target._op if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _collective(target: Any, rest: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+    """A collective with its group looked up."""
+    *options, axes, mesh = rest
+    group = collective.group_of(axes, mesh)
+    kind = COLLECTIVES[target]
+    if kind == "all_reduce":
+        return lambda x: collective.all_reduce(x, options[0], group)
+    if kind == "all_gather":
+        return lambda x: collective.all_gather(x, options[0], options[1], group)
+    if kind == "reduce_scatter":
+        op, dim, sizes, _ = options
+        return lambda x: collective.reduce_scatter(x, dim, sizes, op, group)
+    if kind == "all_to_all":
+        split, give, concat, take, _ = options
+        return lambda x: collective.all_to_all(x, split, give, concat, take, group)
+    return partial(lambda src, x: collective.broadcast(x, src, group), options[0])
+
+
+def _hashable(a: Any) -> Any:
+    return tuple(_hashable(x) for x in a) if isinstance(a, (list, tuple)) else a
+
+
+def _text(a: Any, names: dict[str, Any]) -> str:
+    """An argument as source."""
+    if isinstance(a, fx.Node):
+        return a.name
+    if isinstance(a, tuple):
+        return f"({', '.join(_text(x, names) for x in a)}{',' if len(a) == 1 else ''})"
+    if isinstance(a, list):
+        return f"[{', '.join(_text(x, names) for x in a)}]"
+    if a is None or isinstance(a, (bool, int, str)):
+        return repr(a)
+    if isinstance(a, float) and a == a and abs(a) != float("inf"):
+        return repr(a)
+    name = f"value_{len(names)}"
+    names[name] = a
+    return name
