@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, product
 
 import torch
 
 from .cost import held_bytes
 from .errors import DispatchError
 from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
-from .rules.core import Rule, Strategy
+from .reshard import plan
+from .rules.core import Dims, Rule, Strategy
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,13 @@ def choose(
         DispatchError: in-place, and no strategy keeps the first input as it is.
     """
     mesh = ins[0].mesh
+    held = _held(rule, ins, wish)
     chosen: list[Strategy] = []
     factor_axes: dict[str, list[int]] = {}
     total = 0.0
     for a in range(mesh.ndim):
-        hints = [s.layout.placements[a] for s in wish.outputs] if wish else ()
-        given = [strategies[a]] if strategies else None
-        candidates = given or rule.axis_strategies([s.layout.placements[a] for s in ins], hints)
-        candidates = [c for c in candidates if _fits(c, a, rule, ins, factor_axes, inplace)]
+        candidates = [strategies[a]] if strategies else _suggested(rule, ins, a, wish)
+        candidates = [c for c in candidates if _fits(c, a, rule, ins, held, factor_axes, inplace)]
         if not candidates:
             raise _inplace_error(ins, a)
         # Work stays divided where that moves nothing forward; for an op that contracts, wherever it can.
@@ -90,12 +91,81 @@ def choose(
         chosen.append(strategy)
         if strategy.factor:
             factor_axes.setdefault(strategy.factor, []).append(a)
-    orders = {f: _order(f, axes, rule, ins) for f, axes in factor_axes.items() if len(axes) > 1}
+    orders = {f: _order(f, axes, held) for f, axes in factor_axes.items() if len(axes) > 1}
     return _typed(rule, ins, outs, chosen, orders, inplace, total)
 
 
+def choose_for(
+    rule: Rule, ins: Sequence[Spec], outs: Sequence[tuple[Sequence[int], torch.dtype]], wish: Wish
+) -> Choice:
+    """The cheapest way to run an op whose outputs should have certain layouts: inputs and outputs, all axes together.
+
+    Starts from what :func:`choose` takes axis by axis and changes two axes at a time for as long as that gets cheaper:
+    fewest bytes, forward and backward, of the plans that bring the inputs and then the outputs to where they should
+    be; of equals, the one that makes more of the wished shards itself.
+    """
+    options = [_suggested(rule, ins, a, wish) for a in range(ins[0].mesh.ndim)]
+    held = _held(rule, ins, wish)
+    best = choose(rule, ins, outs, wish=wish)
+    price = _planned(best, wish)
+    improved = True
+    while improved:
+        improved = False
+        for axes in combinations(range(len(options)), min(2, len(options))):
+            for picks in product(*(options[a] for a in axes)):
+                strategies = [picks[axes.index(a)] if a in axes else c for a, c in enumerate(best.strategies)]
+                if not _fit_together(strategies, rule, ins, held):
+                    continue
+                made = choose(rule, ins, outs, wish=wish, strategies=strategies)
+                cost = _planned(made, wish)
+                if cost < price:
+                    best, price, improved = made, cost, True
+    return best
+
+
+def _planned(choice: Choice, wish: Wish) -> tuple[float, int]:
+    """Bytes of all conversions, and how many of the wished shards are cut from something larger."""
+    pairs = list(zip(choice.sources, choice.inputs, strict=True))
+    cut = 0
+    for made, wanted in zip(choice.outputs, wish.outputs, strict=False):
+        pairs.append((made, made.with_(layout=wanted.layout, reduced=wanted.reduced)))
+        placements = zip(made.layout.placements, wanted.layout.placements, strict=True)
+        cut += sum(isinstance(w, Shard) and p != w for p, w in placements)
+    return round(sum(plan(src, dst).bytes for src, dst in pairs), 3), cut
+
+
+def _fit_together(strategies: Sequence[Strategy], rule: Rule, ins: Sequence[Spec], held: Sequence[Held]) -> bool:
+    factor_axes: dict[str, list[int]] = {}
+    for a, c in enumerate(strategies):
+        if not _fits(c, a, rule, ins, held, factor_axes, False):
+            return False
+        if c.factor:
+            factor_axes.setdefault(c.factor, []).append(a)
+    return True
+
+
+def _suggested(rule: Rule, ins: Sequence[Spec], axis: int, wish: Wish | None) -> list[Strategy]:
+    hints = [s.layout.placements[axis] for s in wish.outputs] if wish else ()
+    return rule.axis_strategies([s.layout.placements[axis] for s in ins], hints)
+
+
+Held = tuple[Dims, Spec]  # the factors of a tensor's dims, and how it lies
+
+
+def _held(rule: Rule, ins: Sequence[Spec], wish: Wish | None) -> list[Held]:
+    """The tensors whose layouts are known: operands, and outputs that are wished for."""
+    wanted = wish.outputs if wish else ()
+    return [*zip(rule.inputs, ins, strict=True), *zip(rule.outputs, wanted, strict=False)]
+
+
 def _fits(
-    c: Strategy, axis: int, rule: Rule, ins: Sequence[Spec], factor_axes: dict[str, list[int]], inplace: bool
+    c: Strategy,
+    axis: int,
+    rule: Rule,
+    ins: Sequence[Spec],
+    held: Sequence[Held],
+    factor_axes: dict[str, list[int]],
+    inplace: bool,
 ) -> bool:
     if inplace:
         now = ins[0].layout.placements[axis]
@@ -103,21 +173,21 @@ def _fits(
             return False
     if c.factor:
         axes = [*factor_axes.get(c.factor, ()), axis]
-        return rule.aligned(c.factor, ins[0].mesh, _order(c.factor, axes, rule, ins))
+        return rule.aligned(c.factor, ins[0].mesh, _order(c.factor, axes, held))
     return True
 
 
-def _order(factor: str, axes: list[int], rule: Rule, ins: Sequence[Spec]) -> list[int]:
-    """Order of the axes that split a factor: that of the largest operand which has several of them."""
+def _order(factor: str, axes: list[int], held: Sequence[Held]) -> list[int]:
+    """Order of the axes that split a factor: that of the largest tensor which is split by several of them."""
     if len(axes) < 2:
         return axes
     best: tuple[int, list[int]] = (-1, [])
-    for dims, spec in zip(rule.inputs, ins, strict=True):
+    for dims, spec in held:
         for d, names in enumerate(dims):
             if factor in names:
-                held = [x for x in spec.layout.dim_axes().get(d, ()) if x in axes]
-                if len(held) > 1 and spec.nbytes > best[0]:
-                    best = (spec.nbytes, held)
+                given = [x for x in spec.layout.dim_axes().get(d, ()) if x in axes]
+                if len(given) > 1 and spec.nbytes > best[0]:
+                    best = (spec.nbytes, given)
     return best[1] + [a for a in axes if a not in best[1]]
 
 

@@ -9,18 +9,13 @@ from typing import Any
 import torch
 
 from .. import reshard
-from ..choose import Wish, choose
+from ..choose import Choice, Wish, choose, choose_for
 from ..errors import RuleError
 from ..layout import Spec
-from ..rules import RULES
+from ..rules import RULES, Rule
 from ..rules.pointwise import is_pointwise, pointwise_rule
-from .calls import (
-    Op,
-)
-from .plans import (
-    make_rule,
-    mw_context,
-)
+from .calls import Op
+from .plans import make_rule, mw_context
 
 Tensor = torch.Tensor
 
@@ -53,13 +48,20 @@ def infer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Seq
             raise RuleError("the rule has nothing to say for these arguments: the inputs would be gathered")
         dtype = outputs[0].dtype if outputs else specs[0].dtype
         like = [(rule.out_shape(i), dtype) for i in range(len(rule.outputs))]
-        choice = choose(rule, specs, like, wish=Wish(tuple(outputs)) if outputs else None)
+        choice = _toward(rule, specs, like, outputs) if outputs else choose(rule, specs, like)
     moved = sum(reshard.plan(s, t.with_(undecided=0)).bytes for s, t in zip(choice.sources, choice.inputs, strict=True))
     names = tuple(
         c.factor or ("replicate" if not any("Partial" in repr(p) for p in c.inputs) else "partial")
         for c in choice.strategies
     )
     return Inference(choice.inputs, choice.outputs, names, moved)
+
+
+def _toward(rule: Rule, specs: Sequence[Spec], like: list[tuple[Any, torch.dtype]], outputs: Sequence[Spec]) -> Choice:
+    """The choice for wished outputs.  What is replicated may be asked for sliced: that sends nothing either way, since
+    a value of which each rank uses its own part has its gradient reduced where it comes from."""
+    free = [s.with_(reduced=(1 << s.mesh.ndim) - 1, undecided=0) for s in specs]
+    return choose_for(rule, free, like, Wish(tuple(outputs)))
 
 
 class _StandIn(torch.Tensor):

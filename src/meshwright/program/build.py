@@ -44,7 +44,6 @@ class Plan:
         stored_over: parameters are stored split over this axis and seen whole by the ops (ZeRO-3).
         clip_grad_norm: clip the global norm of the gradients to this.
         gradients: return gradients too (``parameter.grad`` is set after each step).
-        passes: applied to the program, in order.
     """
 
     layouts: Globs = ()  # type: ignore[assignment]
@@ -54,7 +53,6 @@ class Plan:
     stored_over: str | Mapping[str, str] | None = None
     clip_grad_norm: float | None = None
     gradients: bool = False
-    passes: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,10 +63,9 @@ class Built:
         captured: the step of one device.
         completed: where layouts came from.
         laid: the layouts.
-        program: the rank's program, after the passes.
+        program: the rank's program.
         stored: name of each parameter to the spec in which it is to be stored.
         update: what of the optimizer is in the program; None if it runs after it.
-        pass_records: what each pass did.
     """
 
     captured: Captured
@@ -77,7 +74,6 @@ class Built:
     program: Program
     stored: dict[str, Spec]
     update: Update | None
-    pass_records: tuple[Any, ...] = ()
 
 
 def build(

@@ -41,6 +41,7 @@ class Source:
         name: name in the model; ``batch``, ``batch.0``, ``batch.x`` for what is trained on.
         fake: stand-in of global shape.
         value: the tensor itself, of constants only.
+        leaf: of a batch tensor, its place among the leaves of the batch.
     """
 
     node: str
@@ -48,6 +49,7 @@ class Source:
     name: str
     fake: Tensor
     value: Tensor | None = None
+    leaf: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,11 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             kind = "param" if spec.kind is InputKind.PARAMETER else "buffer"
-            sources.append(Source(node.name, kind, str(spec.target).removeprefix("model."), fakes[str(spec.target)]))
+            name = str(spec.target).removeprefix("model.")
+            sources.append(Source(node.name, kind, tied.get(name, name), fakes[str(spec.target)]))
         elif spec.kind is InputKind.USER_INPUT:
             i = len([s for s in sources if s.kind == "batch"])
-            sources.append(Source(node.name, "batch", names[i], given[i]))
+            sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i]))
         else:
             value = exported.constants[str(spec.target)]
             if isinstance(value, FakeTensor):

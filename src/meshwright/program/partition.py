@@ -217,8 +217,11 @@ class _Partition:
                 f"gradient of {name}", steps,
                 f"each rank of {', '.join(axes)} used {name} for its own part: their gradients are summed",
             )  # fmt: skip
+        node = self.recorder.node_of(grad)
+        node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, have))
+        self.recorder.sync = name
         out = convert.apply(steps.steps, grad)
-        runtime.RT.cause = None
+        self.recorder.sync, runtime.RT.cause = "", None
         return stamp(out, want)
 
     # -- update ---------------------------------------------------------------------------------------

@@ -55,12 +55,14 @@ class Recorder(TorchDispatchMode):
         role: of the nodes to come: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         line, source: the user's line and the captured node that the nodes to come serve (in the backward they follow
             from autograd).
+        sync: the parameter whose gradient the nodes to come synchronise, if they do.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.role, self.line, self.source = "forward", "", ""
+        self.sync = ""
         self.constants: dict[str, Tensor] = {}
         self.causes: list[Record] = []
         self._cause_ids: dict[int, int] = {}
@@ -134,6 +136,8 @@ class Recorder(TorchDispatchMode):
         source, line = self._origin()
         cause = runtime.RT.cause
         node.meta.update(role=self.role, line=line, source=source)
+        if self.sync:
+            node.meta["sync"] = self.sync
         if cause is not None:
             node.meta["cause"] = self._cause(cause)
         return node

@@ -324,8 +324,8 @@ def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: A
 
 @rule("linalg_vector_norm")
 def linalg_vector_norm(x: Arg, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """Any order."""
-    return reduction(x, dim, keepdim, decompose=_vector_norm)
+    """Any order; the sum of absolute values is a sum."""
+    return reduction(x, dim, keepdim, op="sum" if ord == 1 else None, decompose=_vector_norm)
 
 
 @rule("linalg_norm")

@@ -37,22 +37,25 @@ def hold(p: Tensor, g: DistTensor | None) -> None:
 
 def in_spec(g: Tensor, source: Spec, target: Spec) -> Tensor:
     """Local part of a gradient in another layout."""
+    with torch.no_grad(), disabled():
+        return _converted(g, source, target)
+
+
+def _converted(g: Tensor, source: Spec, target: Spec) -> Tensor:
     source, target = source.with_(undecided=0), target.with_(dtype=source.dtype, undecided=0)
-    with torch.no_grad(), disabled():
-        return convert.apply(reshard.plan(source, target).steps, g)
+    return convert.apply(reshard.plan(source, target).steps, g)
 
 
-def _merge(p: DistTensor, kept: DistTensor) -> None:
+def _merge(p: DistTensor, kept: DistTensor, slot: Tensor) -> None:
     """A reduced gradient and contributions that came after it become contributions."""
-    with torch.no_grad(), disabled():
-        slot = GET_GRAD(p)
-        spec: Spec = slot.__dict__.get("_spec") or p._spec.grad()
+    spec: Spec = slot.__dict__.get("_spec") or p._spec.grad()
+    with disabled(), torch.set_grad_enabled(kept.requires_grad or slot.requires_grad):
         if kept._spec.layout.partial:
-            total = Tensor.add(kept, in_spec(slot, spec, kept._spec))
+            total = Tensor.add(kept, _converted(slot, spec, kept._spec))
             hold(p, stamp(total, kept._spec))
             SET_GRAD(p, None)
         else:
-            total = Tensor.add(slot, in_spec(kept, kept._spec, spec))
+            total = Tensor.add(slot, _converted(kept, kept._spec, spec))
             hold(p, None)
             SET_GRAD(p, stamp(total, spec))
 
@@ -63,7 +66,7 @@ def _get(self: DistTensor) -> DistTensor | None:
     if kept is not None:
         if found is None:
             return cast(DistTensor, kept)
-        _merge(self, kept)
+        _merge(self, kept, found)
         return _get(self)
     if found is not None and found.__class__ is not DistTensor:
         stamp(found, self._spec.grad())
@@ -132,9 +135,8 @@ def _convert_slot(p: DistTensor) -> None:
     source: Spec | None = found.__dict__.get("_spec") if found is not None else None
     if found is None or source is None or source.layout == target.layout:
         return
-    target = target.with_(dtype=source.dtype)
     with disabled():  # with history, where this backward is to be differentiated
-        local = convert.apply(reshard.plan(source.with_(undecided=0), target).steps, found)
+        local = _converted(found, source, target)
         SET_GRAD(p, stamp(local.clone() if local is found else local, target))
 
 

@@ -1,0 +1,1 @@
+"""``meshwright check``: rules against yardsticks that this project did not write."""

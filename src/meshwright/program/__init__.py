@@ -1,0 +1,9 @@
+"""The static program: a training step captured once, completed, partitioned, and run without Python dispatch."""
+
+from __future__ import annotations
+
+from .build import Built, Plan, build
+from .core import Input, Origin, Output, Program, value_of
+from .step import Step, compile_step
+
+__all__ = ["Built", "Input", "Origin", "Output", "Plan", "Program", "Step", "build", "compile_step", "value_of"]
