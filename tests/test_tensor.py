@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import meshwright as mw
 from meshwright import collective, runtime
-from meshwright.errors import DispatchError
+from meshwright.errors import DispatchError, LayoutError
 
 LAYOUTS = [(R,), (S0,), (S1,)]
 WITH_PARTIAL = [*LAYOUTS, (P,)]
@@ -640,3 +641,158 @@ def test_counts_of_reading():
 
     assert on_ranks(run) == [{"all_reduce": 1}] * 4
     assert runtime.RT.sim is None
+
+
+# ------------------------------------------------------------------------------------------ .grad
+
+GRADS = [(R,), (S0,), (S1,), (P,)]
+
+
+def used(x, y):
+    """Rank-dependent work where ``y`` is split: the gradient of a replicated ``x`` is then Partial."""
+    (x * x * y).sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("given", GRADS, ids=[repr(q[0]) for q in GRADS])
+@pytest.mark.parametrize("split", [(R,), (S0,)], ids=["I", "R"])
+@each(WITH_PARTIAL)
+def test_a_backward_adds_to_an_assigned_gradient_of_any_layout(p, split, given, before, frozen):
+    """``before``: the leaf's types are decided when the gradient is assigned, else the backward decides them."""
+    x, y, g = (ramp(8, 4) + i for i in range(3))
+    one = x.clone().requires_grad_()
+    one.grad = g.clone()
+    for _ in range(2):
+        used(one, y)
+
+    def run():
+        leaf = mw.shard_tensor(x, FOUR, p).requires_grad_()
+        other = mw.shard_tensor(y, FOUR, split)
+        if before:
+            used(leaf, other)
+        if frozen:
+            leaf.requires_grad_(False)
+        leaf.grad = None
+        leaf.grad = mw.shard_tensor(g, FOUR, given)
+        assert leaf.grad.placements == given
+        torch.testing.assert_close(plain(leaf.grad), g)
+        leaf.requires_grad_(True)
+        for _ in range(2):
+            used(leaf, other)
+        return plain(leaf.grad)
+
+    for got in on_ranks(run):
+        torch.testing.assert_close(got, one.grad)
+
+
+@pytest.mark.parametrize("split", [(R,), (S0,)], ids=["I", "R"])
+@each(WITH_PARTIAL)
+def test_a_plain_gradient_stands_for_the_global_one(p, split):
+    x, y, g = (ramp(8, 4) + i for i in range(3))
+
+    def run(x, y):
+        x.grad = g.clone()
+        torch.testing.assert_close(plain(x.grad), g)
+        used(x, y)
+        first = plain(x.grad) if isinstance(x, mw.DistTensor) else x.grad.clone()
+        x.grad = None
+        assert x.grad is None
+        used(x, y)
+        second = x.grad
+        del x.grad
+        assert x.grad is None
+        return first, second
+
+    same(run, (x.requires_grad_(), p), (y, split))
+
+
+def test_two_axes_decide_how_an_assigned_gradient_is_added_to():
+    x, y, g = (ramp(8, 4) + i for i in range(3))
+    one = x.clone().requires_grad_()
+    one.grad = g.clone()
+    used(one, y)
+
+    def run(given, split):
+        leaf = mw.shard_tensor(x, GRID, (R, R)).requires_grad_()
+        leaf.grad = mw.shard_tensor(g, GRID, given)
+        used(leaf, mw.shard_tensor(y, GRID, split))
+        return plain(leaf.grad)
+
+    for split in [(S0, R), (R, S0), (S0, S1), (R, R)]:
+        for given in [(R, R), (P, R), (R, S0), (S0, S1), (P, P)]:
+            for got in on_ranks(functools.partial(run, given, split), GRID):
+                torch.testing.assert_close(got, one.grad)
+
+
+def test_a_gradient_that_cannot_be():
+    def run():
+        x = mw.shard_tensor(ramp(8, 4), FOUR, (S0,)).requires_grad_()
+        used(x, 1.0)
+        kept = x.grad
+        with pytest.raises(RuntimeError, match=r"assigned grad has shape \(4, 8\), its tensor has \(8, 4\)"):
+            x.grad = mw.shard_tensor(ramp(4, 8), FOUR, (S0,))
+        with pytest.raises(LayoutError, match=r"a plain tensor of shape \(2, 4\) was given"):
+            x.grad = ramp(2, 4)  # this rank's part: mw.from_local says so
+        with pytest.raises(RuntimeError, match="type"):
+            x.grad = mw.shard_tensor(ramp(8, 4).float(), FOUR, (S0,))
+        with pytest.raises(RuntimeError, match=r"assigned grad has dtype torch.float32, its tensor torch.float64"):
+            x.grad = mw.shard_tensor(ramp(8, 4).float(), FOUR, (R,))
+        with pytest.raises(LayoutError, match="assigned grad lies on"):
+            x.grad = mw.shard_tensor(ramp(8, 4), mw.Mesh({"other": 4}), (S0,))
+        with pytest.raises(TypeError, match="assigned grad expected to be a Tensor or None but got grad of type str"):
+            x.grad = "ones"
+        with pytest.raises(RuntimeError):
+            x.grad = x
+        assert x.grad is kept  # a gradient that was refused has replaced nothing
+
+    on_ranks(run)
+
+
+def test_a_gradient_held_beside_the_slot():
+    """Its local shape is not the tensor's, so autograd's slot cannot take it."""
+
+    def run():
+        x = mw.shard_tensor(ramp(8, 4), FOUR, (S0,)).requires_grad_()
+        g = mw.shard_tensor(ramp(8, 4) + 1, FOUR, (R,))
+        x.grad = g
+        assert x.grad is g
+        x.grad = x.grad  # as `x.grad += ...` does
+        assert x.grad is g
+        again = copy.deepcopy(x)
+        torch.testing.assert_close(plain(again.grad), ramp(8, 4) + 1)
+        x.grad = None
+        assert x.grad is None
+        used(x, 1.0)
+        torch.testing.assert_close(plain(x.grad), 2 * ramp(8, 4))
+        x.grad = g
+        x.grad = mw.shard_tensor(ramp(8, 4), FOUR, (S0,))  # fits: nothing is held any more
+        torch.testing.assert_close(plain(x.grad), ramp(8, 4))
+        used(again, 1.0)
+        torch.testing.assert_close(plain(again.grad), 3 * ramp(8, 4) + 1)
+
+    on_ranks(run)
+
+
+def test_a_guarded_leaf_is_freed():
+    def run():
+        x = mw.shard_tensor(ramp(8, 4), FOUR, (R,)).requires_grad_()
+        x.grad = mw.shard_tensor(ramp(8, 4), FOUR, (P,))
+        used(x, 1.0)
+        gone = weakref.ref(x)
+        del x
+        assert gone() is None
+
+    on_ranks(run)
+
+
+def test_an_assigned_gradient_and_a_second_derivative():
+    x, y, g = (ramp(8, 4) + i for i in range(3))
+
+    def run(x, y, g):
+        x.grad = g * g
+        (x * x * x * y).sum().backward(create_graph=True)
+        return torch.autograd.grad(x.grad.sum(), [x, g])
+
+    for given in GRADS:
+        same(run, (x.clone().requires_grad_(), (R,)), (y, (S0,)), (g.clone().requires_grad_(), given))
