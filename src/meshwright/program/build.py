@@ -42,6 +42,7 @@ class Plan:
         batch: placements of every batch tensor (or a mapping from their names to placements).
         inputs, outputs: glob over module names to placements of what goes in or comes out, as for ``shard_module``.
         stored_over: parameters are stored split over this axis and seen whole by the ops (ZeRO-3).
+        regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
         clip_grad_norm: clip the global norm of the gradients to this.
         gradients: return gradients too (``parameter.grad`` is set after each step).
     """
@@ -51,6 +52,7 @@ class Plan:
     inputs: Globs = ()  # type: ignore[assignment]
     outputs: Globs = ()  # type: ignore[assignment]
     stored_over: str | Mapping[str, str] | None = None
+    regather: bool = True
     clip_grad_norm: float | None = None
     gradients: bool = False
 
@@ -111,7 +113,7 @@ def build(
         update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
     made = partition(
         captured, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
-        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, train=train,
+        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, regather_stored=plan.regather, train=train,
     )  # fmt: skip
     return Built(captured, completed, laid, made, stored, update)
 
@@ -214,10 +216,8 @@ def _laid(
         if name not in placed and name not in captured.tied:  # a parameter that the loss does not need
             placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)
     stored = stored_specs(model, mesh, placed, plan.stored_over)
-    by_name = {s.name: s.node for s in captured.sources}
-    laid = Laid(
-        specs, {by_name[n]: s for n, s in stored.items() if n in by_name}, completed.wishes, completed.origins
-    )  # fmt: skip
+    by_node = {s.node: stored[s.name] for s in captured.sources if s.name in stored}
+    laid = Laid(specs, by_node, completed.wishes, completed.origins)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
         n: stored.get(n, s)

@@ -23,6 +23,7 @@ from ..reshard import plan as plan_conversion
 from .capture import Captured, Source
 from .core import Input, Origin, Output, Program
 from .interpret import Interpreter, spec_at, stamp
+from .regather import regather
 from .trace import Recorder, remove_dead
 from .update import Update, clip, emit_update
 
@@ -55,6 +56,7 @@ def partition(
     update: Update | None = None,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
+    regather_stored: bool = True,
     train: bool = True,
 ) -> Program:
     """The program of one rank.
@@ -63,6 +65,7 @@ def partition(
         update: the optimizer's update as part of the program.
         clip_grad_norm: clip the global norm of all gradients to this before the update.
         gradients: return the gradients too.
+        regather_stored: gather parameters that are stored split again for the backward.
         train: False: forward only.
 
     Raises:
@@ -77,6 +80,8 @@ def partition(
                 made.backward()
                 with torch.no_grad():
                     made.update(update, clip_grad_norm, gradients)
+        if regather_stored:
+            regather(made.recorder.graph, made.recorder.causes)
         return made.program("" if update is None or not train else update.text)
 
 
@@ -182,8 +187,9 @@ class _Partition:
         target = seen.with_(reduced=moved, undecided=0)
         plan = plan_conversion(stored.with_(undecided=0, reduced=0), target)
         record.asked(name, plan, "the parameter is stored split and seen whole by the ops")
+        self.recorder.gather = name
         made = stamp(convert.apply(plan.steps, local), seen.with_(reduced=moved, undecided=open_ & ~moved))
-        runtime.RT.cause = None
+        self.recorder.gather, runtime.RT.cause = "", None
         tie([local, made])
         return made
 

@@ -44,6 +44,7 @@ def compile_step(
     inputs: Globs | None = None,
     outputs: Globs | None = None,
     stored_over: str | Mapping[str, str] | None = None,
+    regather: bool = True,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     passes: Sequence[Any] = (),
@@ -66,6 +67,7 @@ def compile_step(
         batch: placements of all batch tensors.
         inputs, outputs: glob over module names to placements of their inputs and outputs.
         stored_over: store parameters split over this axis, gather them for use (ZeRO-3).
+        regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
         clip_grad_norm: clip the global norm of the gradients before the update.
         gradients: set ``parameter.grad`` after each step.
         passes: applied to the program, in order.
@@ -80,8 +82,8 @@ def compile_step(
         DesyncError: ranks whose programs differ.
     """
     plan = Plan(
-        dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, clip_grad_norm, gradients,
-        tuple(passes),
+        dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, clip_grad_norm,
+        gradients,
     )  # fmt: skip
     return Step(model, loss_fn, optimizer, example_batch, checked_mesh(mesh), plan, init=init, backend=backend)
 

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 # The same memory and value: no node is needed.
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
-_VIEWS = {
+VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
     aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
     aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
@@ -55,14 +55,14 @@ class Recorder(TorchDispatchMode):
         role: of the nodes to come: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         line, source: the user's line and the captured node that the nodes to come serve (in the backward they follow
             from autograd).
-        sync: the parameter whose gradient the nodes to come synchronise, if they do.
+        sync, gather: the parameter whose gradient the nodes to come synchronise, or that they gather, if they do.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.role, self.line, self.source = "forward", "", ""
-        self.sync = ""
+        self.sync = self.gather = ""
         self.constants: dict[str, Tensor] = {}
         self.causes: list[Record] = []
         self._cause_ids: dict[int, int] = {}
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         made_args, made_kwargs = self._nodes(args), self._nodes(kwargs)
         key = None
-        if func in _VIEWS or func in COLLECTIVES:
+        if func in VIEWS or func in COLLECTIVES:
             key = (func, _frozen(made_args), _frozen(made_kwargs))
             hit = self._seen.get(key)
             if hit is not None:
@@ -138,6 +138,8 @@ class Recorder(TorchDispatchMode):
         node.meta.update(role=self.role, line=line, source=source)
         if self.sync:
             node.meta["sync"] = self.sync
+        if self.gather:
+            node.meta["gather"] = self.gather
         if cause is not None:
             node.meta["cause"] = self._cause(cause)
         return node

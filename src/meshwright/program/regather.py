@@ -1,0 +1,70 @@
+"""Gather stored parameters again for the backward, instead of keeping them whole in between (ZeRO-3).
+
+A view of a gathered parameter that the backward reads is made again from a second gather, right before its first use.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch.fx as fx
+
+from ..record import Record
+from .trace import VIEWS
+
+
+def regather(graph: fx.Graph, causes: list[Record]) -> int:
+    """Give the backward gathers of its own; how many were added."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    added = 0
+    for node in list(graph.nodes):
+        if "gather" in node.meta and node.meta["role"] == "forward" and _ends(node):
+            added += _again(graph, node, order, causes)
+    return added
+
+
+def _ends(node: fx.Node) -> bool:
+    """Whether a node is the last one of the steps that gather a parameter."""
+    return not any(u.meta.get("gather") == node.meta["gather"] for u in node.users)
+
+
+def _views(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and the views of it that the forward made."""
+    yield node
+    for user in node.users:
+        if user.meta.get("role") == "forward" and (user.target in VIEWS or user.target is operator.getitem):
+            yield from _views(user)
+
+
+def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes: list[Record]) -> int:
+    whole = dict.fromkeys(_views(gathered))
+    readers = sorted({u for n in whole for u in n.users if u.meta.get("role") == "backward"}, key=order.__getitem__)
+    if not readers:
+        return 0
+    made: dict[fx.Node, fx.Node] = {}
+    name = gathered.meta["gather"]
+
+    def clone(node: fx.Node) -> fx.Node:
+        if node not in whole and node.meta.get("gather") != name:
+            return node
+        if node not in made:
+            args = fx.map_arg(node.args, clone)
+            made[node] = graph.create_node("call_function", node.target, args, dict(node.kwargs))
+            made[node].meta.update(node.meta, role="backward")
+            if "cause" in node.meta:
+                old = causes[node.meta["cause"]]
+                causes.append(replace(old, reason="gathered again for the backward: " + old.reason, phase="backward"))
+                made[node].meta["cause"] = len(causes) - 1
+        return made[node]
+
+    with graph.inserting_before(readers[0]):
+        for reader in readers:
+            reader.args = fx.map_arg(reader.args, clone)
+            reader.kwargs = fx.map_arg(reader.kwargs, clone)
+    for node in made:
+        value = node.meta.get("value")
+        if value is not None and not isinstance(value, tuple):
+            made[node].meta["value"] = replace(value, storage=-1 - value.storage)
+    return 1
