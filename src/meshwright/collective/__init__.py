@@ -10,7 +10,7 @@ alone: a rank with an empty part must still take part.
 
 from __future__ import annotations
 
-from .graph import COLLECTIVES, Emitter, group_of, keep_one, mesh_of_text, mesh_text, recording
+from .graph import COLLECTIVES, Emitter, bytes_of, group_of, keep_one, mesh_of_text, mesh_text, recording
 from .groups import Group, connect, group, override_group
 from .ops import (
     all_gather,
@@ -41,6 +41,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "bytes_of",
     "connect",
     "counting",
     "group",

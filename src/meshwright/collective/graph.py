@@ -21,7 +21,7 @@ from ..rules.parts import operator
 from ..simulation import Call
 from . import ops
 from .groups import Group, group
-from .wire import resized
+from .wire import resized, ring_bytes
 
 Tensor = torch.Tensor
 
@@ -136,6 +136,22 @@ COLLECTIVES: dict[Any, str] = {
 }
 
 
+def bytes_of(target: Any, shape: Sequence[int], dtype: torch.dtype, options: Sequence[Any]) -> int:
+    """Bytes that a collective of a program moves per rank: exactly what running it counts.
+
+    Args:
+        target: the operator.
+        shape, dtype: of the local tensor that goes in.
+        options: the operator's other arguments.
+    """
+    kind = COLLECTIVES[target]
+    whole = resized(shape, options[0], sum(options[1])) if kind == "all_gather" else shape
+    *_, axes, mesh = options
+    on = mesh_of_text(mesh)
+    n = math.prod(on.axis_size(a) for a in axes.split(","))
+    return ring_bytes(kind, math.prod(whole) * dtype.itemsize, n)
+
+
 # ---------------------------------------------------------------------------------------------- recording
 
 
@@ -195,4 +211,4 @@ def keep_one(t: Tensor, first: bool) -> Tensor:
     return made
 
 
-__all__ = ["COLLECTIVES", "Emitter", "group_of", "keep_one", "mesh_of_text", "mesh_text", "recording"]
+__all__ = ["COLLECTIVES", "Emitter", "bytes_of", "group_of", "keep_one", "mesh_of_text", "mesh_text", "recording"]

@@ -35,6 +35,7 @@ from .wire import (
     numel,
     reduced,
     resized,
+    ring_bytes,
     to_wire,
     wire_op,
 )
@@ -93,7 +94,7 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
     direct = dtype in REDUCIBLE and op in BASIC
     if not direct:
         carrier(dtype, op)  # complain before any rank acts
-    runtime.RT.counts.add("all_reduce", group.axes, 2 * (n - 1) * nbytes // n)
+    runtime.RT.counts.add("all_reduce", group.axes, ring_bytes("all_reduce", nbytes, n))
     if group.pg is None:
         call = Call("all_reduce", op, dtype, tuple(x.shape))
         out = _meet(group, call, x, lambda parts: _copies(reduced(parts, op), n))
@@ -158,7 +159,7 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
     x = t.detach() if t.requires_grad else t
     full = resized(x.shape, dim, sum(sizes))
     nbytes = math.prod(full) * x.element_size()
-    runtime.RT.counts.add("all_gather", group.axes, (n - 1) * nbytes // n)
+    runtime.RT.counts.add("all_gather", group.axes, ring_bytes("all_gather", nbytes, n))
     if group.pg is None:
         args = (("dim", dim), ("sizes", tuple(sizes)))
         call = Call("all_gather", "", x.dtype, tuple(x.shape), args, (dim,))
@@ -244,7 +245,7 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
     direct = dtype in REDUCIBLE and op in BASIC
     if not direct:
         carrier(dtype, op)  # complain before any rank acts
-    runtime.RT.counts.add("reduce_scatter", group.axes, (n - 1) * x.nbytes // n)
+    runtime.RT.counts.add("reduce_scatter", group.axes, ring_bytes("reduce_scatter", x.nbytes, n))
     if group.pg is None:
         call = Call("reduce_scatter", op, dtype, tuple(x.shape), (("dim", dim), ("sizes", tuple(sizes))))
         return Pending(None, _meet(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))
@@ -324,7 +325,7 @@ def all_to_all(
     if n == 1:
         return t
     x = t.detach() if t.requires_grad else t
-    runtime.RT.counts.add("all_to_all", group.axes, (n - 1) * x.nbytes // n)
+    runtime.RT.counts.add("all_to_all", group.axes, ring_bytes("all_to_all", x.nbytes, n))
     if group.pg is None:
         args = (
             ("split_dim", split_dim),
@@ -397,7 +398,7 @@ def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
     if n == 1:
         return t
     x = t.detach() if t.requires_grad else t
-    runtime.RT.counts.add("broadcast", group.axes, x.nbytes)
+    runtime.RT.counts.add("broadcast", group.axes, ring_bytes("broadcast", x.nbytes, n))
     if group.pg is None:
         call = Call("broadcast", "", x.dtype, tuple(x.shape), (("src_index", src_index),))
         sent: Tensor = _meet(group, call, x, lambda parts: [parts[src_index].clone() for _ in parts])
