@@ -148,3 +148,32 @@ def test_other_functions(name: str, layouts: str) -> None:
             torch.testing.assert_close(mw.unshard(x), y)
 
     mw.simulate(fn, BOTH)
+
+
+def test_lists_of_different_lengths() -> None:
+    a = [torch.randn(6, 4), torch.randn(5)]
+
+    def fn() -> None:
+        left = [mw.shard_tensor(t, BOTH, {"dp": mw.Shard(0)}) for t in a]
+        with pytest.raises(RuntimeError, match="same number of tensors"):
+            torch._foreach_add_(left, left[:1])
+        for x, y in zip(left, a, strict=True):
+            torch.testing.assert_close(mw.unshard(x), y)
+
+    mw.simulate(fn, BOTH)
+
+
+def test_parts_of_a_sum_are_scaled_as_they_are() -> None:
+    a = [torch.randn(6, 4), torch.randn(5)]
+
+    def fn() -> None:
+        sums = [mw.reshard(mw.shard_tensor(t, BOTH, {}), {"tp": mw.Partial()}) for t in a]
+        with collective.counting() as counts:
+            torch._foreach_mul_(sums, [2.0, 3.0])
+            torch._foreach_div_(sums, torch.tensor(4.0))
+        assert counts.total == 0
+        for x, y, factor in zip(sums, a, (2.0, 3.0), strict=True):
+            assert isinstance(x.placements[1], mw.Partial)
+            torch.testing.assert_close(mw.unshard(x), y * factor / 4)
+
+    mw.simulate(fn, BOTH)

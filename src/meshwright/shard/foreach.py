@@ -44,44 +44,58 @@ def plain(tensors: Sequence[Tensor]) -> Iterator[None]:
             t.__class__ = DistTensor
 
 
+Specs = tuple[Spec | None, ...]
+
+
+def _specs(a: Any) -> Specs | Spec | None:
+    """Spec of a tensor, or of each tensor of a list; None for what is plain, and for numbers."""
+    if isinstance(a, (list, tuple)):
+        if a and not isinstance(a[0], Tensor):
+            return None
+        return tuple([t._spec if t.__class__ is DistTensor else None for t in a])
+    return a._spec if a.__class__ is DistTensor else None
+
+
 def _elementwise(name: str) -> Callable[..., Any]:
     func = getattr(torch, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        first = args[0]
-        tensors = tensors_in((args, kwargs))
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if recorded or not _fits(name, args, kwargs):
+        specs = tuple([_specs(a) for a in (*args, *kwargs.values())])
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
+        if recorded or not _fits(name, specs):
             return _one_by_one(name, args, kwargs)
-        specs = [t._spec if isinstance(t, DistTensor) else None for t in first]
-        with plain(tensors):
+        with disabled():
             made = func(*args, **kwargs)
         if name.endswith("_") or made is None:
             return made
-        return [m if s is None else stamp(m, s) for m, s in zip(made, specs, strict=True)]
+        of_first: Any = specs[0]
+        return [m if s is None else stamp(m, s) for m, s in zip(made, of_first, strict=True)]
 
     return run
 
 
-def _fits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+@lru_cache(maxsize=1024)
+def _fits(name: str, specs: tuple[Specs | Spec | None, ...]) -> bool:
     """Whether the lists hold tensors of the same layouts, on whose locals the op means what it says."""
-    first, rest = args[0], (*args[1:], *kwargs.values())
+    first, *rest = specs
+    assert isinstance(first, tuple)
     for other in rest:
-        if isinstance(other, (list, tuple)) and other and isinstance(other[0], Tensor):
+        if isinstance(other, tuple):
+            if len(other) != len(first):
+                return True  # an error on the locals too
             for a, b in zip(first, other, strict=True):
-                sa, sb = (t._spec.layout if isinstance(t, DistTensor) else None for t in (a, b))
-                if sa is not sb and sa != sb and not (_whole(sa) and _whole(sb)):
+                same = a is not None and b is not None and a.layout == b.layout
+                if not same and not (_whole(a) and _whole(b)):
                     return False
-        elif isinstance(other, DistTensor) and not _whole(other._spec.layout):
+        elif not _whole(other):
             return False
-    if any(isinstance(t, DistTensor) and _way(t._spec) is None for t in first):
-        scalar = name in SCALING and not any(isinstance(o, (list, tuple)) for o in rest)
-        return name in LINEAR or scalar
+    if any(s is not None and _way(s) is None for s in first):
+        return name in LINEAR or (name in SCALING and not any(isinstance(o, tuple) for o in rest))
     return True
 
 
-def _whole(layout: Any) -> bool:
-    return layout is None or layout.is_replicated()
+def _whole(spec: Spec | None) -> bool:
+    return spec is None or spec.layout.is_replicated()
 
 
 def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,19 +124,12 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
     """The norm of each tensor (of its global value), as plain 0-d tensors that are the same on every rank."""
     ord = float(ord)
     tensors = list(tensors)
-    groups: dict[tuple[Mesh, tuple[int, ...]], list[int]] = {}
-    for i, t in enumerate(tensors):
-        if isinstance(t, DistTensor):
-            way = _way(t._spec)
-            if way is None:
-                tensors[i] = whole = _reduced(t)
-                way = _way(whole._spec)
-            if way:
-                groups.setdefault(way, []).append(i)
+    groups = _groups(tuple([t._spec if t.__class__ is DistTensor else None for t in tensors]))
+    if groups is None:
+        return norms([_reduced(t) if isinstance(t, DistTensor) else t for t in tensors], ord, dtype)
     with torch.no_grad(), disabled():
-        with plain(tensors):
-            made = _local_norms(tensors, ord, dtype)
-        for (mesh, axes), members in groups.items():
+        made = _local_norms(tensors, ord, dtype)
+        for (mesh, axes), members in groups:
             group = collective.group(mesh, axes)
             wide = torch.stack([made[i] for i in members])
             kind = wide.dtype
@@ -130,6 +137,19 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
             for i, value in zip(members, total.unbind(), strict=True):
                 made[i] = value
     return made
+
+
+@lru_cache(maxsize=1024)
+def _groups(specs: Specs) -> list[tuple[tuple[Mesh, tuple[int, ...]], list[int]]] | None:
+    """Which tensors' parts are combined over which axes; None where one is Partial and must be reduced first."""
+    found: dict[tuple[Mesh, tuple[int, ...]], list[int]] = {}
+    for i, spec in enumerate(specs):
+        way = _way(spec) if spec is not None else ()
+        if way is None:
+            return None
+        if way:
+            found.setdefault(way, []).append(i)
+    return list(found.items())
 
 
 def _reduced(t: DistTensor) -> DistTensor:
@@ -157,7 +177,7 @@ def _local_norms(tensors: list[Tensor], ord: float, dtype: torch.dtype | None) -
         return list(torch._foreach_norm(tensors, ord, **typed))
     # An empty shard has no extremum: the neutral element stands in.
     neutral = math.inf if ord < 0 else 0.0
-    full = [t if t.numel() else t.new_full((1,), neutral) for t in tensors]
+    full = [t if Tensor.numel(t) else Tensor.new_full(t, (1,), neutral) for t in tensors]
     return list(torch._foreach_norm(full, ord, **typed))
 
 

@@ -61,26 +61,31 @@ def _merge(p: DistTensor, kept: DistTensor, slot: Tensor) -> None:
 
 
 def _get(self: DistTensor) -> DistTensor | None:
-    found = call_disabled(GET_GRAD, (), (self,), NO)
-    kept = self.__dict__.get("_held")
-    if kept is not None:
+    # Optimizers and clipping read it several times a step for each parameter: no more than must be here.
+    found: Any = call_disabled(GET_GRAD, (), (self,), NO)
+    if "_held" in self.__dict__:
+        kept: DistTensor = self.__dict__["_held"]
         if found is None:
-            return cast(DistTensor, kept)
+            return kept
         _merge(self, kept, found)
         return _get(self)
     if found is not None and found.__class__ is not DistTensor:
         stamp(found, self._spec.grad())
-    return cast("DistTensor | None", found)
+    return found
 
 
 def _set(self: DistTensor, value: Any) -> None:
-    given = None if value is None else _checked(self, value)
+    spec = self._spec
+    if value is None or (value.__class__ is DistTensor and value._spec is spec.grad() and not spec.undecided):
+        call_disabled(SET_GRAD, (), (self, value), NO)
+        self.__dict__.pop("_held", None)
+        return
+    given = _checked(self, value)
     with disabled():
-        if given is None or Tensor.size(given) == Tensor.size(self):
+        if Tensor.size(given) == Tensor.size(self):
             SET_GRAD(self, given)
             hold(self, None)
-            if given is not None:
-                _guard(self, given._spec)
+            _guard(self, given._spec)
         elif given.dtype is not self.dtype:  # the slot would refuse it too
             raise RuntimeError(f"assigned grad has dtype {given.dtype}, its tensor {self.dtype}: they must be equal")
         else:
@@ -99,7 +104,7 @@ def _checked(p: DistTensor, value: Any) -> DistTensor:
         raise RuntimeError(
             f"assigned grad has shape {tuple(given.shape)}, its tensor has {tuple(spec.shape)}: they must be equal"
         )
-    if given.mesh != spec.mesh:
+    if given.mesh is not spec.mesh and given.mesh != spec.mesh:
         raise LayoutError(
             f"assigned grad lies on {given.mesh!r}, its tensor on {spec.mesh!r}: a gradient lies where its tensor does"
         )

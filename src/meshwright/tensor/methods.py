@@ -9,6 +9,7 @@ import torch
 from ..dispatch import call_disabled
 from .calls import dispatch
 from .carrier import BASE, NO, DistTensor
+from .special import NATIVE
 
 Tensor = torch.Tensor
 _TYPES = (DistTensor,)
@@ -45,6 +46,19 @@ def _operator(name: str, func: Any) -> Any:
     return operator
 
 
+def _question(name: str, func: Any) -> Any:
+    """A method that does the same on the local tensor and on the global one, without a detour through dispatch."""
+
+    def question(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _modes():
+            return func(self, *args, **kwargs)
+        return call_disabled(func, (), (self, *args), kwargs)
+
+    question.__name__ = question.__qualname__ = name
+    question.__doc__ = func.__doc__
+    return question
+
+
 def _getter(name: str) -> Any:
     """A property that says the same of the local tensor and of the global one, without a detour through dispatch."""
     get = getattr(BASE, name).__get__
@@ -68,3 +82,6 @@ for _name in _METHODS:
     setattr(DistTensor, _name, _method(_name, getattr(Tensor, _name)))
 for _name in _OPERATORS:
     setattr(DistTensor, f"__{_name}__", _operator(f"__{_name}__", getattr(Tensor, f"__{_name}__")))
+for _name in NATIVE:
+    if callable(_func := getattr(Tensor, _name, None)):
+        setattr(DistTensor, _name, _question(_name, _func))
