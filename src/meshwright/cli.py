@@ -14,12 +14,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from meshwright.check.command import check
 from meshwright.train.command import train
 from meshwright.train.launch import Joined
 
 # Name to (function, settings of its context): one line per command, which lives with what it runs.
 COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "train": (train, {"allow_extra_args": True}),  # the second and later files of --data FILE...
+    "check": (check, {}),
 }
 
 app = typer.Typer(

@@ -3,25 +3,21 @@
 The model is that of :mod:`meshwright.cost`: on a ring, all-gather and reduce-scatter send (n-1)/n of the gathered
 bytes, all-reduce twice that, all-to-all (n-1)/n of the local bytes; slicing, padding and zeroing send nothing.  Both
 answers are priced by the same search for the cheapest conversions (:func:`meshwright.reshard.plan`), and of these only
-the forward bytes count.  Elements are float32 (indices int64, masks bool), since cases do not say.
+the forward bytes count.  Elements are float32 (indices int64, masks bool), since cases do not say.  Replicated inputs
+are given as *reduced* (each rank's gradient of them is its own contribution): what the forward sends is the question.
 
-*Forward*: an answer costs the conversions of the inputs as given to the layouts that the rule asks for.  What comes
-out is compared as layouts.
+*Forward*: an answer costs the conversions of the inputs as given to the layouts that the rule asks for.
 
 *Backward*: an answer costs the conversions of the inputs as given to the inferred ones, plus those of the outputs
 that running the op on these gives to the outputs wished.
 
 Where two answers cost the same, their outputs decide: forward, those that need bytes to become the other's are the
-worse; backward, the op that makes fewer of the wished shards itself (the rest are cut from replicated results, so work
-was not divided).  In both, a shard of a dim of size 1 is as good as a replica (there is nothing to divide), and
-pending reductions are alike: which one is pending is arithmetic, not a choice of layouts.
+worse; backward, those of which fewer wished shards are made by the op itself (the rest are cut from replicated
+results, so work was not divided).  In both, a shard of a dim of size 1 is as good as a replica (there is nothing to
+divide), and pending reductions are alike: which one is pending is arithmetic, not a choice of layouts.
 
-Replicated inputs are given as *reduced* (each rank's gradient of them is its own contribution): the only question is
-what the forward sends.
-
-Verdicts: ``agree``: neither moves data, and the outputs are the same; ``same cost``: as many bytes, and our outputs no
-worse; ``freer``: we move less (backward also: as much, and divide more); ``stricter``: we move more, or as much with
-worse outputs; ``unsupported``: no rule of ours is the op with these attributes; ``error``: something was raised.
+The verdicts are those of :data:`VERDICTS`.  What would count for or against us is tried in numbers first
+(:mod:`.sound`): an answer of Paddle's that beats ours, and one of ours that beats Paddle's.
 """
 
 from __future__ import annotations
@@ -29,17 +25,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from .. import api
-from ..layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
+from ..dispatch import Inference
+from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
 from ..reshard import plan
 from .cases import Case, CaseError, Entry, Given, flat
-from .paddle_ops import TABLE, Call, Question, Result, Slot
+from .paddle_ops import TABLE
+from .question import Call, Question, Result, Slot, fill, slots_in
+from .sound import is_false
 
-VERDICTS = ("agree", "freer", "same cost", "stricter", "unsupported", "error")
+VERDICTS = {
+    "agree": "neither moves data, and the outputs are the same",
+    "freer": "we move less (backward also: as much, and divide more of the work)",
+    "same cost": "as many bytes, and our outputs are no worse",
+    "stricter": "we move more, or as much with worse outputs",
+    "unsound": "Paddle moves less, but the op on the shards that it names does not give the outputs that it names",
+    "error": "something was raised, or our own answer is false",
+    "unsupported": "the op, or the op with these attributes, is no single rule of ours",
+}
 NEAR = 1e-6  # bytes
 
 
@@ -73,8 +79,14 @@ def score(case: Case) -> Score:
         if call is None:
             return Score(case, "unsupported", note="with these attributes it is no single op of ours")
         return _compared(case, call)
+    except NoLayout as error:
+        return Score(case, "unsound", note=str(error))
     except Exception as error:
         return Score(case, "error", note=f"{type(error).__name__}: {error}")
+
+
+class NoLayout(CaseError):
+    """What a rule of Paddle's answers is no layout of the tensor that it speaks of."""
 
 
 def moved(src: Spec, dst: Spec) -> float:
@@ -86,7 +98,7 @@ def moved(src: Spec, dst: Spec) -> float:
 
 
 def _compared(case: Case, call: Call) -> Score:
-    slots = list(_slots_in([call.args, call.kwargs]))
+    slots = list(slots_in([call.args, call.kwargs]))
     given = [_given(case, slot) for slot in slots]
     results, wanted, found = _asked(case, call, iter([_viewed(g, s) for g, s in zip(given, slots, strict=True)]))
     made = [_in_their_dims(o, r) for o, r in zip(found.outputs, results, strict=True)]
@@ -95,7 +107,9 @@ def _compared(case: Case, call: Call) -> Score:
     expected = _outputs_of_theirs(case, call, slots, asked_of_them, made, results)
 
     def answer(inputs: Sequence[Spec], outputs: Sequence[Spec]) -> Answer:
-        cost = sum(moved(g, to) for g, to in zip(given, inputs, strict=True))
+        # A tensor that is shown several times is converted once.
+        asked = {(s.index, to): moved(g, to) for s, g, to in zip(slots, given, inputs, strict=True)}
+        cost = sum(asked.values())
         cost += sum(moved(o, o.with_(layout=w.layout)) for o, w in zip(outputs, wanted, strict=False))
         return Answer(tuple(i.layout for i in inputs), tuple(o.layout for o in outputs), cost)
 
@@ -107,7 +121,14 @@ def _compared(case: Case, call: Call) -> Score:
         plain = [(_plain(o), _plain(e)) for o, e in zip(made, expected, strict=True)]
         worse = sum(moved(o, e) for o, e in plain)
         same = all(o is e for o, e in plain)
-    return Score(case, _verdict(ours.bytes - theirs.bytes, worse, same and ours.bytes < NEAR), ours, theirs)
+    verdict = _verdict(ours.bytes - theirs.bytes, worse, same and ours.bytes < NEAR)
+    if verdict == "stricter":
+        views = [_viewed(a, s) for a, s in zip(asked_of_them, slots, strict=True)]
+        if is_false(call, views, expected, results):
+            return Score(case, "unsound", ours, theirs, "the op on these shards does not give these outputs")
+    if verdict == "freer" and found.native and is_false(call, found.inputs, made, results):
+        return Score(case, "error", ours, theirs, "our answer is false: the op on our shards does not give our outputs")
+    return Score(case, verdict, ours, theirs)
 
 
 def _verdict(more: float, worse: float, agree: bool) -> str:
@@ -119,7 +140,12 @@ def _verdict(more: float, worse: float, agree: bool) -> str:
 
 
 def _outputs_of_theirs(
-    case: Case, call: Call, slots: Sequence[Slot], asked: Sequence[Spec], made: Sequence[Spec], results: Sequence[Result]
+    case: Case,
+    call: Call,
+    slots: Sequence[Slot],
+    asked: Sequence[Spec],
+    made: Sequence[Spec],
+    results: Sequence[Result],
 ) -> list[Spec]:
     """What comes out on Paddle's side.
 
@@ -130,15 +156,15 @@ def _outputs_of_theirs(
         views = [_viewed(a, s) for a, s in zip(asked, slots, strict=True)]
         if all(a is _unviewed(v, s, a) for a, v, s in zip(asked, views, slots, strict=True)):
             specs = iter(views)
-            found = api.infer_forward(call.op, *_filled(call.args, specs), **_filled(call.kwargs, specs))
+            found = api.infer_forward(call.op, *fill(call.args, specs), **fill(call.kwargs, specs))
             if all(moved(v, i) < NEAR for v, i in zip(views, found.inputs, strict=True)):
                 return [_in_their_dims(o, r) for o, r in zip(found.outputs, results, strict=True)]
     return [o.with_(layout=_expected(case, r, o)) for o, r in zip(made, results, strict=True)]
 
 
-def _asked(case: Case, call: Call, specs: Iterator[Spec]) -> tuple[Sequence[Result], list[Spec], api.Inference]:
+def _asked(case: Case, call: Call, specs: Iterator[Spec]) -> tuple[Sequence[Result], list[Spec], Inference]:
     """Which outputs are ours, the wishes for them (none forward), in Paddle's dims, and what our rule answers."""
-    args, kwargs = _filled(call.args, specs), _filled(call.kwargs, specs)
+    args, kwargs = fill(call.args, specs), fill(call.kwargs, specs)
     if case.direction == "forward":
         found = api.infer_forward(call.op, *args, **kwargs)
         return call.results or [Result(i) for i in range(len(found.outputs))], [], found
@@ -168,27 +194,6 @@ def _plain(spec: Spec) -> Spec:
 # ------------------------------------------------------------------------------- Paddle's dims and ours
 
 
-def _slots_in(value: Any) -> Iterator[Slot]:
-    if isinstance(value, Slot):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from _slots_in(v)
-    elif isinstance(value, Mapping):
-        yield from _slots_in(list(value.values()))
-
-
-def _filled(value: Any, specs: Iterator[Spec]) -> Any:
-    """The same nested arguments with the next spec for each slot."""
-    if isinstance(value, Slot):
-        return next(specs)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_filled(v, specs) for v in value)
-    if isinstance(value, Mapping):
-        return {k: _filled(v, specs) for k, v in value.items()}
-    return value
-
-
 def _tensor(entries: Sequence[Entry], index: int) -> Spec:
     entry = entries[index]
     if not isinstance(entry, Given) or entry.shape is None:
@@ -199,7 +204,7 @@ def _tensor(entries: Sequence[Entry], index: int) -> Spec:
 def _layout_of(entries: Sequence[Entry], index: int) -> Layout:
     entry = entries[index] if index < len(entries) else None
     if not isinstance(entry, Given):
-        raise CaseError(f"the result has no layout of tensor {index}")
+        raise NoLayout(f"the result has no layout of tensor {index}")
     return entry.layout
 
 
@@ -213,17 +218,20 @@ def _expected(case: Case, result: Result, ours: Spec) -> Layout:
     if layout.ndim == ours.ndim:
         return layout
     if math.prod(ours.shape) != 1:
-        raise CaseError(f"output {result.index} has {layout.ndim} dims there and {ours.ndim} here")
+        raise NoLayout(
+            f"the result has a layout of {layout.ndim} dims for output {result.index}, which has {ours.ndim}"
+        )
     return _renumbered(layout, {}, ours.ndim)  # a scalar, which one of both writes with dims
 
 
 def _viewed(spec: Spec, slot: Slot) -> Spec:
-    to = {theirs: ours for ours, theirs in enumerate(slot.dims)}
+    to = {theirs: ours for ours, theirs in enumerate(slot.dims) if theirs >= 0}
     return spec.with_(shape=slot.shape, layout=_renumbered(spec.layout, to, slot.ndim))
 
 
 def _unviewed(spec: Spec, slot: Slot, given: Spec) -> Spec:
-    return given.with_(layout=_renumbered(spec.layout, dict(enumerate(slot.dims)), given.ndim))
+    to = {ours: theirs for ours, theirs in enumerate(slot.dims) if theirs >= 0}
+    return given.with_(layout=_renumbered(spec.layout, to, given.ndim))
 
 
 def _in_their_dims(ours: Spec, result: Result) -> Spec:

@@ -1,124 +1,20 @@
 """Paddle's ops in terms of ours: one table, op name to a function that builds our call from a case.
 
 A builder gets a :class:`Question` (Paddle's inputs, constants and attributes) and returns a :class:`Call`: the name of
-our rule and its arguments, with a :class:`Slot` for each tensor.  A slot may show its tensor with dims permuted or
-dims of size 1 dropped (a view, which moves nothing); ``outputs`` says the same of our results.  A builder returns None
-where Paddle's op, with these attributes, is not one of ours: a composition, or one whose other results carry it.
+our rule and its arguments, with a :class:`Slot` for each tensor.  It returns None where Paddle's op, with these
+attributes, is not one of ours: a composition, or one whose other results carry it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .cases import Case, Const, Given
+from .question import Call, Question, Result, Slot
 
 INDEX = torch.int64
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Paddle's tensor ``index`` (variadic slots spread out); ``dims``: which of its dims ours has, in order."""
-
-    index: int
-    shape: tuple[int, ...]
-    dims: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    def permute(self, order: Sequence[int]) -> Slot:
-        """The same tensor with its dims in another order."""
-        order = [d % self.ndim for d in order]
-        return replace(self, shape=tuple(self.shape[d] for d in order), dims=tuple(self.dims[d] for d in order))
-
-    def without(self, dim: int) -> Slot:
-        """The same tensor less a dim of size 1."""
-        dim %= self.ndim
-        return self.permute([d for d in range(self.ndim) if d != dim])
-
-    def as_(self, dtype: torch.dtype) -> Slot:
-        """The same tensor with elements of another type."""
-        return replace(self, dtype=dtype)
-
-
-@dataclass(frozen=True)
-class Result:
-    """Our result is Paddle's output ``index``, whose dim i is dim ``dims[i]`` of ours (None: the same dims)."""
-
-    index: int
-    dims: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of ours; ``results``: which outputs of Paddle's ours are, in order (None: the first ones)."""
-
-    op: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    results: tuple[Result, ...] | None = None
-
-
-class Question:
-    """What a case asks: ``tensors`` (variadic slots as lists) and attributes."""
-
-    def __init__(self, case: Case) -> None:
-        self.attrs = case.attrs
-        self.slots: list[Any] = []
-        at = 0
-        for entry in case.inputs:
-            if isinstance(entry, list):
-                self.slots.append([_slot(at + i, e) for i, e in enumerate(entry)])
-                at += len(entry)
-            else:
-                self.slots.append(_slot(at, entry))
-                at += 1
-        tensors = (s for s in self.slots if isinstance(s, (Slot, list)))
-        self.tensors: list[Any] = [s for s in tensors if isinstance(s, list) or s.index >= 0]
-
-    @property
-    def x(self) -> Slot:
-        """The first tensor."""
-        x = self.tensors[0]
-        return x if isinstance(x, Slot) else x[0]
-
-    def attr(self, *names: str, default: Any = None, at: int | None = None) -> Any:
-        """An attribute by any of its names, or the constant that Paddle's newer form takes as input ``at``."""
-        for name in names:
-            if name in self.attrs:
-                return self.attrs[name]
-        if at is not None and at < len(self.slots) and isinstance(self.slots[at], Const):
-            value = self.slots[at].value
-            return int(value) if isinstance(value, float) and value.is_integer() else value
-        return default
-
-    def dims(self, *, at: int = 1) -> tuple[int, ...]:
-        """The dims that a reduction reduces: none named are all."""
-        axis = self.attr("axis", default=(), at=at)
-        listed = [axis] if isinstance(axis, int) else list(axis or range(self.x.ndim))
-        if self.attr("reduce_all", default=False):
-            listed = list(range(self.x.ndim))
-        return tuple(d % max(self.x.ndim, 1) for d in listed)
-
-    @property
-    def keepdim(self) -> bool:
-        """Whether a reduction keeps its dims."""
-        return bool(self.attr("keep_dim", "keepdim", "keepdims", default=False))
-
-
-def _slot(index: int, entry: Any) -> Any:
-    if isinstance(entry, Given):
-        assert entry.shape is not None
-        return Slot(index, entry.shape, tuple(range(len(entry.shape))))
-    return entry
-
 
 Builder = Callable[[Question], Call | None]
 TABLE: dict[str, Builder] = {}
@@ -203,7 +99,7 @@ def _full_like(q: Question) -> Call:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    return getattr(torch, str(name).removeprefix("paddle."))  # type: ignore[no-any-return]
+    return getattr(torch, str(name).removeprefix("paddle."))
 
 
 @paddle("dropout")
@@ -390,10 +286,17 @@ def _c_embedding(q: Question) -> Call | None:
 
 
 @paddle("layer_norm")
-def _layer_norm(q: Question) -> Call | None:
+def _layer_norm(q: Question) -> Call:
     x, *affine = q.tensors
     normal = x.shape[q.attr("begin_norm_axis", default=1) :]
-    return Call("layer_norm", (x, normal, *affine), results=(Result(0),)) if len(normal) == 1 else None
+    return Call("layer_norm", (x, normal, *[t.unflatten(normal) for t in affine]), results=(Result(0),))
+
+
+@paddle("batch_norm")
+def _batch_norm(q: Question) -> Call:
+    """The normalised batch; running statistics are another matter."""
+    x, _, _, weight, bias = q.tensors
+    return Call("batch_norm", (x, weight, bias, None, None, True, 0.1, 1e-5, False), results=(Result(0),))
 
 
 @paddle("fused_rms_norm")
@@ -544,10 +447,9 @@ def _gather(q: Question) -> Call:
 
 
 @paddle("gather_nd")
-def _gather_nd(q: Question) -> Call | None:
+def _gather_nd(q: Question) -> Call:
     x, index = q.tensors
-    # An index of one number selects rows; longer ones are taken apart first.
-    return Call("getitem", (x, (index.without(-1).as_(INDEX),))) if index.shape[-1] == 1 else None
+    return Call("getitem", (x, tuple(index.as_(INDEX).parts())))
 
 
 @paddle("scatter")
@@ -557,9 +459,9 @@ def _scatter(q: Question) -> Call | None:
 
 
 @paddle("scatter_nd_add")
-def _scatter_nd_add(q: Question) -> Call | None:
+def _scatter_nd_add(q: Question) -> Call:
     x, index, updates = q.tensors
-    return Call("index_add", (x, 0, index.without(-1).as_(INDEX), updates)) if index.shape[-1] == 1 else None
+    return Call("index_put", (x, index.as_(INDEX).parts(), updates, True))
 
 
 @paddle("take_along_axis")

@@ -22,12 +22,16 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Inference:
-    """What a rule answers: layouts the inputs must have, layouts the outputs get, how, and at what cost in bytes."""
+    """What a rule answers: layouts the inputs must have, layouts the outputs get, how, and at what cost in bytes.
+
+    ``native``: locals run through the op itself, not through a function that the rule brings.
+    """
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     strategy: tuple[str, ...]
     bytes: float
+    native: bool
 
 
 def infer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Spec] | None) -> Inference:
@@ -54,7 +58,7 @@ def infer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Seq
         c.factor or ("replicate" if not any("Partial" in repr(p) for p in c.inputs) else "partial")
         for c in choice.strategies
     )
-    return Inference(choice.inputs, choice.outputs, names, moved)
+    return Inference(choice.inputs, choice.outputs, names, moved, native=rule.local is None)
 
 
 def _toward(rule: Rule, specs: Sequence[Spec], like: list[tuple[Any, torch.dtype]], outputs: Sequence[Spec]) -> Choice:

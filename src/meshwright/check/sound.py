@@ -1,0 +1,133 @@
+"""Whether a claim about layouts is true: the op run on the shards that it names, against the op run on the whole.
+
+Paddle's rules sometimes name outputs that their inputs do not give (a pending sum of logarithms, convolutions of
+shards without their neighbours), or count on a kernel that communicates inside.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from ..layout import Layout, Partial, Spec
+from .question import Call, Result, fill
+
+Tensor = torch.Tensor
+Coordinate = tuple[int, ...]
+
+# Ops whose arguments state global sizes and places: on a shard they are another call.
+_SIZED = frozenset({"reshape", "expand", "split", "chunk", "narrow", "full_like"})
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda t: t.sum(0),
+    "avg": lambda t: t.mean(0),
+    "max": lambda t: t.amax(0),
+    "min": lambda t: t.amin(0),
+    "product": lambda t: t.prod(0),
+    "any": lambda t: t.any(0),
+    "all": lambda t: t.all(0),
+}
+
+
+def is_false(call: Call, inputs: Sequence[Spec], outputs: Sequence[Spec], results: Sequence[Result]) -> bool:
+    """Whether the op, run on locals of ``inputs`` (in our dims), fails to give ``outputs`` (in Paddle's).
+
+    False also where that cannot be tried: an op that is not one function of PyTorch's, one whose arguments state
+    global sizes, or one that refuses its shards.
+    """
+    fn = getattr(torch.ops.aten, call.op, None)
+    if fn is None or call.op in _SIZED:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    smallest = min((n for s in inputs for n in _local_sizes(s) if n > 1), default=1)
+    whole = [_values(s, smallest, generator) for s in inputs]
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        given = iter(tensors)
+        made = fn(*fill(call.args, given), **fill(call.kwargs, given))
+        listed = list(made) if isinstance(made, (tuple, list)) else [made]
+        return [_shown(listed[i], r) for i, r in enumerate(results)]
+
+    try:
+        expected = run(whole)
+        parts = [_parts(t, s, generator) for t, s in zip(whole, inputs, strict=True)]
+        made = {at: run([p(at) for p in parts]) for at in inputs[0].mesh.coordinates()}
+    except (RuntimeError, IndexError, ValueError):
+        return False
+    claims = enumerate(zip(expected, outputs, strict=True))
+    return not all(_holds({at: m[k] for at, m in made.items()}, e, o) for k, (e, o) in claims)
+
+
+def _local_sizes(spec: Spec) -> Iterator[int]:
+    for at in spec.mesh.coordinates():
+        yield from spec.local_shape(at)
+
+
+def _values(spec: Spec, below: int, generator: torch.Generator) -> Tensor:
+    if spec.dtype.is_floating_point:
+        return torch.randn(spec.shape, dtype=torch.float64, generator=generator)
+    if spec.dtype == torch.bool:
+        return torch.rand(spec.shape, generator=generator) < 0.5
+    # Different numbers where that is possible, and such that every shard has a row of that number.
+    return (torch.arange(spec.shape.numel()) % below).reshape(spec.shape).to(spec.dtype)
+
+
+def _parts(whole: Tensor, spec: Spec, generator: torch.Generator) -> Callable[[Coordinate], Tensor]:
+    """What the rank at a coordinate holds; of a pending sum, one of several random terms."""
+    pending = [a for a, p in enumerate(spec.layout.placements) if isinstance(p, Partial)]
+    if any(spec.layout.placements[a] not in (Partial("sum"), Partial("avg")) for a in pending):
+        raise ValueError("terms of other reductions are not made up")
+    averages = math.prod(spec.mesh.sizes[a] for a in pending if spec.layout.placements[a] == Partial("avg"))
+    places = list(itertools.product(*(range(spec.mesh.sizes[a]) for a in pending)))
+    noise = [torch.randn(whole.shape, dtype=torch.float64, generator=generator) for _ in places[1:]]
+    terms = dict(zip(places, [whole * averages - sum(noise), *noise] if noise else [whole], strict=True))
+
+    def part(at: Coordinate) -> Tensor:
+        return _cut(terms[tuple(at[a] for a in pending)], spec.layout, at)
+
+    return part
+
+
+def _cut(whole: Tensor, layout: Layout, at: Coordinate) -> Tensor:
+    return whole[tuple(slice(a, b) for a, b in layout.local_bounds(whole.shape, at))]
+
+
+def _shown(made: Tensor, result: Result) -> Tensor:
+    """Our result with Paddle's dims."""
+    if result.dims is None:
+        return made
+    kept = [d for d in result.dims if d >= 0]
+    made = made.permute([*kept, *(d for d in range(made.ndim) if d not in kept)])
+    made = made.flatten(len(kept)).squeeze(-1) if made.ndim > len(kept) else made
+    for i, d in enumerate(result.dims):
+        made = made.unsqueeze(i) if d < 0 else made
+    return made
+
+
+def _holds(made: Mapping[Coordinate, Tensor], expected: Tensor, claimed: Spec) -> bool:
+    """Whether what the ranks made is the expected value, cut and pending as is claimed."""
+    pending = [(a, p.op) for a, p in enumerate(claimed.layout.placements) if isinstance(p, Partial)]
+    sizes = claimed.mesh.sizes
+    for at in made:
+        if any(at[a] for a, _ in pending):
+            continue  # one rank of those that share a value
+        want = _cut(expected.reshape(claimed.shape), claimed.layout, at)
+        held = _reduced(dict(made), list(at), pending, sizes)
+        if held.shape != want.shape or not torch.allclose(held.to(want.dtype), want, equal_nan=True):
+            return False
+    return True
+
+
+def _reduced(
+    made: Mapping[Coordinate, Tensor], at: list[int], pending: Sequence[tuple[int, str]], sizes: Sequence[int]
+) -> Tensor:
+    if not pending:
+        return made[tuple(at)]
+    (axis, op), rest = pending[-1], pending[:-1]
+    terms = []
+    for i in range(sizes[axis]):
+        at[axis] = i
+        terms.append(_reduced(made, list(at), rest, sizes))
+    return _REDUCTIONS[op](torch.stack(terms))
