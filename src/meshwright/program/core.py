@@ -25,8 +25,8 @@ class Input:
 
     Attributes:
         name: ``"blocks.0.weight"``, ``"batch.0"``, ``"blocks.0.weight.exp_avg"``, ``"lr.0"``.
-        kind: ``"param"``, ``"buffer"``, ``"batch"``, ``"constant"``, ``"state"`` or ``"hyper"`` (a number that may change
-            from step to step, as a tensor).
+        kind: ``"param"``, ``"buffer"``, ``"batch"``, ``"constant"``, ``"state"`` or ``"hyper"`` (a number that may
+            change from step to step, as a tensor).
         spec: how it lies on the mesh; None for what is not distributed.
         owner: of a state, the parameter.
     """
@@ -66,6 +66,25 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """What belongs to a program whose gradients are those of several micro-steps.
+
+    The program itself is the last micro-step: it adds what came before, synchronises, updates and empties the sums.
+
+    Attributes:
+        k_steps: micro-steps per update.
+        accumulate: the other micro-steps: the gradients, not synchronised, are added to the inputs of kind
+            ``"accumulator"``.
+        flush: the update alone, from the sums that are there; its input ``"leftover"`` is the factor that makes a mean
+            of fewer micro-steps.
+    """
+
+    k_steps: int
+    accumulate: Program
+    flush: Program
+
+
+@dataclass(frozen=True)
 class Program:
     """One rank's step: local ops and collectives, forward, backward and update, in one flat graph.
 
@@ -84,6 +103,7 @@ class Program:
         origins: where layouts came from.
         constants: tensors that the model brought in.
         update: the optimizer that the program contains, in words; empty if it has none.
+        merged: the other programs of a step that updates every few micro-steps only, or None.
     """
 
     mesh: Mesh
@@ -95,6 +115,7 @@ class Program:
     origins: tuple[Origin, ...] = ()
     constants: dict[str, Tensor] = field(default_factory=dict)
     update: str = ""
+    merged: Merged | None = None
 
     # -- looking at it --------------------------------------------------------------------------------
 
@@ -107,7 +128,7 @@ class Program:
     def results(self) -> tuple[fx.Node, ...]:
         """The nodes of the outputs, in order."""
         (node,) = self.graph.find_nodes(op="output")
-        return tuple(node.args[0])  # type: ignore[arg-type]
+        return tuple(node.args[0])
 
     def collectives(self) -> Iterator[fx.Node]:
         """The nodes that move data between ranks, in the order in which they start."""
