@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from .build import Built, Plan, build
 from .core import Input, Origin, Output, Program, value_of
+from .run import last_uses
 from .step import Step, compile_step
 
-__all__ = ["Built", "Input", "Origin", "Output", "Plan", "Program", "Step", "build", "compile_step", "value_of"]
+__all__ = [
+    "Built",
+    "Input",
+    "Origin",
+    "Output",
+    "Plan",
+    "Program",
+    "Step",
+    "build",
+    "compile_step",
+    "last_uses",
+    "value_of",
+]

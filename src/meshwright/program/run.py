@@ -45,7 +45,7 @@ def python_of(program: Program) -> tuple[str, dict[str, Any]]:
     """Source of ``step(inputs)`` and the names that it uses."""
     names: dict[str, Any] = {"getitem": operator.getitem}
     bound: dict[Any, str] = {}
-    last = _last_uses(program.graph)
+    last = last_uses(program.graph)
     lines = ["def step(inputs):"]
     given = [n.name for n in program.placeholders]
     lines.append(f"    ({', '.join(given)},) = inputs" if given else "    pass")
@@ -64,7 +64,7 @@ def _assigned(node: fx.Node) -> str:
     return f"{node.name} = " if node.users else ""
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Node to the values that nobody needs after it."""
     found: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()

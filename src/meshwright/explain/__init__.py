@@ -1,0 +1,23 @@
+"""Where communication comes from: what a step or a piece of eager code sends, and why; as text, JSON and a page.
+
+Nothing is computed again: eager code is explained from what dispatch recorded, a program from its nodes.
+"""
+
+from __future__ import annotations
+
+from .core import Collective, Explanation, Laid, Total
+from .eager import explain, explicit
+from .memory import Memory, memory_of
+from .step import explain_program
+
+__all__ = [
+    "Collective",
+    "Explanation",
+    "Laid",
+    "Memory",
+    "Total",
+    "explain",
+    "explain_program",
+    "explicit",
+    "memory_of",
+]

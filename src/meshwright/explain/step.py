@@ -1,0 +1,91 @@
+"""The explanation of a program, from its nodes: no device and no process is needed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.fx as fx
+
+from .. import runtime
+from ..collective import COLLECTIVES, bytes_of
+from ..program import Program, value_of
+from ..record import Record
+from .core import Collective, Explanation, Laid
+from .memory import memory_of
+
+_SHOWN = ("param", "buffer", "batch")
+
+
+def explain_program(program: Program) -> Explanation:
+    """Every collective of a rank's step and why, where layouts came from, totals and memory."""
+    names = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
+    listed = tuple(_collective(program, i, node, names) for i, node in enumerate(program.collectives()))
+    counts = runtime.Counts()
+    for c in listed:
+        counts.add(c.kind, c.axes, int(c.bytes))
+    served = dict.fromkeys(n.meta["cause"] for n in program.collectives() if n.meta.get("cause") is not None)
+    return Explanation(
+        [program.causes[i] for i in served], counts, None, program.mesh, program.rank, listed, _laid(program),
+        memory_of(program), program.update,
+    )  # fmt: skip
+
+
+def _collective(program: Program, number: int, node: fx.Node, names: dict[str, str]) -> Collective:
+    x, *options = node.args
+    given = value_of(x) if isinstance(x, fx.Node) else None
+    assert given is not None
+    axes = tuple(str(options[-2]).split(","))
+    cause = program.cause(node)
+    op, argument, parameter, tensor = _what(node, cause, names)
+    nbytes = bytes_of(node.target, given.shape, given.dtype, options)
+    mesh = program.mesh
+    return Collective(
+        number, node.meta.get("role", ""), COLLECTIVES[node.target], op, argument, parameter, tensor,
+        given.shape if cause is None else cause.shape, given.shape, _dtype(given.dtype),
+        "" if cause is None else cause.src, "" if cause is None else cause.dst, nbytes, axes,
+        mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), node.meta.get("line", ""),
+        "" if cause is None else cause.reason, node.name, cause is not None and cause.asked,
+    )  # fmt: skip
+
+
+def _what(node: fx.Node, cause: Record | None, names: dict[str, str]) -> tuple[str, int, str, str]:
+    """The op served, which of its arguments, the parameter that moves, and what moves in words."""
+    if cause is None:
+        return node.meta.get("source", ""), 0, "", node.meta.get("source", "")
+    backward = cause.phase == "backward"
+    parameter = node.meta.get("sync", "") or names.get(cause.op, "")
+    if not parameter:
+        gradient = "gradient of " if backward else ""
+        return cause.op, cause.argument, "", f"{gradient}{cause.op} argument {cause.argument}"
+    whole = "gather" in node.meta or not (backward or "sync" in node.meta)
+    return names.get(cause.op, cause.op), 0, parameter, parameter if whole else f"gradient of {parameter}"
+
+
+def _laid(program: Program) -> tuple[Laid, ...]:
+    origins = {o.value: o for o in program.origins}
+    states: dict[str, int] = {}
+    for node, given in zip(program.placeholders, program.inputs, strict=True):
+        value = value_of(node)
+        if given.kind == "state" and value is not None:
+            states[given.owner] = states.get(given.owner, 0) + value.nbytes
+    made = []
+    for node, given in zip(program.placeholders, program.inputs, strict=True):
+        value = value_of(node)
+        if given.kind not in _SHOWN or given.spec is None or value is None:
+            continue
+        origin = origins.get(given.name)
+        stored = repr(given.spec.layout)
+        made.append(
+            Laid(
+                given.name, given.kind, tuple(given.spec.shape), _dtype(value.dtype), stored,
+                stored if origin is None else origin.layout, value.shape, math.prod(value.shape) * value.dtype.itemsize,
+                states.get(given.name, 0), "default" if origin is None else origin.source,
+                "" if origin is None else origin.reason, () if origin is None else origin.lost,
+            )
+        )  # fmt: skip
+    return tuple(made)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
