@@ -191,7 +191,7 @@ def _no_match(glob: str, names: list[str]) -> str:
     close = difflib.get_close_matches(glob.replace("*", ""), names, n=3, cutoff=0.4)
     near = f"; close ones: {', '.join(close)}" if close else ""
     some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-    return f"{glob!r} in layouts matches no parameter, buffer, batch tensor or value of the program{near}; there are: {some}"
+    return f"{glob!r} matches no parameter, buffer, batch tensor or value of the program{near}; there are: {some}"
 
 
 # ---------------------------------------------------------------------------------------------- layouts as specs
@@ -211,7 +211,7 @@ def _laid(
         specs[source.node] = Spec(source.fake.shape, source.fake.dtype, layout, undecided=everywhere)
         if source.kind in ("param", "buffer"):
             params[source.name] = specs[source.node]
-    placed = {n: s for n, s in params.items()}
+    placed = dict(params)
     for name, t in model.named_parameters():
         if name not in placed and name not in captured.tied:  # a parameter that the loss does not need
             placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)

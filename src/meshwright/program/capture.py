@@ -135,7 +135,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     sources = []
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target) in fakes:
             kind = "param" if spec.kind is InputKind.PARAMETER else "buffer"
             name = str(spec.target).removeprefix("model.")
             sources.append(Source(node.name, kind, tied.get(name, name), fakes[str(spec.target)]))
@@ -143,7 +143,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
             i = len([s for s in sources if s.kind == "batch"])
             sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i]))
         else:
-            value = exported.constants[str(spec.target)]
+            value = {**exported.state_dict, **exported.constants}[str(spec.target)]
             if isinstance(value, FakeTensor):
                 raise CaptureError(f"the model makes a constant from values of other tensors ({spec.target})")
             sources.append(Source(node.name, "constant", str(spec.target), _fake_of(value, mode, device), value))

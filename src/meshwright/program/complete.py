@@ -168,7 +168,7 @@ class _Completion:
     def _rule(self, node: fx.Node) -> Rule | None:
         """The rule of a call; repeated layers ask once."""
         target: Any = node.target
-        key = (target, _signature(node.args), _signature(node.kwargs))
+        key: Any = (target, _signature(node.args), _signature(node.kwargs))
         try:
             if key in self._rules:
                 return self._rules[key]
@@ -262,7 +262,9 @@ class _Completion:
         for side, wanted in zip(states, (strategy.inputs, strategy.outputs), strict=True):
             for state, p in zip(side, wanted, strict=True):
                 if state.entries[axis] is None and isinstance(p, Shard):
-                    reason = f"{fact.name} ({fact.rule.text}) by {strategy.factor}" + (f" at {fact.where}" if fact.where else "")
+                    reason = f"{fact.name} ({fact.rule.text}) by {strategy.factor}" + (
+                        f" at {fact.where}" if fact.where else ""
+                    )
                     state.entries[axis] = Entry(p, REACHED, reason, lost)
                     changed = True
         return changed
@@ -282,7 +284,9 @@ class _Completion:
         priced = sorted(
             (self._price(s, known, users, states), i, s) for i, s in enumerate(made)
         )  # fmt: skip
-        lost = tuple(f"by {s.factor}: {-price[0]} named by the user agree, {price[1]} bytes" for price, _, s in priced[1:])
+        lost = tuple(
+            f"by {s.factor}: {-price[0]} named by the user agree, {price[1]} bytes" for price, _, s in priced[1:]
+        )
         return priced[0][2], lost
 
     @staticmethod

@@ -50,6 +50,9 @@ def spec_at(t: Tensor) -> Spec | None:
     return t.__dict__.get("_spec")
 
 
+_redispatch: Any = redispatch_function
+
+
 class Interpreter:
     """Runs captured nodes one by one.
 
@@ -160,7 +163,7 @@ class Interpreter:
                 return plan.run(*args, **kwargs)
         if plan.redispatch:
             with self.mode:
-                return redispatch_function(func, (), args, kwargs)
+                return _redispatch(func, (), args, kwargs)
         if plan.gathered:
             warn_gathered(plan)
         return execute(plan, func, args, kwargs, stamp)
@@ -201,7 +204,11 @@ class _Global(TorchFunctionMode):
             return self._property(func, first, spec)
         if spec is not None:
             if name == "size":
-                return spec.shape if len(args) < 2 and not kwargs else spec.shape[args[1] if len(args) > 1 else kwargs["dim"]]
+                return (
+                    spec.shape
+                    if len(args) < 2 and not kwargs
+                    else spec.shape[args[1] if len(args) > 1 else kwargs["dim"]]
+                )
             if name in ("dim", "ndimension"):
                 return spec.ndim
             if name in ("numel", "nelement"):
@@ -210,7 +217,7 @@ class _Global(TorchFunctionMode):
                 return spec.shape[0]
         return self.owner.call(func, tuple(args), kwargs)
 
-    def _property(self, func: Any, t: Tensor, spec: Spec | None) -> Any:
+    def _property(self, func: Any, t: Any, spec: Spec | None) -> Any:
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if spec is not None:
             if name == "shape":

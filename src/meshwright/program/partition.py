@@ -139,7 +139,7 @@ class _Partition:
             self.params[source.name] = local
         if source.kind == "constant":
             assert source.value is not None
-            self.recorder.constants[source.node] = source.value
+            self.recorder.constants[source.name] = source.value
         node.meta["role"] = "input"
         self.recorder.bind(local, node)
         stamp(local, spec)
@@ -265,9 +265,7 @@ class _Partition:
         )  # fmt: skip
 
 
-def _in_order(
-    graph: fx.Graph, listed: Sequence[Input], held: set[str], brought: Sequence[Input]
-) -> tuple[Input, ...]:
+def _in_order(graph: fx.Graph, listed: Sequence[Input], held: set[str], brought: Sequence[Input]) -> tuple[Input, ...]:
     """Inputs in the order of the placeholders; constants that came up while recording are somewhere among them."""
     rest, late = iter(listed), {i.name: i for i in brought}
     made = []

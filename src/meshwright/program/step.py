@@ -25,6 +25,7 @@ from ..tensor import DistTensor, stamp
 from .build import Built, Globs, Plan, build, checked_mesh
 from .capture import LossFn, batch_sources
 from .core import Input, Program
+from .inductor import with_inductor
 from .run import Runner, compile_program
 from .trace import Value
 from .update import update_of
@@ -54,8 +55,8 @@ def compile_step(
     """Capture a training step of ``model`` on a mesh as one static program.
 
     Args:
-        model: for one device.  Plain (the same on every rank), on the meta device, or from ``shard_module(sync=False)``.
-            Its parameters are laid on the mesh, as completion decides.
+        model: for one device.  Plain (the same on every rank), on the meta device, or from
+            ``shard_module(sync=False)``.  Its parameters are laid on the mesh, as completion decides.
         loss_fn: ``loss_fn(model, batch)`` returns the loss (global values), or a tuple that begins with it; None: the
             model returns the loss, given the batch.
         optimizer: over the model's parameters.  SGD, Adam and AdamW become part of the program; others run after it, on
@@ -110,6 +111,8 @@ class Step:
     ) -> None:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.mesh, self.plan, self.backend = mesh, plan, backend
+        if backend not in BACKENDS:
+            raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
         self.training = True
         self._ready: dict[Any, _Ready] = {}
         self._places: list[list[tuple[dict[str, Any], str, Tensor]]] = []
@@ -140,7 +143,7 @@ class Step:
         return made
 
     def _signature(self, batch: Any) -> Any:
-        leaves = [x for x in pytree.tree_leaves(batch)]
+        leaves = pytree.tree_leaves(batch)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
         return (self.training, shapes)
 
@@ -150,13 +153,16 @@ class Step:
             return found
         leaves, tree = pytree.tree_flatten(batch)
         if tree != self._tree:
-            raise ProgramError(f"the batch is {tree}, the step was captured for {self._tree}: give it what it was captured for")
+            raise ProgramError(
+                f"the batch is {tree}, the step was captured for {self._tree}: give it what it was captured for"
+            )
         first = next(iter(self._ready))[1]
         for i, (leaf, old) in enumerate(zip(leaves, first, strict=True)):
             if isinstance(leaf, Tensor) and (leaf.dtype != old[1] or leaf.ndim != len(old[0])):
                 raise ProgramError(
-                    f"batch tensor {i} is {leaf.dtype} of shape {tuple(leaf.shape)}, the step was captured for {old[1]} of "
-                    f"shape {old[0]}: dtype and number of dims must be the same (sizes may differ: it is captured again)"
+                    f"batch tensor {i} is {leaf.dtype} of shape {tuple(leaf.shape)}, the step was captured for {old[1]} "
+                    f"of shape {old[0]}: dtype and number of dims must be the same (sizes may differ: the step is then "
+                    "captured again)"
                 )
         with _together(self.mesh, "a batch of another shape"):
             built = build(
@@ -201,14 +207,11 @@ class Step:
         """From now on steps compute the loss only, without dropout."""
         return self.train(False)
 
-    def explain(self) -> Any:
-        """Every collective of the step and why, bytes and memory."""
-        from ..explain import explain_program
-
-        return explain_program(self.built.program if self._current is None else self.program)
-
     def __repr__(self) -> str:
         return f"<Step of {type(self.model).__name__}: {self.program!r}>"
+
+
+BACKENDS: dict[str | None, Callable[[Program], Program]] = {None: lambda program: program, "inductor": with_inductor}
 
 
 class _Ready:
@@ -217,7 +220,7 @@ class _Ready:
     def __init__(self, step: Step, built: Built) -> None:
         self.step, self.built = step, built
         program = self.program = built.program
-        self.run: Runner = compile_program(program)
+        self.run: Runner = compile_program(BACKENDS[step.backend](program))
         tensors = dict((*step.model.named_parameters(), *step.model.named_buffers()))
         self.batch: list[tuple[int, int, Spec]] = []  # place among the inputs, leaf of the batch, its spec
         self.numbers: list[tuple[int, int, Tensor]] = []
@@ -242,8 +245,8 @@ class _Ready:
             else:
                 self.inputs.append(self._state(given, tensors[given.owner]))
         self.written = [self.inputs[i] for i, _, _ in self.bound]
-        self.grads = [(k, o.name, o.spec) for k, o in enumerate(program.outputs) if o.kind == "grad"]
-        self.returned = [(k, o.spec) for k, o in enumerate(program.outputs) if o.kind in ("loss", "aux")]
+        self.grads = [(k, o.name, _known(o.spec)) for k, o in enumerate(program.outputs) if o.kind == "grad"]
+        self.returned = [(k, _known(o.spec)) for k, o in enumerate(program.outputs) if o.kind in ("loss", "aux")]
 
     def _state(self, given: Input, p: Tensor) -> Tensor:
         """A state of the optimizer, made if it is not there; the optimizer keeps it as its own."""
@@ -290,6 +293,11 @@ class _Ready:
 # ---------------------------------------------------------------------------------------------- parts
 
 
+def _known(spec: Spec | None) -> Spec:
+    assert spec is not None
+    return spec
+
+
 def _local(t: Tensor) -> Tensor:
     """The local tensor as a plain alias that shares memory and version."""
     with torch.no_grad(), disabled():
@@ -307,8 +315,8 @@ def _part(t: Any, spec: Spec) -> Tensor:
     if isinstance(t, DistTensor):
         if t._spec.layout != spec.layout:
             raise ProgramError(
-                f"a batch tensor of shape {tuple(t.shape)} lies as {t.layout!r}, the program expects {spec.layout!r}: give it "
-                "so (shard_dataloader), or give plain tensors with the global values"
+                f"a batch tensor of shape {tuple(t.shape)} lies as {t.layout!r}, the program expects {spec.layout!r}: "
+                "give it so (shard_dataloader), or give plain tensors with the global values"
             )
         return _bare(t)
     whole = Spec(spec.shape, spec.dtype, Layout(spec.mesh))
@@ -400,8 +408,8 @@ def _agree(program: Program) -> None:
         for a, b in zip_longest(everyone[0], other, fillvalue="nothing more"):
             if a != b:
                 raise DesyncError(
-                    f"the ranks captured different steps: where rank {mesh.ranks[0]} has {a}, rank {rank} has {b}; build the "
-                    "same model, loss and batch shapes on all ranks"
+                    f"the ranks captured different steps: where rank {mesh.ranks[0]} has {a}, rank {rank} has {b}; "
+                    "build the same model, loss and batch shapes on all ranks"
                 )
 
 

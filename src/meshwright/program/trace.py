@@ -47,7 +47,7 @@ class Value:
     nbytes: int
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every op on fake tensors as a node.
 
     Attributes:
@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.role, self.line, self.source = "forward", "", ""
         self.sync = self.gather = ""
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
     def _origin(self) -> tuple[str, str]:
         if self.role != "backward":
             return self.source, self.line
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             return self.source, self.line
         at = bisect_right(self._starts, node._sequence_nr()) - 1
@@ -238,14 +238,14 @@ def remove_dead(graph: fx.Graph, keep: Sequence[fx.Node] = ()) -> int:
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users or node in kept or is_mutating(node):
             continue
-        if _draws(node):
+        if draws(node):
             continue
         graph.erase_node(node)
         removed += 1
     return removed
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
     """Whether a node advances a random generator: the others' numbers depend on it."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags

@@ -6,8 +6,9 @@ scheduler may change (the learning rate) is an input of the program, everything 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,13 +129,13 @@ def _input(recorder: Recorder, given: Input, like: fx.Node | None, inputs: list[
 
 
 def _adam(
+    target: Any,
     recorder: Recorder,
     group: Group,
     params: list[fx.Node],
     grads: list[fx.Node],
     states: Mapping[str, list[fx.Node]],
     lr: fx.Node,
-    target: Any,
 ) -> None:
     recorder.emit(aten._foreach_add_.Scalar, (states["step"], 1)).meta["value"] = None
     beta1, beta2 = group["betas"]
@@ -146,14 +147,6 @@ def _adam(
         params, grads, states["exp_avg"], states["exp_avg_sq"], states.get("max_exp_avg_sq", []), states["step"]
     )  # fmt: skip
     recorder.emit(target, args, options).meta["value"] = None
-
-
-def _emit_adam(*args: Any) -> None:
-    _adam(*args, aten._fused_adam_.tensor_lr)
-
-
-def _emit_adamw(*args: Any) -> None:
-    _adam(*args, aten._fused_adamw_.tensor_lr)
 
 
 def _emit_sgd(
@@ -174,7 +167,11 @@ def _emit_sgd(
     ] = None
 
 
-_EMIT = {"adam": _emit_adam, "adamw": _emit_adamw, "sgd": _emit_sgd}
+_EMIT: dict[str, Callable[..., None]] = {
+    "adam": partial(_adam, aten._fused_adam_.tensor_lr),
+    "adamw": partial(_adam, aten._fused_adamw_.tensor_lr),
+    "sgd": _emit_sgd,
+}
 
 
 # ---------------------------------------------------------------------------------------------- clipping
