@@ -43,6 +43,7 @@ class Plan:
         inputs, outputs: glob over module names to placements of what goes in or comes out, as for ``shard_module``.
         stored_over: parameters are stored split over this axis and seen whole by the ops (ZeRO-3).
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
+        states_over: the optimizer's states are split over this axis, and with them gradients and the update (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients to this.
         gradients: return gradients too (``parameter.grad`` is set after each step).
     """
@@ -53,6 +54,7 @@ class Plan:
     outputs: Globs = ()  # type: ignore[assignment]
     stored_over: str | Mapping[str, str] | None = None
     regather: bool = True
+    states_over: str | None = None
     clip_grad_norm: float | None = None
     gradients: bool = False
 
@@ -113,7 +115,8 @@ def build(
         update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
     made = partition(
         captured, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
-        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, regather_stored=plan.regather, train=train,
+        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, regather_stored=plan.regather,
+        states_over=None if plan.states_over is None else mesh.axis_index(plan.states_over), train=train,
     )  # fmt: skip
     return Built(captured, completed, laid, made, stored, update)
 

@@ -17,9 +17,10 @@ import torch.fx as fx
 from .. import collective, convert, record, runtime
 from ..dispatch import settle, tie, unit_cotangent
 from ..errors import CaptureError
-from ..layout import Layout, Partial, Spec
+from ..layout import Layout, Partial, Replicate, Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
+from ..shard.packing import chunk_dim, cut_over
 from .capture import Captured, Source
 from .core import Input, Origin, Output, Program
 from .interpret import Interpreter, spec_at, stamp
@@ -57,6 +58,7 @@ def partition(
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     regather_stored: bool = True,
+    states_over: int | None = None,
     train: bool = True,
 ) -> Program:
     """The program of one rank.
@@ -65,6 +67,7 @@ def partition(
         update: the optimizer's update as part of the program.
         clip_grad_norm: clip the global norm of all gradients to this before the update.
         gradients: return the gradients too.
+        states_over: mesh axis over which the optimizer's states are split, and with them gradients and the update.
         regather_stored: gather parameters that are stored split again for the backward.
         train: False: forward only.
 
@@ -77,7 +80,7 @@ def partition(
         with captured.mode, made.recorder, _grad_mode(train):
             made.forward()
             if train:
-                made.backward()
+                made.backward(states_over)
                 with torch.no_grad():
                     made.update(update, clip_grad_norm, gradients)
         if regather_stored:
@@ -118,6 +121,7 @@ class _Partition:
         self.gathered: dict[int, Tensor] = {}
         self.outputs: list[tuple[Output, fx.Node]] = []
         self.grads: dict[str, Tensor] = {}
+        self.chunks: dict[str, Spec] = {}  # of parameters of which this rank updates a part only
         self.loss: Tensor | None = None
         for source in captured.sources:
             self._input(source)
@@ -195,8 +199,8 @@ class _Partition:
 
     # -- backward -------------------------------------------------------------------------------------
 
-    def backward(self) -> None:
-        """Record autograd's backward, and bring each gradient to the layout in which its parameter is stored."""
+    def backward(self, states_over: int | None) -> None:
+        """Record autograd's backward, and bring each gradient to the layout in which its update needs it."""
         assert self.loss is not None
         self.recorder.role = "backward"
         wanted = {n: p for n, p in self.params.items() if p.requires_grad}
@@ -209,13 +213,22 @@ class _Partition:
         with torch.no_grad():
             for (name, p), grad in zip(wanted.items(), made, strict=True):
                 if grad is not None:
+                    settle(p, p.__dict__["_spec"].with_(undecided=0))
+                    self._cut(name, p.__dict__["_spec"], states_over)
                     self.grads[name] = self._reduced(name, p, grad)
 
+    def _cut(self, name: str, spec: Spec, axis: int | None) -> None:
+        """Note the spec in which a parameter is updated, where that is a part of what this rank stores of it."""
+        if axis is None or not isinstance(spec.layout.placements[axis], Replicate):
+            return
+        dim = chunk_dim(spec, axis, first=True)
+        if dim is not None:
+            self.chunks[name] = cut_over(spec, axis, dim)
+
     def _reduced(self, name: str, p: Tensor, grad: Tensor) -> Tensor:
-        settle(p, p.__dict__["_spec"].with_(undecided=0))
         spec: Spec = p.__dict__["_spec"]
         have = spec.grad().with_(dtype=grad.dtype)
-        want = Spec(spec.shape, grad.dtype, spec.layout)
+        want = Spec(spec.shape, grad.dtype, self.chunks.get(name, spec).layout)
         steps = plan_conversion(have, want)
         if steps.moves:
             axes = [a for a, p in zip(self.mesh.axes, have.layout.placements, strict=True) if isinstance(p, Partial)]
@@ -244,9 +257,30 @@ class _Partition:
             for name, node in nodes.items():
                 self.outputs.append((Output(name, "grad", grads[name].__dict__["_spec"]), node))
         if update is not None:
-            params = {n: self.recorder.node_of(self.params[n]) for n in grads}
+            own = {n: self._own(n) for n in grads}
+            params = {n: self.recorder.node_of(t) for n, t in own.items()}
             specs = {n: self.params[n].__dict__["_spec"].with_(reduced=0, undecided=0) for n in grads}
-            self.inputs += emit_update(self.recorder, update, params, nodes, specs)
+            self.inputs += emit_update(self.recorder, update, params, nodes, {**specs, **self.chunks})
+            for name, chunk in self.chunks.items():
+                self._spread(name, own[name], chunk, specs[name])
+
+    def _own(self, name: str) -> Tensor:
+        """What this rank updates of a parameter: memory of it, or a copy where a part of it is not contiguous."""
+        p, chunk = self.params[name].detach(), self.chunks.get(name)
+        if chunk is None:
+            return p
+        for d, (have, want) in enumerate(zip(p.shape, chunk.local_shape(self.here), strict=True)):
+            if have != want:
+                lo = chunk.local_offset(self.here)[d] - self.params[name].__dict__["_spec"].local_offset(self.here)[d]
+                p = p.narrow(d, lo, want)
+        return p if p.is_contiguous() else p.clone(memory_format=torch.contiguous_format)
+
+    def _spread(self, name: str, own: Tensor, chunk: Spec, whole: Spec) -> None:
+        """Bring the updated parts of a parameter to all ranks."""
+        steps = plan_conversion(chunk, whole)
+        record.asked(f"update of {name}", steps, "each rank updated its own part of the parameter")
+        self.params[name].detach().copy_(convert.apply(steps.steps, own))
+        runtime.RT.cause = None
 
     # -- the result -----------------------------------------------------------------------------------
 
