@@ -1,0 +1,223 @@
+"""What every captured step has: one program per batch shape, micro-steps that are merged, a state to save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.utils._pytree as pytree
+
+from .. import collective
+from ..errors import DesyncError, ProgramError
+from ..mesh import Mesh
+from .agree import together
+from .bind import Carrier, Ready
+from .core import Program
+
+Tensor = torch.Tensor
+
+
+class BaseStep:
+    """A step that can be called with a batch.  Subclasses say how a batch of a new shape is captured.
+
+    Attributes:
+        model, optimizer, mesh: what it trains, and where.
+        training: whether calls train or only compute the loss.
+    """
+
+    def __init__(self, mesh: Mesh, carrier: Carrier, example_batch: Any) -> None:
+        self.mesh, self.carrier = mesh, carrier
+        self.model: nn.Module = carrier.model
+        self.optimizer = carrier.optimizer
+        self.training = True
+        self._ready: dict[Any, Ready] = {}
+        self._merged: Ready | None = None
+        self._micro = 0
+        self._tree = pytree.tree_flatten(example_batch)[1]
+        self._numbers = numbers_of(self.optimizer)
+
+    # -- compiling ------------------------------------------------------------------------------------
+
+    def _capture(self, batch: Any) -> Ready:
+        """The programs for batches like this one."""
+        raise NotImplementedError
+
+    @property
+    def program(self) -> Program:
+        """This rank's program for the batches of the last call; of merged micro-steps the one that updates."""
+        return self._current.program
+
+    def _install(self, batch: Any, made: Ready) -> Ready:
+        self._ready[self._signature(batch)] = self._current = made
+        if made.flush is not None:
+            self._merged = made
+        return made
+
+    def _signature(self, batch: Any) -> Any:
+        leaves = pytree.tree_leaves(batch)
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        return (self.training, shapes)
+
+    def _for(self, batch: Any) -> Ready:
+        found = self._ready.get(self._signature(batch))
+        if found is not None:
+            return found
+        leaves, tree = pytree.tree_flatten(batch)
+        if tree != self._tree:
+            raise ProgramError(
+                f"the batch is {tree}, the step was captured for {self._tree}: give it what it was captured for"
+            )
+        first = next(iter(self._ready))[1]
+        for i, (leaf, old) in enumerate(zip(leaves, first, strict=True)):
+            if isinstance(leaf, Tensor) and (leaf.dtype != old[1] or leaf.ndim != len(old[0])):
+                raise ProgramError(
+                    f"batch tensor {i} is {leaf.dtype} of shape {tuple(leaf.shape)}, the step was captured for "
+                    f"{old[1]} of shape {old[0]}: dtype and number of dims must be the same (sizes may differ: the step is "
+                    "then captured again)"
+                )
+        return self._install(batch, self._capture(batch))
+
+    # -- running --------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> Any:
+        """One step on ``batch``: plain tensors hold global values, DistTensors lie as the program expects.
+
+        With ``gradient-merge`` it is one micro-step; every ``k_steps``-th call updates.
+
+        Returns:
+            The loss (and what the loss function returned beside it), not reduced until its value is asked for.
+
+        Raises:
+            ProgramError: a batch that does not fit, an optimizer that was changed; before anything runs, on all ranks.
+        """
+        ready = self._current = self._for(batch)
+        if not self.training:
+            return ready.cycle[0](batch)
+        self._unchanged()
+        made = ready.cycle[self._micro](batch)
+        self._micro = (self._micro + 1) % len(ready.cycle)
+        return made
+
+    def _unchanged(self) -> None:
+        if self.optimizer is None or not self.carrier.updates:
+            return
+        numbers = numbers_of(self.optimizer)
+        if numbers != self._numbers:
+            raise ProgramError(
+                f"the optimizer was changed after the step was captured: it had {_difference(self._numbers, numbers)}. "
+                "The learning rate may change; for anything else capture the step again"
+            )
+
+    # -- merged micro-steps ---------------------------------------------------------------------------
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-steps since the last update; 0 right after one (and always, without ``gradient-merge``)."""
+        return self._micro
+
+    def flush(self) -> bool:
+        """Update now from the micro-steps since the last update: at the end of an epoch, say.
+
+        With ``avg`` it is their mean, however many they are.
+
+        Returns:
+            Whether there were any.
+        """
+        if not self._micro:
+            return False
+        assert self._merged is not None
+        assert self._merged.flush is not None
+        self._unchanged()
+        self.carrier.leftover.fill_(len(self._merged.cycle) / self._micro)
+        self._merged.flush(None)
+        self._micro = 0
+        return True
+
+    def split(self, batch: Any, dim: int = 0) -> list[Any]:
+        """A batch of plain tensors as the micro-batches of one update, cut along ``dim``.
+
+        Raises:
+            ProgramError: ``k_steps`` does not divide a tensor's size.
+        """
+        leaves, tree = pytree.tree_flatten(batch)
+        k = 1 if self._merged is None else len(self._merged.cycle)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.shape[dim] % k:
+                raise ProgramError(
+                    f"a batch tensor of shape {tuple(leaf.shape)} cannot be cut into {k} micro-batches along dim "
+                    f"{dim}: {k} does not divide {leaf.shape[dim]}; give a batch that it divides, or another k_steps"
+                )
+        cut = [leaf.chunk(k, dim) if isinstance(leaf, Tensor) else [leaf] * k for leaf in leaves]
+        return [pytree.tree_unflatten([c[i] for c in cut], tree) for i in range(k)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a merge under way has: the number of micro-steps and this rank's sums of gradients.
+
+        The model and the optimizer have their own.
+        """
+        return {"micro_step": self._micro, "sums": {name: t.clone() for name, t in self.carrier.sums.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken; all ranks call it, each with its own.
+
+        Raises:
+            ProgramError: sums of another program.
+            DesyncError: ranks that were saved after different numbers of micro-steps.
+        """
+        sums, k = self.carrier.sums, 1 if self._merged is None else len(self._merged.cycle)
+        with together(self.mesh, "load_state_dict"):
+            micro = _loadable(state, sums, k)
+        if self.mesh.size > 1:
+            everyone = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
+            seen = collective.all_gather_object(micro, everyone)
+            if len(set(seen)) > 1:
+                raise DesyncError(
+                    f"the ranks were saved after {seen} micro-steps: load on every rank what was saved together"
+                )
+        for name, t in sums.items():
+            t.copy_(state["sums"][name])
+        self._micro = micro
+
+
+def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int) -> int:
+    """The number of micro-steps in a saved state that fits."""
+    if set(state) != {"micro_step", "sums"}:
+        raise ProgramError(f"no state of a step: it has {sorted(state)}, 'micro_step' and 'sums' were expected")
+    micro, given = int(state["micro_step"]), state["sums"]
+    if not 0 <= micro < k:
+        raise ProgramError(f"the state was saved after {micro} micro-steps, but this step updates every {k}")
+    if set(given) != set(sums):
+        other = sorted(set(given) ^ set(sums))[0]
+        raise ProgramError(f"the state is of another program: only one of both has a sum for {other}")
+    for name, t in sums.items():
+        if given[name].shape != t.shape or given[name].dtype != t.dtype:
+            raise ProgramError(
+                f"the sum for {name} is {given[name].dtype} of shape {tuple(given[name].shape)} in the state, here it "
+                f"is {t.dtype} of shape {tuple(t.shape)}: load it on the mesh and layouts that it was saved on"
+            )
+    return micro
+
+
+def numbers_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """What of an optimizer is a constant of a program."""
+    if optimizer is None:
+        return []
+    skip = {"params", "lr", "initial_lr"}
+    return [
+        {"params": len(g["params"]), **{k: v for k, v in g.items() if k not in skip}} for g in optimizer.param_groups
+    ]
+
+
+def _difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
+    if len(old) != len(new):
+        return f"{len(old)} parameter groups and has {len(new)}"
+    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        for k in a:
+            if a[k] != b.get(k):
+                return f"{k}={a[k]!r} in group {i} and has {b.get(k)!r}"
+    return "other options"
+
+
+__all__ = ["BaseStep", "numbers_of"]
