@@ -74,8 +74,8 @@ class BaseStep:
             if isinstance(leaf, Tensor) and (leaf.dtype != old[1] or leaf.ndim != len(old[0])):
                 raise ProgramError(
                     f"batch tensor {i} is {leaf.dtype} of shape {tuple(leaf.shape)}, the step was captured for "
-                    f"{old[1]} of shape {old[0]}: dtype and number of dims must be the same (sizes may differ: the step is "
-                    "then captured again)"
+                    f"{old[1]} of shape {old[0]}: dtype and number of dims must be the same (sizes may differ: the "
+                    "step is then captured again)"
                 )
         return self._install(batch, self._capture(batch))
 
