@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.fx as fx
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
+from .. import runtime
 from ..convert import apply
 from ..dispatch import disabled
 from ..errors import ProgramError
@@ -19,6 +21,7 @@ from ..tensor import DistTensor, stamp
 from .core import Input, Program, value_of
 from .inductor import with_inductor
 from .run import Runner, compile_program
+from .trace import Value
 
 Tensor = torch.Tensor
 
@@ -60,6 +63,7 @@ class Bound:
         self.run: Runner = compile_program(BACKENDS[carrier.backend](program))
         self.batch: list[tuple[int, int, Spec | None]] = []  # place among the inputs, leaf of the batch, its spec
         self.numbers: list[tuple[int, Tensor]] = []  # group of the optimizer, its learning rate
+        self.states: list[tuple[int, Input, Tensor]] = []  # place among the inputs, what it is, its parameter
         self.inputs: list[Any] = []
         tensors = dict((*carrier.model.named_parameters(), *carrier.model.named_buffers()))
         for i, (given, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
@@ -67,40 +71,53 @@ class Bound:
                 self.batch.append((i, leaves[given.name], given.spec))
                 self.inputs.append(None)
             elif given.kind == "accumulator":
-                value = value_of(node)
-                assert value is not None
-                made = torch.zeros(value.shape, dtype=value.dtype, device=program.mesh.device)
-                self.inputs.append(carrier.sums.setdefault(given.name, made))
+                self.inputs.append(self._sum(given, node))
             else:
-                self.inputs.append(self._held(given, tensors))
+                self.inputs.append(self._held(given, node, tensors))
         self.written = [t for t, given in zip(self.inputs, program.inputs, strict=True) if given.kind in _OWNED]
         self.grads = [(k, o.name, o.spec) for k, o in enumerate(program.outputs) if o.kind == "grad"]
         self.returned = [(k, o.spec) for k, o in enumerate(program.outputs) if o.kind in ("loss", "aux")]
 
-    def _held(self, given: Input, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _held(self, given: Input, node: fx.Node, tensors: Mapping[str, Tensor]) -> Tensor:
         """A tensor that stays the same from step to step."""
         if given.kind in _OWNED:
             return local(tensors[given.name])
         if given.kind == "constant":
             return self.program.constants[given.name]
         if given.kind == "state":
-            return self._state(given, tensors[given.owner])
+            return self._state(given, node, tensors[given.owner])
         if given.name == "leftover":
             return self.carrier.leftover
         number = torch.tensor(0.0, dtype=torch.float64)
         self.numbers.append((int(given.name.rpartition(".")[2]), number))
         return number
 
-    def _state(self, given: Input, p: Tensor) -> Tensor:
+    def _state(self, given: Input, node: fx.Node, p: Tensor) -> Tensor:
         """A state of the optimizer, made if it is not there; the optimizer keeps it as its own."""
         optimizer = self.carrier.optimizer
         assert optimizer is not None
         name = given.name.rpartition(".")[2]
         states = optimizer.state[p]
         if name not in states:
-            states[name] = torch.zeros(()) if name == "step" else torch.zeros_like(local(p))
+            value, like = checked_value(node), local(p)
+            same = value.shape == tuple(like.shape)  # then also in memory: updates go through both side by side
+            made = torch.zeros_like(like, dtype=value.dtype) if same else torch.zeros(value.shape, dtype=value.dtype)
+            states[name] = made.to(like.device)
         found: Tensor = states[name]
         return found
+
+    def _sum(self, given: Input, node: fx.Node) -> Tensor:
+        """A sum of gradients, made if no other program of the step has it."""
+        sums = self.carrier.sums
+        if given.name not in sums:
+            value = checked_value(node)
+            sums[given.name] = torch.zeros(value.shape, dtype=value.dtype, device=self.program.mesh.device)
+        return sums[given.name]
+
+    def follow(self) -> None:
+        """Look for the optimizer's states again: others were loaded."""
+        for i, given, p in self.states:
+            self.inputs[i] = self._state(given, p)
 
     def __call__(self, batch: Any) -> Any:
         """Run it; the loss and what comes with it, None for a program that returns neither."""
@@ -136,6 +153,14 @@ class Bound:
 
 
 _OWNED = ("param", "buffer")
+
+
+def checked_value(node: fx.Node) -> Value:
+    """Shape and dtype of what a node gives.  Raises ProgramError where it is not one tensor."""
+    value = value_of(node)
+    if value is None:
+        raise ProgramError(f"{node.name} is not one tensor")
+    return value
 
 
 class Ready:
