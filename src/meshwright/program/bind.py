@@ -11,7 +11,6 @@ import torch.fx as fx
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from .. import runtime
 from ..convert import apply
 from ..dispatch import disabled
 from ..errors import ProgramError
@@ -63,7 +62,7 @@ class Bound:
         self.run: Runner = compile_program(BACKENDS[carrier.backend](program))
         self.batch: list[tuple[int, int, Spec | None]] = []  # place among the inputs, leaf of the batch, its spec
         self.numbers: list[tuple[int, Tensor]] = []  # group of the optimizer, its learning rate
-        self.states: list[tuple[int, Input, Tensor]] = []  # place among the inputs, what it is, its parameter
+        self.states: list[tuple[int, Input, fx.Node, Tensor]] = []  # place among the inputs, what it is, its parameter
         self.inputs: list[Any] = []
         tensors = dict((*carrier.model.named_parameters(), *carrier.model.named_buffers()))
         for i, (given, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
@@ -85,6 +84,7 @@ class Bound:
         if given.kind == "constant":
             return self.program.constants[given.name]
         if given.kind == "state":
+            self.states.append((len(self.inputs), given, node, tensors[given.owner]))
             return self._state(given, node, tensors[given.owner])
         if given.name == "leftover":
             return self.carrier.leftover
@@ -116,8 +116,8 @@ class Bound:
 
     def follow(self) -> None:
         """Look for the optimizer's states again: others were loaded."""
-        for i, given, p in self.states:
-            self.inputs[i] = self._state(given, p)
+        for i, given, node, p in self.states:
+            self.inputs[i] = self._state(given, node, p)
 
     def __call__(self, batch: Any) -> Any:
         """Run it; the loss and what comes with it, None for a program that returns neither."""

@@ -37,6 +37,7 @@ def compile_step(
     outputs: Globs | None = None,
     stored_over: str | Mapping[str, str] | None = None,
     regather: bool = True,
+    states_over: str | None = None,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     passes: Sequence[Any] = (),
@@ -60,6 +61,7 @@ def compile_step(
         inputs, outputs: glob over module names to placements of their inputs and outputs.
         stored_over: store parameters split over this axis, gather them for use (ZeRO-3).
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
+        states_over: split the optimizer's states over this axis, and with them gradients and the update (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients before the update.
         gradients: set ``parameter.grad`` after each step.
         passes: applied to the program, in order.
@@ -74,8 +76,8 @@ def compile_step(
         DesyncError: ranks whose programs differ.
     """
     plan = Plan(
-        dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, clip_grad_norm,
-        gradients,
+        dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
+        clip_grad_norm, gradients,
     )  # fmt: skip
     return Step(model, loss_fn, optimizer, example_batch, checked_mesh(mesh), plan, init=init, backend=backend)
 
@@ -111,8 +113,8 @@ class Step(BaseStep):
         if optimizer is not None:
             _follow(optimizer, names, dict(model.named_parameters()))
             updates = update_of(optimizer, {id(p): n for n, p in model.named_parameters()}) is not None
-            if not updates:
-                shard_optimizer(optimizer)
+            shard_optimizer(optimizer, states_over=plan.states_over)
+            optimizer.register_load_state_dict_post_hook(self._follow_states)
         carrier = Carrier(model, optimizer, updates, plan.gradients, backend)
         super().__init__(mesh, carrier, example_batch)
         self._install(example_batch, self._bind(self.built))
@@ -128,6 +130,11 @@ class Step(BaseStep):
                 rank=runtime.RT.rank, train=self.training,
             )  # fmt: skip
         return self._bind(built)
+
+    def _follow_states(self, optimizer: torch.optim.Optimizer) -> None:
+        for ready in self._ready.values():
+            for bound in (*ready.cycle, *((ready.flush,) if ready.flush is not None else ())):
+                bound.follow()
 
     def train(self, mode: bool = True) -> Step:
         """Train (or, with False, only compute the loss) from now on; the model's modules are switched too."""

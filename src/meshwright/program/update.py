@@ -6,6 +6,7 @@ scheduler may change (the learning rate) is an input of the program, everything 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .. import collective
-from ..layout import Layout, Shard, Spec
+from .. import convert, record, runtime
+from ..layout import Layout, Partial, Shard, Spec
 from ..mesh import Mesh
+from ..reshard import plan as plan_conversion
 from .core import Input
 from .trace import Recorder, Value
 
@@ -123,7 +125,8 @@ def _input(recorder: Recorder, given: Input, like: fx.Node | None, inputs: list[
         node.meta["value"] = Value((), torch.float32, number, 4)
     else:
         value = like.meta["value"]
-        node.meta["value"] = Value(value.shape, value.dtype, number, value.nbytes)
+        nbytes = math.prod(value.shape) * value.dtype.itemsize
+        node.meta["value"] = Value(value.shape, value.dtype, number, nbytes)
     inputs.append(given)
     return node
 
@@ -192,10 +195,24 @@ def clip(grads: Mapping[str, Tensor], max_norm: float, mesh: Mesh) -> dict[str, 
         norms = torch._foreach_norm(listed)
         part = torch.linalg.vector_norm(torch.stack([n.to(norms[0].dtype) for n in norms])) ** 2
         if axes:
-            part = collective.all_reduce(part, "sum", collective.group(mesh, axes))
+            part = _over_ranks(part, axes, mesh)
         total = part if total is None else total + part
     scale = torch.clamp(max_norm / (total.sqrt() + 1e-6), max=1.0)
     made = torch._foreach_mul(list(grads.values()), scale)
     for (_, old), new in zip(grads.items(), made, strict=True):
         new.__dict__["_spec"] = old.__dict__["_spec"]
     return dict(zip(grads, made, strict=True))
+
+
+def _over_ranks(part: Tensor, axes: tuple[int, ...], mesh: Mesh) -> Tensor:
+    """The sum over the ranks that hold other parts of the same gradients."""
+    whole = Layout(mesh)
+    split = Layout(mesh, [Partial() if a in axes else p for a, p in enumerate(whole.placements)])
+    plan = plan_conversion(Spec((), part.dtype, split), Spec((), part.dtype, whole))
+    names = ", ".join(mesh.axes[a] for a in axes)
+    record.asked(
+        "norm of the gradients", plan, f"gradients that are split over {names}: the squares of their parts are summed"
+    )
+    made = convert.apply(plan.steps, part)
+    runtime.RT.cause = None
+    return made
