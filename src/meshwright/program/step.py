@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .base import BaseStep
 from .bind import BACKENDS, Carrier, Ready
 from .build import Built, Globs, Plan, build, checked_mesh
 from .capture import LossFn, batch_sources
+from .core import Program
 from .update import update_of
 
 Tensor = torch.Tensor
@@ -40,9 +42,9 @@ def compile_step(
     states_over: str | None = None,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
-    passes: Sequence[Any] = (),
     init: Callable[[nn.Module], Any] | None = None,
     backend: str | None = None,
+    transform: Callable[[Program], Program] | None = None,
 ) -> Step:
     """Capture a training step of ``model`` on a mesh as one static program.
 
@@ -64,9 +66,9 @@ def compile_step(
         states_over: split the optimizer's states over this axis, and with them gradients and the update (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients before the update.
         gradients: set ``parameter.grad`` after each step.
-        passes: applied to the program, in order.
         init: as for ``shard_module``.
         backend: ``"inductor"`` compiles what lies between collectives.
+        transform: applied to every program that trains, before it is bound.
 
     Returns:
         A step: ``loss = step(batch)``.
@@ -79,7 +81,9 @@ def compile_step(
         dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
         clip_grad_norm, gradients,
     )  # fmt: skip
-    return Step(model, loss_fn, optimizer, example_batch, checked_mesh(mesh), plan, init=init, backend=backend)
+    return Step(
+        model, loss_fn, optimizer, example_batch, checked_mesh(mesh), plan, init=init, backend=backend, transform=transform
+    )  # fmt: skip
 
 
 class Step(BaseStep):
@@ -101,13 +105,16 @@ class Step(BaseStep):
         *,
         init: Callable[[nn.Module], Any] | None = None,
         backend: str | None = None,
+        transform: Callable[[Program], Program] | None = None,
     ) -> None:
         if backend not in BACKENDS:
             raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
-        self.loss_fn, self.plan = loss_fn, plan
+        self.loss_fn, self.plan, self.transform = loss_fn, plan, transform
         names = {id(p): n for n, p in model.named_parameters()}
         with together(mesh, "compile_step"):
-            self.built = build(model, loss_fn, optimizer, example_batch, mesh, plan, rank=runtime.RT.rank)
+            self.built = self._transformed(
+                build(model, loss_fn, optimizer, example_batch, mesh, plan, rank=runtime.RT.rank)
+            )
         lay_module(model, mesh, self.built.stored, init)
         updates = False
         if optimizer is not None:
@@ -129,7 +136,12 @@ class Step(BaseStep):
                 self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
                 rank=runtime.RT.rank, train=self.training,
             )  # fmt: skip
+            if self.training:
+                built = self._transformed(built)
         return self._bind(built)
+
+    def _transformed(self, built: Built) -> Built:
+        return built if self.transform is None else replace(built, program=self.transform(built.program))
 
     def _follow_states(self, optimizer: torch.optim.Optimizer) -> None:
         for ready in self._ready.values():

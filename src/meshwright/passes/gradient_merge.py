@@ -1,0 +1,278 @@
+"""Gradient merge: one update for the gradients of several micro-steps.
+
+The idea is that of PaddlePaddle's general gradient merge pass.  A step becomes three programs without a conditional
+among them: *accumulate* (forward and backward; gradients are added to sums as autograd gave them, before anything is
+sent), the *last* micro-step (the same, then synchronise, clip, update, empty the sums) and *flush* (the update alone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.fx as fx
+
+from ..collective import COLLECTIVES
+from ..errors import PassError
+from ..program.core import Input, Merged, Program, value_of
+from ..program.trace import VIEWS, Value, draws
+from .slicing import ancestors, copied, needed, new_storage, part_of, storages, written
+
+aten = torch.ops.aten
+
+_SEEDS = {aten.full.default, aten.ones_like.default, aten.ones.default, aten.full_like.default}
+_HALF = {torch.bfloat16, torch.float16}
+# With one operand and linear in it: what runs behind such ops may as well run on a sum.
+_LINEAR = {*VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES}
+_SUMS = {"all_reduce", "reduce_scatter"}
+
+
+def merge(program: Program, k_steps: int, avg: bool) -> Program:
+    """The program of the last micro-step, with those of the others as its ``merged``.
+
+    Raises:
+        PassError: a program that has no gradients, is merged already, or gives results that only synchronised gradients
+            have.
+    """
+    return _Merge(copied(program), k_steps, avg).run()
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One sum of gradients over micro-steps.
+
+    Attributes:
+        node: the gradient of a micro-step, in the graph of the last one.
+        place: the input that holds the sum.
+        given: how the input is called.
+    """
+
+    node: fx.Node
+    place: fx.Node
+    given: Input
+
+
+class _Merge:
+    """One application of the pass, on a graph that it may change."""
+
+    def __init__(self, program: Program, k_steps: int, avg: bool) -> None:
+        if program.merged is not None:
+            raise PassError(f"gradient-merge: the program merges {program.merged.k_steps} micro-steps already")
+        self.program, self.graph, self.k_steps, self.avg = program, program.graph, k_steps, avg
+        self.alpha = 1.0
+        self.storage = new_storage(program)
+        given = dict(zip(program.placeholders, program.inputs, strict=True))
+        self.kept = {s for n, i in given.items() if i.kind == "buffer" for s in storages(n)}
+        self.updated = {s for n, i in given.items() if i.kind in ("param", "state") for s in storages(n)}
+
+    def run(self) -> Program:
+        """Cut the graph where gradients are not yet synchronised, and make the three programs."""
+        cuts = list(self._cuts())
+        if not cuts:
+            raise PassError("gradient-merge: the program has no gradients to merge; it must be that of a training step")
+        if self.avg:
+            self._scale_seed()
+        losses = [o for o in self.program.outputs if o.kind in ("loss", "aux")]
+        values = dict(zip(self.program.outputs, self.program.results, strict=True))
+        self._independent({o.name: values[o] for o in losses}, cuts)
+        nodes = needed(self.graph, [*cuts, *(values[o] for o in losses)], self._by_forward)
+        nodes |= {n for n in self.graph.nodes if draws(n) and n.meta.get("role") != "optimizer"}
+        sums = [self._sum(n) for n in cuts]
+        self._list_inputs(sums)
+        places = {s.place for s in sums}
+        accumulate = part_of(self.program, nodes | places, losses)
+        self._accumulate(accumulate, sums)
+        self._total(sums, nodes)
+        flush = self._flush(sums)
+        return replace(self.program, merged=Merged(self.k_steps, accumulate, flush))
+
+    # -- where to cut ---------------------------------------------------------------------------------
+
+    def _cuts(self) -> Iterator[fx.Node]:
+        """The gradients, each where nothing has been sent for it yet."""
+        found: dict[fx.Node, None] = {}
+        for node in self.graph.nodes:
+            if node.meta.get("grad_of"):
+                found.setdefault(_unsent(node))
+        yield from found
+
+    def _independent(self, outputs: dict[str, fx.Node], cuts: list[fx.Node]) -> None:
+        for name, node in outputs.items():
+            if not ancestors([node]).isdisjoint(cuts):
+                raise PassError(
+                    f"gradient-merge: the result {name} is computed from gradients, which are complete in every "
+                    f"{self.k_steps}th call only; return it from a step of its own, or leave it out"
+                )
+
+    def _by_forward(self, node: fx.Node) -> bool:
+        """Whether a node writes what a forward leaves behind: running statistics, say."""
+        return node.meta.get("role") != "optimizer" and not self.kept.isdisjoint(written(node))
+
+    # -- one factor for the mean ----------------------------------------------------------------------
+
+    def _scale_seed(self) -> None:
+        """Multiply what the backward starts from by 1/k."""
+        seed = next((n for n in self.graph.nodes if n.meta.get("role") == "backward" and n.target in _SEEDS), None)
+        if seed is None:
+            raise PassError("gradient-merge: no node starts the backward; avg=True has nothing to scale, use avg=False")
+        value = value_of(seed)
+        if value is not None and value.dtype in _HALF and self.k_steps & (self.k_steps - 1):
+            self.alpha = 1 / self.k_steps  # 1/k would be rounded: sums in full precision take it as they add
+            return
+        with self.graph.inserting_after(seed):
+            scaled = self.graph.call_function(aten.mul.Tensor, (seed, 1 / self.k_steps))
+        seed.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+        scaled.meta = {**seed.meta, "value": self._value_like(seed)}
+
+    # -- sums -----------------------------------------------------------------------------------------
+
+    def _value_like(self, node: fx.Node, dtype: torch.dtype | None = None) -> Value:
+        value = value_of(node)
+        assert value is not None
+        dtype = dtype or value.dtype
+        self.storage += 1
+        size = int(torch.Size(value.shape).numel()) * dtype.itemsize
+        return Value(value.shape, dtype, self.storage, size)
+
+    def _sum(self, node: fx.Node) -> Sum:
+        """An input for the sum of a gradient."""
+        value = value_of(node)
+        assert value is not None
+        named = _names(node)
+        spec = next((s for _, s in node.meta.get("grad_of", ())), None)
+        dtype = torch.float32 if value.dtype in _HALF else value.dtype
+        last = self.program.placeholders[-1]
+        with self.graph.inserting_after(last):
+            place = self.graph.placeholder(f"sum_{named[0].replace('.', '_')}")
+        place.meta = {"role": "input", "value": self._value_like(node, dtype)}
+        return Sum(node, place, Input(named[0], "accumulator", None if spec is None else spec.with_(dtype=dtype)))
+
+    def _list_inputs(self, sums: list[Sum]) -> None:
+        known = dict(zip([n for n in self.program.placeholders if not _is_sum(n, sums)], self.program.inputs, strict=True))
+        known.update({s.place: s.given for s in sums})
+        self.program = replace(self.program, inputs=tuple(known[n] for n in self.program.placeholders))
+
+    def _added(self, graph: fx.Graph, gradient: fx.Node, place: fx.Node) -> fx.Node:
+        """Add a gradient to its sum as soon as it exists: its memory is free from there on."""
+        with graph.inserting_after(gradient):
+            options = {"alpha": self.alpha} if self.alpha != 1.0 else {}
+            made = graph.call_function(aten.add_.Tensor, (place, gradient), options)
+        made.meta = {k: v for k, v in gradient.meta.items() if k in ("role", "line", "source", "grad_of")}
+        made.meta["value"] = place.meta["value"]
+        return made
+
+    # -- the three programs ---------------------------------------------------------------------------
+
+    def _accumulate(self, program: Program, sums: list[Sum]) -> None:
+        named = {n.name: n for n in program.graph.nodes}
+        for s in sums:
+            self._added(program.graph, named[s.node.name], named[s.place.name])
+
+    def _total(self, sums: list[Sum], earlier: set[fx.Node]) -> None:
+        """In the last micro-step, what comes after the backward reads the sums; they end empty.
+
+        Args:
+            earlier: what forward and backward consist of; it goes on reading the micro-step's own gradient.
+        """
+        self.totals: dict[fx.Node, fx.Node] = {}
+        for s in sums:
+            total = added = self._added(self.graph, s.node, s.place)
+            value = value_of(s.node)
+            if value is not None and value.dtype is not added.meta["value"].dtype:
+                total = self._cast(added, value.dtype)
+            s.node.replace_all_uses_with(total, delete_user_cb=lambda user, own=added: user not in earlier and user is not own)
+            s.node.meta.pop("grad_of", None)
+            self.totals[added] = s.place
+        (output,) = self.graph.find_nodes(op="output")
+        self._apart(output, {x for s in sums for x in storages(s.place)})
+        with self.graph.inserting_before(output):
+            zero = self.graph.call_function(aten._foreach_zero_.default, ([s.place for s in sums],))
+        zero.meta = {"role": "optimizer", "line": "", "source": "update", "value": None}
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        with self.graph.inserting_after(node):
+            made = self.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+        made.meta = {**node.meta, "value": self._value_like(node, dtype)}
+        node.meta.pop("grad_of", None)
+        return made
+
+    def _apart(self, output: fx.Node, sums: set[int]) -> None:
+        """Gradients that leave the program and are a sum itself leave as copies."""
+        for node in output.all_input_nodes:
+            if not sums.isdisjoint(storages(node)):
+                with self.graph.inserting_before(output):
+                    made = self.graph.call_function(aten.clone.default, (node,))
+                made.meta = {**node.meta, "value": self._value_like(node)}
+                output.replace_input_with(node, made)
+
+    def _flush(self, sums: list[Sum]) -> Program:
+        """The update alone."""
+        made = copied(self.program)
+        graph = made.graph
+        named = {n.name: n for n in graph.nodes}
+        for total, place in self.totals.items():
+            named[total.name].replace_all_uses_with(named[place.name])
+            graph.erase_node(named[total.name])
+        places = [named[s.place.name] for s in sums]
+        if self.avg:
+            made = self._leftover(made, places)
+        emptied = {x for n in places for x in storages(n)}
+        wanted = self.updated | emptied
+        grads = [o for o in made.outputs if o.kind == "grad"]
+        values = dict(zip(made.outputs, made.results, strict=True))
+
+        def writes(node: fx.Node) -> bool:
+            left = written(node)
+            return not wanted.isdisjoint(left) or (
+                node.meta.get("role") == "optimizer" and not self.kept.isdisjoint(left)
+            )
+
+        nodes = needed(graph, [values[o] for o in grads], writes)
+        for node, given in zip(made.placeholders, made.inputs, strict=True):
+            if node in nodes and given.kind == "batch":
+                raise PassError(f"gradient-merge: the update reads {given.name} of the batch; it must read gradients only")
+        return part_of(made, nodes, grads)
+
+    def _leftover(self, program: Program, places: list[fx.Node]) -> Program:
+        """Sums of fewer than k micro-steps become their mean."""
+        graph = program.graph
+        with graph.inserting_after(program.placeholders[-1]):
+            factor = graph.placeholder("leftover")
+        self.storage += 1
+        factor.meta = {"role": "input", "value": Value((), torch.float64, self.storage, 8)}
+        with graph.inserting_after(factor):
+            scaled = graph.call_function(aten._foreach_mul_.Tensor, (places, factor))
+        scaled.meta = {"role": "optimizer", "line": "", "source": "update", "value": None}
+        return replace(program, inputs=(*program.inputs, Input("leftover", "hyper")))
+
+
+def _is_sum(node: fx.Node, sums: list[Sum]) -> bool:
+    return any(s.place is node for s in sums)
+
+
+def _names(node: fx.Node) -> list[str]:
+    """Parameters whose gradient a node is, or becomes behind linear ops."""
+    while "grad_of" not in node.meta:
+        (node,) = node.users
+    return [name for name, _ in node.meta["grad_of"]]
+
+
+def _unsent(node: fx.Node) -> fx.Node:
+    """Where the value of a gradient was before anything was sent for it.
+
+    Sums over ranks and over micro-steps may change places, as long as all in between is linear and serves this gradient
+    alone: the reduce-scatter that autograd puts behind the gather of a stored parameter, say.
+    """
+    at = found = node
+    while at.target in _LINEAR and len(at.all_input_nodes) == 1:
+        before = at.all_input_nodes[0]
+        if COLLECTIVES.get(at.target) in _SUMS and at.args[1] in ("sum", "avg"):
+            found = before
+        if len(before.users) > 1 or before.op != "call_function":
+            break
+        at = before
+    return found
+
+
+__all__ = ["merge"]

@@ -1,0 +1,87 @@
+"""Cutting a program into parts: which nodes a value needs, writes included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch.fx as fx
+
+from ..program.core import Output, Program
+from ..program.trace import Value, is_mutating
+
+
+def storages(node: fx.Node) -> tuple[int, ...]:
+    """Numbers of the storages of what a node gives."""
+    value = node.meta.get("value")
+    values = value if isinstance(value, tuple) else (value,)
+    return tuple(v.storage for v in values if isinstance(v, Value))
+
+
+def written(node: fx.Node) -> set[int]:
+    """Storages that a node writes to."""
+    found: set[int] = set()
+    if not is_mutating(node):
+        return found
+    for i, arg in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if arg.alias_info is None or not arg.alias_info.is_write:
+            continue
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+        fx.map_arg(given, lambda n: found.update(storages(n)))
+    return found
+
+
+def new_storage(program: Program) -> int:
+    """A number that no storage of the program has, nor any number above it."""
+    return 1 + max((s for n in program.graph.nodes for s in storages(n)), default=0)
+
+
+def needed(graph: fx.Graph, roots: Iterable[fx.Node], writes: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Nodes that must run so that ``roots`` have their values and the wanted writes happen.
+
+    Args:
+        writes: whether a node that writes is wanted for what it leaves behind when the program has ended.
+    """
+    live, read = set(roots), set[int]()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            continue
+        if node not in live and is_mutating(node) and (writes(node) or not read.isdisjoint(written(node))):
+            live.add(node)
+        if node in live:
+            for used in node.all_input_nodes:
+                live.add(used)
+                read.update(storages(used))
+    return live
+
+
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that values are computed from, themselves included."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def copied(program: Program) -> Program:
+    """The same program with a graph of its own."""
+    return part_of(program, set(program.graph.nodes), program.outputs)
+
+
+def part_of(program: Program, nodes: set[fx.Node], outputs: Iterable[Output]) -> Program:
+    """The part of a program that ``nodes`` are, with these of its outputs."""
+    graph = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        if node in nodes and node.op != "output":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    inputs = [i for i, n in zip(program.inputs, program.placeholders, strict=True) if n in nodes]
+    kept = list(outputs)
+    results = dict(zip(program.outputs, program.results, strict=True))
+    graph.output(tuple(made[results[o]] for o in kept))
+    return replace(program, graph=graph, inputs=tuple(inputs), outputs=tuple(kept))
