@@ -6,6 +6,9 @@ of the model exists that did not exist before.  Names are those of the model; ev
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 import re
 import traceback
@@ -128,9 +131,9 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     fakes, tied = _fake_state(step, mode, device)
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     given = [_fake_of(t, mode, device) for t in leaves]
-    with _swapped(step, fakes), _naming_the_line(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _swapped(step, fakes), _naming_the_line(model), _quiet():
         exported = torch.export.export(step, tuple(given), strict=False)
+    _check_shapes(model, exported.graph)
     names = _leaf_names(batch)
     sources = []
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
@@ -221,6 +224,27 @@ def line_of(node: fx.Node) -> str:
 
 
 @contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch.export keeps its opinion to itself: what goes wrong is raised, with the user's line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _check_shapes(model: nn.Module, graph: fx.Graph) -> None:
+    """Raises CaptureError where a value's shape depends on values."""
+    for node in graph.nodes:
+        for t in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(t, torch.SymInt) or (isinstance(t, Tensor) and any(not isinstance(n, int) for n in t.shape)):
+                raise CaptureError(f"{type(model).__name__} cannot be captured: {_VALUES} at {line_of(node)}")
+
+
+@contextmanager
 def _naming_the_line(model: nn.Module) -> Iterator[None]:
     try:
         yield
@@ -234,14 +258,17 @@ def _naming_the_line(model: nn.Module) -> Iterator[None]:
         raise CaptureError(f"{type(model).__name__} cannot be captured: {_reason(error)} at {where}") from error
 
 
+_VALUES = (
+    "what it does next depends on the value of a tensor (if, while, .item(), a shape made from values), and a captured "
+    "program does the same in every step: use torch.where or masks, or train eagerly;"
+)
+
+
 def _reason(error: Exception) -> str:
     text = str(error)
     kind = type(error).__name__
     if "data-dependent" in text.lower() or "GuardOnDataDependent" in kind or kind == "DataDependentOutputException":
-        return (
-            "what it does next depends on the value of a tensor (if, while, .item(), a shape made from values), and a "
-            "captured program does the same in every step: use torch.where or masks, or train eagerly;"
-        )
+        return _VALUES
     return f"{kind}: {text.strip().splitlines()[0] if text.strip() else ''};"
 
 
