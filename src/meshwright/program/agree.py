@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import collective
 from ..collective import COLLECTIVES
-from ..errors import DesyncError, MeshwrightError
+from ..errors import DesyncError
 from ..mesh import Mesh
 from .core import Program
 from .trace import Value
@@ -24,7 +24,7 @@ class together:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self.mesh.size == 1 or (error is not None and not isinstance(error, MeshwrightError)):
+        if self.mesh.size == 1 or not isinstance(error, Exception | None):
             return
         group = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
         seen = collective.all_gather_object(str(error or ""), group)
