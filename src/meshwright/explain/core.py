@@ -221,8 +221,8 @@ class Explanation:
 def _recorded(number: int, r: Record) -> Collective:
     gradient = "gradient of " if r.phase == "backward" else ""
     return Collective(
-        number, r.phase, " + ".join(r.kinds), r.op, r.argument, "", f"{gradient}{r.op} argument {r.argument}", r.shape, (),
-        "", r.src, r.dst, r.bytes, r.axes, (), r.line, r.reason, asked=r.asked,
+        number, r.phase, " + ".join(r.kinds), r.op, r.argument, "", f"{gradient}{r.op} argument {r.argument}", r.shape,
+        (), "", r.src, r.dst, r.bytes, r.axes, (), r.line, r.reason, asked=r.asked,
     )  # fmt: skip
 
 
@@ -239,8 +239,8 @@ def folded(collectives: Iterable[Collective]) -> list[tuple[int, Collective]]:
     found: dict[tuple[Any, ...], list[Collective]] = {}
     for c in collectives:
         key = (
-            c.role, c.kind, starred(c.tensor), c.shape, c.local, c.dtype, c.src, c.dst, c.axes, c.line, starred(c.reason),
-            c.asked,
+            c.role, c.kind, starred(c.tensor), c.shape, c.local, c.dtype, c.src, c.dst, c.axes, c.line,
+            starred(c.reason), c.asked,
         )  # fmt: skip
         found.setdefault(key, []).append(c)
     return [(len(alike), _one_of(alike)) for alike in found.values()]

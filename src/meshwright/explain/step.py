@@ -56,6 +56,8 @@ def _what(node: fx.Node, cause: Record | None, names: dict[str, str]) -> tuple[s
     backward = cause.phase == "backward"
     parameter = node.meta.get("sync", "") or names.get(cause.op, "")
     if not parameter:
+        if cause.asked and not backward:
+            return cause.op, cause.argument, "", cause.op
         gradient = "gradient of " if backward else ""
         return cause.op, cause.argument, "", f"{gradient}{cause.op} argument {cause.argument}"
     whole = "gather" in node.meta or not (backward or "sync" in node.meta)
