@@ -17,6 +17,7 @@ from ..collective import COLLECTIVES
 from ..errors import PassError
 from ..program.core import Input, Merged, Program, value_of
 from ..program.trace import VIEWS, Value, draws
+from .core import Pass, PassRecord, register
 from .slicing import ancestors, copied, needed, new_storage, part_of, storages, written
 
 aten = torch.ops.aten
@@ -28,14 +29,58 @@ _LINEAR = {*VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES}
 _SUMS = {"all_reduce", "reduce_scatter"}
 
 
-def merge(program: Program, k_steps: int, avg: bool) -> Program:
-    """The program of the last micro-step, with those of the others as its ``merged``.
+@register
+@dataclass(frozen=True)
+class GradientMerge(Pass):
+    """One update for the gradients of ``k_steps`` calls of a step.
+
+    Gradients are added up as autograd gave them, on each rank; what synchronises, clips and uses them runs in every
+    ``k_steps``-th call only.  ``step.flush()`` updates from what is there.  Comes after
+    ``data-parallel-optimization``, whatever the order in which both are listed.
+
+    Attributes:
+        k_steps: micro-steps per update; 1 leaves the program as it is.
+        avg: update with the mean over the micro-steps, else with their sum.
 
     Raises:
-        PassError: a program that has no gradients, is merged already, or gives results that only synchronised gradients
-            have.
+        PassError: ``k_steps`` below 1, options of other types; in :meth:`apply` a program that has no gradients, is
+            merged already, or returns what only complete gradients have.
     """
-    return _Merge(copied(program), k_steps, avg).run()
+
+    name = "gradient-merge"
+    after = ("data-parallel-optimization",)
+
+    k_steps: int
+    avg: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k_steps, int) or isinstance(self.k_steps, bool) or self.k_steps < 1:
+            raise PassError(f"gradient-merge: k_steps={self.k_steps!r}: a whole number of at least 1 was expected")
+        if not isinstance(self.avg, bool):
+            raise PassError(f"gradient-merge: avg={self.avg!r}: True or False was expected")
+
+    def apply(self, program: Program) -> tuple[Program, PassRecord]:
+        """The program of the last micro-step, with those of the others as its ``merged``."""
+        if self.k_steps == 1:
+            return program, PassRecord("one micro-step per update: the program stays as it is")
+        made = _Merge(copied(program), self.k_steps, self.avg).run()
+        assert made.merged is not None
+        return made, _record(made.merged, made)
+
+
+def _record(merged: Merged, last: Program) -> PassRecord:
+    sums = [value_of(n) for n, i in zip(last.placeholders, last.inputs, strict=True) if i.kind == "accumulator"]
+    nbytes = sum(v.nbytes for v in sums if v is not None)
+    kinds = merged.accumulate.kinds, last.kinds, merged.flush.kinds
+    return PassRecord(
+        f"{len(sums)} gradients are summed over {merged.k_steps} micro-steps and synchronised once",
+        (
+            f"sums: {nbytes} bytes on this rank",
+            f"collectives of a micro-step that does not update: {kinds[0]}",
+            f"of the one that updates: {kinds[1]}; of a flush: {kinds[2]}",
+        ),
+        {"sums": len(sums), "bytes": nbytes, "accumulate": kinds[0], "last": kinds[1], "flush": kinds[2]},
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +103,7 @@ class _Merge:
 
     def __init__(self, program: Program, k_steps: int, avg: bool) -> None:
         if program.merged is not None:
-            raise PassError(f"gradient-merge: the program merges {program.merged.k_steps} micro-steps already")
+            raise PassError(f"the program merges {program.merged.k_steps} micro-steps already")
         self.program, self.graph, self.k_steps, self.avg = program, program.graph, k_steps, avg
         self.alpha = 1.0
         self.storage = new_storage(program)
@@ -70,7 +115,7 @@ class _Merge:
         """Cut the graph where gradients are not yet synchronised, and make the three programs."""
         cuts = list(self._cuts())
         if not cuts:
-            raise PassError("gradient-merge: the program has no gradients to merge; it must be that of a training step")
+            raise PassError("the program has no gradients to merge; it must be that of a training step")
         if self.avg:
             self._scale_seed()
         losses = [o for o in self.program.outputs if o.kind in ("loss", "aux")]
@@ -101,7 +146,7 @@ class _Merge:
         for name, node in outputs.items():
             if not ancestors([node]).isdisjoint(cuts):
                 raise PassError(
-                    f"gradient-merge: the result {name} is computed from gradients, which are complete in every "
+                    f"the result {name} is computed from gradients, which are complete in every "
                     f"{self.k_steps}th call only; return it from a step of its own, or leave it out"
                 )
 
@@ -115,7 +160,7 @@ class _Merge:
         """Multiply what the backward starts from by 1/k."""
         seed = next((n for n in self.graph.nodes if n.meta.get("role") == "backward" and n.target in _SEEDS), None)
         if seed is None:
-            raise PassError("gradient-merge: no node starts the backward; avg=True has nothing to scale, use avg=False")
+            raise PassError("no node starts the backward; avg=True has nothing to scale, use avg=False")
         value = value_of(seed)
         if value is not None and value.dtype in _HALF and self.k_steps & (self.k_steps - 1):
             self.alpha = 1 / self.k_steps  # 1/k would be rounded: sums in full precision take it as they add
@@ -149,15 +194,17 @@ class _Merge:
         return Sum(node, place, Input(named[0], "accumulator", None if spec is None else spec.with_(dtype=dtype)))
 
     def _list_inputs(self, sums: list[Sum]) -> None:
-        known = dict(zip([n for n in self.program.placeholders if not _is_sum(n, sums)], self.program.inputs, strict=True))
-        known.update({s.place: s.given for s in sums})
+        known = {s.place: s.given for s in sums}
+        older = [n for n in self.program.placeholders if n not in known]
+        known.update(zip(older, self.program.inputs, strict=True))
         self.program = replace(self.program, inputs=tuple(known[n] for n in self.program.placeholders))
 
     def _added(self, graph: fx.Graph, gradient: fx.Node, place: fx.Node) -> fx.Node:
         """Add a gradient to its sum as soon as it exists: its memory is free from there on."""
         with graph.inserting_after(gradient):
-            options = {"alpha": self.alpha} if self.alpha != 1.0 else {}
-            made = graph.call_function(aten.add_.Tensor, (place, gradient), options)
+            made = graph.call_function(aten.add_.Tensor, (place, gradient))
+        if self.alpha != 1.0:
+            made.kwargs = {"alpha": self.alpha}
         made.meta = {k: v for k, v in gradient.meta.items() if k in ("role", "line", "source", "grad_of")}
         made.meta["value"] = place.meta["value"]
         return made
@@ -176,12 +223,17 @@ class _Merge:
             earlier: what forward and backward consist of; it goes on reading the micro-step's own gradient.
         """
         self.totals: dict[fx.Node, fx.Node] = {}
+
+        def later(user: fx.Node) -> bool:
+            return user not in earlier
+
         for s in sums:
             total = added = self._added(self.graph, s.node, s.place)
+            earlier.add(added)
             value = value_of(s.node)
             if value is not None and value.dtype is not added.meta["value"].dtype:
                 total = self._cast(added, value.dtype)
-            s.node.replace_all_uses_with(total, delete_user_cb=lambda user, own=added: user not in earlier and user is not own)
+            s.node.replace_all_uses_with(total, delete_user_cb=later)
             s.node.meta.pop("grad_of", None)
             self.totals[added] = s.place
         (output,) = self.graph.find_nodes(op="output")
@@ -231,7 +283,9 @@ class _Merge:
         nodes = needed(graph, [values[o] for o in grads], writes)
         for node, given in zip(made.placeholders, made.inputs, strict=True):
             if node in nodes and given.kind == "batch":
-                raise PassError(f"gradient-merge: the update reads {given.name} of the batch; it must read gradients only")
+                raise PassError(
+                    f"the update reads {given.name}, which only a micro-step has: it may read gradients only"
+                )
         return part_of(made, nodes, grads)
 
     def _leftover(self, program: Program, places: list[fx.Node]) -> Program:
@@ -245,10 +299,6 @@ class _Merge:
             scaled = graph.call_function(aten._foreach_mul_.Tensor, (places, factor))
         scaled.meta = {"role": "optimizer", "line": "", "source": "update", "value": None}
         return replace(program, inputs=(*program.inputs, Input("leftover", "hyper")))
-
-
-def _is_sum(node: fx.Node, sums: list[Sum]) -> bool:
-    return any(s.place is node for s in sums)
 
 
 def _names(node: fx.Node) -> list[str]:
@@ -275,4 +325,4 @@ def _unsent(node: fx.Node) -> fx.Node:
     return found
 
 
-__all__ = ["merge"]
+__all__ = ["GradientMerge"]
