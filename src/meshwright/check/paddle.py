@@ -33,7 +33,7 @@ from ..dispatch import Inference
 from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
 from ..reshard import plan
 from .cases import Case, CaseError, Entry, Given, flat
-from .paddle_ops import TABLE
+from .paddle_ops import builder
 from .question import Call, Question, Result, Slot, fill, slots_in
 from .sound import is_false
 
@@ -71,7 +71,7 @@ class Score:
 
 def score(case: Case) -> Score:
     """The verdict on one case; whatever a builder or a rule raises is a verdict too."""
-    build = TABLE.get(case.op)
+    build = builder(case.op)
     if build is None:
         return Score(case, "unsupported", note=f"{case.op!r} is not in the table of ops")
     try:

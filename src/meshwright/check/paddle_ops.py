@@ -1,4 +1,5 @@
-"""Paddle's ops in terms of ours: one table, op name to a function that builds our call from a case.
+"""Paddle's ops in terms of ours: one table, op name to a function that builds our call from a case.  Elementwise ops
+that have the same name in PyTorch are not in it: its own tags tell.
 
 A builder gets a :class:`Question` (Paddle's inputs, constants and attributes) and returns a :class:`Call`: the name of
 our rule and its arguments, with a :class:`Slot` for each tensor.  It returns None where Paddle's op, with these
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..rules.pointwise import is_pointwise
 from .question import Call, Question, Result, Slot
 
 INDEX = torch.int64
@@ -32,20 +34,15 @@ def paddle(*names: str) -> Callable[[Builder], Builder]:
 
 # ------------------------------------------------------------------------------------------- elementwise
 
-_SAME_NAME = """
-    abs acos acosh asin asinh atan atanh ceil celu conj cos cosh digamma elu erf erfinv exp expm1 floor gelu hardshrink
-    hardsigmoid hardswish hardtanh leaky_relu lgamma log log10 log1p log2 logit mish reciprocal relu relu6 round rsqrt
-    selu sigmoid sign silu sin sinh softplus softshrink softsign sqrt square tan tanh trunc bernoulli
-""".split()  # noqa: SIM905 - one word after another reads better than a list of strings
-_UNARY = dict(zip(_SAME_NAME, _SAME_NAME, strict=True)) | {
-    "assign": "clone", "logsigmoid": "log_sigmoid", "swish": "silu", "tanh_shrink": "tanhshrink",
+_UNARY = {
+    "assign": "clone", "bernoulli": "bernoulli", "logsigmoid": "log_sigmoid", "swish": "silu",
+    "tanh_shrink": "tanhshrink",
     "elementwise_unary": "relu",  # the rule of the whole family
 }  # fmt: skip
 _BINARY = {
-    "add": "add", "elementwise_add": "add", "subtract": "sub", "multiply": "mul", "elementwise_mul": "mul",
-    "divide": "div", "elementwise_div": "div", "floor_divide": "floor_divide", "elementwise_pow": "pow",
-    "maximum": "maximum", "minimum": "minimum", "fmax": "fmax", "fmin": "fmin", "remainder": "remainder",
-    "heaviside": "heaviside", "greater_than": "gt", "less_than": "lt", "not_equal": "ne",
+    "elementwise_add": "add", "elementwise_sub": "sub", "elementwise_mul": "mul", "elementwise_div": "div",
+    "elementwise_pow": "pow", "elementwise_max": "maximum", "elementwise_min": "minimum",
+    "elementwise_mod": "remainder", "greater_than": "gt", "less_than": "lt", "equal": "eq", "not_equal": "ne",
     "elementwise_binary": "maximum",  # the rule of the whole family
 }  # fmt: skip
 _BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")
@@ -59,6 +56,13 @@ def _elementwise(name: str, dtype: torch.dtype = torch.float32, **kwargs: Any) -
 TABLE.update({theirs: _elementwise(ours) for theirs, ours in (_UNARY | _BINARY).items()})
 TABLE.update({name: _elementwise(name, torch.int32) for name in _BITS})
 TABLE.update({name: _elementwise(name, torch.bool) for name in _LOGIC})
+
+
+def builder(op: str) -> Builder | None:
+    """The builder for an op of Paddle's: that of the table, or PyTorch's elementwise op of the same name."""
+    return TABLE.get(op) or (_elementwise(op) if is_pointwise(op) else None)
+
+
 TABLE["trunc_divide"] = _elementwise("div", rounding_mode="trunc")
 
 

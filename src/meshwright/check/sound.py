@@ -34,11 +34,11 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def is_false(call: Call, inputs: Sequence[Spec], outputs: Sequence[Spec], results: Sequence[Result]) -> bool:
     """Whether the op, run on locals of ``inputs`` (in our dims), fails to give ``outputs`` (in Paddle's).
 
-    False also where that cannot be tried: an op that is not one function of PyTorch's, one whose arguments state
-    global sizes, or one that refuses its shards.
+    False also where that cannot be tried: an op that is not one function of PyTorch's or is random, one whose arguments
+    state global sizes, or one that refuses its shards.
     """
     fn = getattr(torch.ops.aten, call.op, None)
-    if fn is None or call.op in _SIZED:
+    if fn is None or call.op in _SIZED or _is_random(fn):
         return False
     generator = torch.Generator().manual_seed(0)
     smallest = min((n for s in inputs for n in _local_sizes(s) if n > 1), default=1)
@@ -58,6 +58,10 @@ def is_false(call: Call, inputs: Sequence[Spec], outputs: Sequence[Spec], result
         return False
     claims = enumerate(zip(expected, outputs, strict=True))
     return not all(_holds({at: m[k] for at, m in made.items()}, e, o) for k, (e, o) in claims)
+
+
+def _is_random(fn: torch._ops.OpOverloadPacket) -> bool:
+    return any(torch.Tag.nondeterministic_seeded in getattr(fn, name).tags for name in fn.overloads())
 
 
 def _local_sizes(spec: Spec) -> Iterator[int]:
