@@ -7,10 +7,16 @@ and ``runtime.RT.rank``: a name imported from here would go stale.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
+
+# Not used, but imported while there is no process group: the defaults of its functions hold the one that they find,
+# and PyTorch imports it in the middle of a run.  A group that is held is not destroyed, and its threads, which drop
+# their tensors when they come to it, abort a process that is about to exit.
+import torch.distributed.nn.functional  # noqa: F401
 
 
 class Counts:
@@ -157,3 +163,7 @@ def reset() -> None:
     """Start afresh, as after ``destroy_process_group``: caches, counts and the known rank are dropped."""
     global RT
     RT = Runtime()
+
+
+# After destroy_process_group the groups kept here are the last ones: their threads end while Python still runs.
+atexit.register(reset)

@@ -9,8 +9,7 @@ import torch
 from .. import collective
 from ..layout import Partial, Spec
 from ..mesh import Mesh
-from ..tensor import DistTensor, stamp
-from .held import held, hold, in_spec
+from ..tensor import DistTensor, held, hold, in_spec, stamp
 from .packing import Packing
 from .raw import get_grad, set_grad
 

@@ -23,8 +23,7 @@ from ..dispatch import disabled
 from ..errors import LayoutError, ShardError
 from ..layout import Layout, Partial, Spec
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, stamp
-from .held import hold
+from ..tensor import DistTensor, hold, stamp
 from .raw import become, get_grad, set_grad
 from .states import Chunks, Shadow
 

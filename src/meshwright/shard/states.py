@@ -16,8 +16,7 @@ from torch.optim.optimizer import Optimizer
 from .. import collective, runtime
 from ..dispatch import disabled
 from ..layout import Replicate, Shard, Spec
-from ..tensor import DistTensor
-from .held import in_spec
+from ..tensor import DistTensor, in_spec
 from .packing import Packing, chunk_dim, cut_over
 from .raw import bare
 from .sync import BUCKET_BYTES

@@ -27,9 +27,8 @@ from ..errors import ShardError
 from ..layout import Shard, Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, stamp
+from ..tensor import DistTensor, held, in_spec, stamp
 from .flights import Reduction, Scattering
-from .held import held, in_spec
 from .packing import Packing
 from .raw import bare, get_grad, set_grad
 

@@ -24,9 +24,8 @@ from ..dispatch import disabled, tie
 from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, stamp
+from ..tensor import DistTensor, held, hold, stamp
 from .flights import Scattering, partial_axes
-from .held import held, hold
 from .packing import Packing, whole_over
 from .raw import bare
 from .saved import Saver, may_save_references

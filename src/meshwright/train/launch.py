@@ -21,11 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Not used, but imported while there is no process group: the defaults of its functions hold the one that they find,
-# and PyTorch imports it in the middle of a run.  A group that is held is not destroyed, and its threads, which drop
-# their tensors when they come to it, abort a process that is about to exit.
-import torch.distributed.nn.functional
-
 import meshwright as mw
 from meshwright import errors, runtime
 from meshwright.errors import MeshError, MeshwrightError
