@@ -33,11 +33,17 @@ CASES = (
     "--mesh dp=4 --states-over dp --accumulate 4 --dropout 0.1 --clip 0.5",
     "--mesh dp=2,tp=2 --sequence-parallel --stored-over dp --accumulate 4 --dropout 0.1 --clip 0.5",
 )
+STATIC = (
+    *CASES[:-3],
+    "--mesh dp=2,tp=2 --sequence-parallel --stored-over dp --dropout 0.1 --clip 0.5",
+    "--mesh dp=2,tp=2 --sequence-parallel --states-over dp --dropout 0.1 --clip 0.5",
+    "--mesh tp=3 --sequence-parallel --tie",
+)
 RUNS = [
     f"{case} --optimizer {optimizer} --dtype {dtype}"
     for dtype in ("float64", "float32")
     for optimizer in ("adamw", "sgd")
-    for case in CASES
+    for case in (*CASES, *(f"{case} --static" for case in STATIC))
 ]
 
 

@@ -52,6 +52,8 @@ def train(
     stored_over: options.StoredOver = DEFAULT.stored_over,
     states_over: options.StatesOver = DEFAULT.states_over,
     sequence_parallel: options.SequenceParallel = DEFAULT.sequence_parallel,
+    static: options.Static = DEFAULT.static,
+    passes: options.Passes = None,
     verify: options.Verify = DEFAULT.verify,
     as_json: options.Json = False,
     plot: options.Plot = PLOT,
@@ -106,6 +108,7 @@ def _checked(context: typer.Context, joined: Joined | None) -> TrainConfig:
     if extra and not given["data"]:
         raise typer.BadParameter(f"unexpected argument {extra[0]!r}; files are given with --data", context)
     given["data"] = (*(given["data"] or ()), *extra)
+    given["passes"] = tuple(given["passes"] or ())
     described = parse_mesh(given["mesh"], device=given["device"])
     given["mesh"] = tuple(zip(described.axes, described.sizes, strict=True))
     config = TrainConfig(**given)

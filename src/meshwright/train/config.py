@@ -9,6 +9,7 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import MeshError, MeshwrightError
+from meshwright.passes import PassManager
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 OPTIMIZERS = ("adamw", "sgd")
@@ -16,6 +17,7 @@ LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
 DEVICES = ("cpu", "cuda")
 VOCABULARY = 256  # one entry per byte
 MOMENTUM = 0.9
+MERGE = "gradient-merge"  # the pass that accumulates
 
 
 class OptionError(MeshwrightError, ValueError):
@@ -37,6 +39,8 @@ class TrainConfig:
         accumulate: micro-steps per step; the loss is their mean.
         lr: learning rate; None: the default of the optimizer.
         clip: largest norm of all gradients together, or None.
+        static: train through a captured step (``mw.compile_step``) instead of eagerly.
+        passes: of the captured step, as ``meshwright.passes.parse`` reads them.
         verify: train the same model on one device too, and compare every step.
         threads: threads of each process inside one op.
     """
@@ -61,6 +65,8 @@ class TrainConfig:
     seed: int = 0
     dtype: str = "float32"
     device: str = "cpu"
+    static: bool = False
+    passes: tuple[str, ...] = ()
     verify: bool = False
     threads: int = 1
 
@@ -84,6 +90,7 @@ class TrainConfig:
         if self.clip is not None and not self.clip > 0:
             raise OptionError(f"--clip {self.clip}: a positive number was expected (leave it out: no clipping)")
         self.check_mesh()
+        self.check_passes()
 
     def check_mesh(self) -> None:
         """Raises OptionError or MeshError where the mesh and the options that name its axes do not fit."""
@@ -105,6 +112,21 @@ class TrainConfig:
                 f"--sequence-parallel splits the residual stream over tp, and {mesh!r} has no such axis: "
                 "add one, e.g. --mesh dp=2,tp=2"
             )
+
+    def check_passes(self) -> None:
+        """Raises OptionError or PassError for passes that do not exist or do not fit the other options."""
+        if self.passes and not self.static:
+            raise OptionError(f"--pass {self.passes[0]}: passes change the captured step: add --static")
+        if self.static and self.accumulate > 1 and any(p.partition(":")[0] == MERGE for p in self.passes):
+            raise OptionError(
+                f"--accumulate {self.accumulate} is the pass {MERGE} of a captured step: leave one of the two out"
+            )
+        self.pass_manager()
+
+    def pass_manager(self) -> PassManager:
+        """The passes of the captured step; micro-steps are one of them."""
+        merge = (f"{MERGE}:k_steps={self.accumulate}",) if self.accumulate > 1 and self.static else ()
+        return PassManager((*merge, *self.passes))
 
     def make_mesh(self) -> mw.Mesh:
         """The mesh, as a description."""

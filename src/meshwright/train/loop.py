@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from meshwright import collective, runtime
 from meshwright.errors import DataError, DesyncError
+from meshwright.program import compile_step
 from meshwright.shard.loader import shard_dataloader
 
 from .config import TrainConfig
@@ -73,36 +74,45 @@ class Traffic:
 
 
 class Trainer:
-    """The sharded model, its optimizer and its batches.
+    """The sharded model, its optimizer and its batches; steps eagerly.
 
     Args:
         config: the options.
         mesh: the connected mesh.
         corpus: the text, the same on every rank.
+
+    Attributes:
+        model: gradients of the last step are in ``parameter.grad`` between :meth:`backward` and :meth:`update`.
     """
 
     def __init__(self, config: TrainConfig, mesh: mw.Mesh, corpus: Corpus) -> None:
         self.config, self.mesh = config, mesh
-        plan = plan_for(mesh, sequence_parallel=config.sequence_parallel, tie=config.tie)
+        self.plan = plan_for(mesh, sequence_parallel=config.sequence_parallel, tie=config.tie)
         torch.manual_seed(config.seed)
         # Described on the meta device, then made shard by shard with the values that one device would get.
+        self.model: nn.Module = GPT(config, "meta")
+        self.lay()
+        windows = Windows(corpus, config.batch, config.seq, config.seed)
+        # The windows are batches already.  A generator of its own: DataLoader draws a seed for workers, and
+        # the default one is for dropout, as on one device.
+        loader: Any = DataLoader(windows, batch_size=None, generator=torch.Generator())
+        self.batches = iter(shard_dataloader(loader, mesh, self.plan.batch))
+
+    def lay(self) -> None:
+        """Lay the model and the optimizer's states on the mesh."""
+        config, plan = self.config, self.plan
         self.model = mw.shard_module(
-            GPT(config, "meta"),
-            mesh,
+            self.model,
+            self.mesh,
             plan.parameters,
             stored_over=config.stored_over,
             inputs=plan.inputs,
             outputs=plan.outputs,
         )
         self.optimizer = mw.shard_optimizer(config.make_optimizer(self.model), states_over=config.states_over)
-        windows = Windows(corpus, config.batch, config.seq, config.seed)
-        # The windows are batches already.  A generator of its own: DataLoader draws a seed for workers, and
-        # the default one is for dropout, as on one device.
-        loader: Any = DataLoader(windows, batch_size=None, generator=torch.Generator())
-        self.batches = iter(shard_dataloader(loader, mesh, plan.batch))
 
     def backward(self, step: int) -> Tensor:
-        """Gradients of one step, summed over its micro-steps; its loss, not reduced yet."""
+        """Gradients of one step, summed over its micro-steps and clipped; its loss, not reduced yet."""
         config = self.config
         torch.manual_seed(step_seed(config, step))
         losses: list[Tensor] = []
@@ -113,16 +123,58 @@ class Trainer:
                 loss = loss_of(self.model, x, y) / config.accumulate
                 loss.backward()
             losses.append(loss.detach())
+        if config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         return sum(losses[1:], losses[0])
 
     def update(self) -> None:
         """One step of the optimizer."""
-        if self.config.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.mesh.device == "cuda":  # else the clock would tell how fast kernels are launched
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the device; else the clock would tell how fast kernels are launched."""
+        if self.mesh.device == "cuda":
             torch.cuda.synchronize()
+
+
+class StaticTrainer(Trainer):
+    """The same, through a captured step: one program has forward, backward, clipping and update in it."""
+
+    def lay(self) -> None:
+        """Capture the step, which lays out model and optimizer as its layouts complete."""
+        config, plan = self.config, self.plan
+        self.optimizer = config.make_optimizer(self.model)
+        example = torch.zeros(config.batch, config.seq, dtype=torch.long)
+        self.step = compile_step(
+            self.model,
+            lambda model, batch: loss_of(model, *batch),
+            self.optimizer,
+            (example, example),
+            mesh=self.mesh,
+            layouts=plan.parameters,
+            batch=plan.batch,
+            inputs=plan.inputs,
+            outputs=plan.outputs,
+            stored_over=config.stored_over,
+            states_over=config.states_over,
+            clip_grad_norm=config.clip,
+            gradients=config.verify,
+            transform=config.pass_manager(),
+        )
+
+    def backward(self, step: int) -> Tensor:
+        """One whole step, its update too; with verification the gradients that it updated with stay."""
+        config = self.config
+        torch.manual_seed(step_seed(config, step))
+        losses = [self.step(next(self.batches)) for _ in range(config.accumulate)]
+        total: Tensor = sum(losses[1:], losses[0]) / config.accumulate
+        return total
+
+    def update(self) -> None:
+        """The program has done it."""
+        self.finish()
 
 
 def step_seed(config: TrainConfig, step: int) -> int:
@@ -144,7 +196,7 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
     """
     corpus = agreed_corpus(config, mesh)
     first = runtime.RT.rank == mesh.ranks[0]
-    trainer = Trainer(config, mesh, corpus)
+    trainer = (StaticTrainer if config.static else Trainer)(config, mesh, corpus)
     verifier = Verifier(config, corpus, first) if config.verify else None
     tell = emit if first else _nothing
     tell("start", _described(trainer, corpus))
@@ -225,4 +277,4 @@ def _described(trainer: Trainer, corpus: Corpus) -> dict[str, Any]:
     return {"parameters": rows, "source": corpus.source}
 
 
-__all__ = ["Emit", "Summary", "Traffic", "Trainer", "Verdict", "agreed_corpus", "step_seed", "train"]
+__all__ = ["Emit", "StaticTrainer", "Summary", "Traffic", "Trainer", "Verdict", "agreed_corpus", "step_seed", "train"]

@@ -24,7 +24,8 @@ def unset(text: str) -> str:
     return f"  [dim]\\[default: {text}][/]"
 
 
-MESH, MODEL, TRAINING, SPLITTING, OUTPUT = "Mesh", "Model", "Training", "Splitting more", "Output"
+MESH, MODEL, TRAINING, SPLITTING = "Mesh", "Model", "Training", "Splitting more"
+PROGRAM, OUTPUT = "Static program", "Output"
 
 Mesh = Annotated[
     str,
@@ -77,6 +78,17 @@ StatesOver = Annotated[
 ]
 SequenceParallel = Annotated[
     bool, option(SPLITTING, "--sequence-parallel", "Split the residual stream over tp along the sequence.")
+]
+
+Static = Annotated[bool, option(PROGRAM, "--static", "Capture the step as one program and run that.")]
+Passes = Annotated[
+    list[str] | None,
+    option(
+        PROGRAM,
+        "--pass",
+        "With --static: a pass over the program, and its options; may be repeated.",
+        metavar="NAME:OPTION=VALUE,...",
+    ),
 ]
 
 Verify = Annotated[

@@ -72,6 +72,8 @@ class Show:
             "sequence parallel" if config.sequence_parallel else "",
             f"dropout {config.dropout:g}" if config.dropout else "",
             f"clip {config.clip:g}" if config.clip else "",
+            "captured step" if config.static else "",
+            *(str(p) for p in config.pass_manager().passes),
             "verified against one device" if config.verify else "",
         ]
         size = f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads"

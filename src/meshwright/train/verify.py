@@ -56,7 +56,7 @@ class Reference:
         self.batches = iter(Windows(corpus, config.batch, config.seq, config.seed))
 
     def backward(self, seed: int) -> float:
-        """Gradients of one step; its loss."""
+        """Gradients of one step, clipped; its loss."""
         torch.manual_seed(seed)
         total = 0.0
         for _ in range(self.config.accumulate):
@@ -66,12 +66,12 @@ class Reference:
                 loss = loss_of(self.model, x, y) / self.config.accumulate
             loss.backward()
             total += loss.item()
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         return total
 
     def update(self) -> None:
         """One step of the optimizer."""
-        if self.config.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -89,7 +89,7 @@ class Verifier:
         self._verdict = Verdict(*TOLERANCES[config.dtype])
 
     def check(self, step: int, loss: float, model: nn.Module, seed: int) -> dict[str, float]:
-        """Compare loss and gradients, before the optimizer changes anything, and let the reference step too.
+        """Compare loss and gradients, those that the optimizer gets, and let the reference step too.
 
         Returns:
             ``rel_loss_diff`` and ``rel_grad_diff`` of this step; empty on the ranks that do not compare.
