@@ -54,7 +54,7 @@ def test_bytes_are_those_of_the_eager_step(more: dict[str, Any], text: str) -> N
     """A program sends gradients one by one, where the eager step packs them; what they hold is the same."""
     config = config_for("dp=2,tp=2", text, verify=False, steps=2, **more)
     eager, static = simulated(config), simulated(replace(config, static=True))
-    assert static.bytes_per_step == pytest.approx(eager.bytes_per_step, abs=64)
+    assert static.bytes_per_step == pytest.approx(eager.bytes_per_step, abs=128)
 
 
 # ---------------------------------------------------------------------------------------------- options
@@ -85,22 +85,23 @@ def test_a_pass_that_does_not_exist() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "words",
+    "case",
     [
         "--mesh dp=2 --dtype float64 --clip 0.5",
         "--mesh dp=2,tp=2 --dtype float64 --sequence-parallel --stored-over dp --dropout 0.1",
         "--mesh tp=3 --dtype float32 --tie",
     ],
 )
-def test_processes_equal_one_device(words: str, tmp_path: Path) -> None:
+def test_processes_equal_one_device(case: str, tmp_path: Path) -> None:
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    sizes = "--layers 1 --hidden 24 --heads 4 --seq 16 --batch 4 --steps 20".split()
+    sizes = ["--layers", "1", "--hidden", "24", "--heads", "4", "--seq", "16", "--batch", "4", "--steps", "20"]
+    words = [*case.split(), *sizes, "--verify", "--json", "--no-plot"]
     done = subprocess.run(
-        [sys.executable, "-m", "meshwright", "train", "--static", *words.split(), *sizes, "--verify", "--json", "--no-plot"],
+        [sys.executable, "-m", "meshwright", "train", "--static", *words],
         cwd=tmp_path, env=kept | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert found["max_rel_loss_diff"] <= (1e-9 if "float64" in words else 1e-4)
-    assert found["max_rel_grad_diff"] <= (1e-8 if "float64" in words else 1e-3)
+    assert found["max_rel_loss_diff"] <= (1e-9 if "float64" in case else 1e-4)
+    assert found["max_rel_grad_diff"] <= (1e-8 if "float64" in case else 1e-3)
     assert found["loss_last"] < found["loss_first"]
