@@ -5,8 +5,9 @@ Nothing is computed again: eager code is explained from what dispatch recorded, 
 
 from __future__ import annotations
 
-from .core import Collective, Explanation, Laid, Total
+from .core import Collective, Laid, Total
 from .eager import explain, explicit
+from .explanation import Explanation
 from .memory import Memory, memory_of
 from .step import explain_program
 

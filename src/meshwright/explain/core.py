@@ -1,18 +1,14 @@
-"""What an explanation holds: collectives, layouts, totals; data only, shown by ``text`` and ``page``."""
+"""What an explanation holds: collectives, layouts, totals; data, and what the views need to show it."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from .. import runtime
-from ..mesh import Mesh
 from ..record import Record
-from .memory import Memory
 
 ROLES = ("forward", "backward", "optimizer")
 
@@ -26,6 +22,7 @@ class Collective:
 
     Attributes:
         number: its place in the order in which they run.
+        place: how many ops of the step start before it; of eager code as ``number``.
         role: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         kind: ``"all_reduce"``, ``"all_gather"``...; of eager code several, joined by ``" + "``.
         op, argument: the op that it serves and which of its tensors; or what is moved.
@@ -63,6 +60,7 @@ class Collective:
     reason: str
     node: str = ""
     asked: bool = False
+    place: int = 0
 
     def __str__(self) -> str:
         where = f"{self.line}: " if self.line else ""
@@ -114,115 +112,12 @@ class Total:
     bytes: int
 
 
-@dataclass
-class Explanation:
-    """Communication of a step or of a piece of eager code, and what it costs.
-
-    Attributes:
-        records: one entry per conversion that an op implied or somebody asked for, in order, with reasons.
-        counts: every collective: kinds, axes and bytes.  Of a step what running it will count, to the byte; of eager
-            code what ran.
-        result: what the explained function returned (``explain(fn, ...)`` only).
-        mesh, rank: whose program it is; None for eager code.
-        collectives: the collectives of a step, or the recorded conversions of eager code, in order.
-        laid: parameters, buffers and batch of a step and how they lie on the mesh.
-        memory: what a rank holds along a step; None for eager code.
-        update: the optimizer that the step contains, in words.
-    """
-
-    records: list[Record] = field(default_factory=list)
-    counts: runtime.Counts = field(default_factory=runtime.Counts)
-    result: Any = None
-    mesh: Mesh | None = None
-    rank: int = 0
-    listed: tuple[Collective, ...] | None = None
-    laid: tuple[Laid, ...] = ()
-    memory: Memory | None = None
-    update: str = ""
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """In the order in which they run."""
-        if self.listed is not None:
-            return self.listed
-        return tuple(_recorded(i, r) for i, r in enumerate(self.records))
-
-    @property
-    def bytes(self) -> float:
-        """Bytes that the listed collectives move per rank."""
-        return sum(c.bytes for c in self.collectives)
-
-    @property
-    def totals(self) -> tuple[Total, ...]:
-        """By role, kind and axes."""
-        if self.listed is None:
-            return tuple(Total("", k, a, n, b) for (k, a), (n, b) in self.counts.table.items())
-        found: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
-        for c in self.listed:
-            entry = found.setdefault((c.role, c.kind, c.axes), [0, 0])
-            entry[0] += 1
-            entry[1] += int(c.bytes)
-        order = sorted(found.items(), key=lambda e: (ROLES.index(e[0][0]), e[0][1:]))
-        return tuple(Total(*key, *entry) for key, entry in order)
-
-    # -- as data --------------------------------------------------------------------------------------
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values; see docs/explain.md for what the keys mean."""
-        made: dict[str, Any] = {
-            "mesh": None if self.mesh is None else dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
-            "rank": self.rank if self.mesh is not None else None,
-            "update": self.update,
-            "collectives": self.counts.kinds,
-            "bytes": self.counts.bytes,
-            "total_bytes": self.counts.total_bytes,
-            "totals": [dataclasses.asdict(t) for t in self.totals],
-            "records": [dataclasses.asdict(c) for c in self.collectives],
-            "layouts": [dataclasses.asdict(x) for x in self.laid],
-            "memory": None if self.memory is None else self.memory.to_dict(),
-        }
-        return made
-
-    def to_json(self, **how: Any) -> str:
-        """``to_dict`` as one JSON object; ``how`` as for ``json.dumps``."""
-        return json.dumps(self.to_dict(), **how)
-
-    # -- for people -----------------------------------------------------------------------------------
-
-    def text(self, width: int = 100, *, color: bool = False) -> str:
-        """The report for a terminal of ``width`` columns."""
-        from .text import as_text
-
-        return as_text(self, width, color)
-
-    def to_html(self, title: str = "") -> str:
-        """The report as one self-contained HTML page."""
-        from .page import as_page
-
-        return as_page(self, title)
-
-    def __rich__(self) -> Any:
-        from .text import report
-
-        return report(self)
-
-    def __str__(self) -> str:
-        if not self.collectives and not self.counts.total:
-            return "no communication"
-        lines = [f"{n} × {c}" if n > 1 else str(c) for n, c in folded(self.collectives)]
-        totals = ", ".join(f"{n} {k} ({self.counts.bytes[k]} bytes)" for k, n in self.counts.kinds.items())
-        what = "implied conversions; ran in all" if self.listed is None else "collectives; in all"
-        lines.append(f"{len(self.collectives)} {what}: {totals or 'nothing'}")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def _recorded(number: int, r: Record) -> Collective:
+def recorded(number: int, r: Record) -> Collective:
+    """A conversion of eager code."""
     gradient = "gradient of " if r.phase == "backward" else ""
     return Collective(
         number, r.phase, " + ".join(r.kinds), r.op, r.argument, "", f"{gradient}{r.op} argument {r.argument}", r.shape,
-        (), "", r.src, r.dst, r.bytes, r.axes, (), r.line, r.reason, asked=r.asked,
+        (), "", r.src, r.dst, r.bytes, r.axes, (), r.line, r.reason, asked=r.asked, place=number,
     )  # fmt: skip
 
 

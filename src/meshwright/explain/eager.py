@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import collective, runtime
-from .core import Explanation
+from .explanation import Explanation
 
 
 @contextlib.contextmanager

@@ -37,7 +37,8 @@ class Memory:
             ``inputs`` (batch, buffers, constants).
         highest: category to the most that it takes at any time.
         along: bytes per category, in this order, after each op (or the highest of several ops: at most 240 points).
-        starts: role to the place in ``along`` at which its first op is.
+        ops: how many ops a step runs.
+        starts: role to the number of its first op.
     """
 
     peak: int
@@ -47,6 +48,7 @@ class Memory:
     at_peak: dict[str, int]
     highest: dict[str, int]
     along: tuple[tuple[int, ...], ...]
+    ops: int
     starts: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,17 +116,17 @@ def _values(node: fx.Node) -> Iterator[Value]:
 
 def _summary(steps: list[tuple[fx.Node, tuple[int, ...]]]) -> Memory:
     if not steps:
-        return Memory(0, "", "", "", {}, {}, (), {})
+        return Memory(0, "", "", "", {}, {}, (), 0, {})
     node, most = max(steps, key=lambda step: sum(step[1]))
     highest = [max(column) for column in zip(*(held for _, held in steps), strict=True)]
     width = -(-len(steps) // _POINTS)
     bins = [steps[i : i + width] for i in range(0, len(steps), width)]
     starts: dict[str, int] = {}
     for i, (at, _) in enumerate(steps):
-        starts.setdefault(at.meta.get("role", ""), i // width)
+        starts.setdefault(at.meta.get("role", ""), i)
     return Memory(
         sum(most), node.name, node.meta.get("role", ""), node.meta.get("line", ""), _named(most), _named(highest),
-        tuple(max((held for _, held in part), key=sum) for part in bins), starts,
+        tuple(max((held for _, held in part), key=sum) for part in bins), len(steps), starts,
     )  # fmt: skip
 
 

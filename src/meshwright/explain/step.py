@@ -11,7 +11,8 @@ from .. import runtime
 from ..collective import COLLECTIVES, bytes_of
 from ..program import Program, value_of
 from ..record import Record
-from .core import Collective, Explanation, Laid
+from .core import Collective, Laid
+from .explanation import Explanation
 from .memory import memory_of
 
 _SHOWN = ("param", "buffer", "batch")
@@ -20,7 +21,8 @@ _SHOWN = ("param", "buffer", "batch")
 def explain_program(program: Program) -> Explanation:
     """Every collective of a rank's step and why, where layouts came from, totals and memory."""
     names = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
-    listed = tuple(_collective(program, i, node, names) for i, node in enumerate(program.collectives()))
+    places = {n: i for i, n in enumerate(n for n in program.graph.nodes if n.op not in ("placeholder", "output"))}
+    listed = tuple(_collective(program, i, node, names, places[node]) for i, node in enumerate(program.collectives()))
     counts = runtime.Counts()
     for c in listed:
         counts.add(c.kind, c.axes, int(c.bytes))
@@ -31,7 +33,7 @@ def explain_program(program: Program) -> Explanation:
     )  # fmt: skip
 
 
-def _collective(program: Program, number: int, node: fx.Node, names: dict[str, str]) -> Collective:
+def _collective(program: Program, number: int, node: fx.Node, names: dict[str, str], place: int) -> Collective:
     x, *options = node.args
     given = value_of(x) if isinstance(x, fx.Node) else None
     assert given is not None
@@ -45,7 +47,7 @@ def _collective(program: Program, number: int, node: fx.Node, names: dict[str, s
         given.shape if cause is None else cause.shape, given.shape, _dtype(given.dtype),
         "" if cause is None else cause.src, "" if cause is None else cause.dst, nbytes, axes,
         mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), node.meta.get("line", ""),
-        "" if cause is None else cause.reason, node.name, cause is not None and cause.asked,
+        "" if cause is None else cause.reason, node.name, cause is not None and cause.asked, place,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -11,8 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..mesh import Mesh
-from .core import ROLES, Collective, Explanation, Laid, folded, folded_layouts, in_bytes, in_words, placed
+from .core import ROLES, Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
 from .memory import CATEGORIES, Memory
+
+if TYPE_CHECKING:
+    from .explanation import Explanation
 
 COLORS = {"forward": "cyan", "backward": "magenta", "optimizer": "yellow"}
 
@@ -22,12 +26,9 @@ _BAR = 28
 
 def as_text(why: Explanation, width: int, color: bool) -> str:
     """The report as a string."""
-    console = Console(
-        file=io.StringIO(), width=width, force_terminal=color, color_system="truecolor" if color else None
-    )
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=color, color_system="truecolor" if color else None)
     console.print(report(why))
-    file = console.file
-    assert isinstance(file, io.StringIO)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 

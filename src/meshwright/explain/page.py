@@ -1,0 +1,171 @@
+"""The report as one HTML page that needs nothing else: no network, no other file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from ..mesh import Mesh
+from .core import ROLES, Collective, Laid, folded_layouts, in_bytes, placed, starred
+from .memory import CATEGORIES, Memory
+
+if TYPE_CHECKING:
+    from .explanation import Explanation
+
+WIDTH = 1000  # of the timeline, in its own units
+_TOP = 18  # above the part that shows memory
+_HEIGHT = 150  # of that part
+_LANE = 34  # of the bars of one axis
+_MOST_CELLS = 4096  # a larger mesh is not drawn
+_NUMBERS = 64  # cells of a larger mesh have no numbers
+
+
+def as_page(why: Explanation, title: str) -> str:
+    """The page."""
+    return _template().render(
+        title=title or ("Training step" if why.mesh is not None else "Eager code"),
+        why=why, roles=ROLES, categories=CATEGORIES, mesh=_mesh(why.mesh, why.rank), line=_timeline(why),
+        rows=_rows(why.collectives), kinds=sorted({c.kind for c in why.collectives}),
+        axes=sorted({",".join(c.axes) for c in why.collectives}), tree=_tree(why.laid),
+        totals=[(t, t.bytes / max(1, *(u.bytes for u in why.totals))) for t in why.totals],
+    )  # fmt: skip
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("meshwright.explain", "web"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(bytes=in_bytes, placed=placed, changes=_changes, by=_by, dash=_dash)
+    return environment.get_template("page.html")
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "1"
+
+
+def _changes(c: Collective) -> list[tuple[str, str, str]]:
+    """(axis, placement before, placement after) where they differ."""
+    pairs = zip(placed(c.src), placed(c.dst), strict=True)
+    return [(axis, before, after) for (axis, before), (_, after) in pairs if before != after]
+
+
+def _dash(kind: str) -> str:
+    return kind.replace("_", "-")
+
+
+# ---------------------------------------------------------------------------------------------- the mesh
+
+
+def _mesh(mesh: Mesh | None, rank: int) -> dict[str, Any] | None:
+    """Cells of a drawing: the last axis to the right, the others downwards; with whom this rank shares an axis."""
+    if mesh is None:
+        return None
+    sizes = list(zip(mesh.axes, mesh.sizes, strict=True))
+    if mesh.size > _MOST_CELLS:
+        return {"axes": sizes, "cells": [], "size": mesh.size}
+    columns = mesh.sizes[-1]
+    rows = mesh.size // columns
+    numbered = mesh.size <= _NUMBERS
+    side = 34 if numbered else max(6, min(18, 480 // max(rows, columns)))
+    here = mesh.coordinate(rank)
+    cells = []
+    for i, (r, at) in enumerate(zip(mesh.ranks, mesh.coordinates(), strict=True)):
+        other = [a for a, p, q in zip(mesh.axes, at, here, strict=True) if p != q]
+        kind = "own" if not other else f"axis{mesh.axes.index(other[0]) % 3}" if len(other) == 1 else ""
+        place = ", ".join(f"{a} {p}" for a, p in zip(mesh.axes, at, strict=True))
+        cells.append({"x": i % columns * side, "y": i // columns * side, "rank": r, "kind": kind, "place": place})
+    return {
+        "axes": sizes, "cells": cells, "side": side, "size": mesh.size, "numbered": numbered,
+        "width": columns * side, "height": rows * side, "across": mesh.axes[-1], "down": ", ".join(mesh.axes[:-1]),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- along the step
+
+
+def _timeline(why: Explanation) -> dict[str, Any] | None:
+    """Memory as stacked areas and collectives as bars, over the same ops."""
+    listed = why.collectives
+    if not listed:
+        return None
+    memory = why.memory
+    ops = memory.ops if memory is not None else len(listed)
+    lanes = list(dict.fromkeys(",".join(c.axes) for c in listed))
+    top = _TOP + _HEIGHT + 10 if memory is not None else 8
+    most = math.log1p(max(c.bytes for c in listed))
+    bars = []
+    for c in listed:
+        height = 3 + (_LANE - 9) * (math.log1p(c.bytes) / most if most else 0)
+        bottom = top + _LANE * (lanes.index(",".join(c.axes)) + 1) - 3
+        bars.append(
+            {
+                "c": c, "x": round(c.place / ops * WIDTH, 2), "y": round(bottom - height, 2), "h": round(height, 2),
+                "w": round(max(1.5, min(9, WIDTH / ops * 0.8)), 2),
+            }
+        )  # fmt: skip
+    return {
+        "width": WIDTH, "height": top + _LANE * len(lanes) + 4, "bars": bars,
+        "lanes": [(name or "-", top + _LANE * i) for i, name in enumerate(lanes)], "lane": _LANE,
+        "areas": _areas(memory) if memory is not None else [], "top": _TOP, "memory": _HEIGHT,
+        "roles": _bands(memory) if memory is not None else [],
+    }  # fmt: skip
+
+
+def _areas(memory: Memory) -> list[tuple[str, str]]:
+    """(category, path) of each category, on top of those before it."""
+    n = len(memory.along)
+    below = [0] * n
+    made = []
+    for k, name in enumerate(CATEGORIES):
+        above = [b + held[k] for b, held in zip(below, memory.along, strict=True)]
+        path = [_point(i, n, h, memory.peak) for i, h in enumerate(above)]
+        path += [_point(i, n, h, memory.peak) for i, h in reversed(list(enumerate(below)))]
+        made.append((name, "M" + " L".join(path) + " Z"))
+        below = above
+    return made
+
+
+def _point(i: int, n: int, held: int, peak: int) -> str:
+    x = i / max(1, n - 1) * WIDTH
+    return f"{x:.1f},{_TOP + _HEIGHT - held / max(1, peak) * _HEIGHT:.1f}"
+
+
+def _bands(memory: Memory) -> list[tuple[str, float, float]]:
+    """(role, where its ops begin, where they end)."""
+    starts = sorted(memory.starts.items(), key=lambda e: e[1])
+    ends = [*(s for _, s in starts[1:]), memory.ops]
+    return [(r, s / memory.ops * WIDTH, e / memory.ops * WIDTH) for (r, s), e in zip(starts, ends, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def _rows(listed: Iterable[Collective]) -> list[dict[str, Any]]:
+    """Collectives with the number of those that differ in the layer only; the first stands for them."""
+    groups: dict[Any, list[Collective]] = {}
+    keys = []
+    for c in listed:
+        key = (c.role, c.kind, starred(c.tensor), c.shape, c.src, c.dst, c.axes, c.line, starred(c.reason))
+        groups.setdefault(key, []).append(c)
+        keys.append((c, key))
+    order = {key: i for i, key in enumerate(groups)}
+    return [
+        {"c": c, "fold": order[key], "alike": len(groups[key]), "first": groups[key][0] is c} for c, key in keys
+    ]  # fmt: skip
+
+
+def _tree(laid: tuple[Laid, ...]) -> dict[str, Any]:
+    """The names of the model as a tree; leaves are inputs that lie alike in repeated layers."""
+    root: dict[str, Any] = {"name": "", "children": {}, "leaf": None, "n": 0, "bytes": 0}
+    for n, x in folded_layouts(laid):
+        at = root
+        for part in x.name.split("."):
+            at = at["children"].setdefault(part, {"name": part, "children": {}, "leaf": None, "n": n, "bytes": 0})
+            at["bytes"] += n * (x.bytes + x.states)
+        at["leaf"] = x
+    return root
