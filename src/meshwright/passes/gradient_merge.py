@@ -16,9 +16,10 @@ import torch.fx as fx
 from ..collective import COLLECTIVES
 from ..errors import PassError
 from ..program.core import Input, Merged, Program, value_of
+from ..program.inplace import storages, written
 from ..program.trace import VIEWS, Value, draws
 from .core import Pass, PassRecord, register
-from .slicing import ancestors, copied, needed, new_storage, part_of, storages, written
+from .slicing import ancestors, copied, needed, new_storage, part_of
 
 aten = torch.ops.aten
 

@@ -9,27 +9,8 @@ from typing import Any
 import torch.fx as fx
 
 from ..program.core import Output, Program
-from ..program.trace import Value, is_mutating
-
-
-def storages(node: fx.Node) -> tuple[int, ...]:
-    """Numbers of the storages of what a node gives."""
-    value = node.meta.get("value")
-    values = value if isinstance(value, tuple) else (value,)
-    return tuple(v.storage for v in values if isinstance(v, Value))
-
-
-def written(node: fx.Node) -> set[int]:
-    """Storages that a node writes to."""
-    found: set[int] = set()
-    if not is_mutating(node):
-        return found
-    for i, arg in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if arg.alias_info is None or not arg.alias_info.is_write:
-            continue
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
-        fx.map_arg(given, lambda n: found.update(storages(n)))
-    return found
+from ..program.inplace import storages, written
+from ..program.trace import is_mutating
 
 
 def new_storage(program: Program) -> int:

@@ -110,6 +110,12 @@ class BaseStep:
                 "The learning rate may change; for anything else capture the step again"
             )
 
+    def _follow_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """States were loaded into the optimizer: bind to them."""
+        for ready in self._ready.values():
+            for bound in (*ready.cycle, *((ready.flush,) if ready.flush is not None else ())):
+                bound.follow()
+
     # -- merged micro-steps ---------------------------------------------------------------------------
 
     @property

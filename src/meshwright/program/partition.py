@@ -75,7 +75,7 @@ def partition(
         CaptureError: the step does what a program cannot hold.
         MeshwrightError: what dispatch raises for these layouts, with the user's line.
     """
-    with _as_rank(mesh, rank):
+    with as_rank(mesh, rank):
         made = _Partition(captured, laid, mesh, rank)
         with captured.mode, made.recorder, _grad_mode(train):
             made.forward()
@@ -89,7 +89,7 @@ def partition(
 
 
 @contextmanager
-def _as_rank(mesh: Mesh, rank: int) -> Iterator[None]:
+def as_rank(mesh: Mesh, rank: int) -> Iterator[None]:
     """Inside, this is ``rank`` of the mesh, which emits collectives instead of meeting others."""
     outer = runtime.RT
     inner = runtime.Runtime(rank, mesh.size, collective.Emitter(mesh, rank))

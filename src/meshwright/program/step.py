@@ -81,9 +81,8 @@ def compile_step(
         dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
         clip_grad_norm, gradients,
     )  # fmt: skip
-    return Step(
-        model, loss_fn, optimizer, example_batch, checked_mesh(mesh), plan, init=init, backend=backend, transform=transform
-    )  # fmt: skip
+    on = checked_mesh(mesh)
+    return Step(model, loss_fn, optimizer, example_batch, on, plan, init=init, backend=backend, transform=transform)
 
 
 class Step(BaseStep):
@@ -142,11 +141,6 @@ class Step(BaseStep):
 
     def _transformed(self, built: Built) -> Built:
         return built if self.transform is None else replace(built, program=self.transform(built.program))
-
-    def _follow_states(self, optimizer: torch.optim.Optimizer) -> None:
-        for ready in self._ready.values():
-            for bound in (*ready.cycle, *((ready.flush,) if ready.flush is not None else ())):
-                bound.follow()
 
     def train(self, mode: bool = True) -> Step:
         """Train (or, with False, only compute the loss) from now on; the model's modules are switched too."""

@@ -1,0 +1,182 @@
+"""Writes in a graph: where they go, and how to do without those into values that nobody else sees."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .trace import VIEWS, Value, is_mutating
+
+aten = torch.ops.aten
+
+
+def storages(node: fx.Node) -> tuple[int, ...]:
+    """Numbers of the storages of what a node gives."""
+    value = node.meta.get("value")
+    values = value if isinstance(value, tuple) else (value,)
+    return tuple(v.storage for v in values if isinstance(v, Value))
+
+
+def written(node: fx.Node) -> set[int]:
+    """Storages that a node writes to."""
+    found: set[int] = set()
+    if not is_mutating(node):
+        return found
+    for i, arg in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if arg.alias_info is None or not arg.alias_info.is_write:
+            continue
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+        fx.map_arg(given, lambda n: found.update(storages(n)))
+    return found
+
+
+def functional(graph: fx.Graph, writes: Iterable[fx.Node]) -> int:
+    """Turn writes into values of their own: ``div_(g, 4)`` becomes ``h = div(g, 4)``, and who reads g later reads h.
+
+    A write stays where something else sees it: memory of an input, or another view of the same memory that is read
+    later.
+
+    Args:
+        writes: the nodes to look at, in order.
+
+    Returns:
+        How many were turned.
+    """
+    made = _Functional(graph)
+    return sum(made.turn(node) for node in writes)
+
+
+class _Functional:
+    """Values and their memory, while writes are replaced one after the other."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.order = {n: float(i) for i, n in enumerate(graph.nodes)}
+        self.aliases: dict[int, list[fx.Node]] = {}
+        self.fixed: set[int] = set()
+        for node in graph.nodes:
+            for s in storages(node):
+                self.aliases.setdefault(s, []).append(node)
+                if node.op == "placeholder":
+                    self.fixed.add(s)
+        self.next = 1 + max(self.aliases, default=0)
+
+    def turn(self, node: fx.Node) -> bool:
+        """Turn one write, if nobody else sees it."""
+        schema = node.target._schema  # type: ignore[union-attr]
+        targets: list[Any] = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+        if not schema.arguments[0].alias_info or sum(_is_write(a) for a in schema.arguments) != 1:
+            return False
+        if not all(isinstance(t, fx.Node) and self._alone(t, node) for t in targets):
+            return False
+        values = self._values(node, targets)
+        if values is None:
+            return False
+        at = self.order[node]
+
+        def later(user: fx.Node) -> bool:
+            return self.order[user] > at
+
+        for old, new in zip(targets, values, strict=True):
+            old.replace_all_uses_with(new, delete_user_cb=later)
+            if targets[0] is node.args[0]:  # what it returns is what it wrote to
+                node.replace_all_uses_with(new)
+            self._moved(new)
+        self.graph.erase_node(node)
+        return True
+
+    def _alone(self, target: fx.Node, write: fx.Node) -> bool:
+        """Whether nothing reads this memory after the write but through ``target`` itself."""
+        at = self.order[write]
+        for s in storages(target):
+            if s in self.fixed:
+                return False
+            for other in self.aliases[s]:
+                if other in (target, write) or self.order[other] > at:
+                    continue
+                if any(self.order[u] > at for u in other.users):
+                    return False
+        return isinstance(target.meta.get("value"), Value)
+
+    def _values(self, node: fx.Node, targets: list[Any]) -> list[fx.Node] | None:
+        """What the targets are after the write, as nodes that come before it."""
+        if node.target is aten.copy_.default:
+            source = node.args[1]
+            if isinstance(source, fx.Node) and self._same(source, targets[0]) and not self._written_later(source, node):
+                return [source]
+            return None
+        target = _counterpart(node.target)
+        if target is None or not self._keeps_dtype(node, targets[0]):
+            return None
+        with self.graph.inserting_before(node):
+            made = self.graph.call_function(target, node.args, node.kwargs)
+            made.meta = dict(node.meta)
+            self.order[made] = self.order[node] - 0.5
+            if not isinstance(node.args[0], (list, tuple)):
+                self._new(made, targets[0])
+                return [made]
+            items = [self.graph.call_function(operator.getitem, (made, i)) for i in range(len(targets))]
+        for item, old in zip(items, targets, strict=True):
+            item.meta = {k: v for k, v in node.meta.items() if k != "value"}
+            self.order[item] = self.order[made]
+            self._new(item, old)
+        made.meta["value"] = tuple(item.meta["value"] for item in items)
+        return items
+
+    def _new(self, node: fx.Node, like: fx.Node) -> None:
+        value = like.meta["value"]
+        size = int(torch.Size(value.shape).numel()) * value.dtype.itemsize
+        node.meta["value"] = Value(value.shape, value.dtype, self.next, size)
+        self.aliases[self.next] = [node]
+        self.next += 1
+
+    @staticmethod
+    def _same(a: fx.Node, b: fx.Node) -> bool:
+        x, y = a.meta.get("value"), b.meta.get("value")
+        return isinstance(x, Value) and isinstance(y, Value) and (x.shape, x.dtype) == (y.shape, y.dtype)
+
+    def _written_later(self, source: fx.Node, write: fx.Node) -> bool:
+        """Whether the memory of ``source`` may change after the write that copies it."""
+        own = set(storages(source))
+        if own & self.fixed:
+            return True
+        for s in own:
+            for alias in self.aliases[s]:
+                if any(self.order[u] > self.order[write] and own & written(u) for u in alias.users):
+                    return True
+        return False
+
+    @staticmethod
+    def _keeps_dtype(node: fx.Node, target: fx.Node) -> bool:
+        dtype = target.meta["value"].dtype
+        others = [n.meta.get("value") for n in node.all_input_nodes]
+        return all(isinstance(v, Value) and (v.dtype is dtype or not v.shape) for v in others)
+
+    def _moved(self, new: fx.Node) -> None:
+        """Views that are now of ``new`` have its storage."""
+        value = new.meta["value"]
+        for user in new.users:
+            had = user.meta.get("value")
+            views = user.target in VIEWS or is_mutating(user)
+            if views and isinstance(had, Value) and had.storage != value.storage:
+                user.meta["value"] = Value(had.shape, had.dtype, value.storage, value.nbytes)
+                self.aliases[value.storage].append(user)
+                self._moved(user)
+
+
+def _is_write(argument: Any) -> bool:
+    return bool(argument.alias_info is not None and argument.alias_info.is_write)
+
+
+def _counterpart(target: Any) -> Any:
+    """``aten.div.Tensor`` for ``aten.div_.Tensor``; None where there is none."""
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, target._overloadname, None)
+
+
+__all__ = ["functional", "storages", "written"]

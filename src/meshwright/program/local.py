@@ -1,0 +1,443 @@
+"""``capture_local``: a training step that a user wrote for one rank, with ``torch.distributed``, as a program.
+
+The step runs once on fake tensors: forward, autograd's backward, the collectives that it calls and the optimizer's
+update are recorded one after the other, with the vocabulary of the programs that partition makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from .. import record, runtime
+from ..collective import COLLECTIVES
+from ..errors import CaptureError, ProgramError
+from ..layout import Layout, Partial, Spec
+from ..mesh import Mesh
+from ..tensor import DistTensor
+from .agree import agree, together
+from .base import BaseStep
+from .bind import BACKENDS, Carrier, Ready
+from .build import checked_mesh
+from .core import Input, Output, Program
+from .distcalls import DistCalls
+from .inplace import functional
+from .partition import as_rank
+from .trace import VIEWS, Recorder, is_mutating, remove_dead
+from .update import Update, emit_update, update_of
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+StepFn = Callable[[Any], Any]
+
+
+def capture_local(
+    step_fn: StepFn,
+    mesh: Mesh,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    backend: str | None = None,
+    transform: Callable[[Program], Program] | None = None,
+) -> LocalStep:
+    """Capture a step that was written by hand for one rank, with calls of ``torch.distributed``.
+
+    ``step_fn(batch)`` does what a step does on this rank, with the model and the optimizer that it closes over::
+
+        def step_fn(batch):
+            loss = loss_of(model(batch[0]), batch[1])
+            loss.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+    It runs once on fake tensors, which stand for the parameters, buffers and the batch while it does; nothing is sent
+    and nothing is changed.  Calls of the result then do on real tensors what was recorded.  So Python's own effects
+    (a counter, a print) happen once, and nothing may depend on values (``loss.item()``).
+
+    Args:
+        step_fn: takes a batch; returns the loss, or a tuple or dict of tensors that begins with it, or None.
+        mesh: its axes are the process groups that the step uses.
+        model: whose parameters and buffers the step changes, in place; several as an ``nn.ModuleList``.
+        optimizer: whose ``step()`` the step calls, once.  SGD, Adam and AdamW become part of the program, others run
+            after it.
+        batch: this rank's batch, as an example: shapes, dtypes and structure count.
+        backend: ``"inductor"`` compiles what lies between collectives.
+        transform: applied to the program before it is bound: a ``PassManager``, say.
+
+    Returns:
+        A step: ``loss = step(batch)``, with this rank's batch and loss.
+
+    Raises:
+        CaptureError: the step reads values, calls what no program can hold, or leaves gradients to the next step.
+        DesyncError: the ranks recorded different steps; before anything runs.
+    """
+    return LocalStep(step_fn, checked_mesh(mesh), model, optimizer, batch, backend, transform)
+
+
+class LocalStep(BaseStep):
+    """A step captured by :func:`capture_local`.  Call it with this rank's batch; it returns this rank's loss.
+
+    Attributes:
+        step_fn: the step as it was written.
+    """
+
+    def __init__(
+        self,
+        step_fn: StepFn,
+        mesh: Mesh,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        backend: str | None,
+        transform: Callable[[Program], Program] | None,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
+        self.step_fn, self.transform = step_fn, transform
+        self.update = update_of(optimizer, {id(p): n for n, p in _named(model, optimizer).items()})
+        super().__init__(mesh, Carrier(model, optimizer, self.update is not None, backend=backend), batch)
+        optimizer.register_load_state_dict_post_hook(self._follow_states)
+        self._install(batch, self._capture(batch))
+
+    def _capture(self, batch: Any) -> Ready:
+        assert self.optimizer is not None
+        with together(self.mesh, "capture_local"):
+            local = Local(self.step_fn, self.mesh, runtime.RT.rank, self.model, self.optimizer, batch, self.update)
+            program, tree = record_step(local)
+            if self.transform is not None:
+                program = self.transform(program)
+        agree(program)
+        leaves = {i.name: int(i.name.partition(".")[2]) for i in program.inputs if i.kind == "batch"}
+        return Ready(program, self.carrier, leaves, tree)
+
+    def __repr__(self) -> str:
+        return f"<LocalStep of {type(self.model).__name__}: {self.program!r}>"
+
+
+# ---------------------------------------------------------------------------------------------- recording
+
+
+@dataclass(frozen=True)
+class Local:
+    """A step by hand, and what it works on."""
+
+    step_fn: StepFn
+    mesh: Mesh
+    rank: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    update: Update | None
+
+
+def record_step(local: Local) -> tuple[Program, Any]:
+    """The program of a step by hand, and the structure of what it returns (None: one tensor, or nothing).
+
+    Raises:
+        CaptureError: see :func:`capture_local`.
+    """
+    first = _Recording(local, held=False)
+    first.run()
+    if not first.left:
+        return first.program(), first.tree
+    # The step leaves gradients: it must be one that clears them before it makes others.
+    again = _Recording(local, held=True)
+    again.run()
+    again.check_cleared()
+    return again.program(), again.tree
+
+
+class _Watch(Recorder):
+    """A recorder for code that runs as it was written: lines come from the stack, collectives from torch's own."""
+
+    def __init__(self, calls: DistCalls) -> None:
+        super().__init__()
+        self.calls = calls
+        self.by_hand: list[fx.Node] = []  # writes from the backward on: the step's own, to gradients mostly
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch._C._current_autograd_node() is None:
+            runtime.RT.line = None
+            self.begin("", record.user_line())
+        if func.namespace == "c10d":
+            with self:
+                return self.calls(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def emit(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        """As the base, with a note of writes from the backward on."""
+        node = super().emit(target, args, kwargs)
+        if self.role != "forward" and is_mutating(node):
+            self.by_hand.append(node)
+        return node
+
+
+class _Recording:
+    """One run of a step on fakes.
+
+    Args:
+        held: whether parameters have gradients when the step begins.
+    """
+
+    def __init__(self, local: Local, held: bool) -> None:
+        self.local, self.held = local, held
+        self.named = _named(local.model, local.optimizer)
+        self.recorder = _Watch(DistCalls(local.mesh, local.rank))
+        self.inputs: list[Input] = []
+        self.late: list[Input] = []
+        self.outputs: list[tuple[Output, fx.Node]] = []
+        self.gradients: dict[str, fx.Node] = {}  # name of a parameter to its gradient as autograd gave it
+        self.before: dict[str, fx.Node] = {}  # gradients of the step before
+        self.updated = False
+        self.left = False
+        self.tree: Any = None
+
+    def run(self) -> None:
+        """Run the step."""
+        local, mode = self.local, FakeTensorMode(allow_non_fake_inputs=True)
+        tensors = {**self.named, **dict(local.model.named_buffers())}
+        with as_rank(local.mesh, local.rank), _stand_ins(tensors, mode, self._born):
+            self._inputs(tensors)
+            leaves, structure = pytree.tree_flatten(local.batch)
+            with mode:
+                fakes = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in leaves]
+            for i, (x, fake) in enumerate(zip(leaves, fakes, strict=True)):
+                if isinstance(x, Tensor):
+                    self._input(fake, f"batch_{i}", Input(f"batch.{i}", "batch"))
+            made = self._watched(mode, pytree.tree_unflatten(fakes, structure))
+            self._results(made)
+            self.left = any(p.grad is not None for p in self.named.values())
+
+    def _inputs(self, tensors: dict[str, Tensor]) -> None:
+        for name, t in tensors.items():
+            kind = "param" if name in self.named else "buffer"
+            self._input(t, f"{kind}_{name}", Input(name, kind))
+            if kind == "param" and t.requires_grad and self.held:
+                t.grad = torch.empty_like(t, requires_grad=False)
+                self.before[name] = self._input(t.grad, f"before_{name}", None)
+
+    def _input(self, t: Tensor, name: str, given: Input | None) -> fx.Node:
+        node = self.recorder.graph.placeholder(name.replace(".", "_"))
+        node.meta["role"] = "input"
+        self.recorder.bind(t, node)
+        if given is not None:
+            self.inputs.append(given)
+        return node
+
+    def _born(self, name: str, p: Tensor) -> None:
+        assert p.grad is not None
+        self.gradients[name] = self.recorder.node_of(p.grad)
+
+    def _watched(self, mode: FakeTensorMode, batch: Any) -> Any:
+        """Run the step's own code."""
+        backward, recorder = torch.autograd.backward, self.recorder
+
+        def begins(*args: Any, **kwargs: Any) -> None:
+            recorder.role = "backward"
+            backward(*args, **kwargs)
+
+        patched = mock.patch.object(torch.autograd, "backward", begins)
+        with mode, recorder, patched, mock.patch.object(self.local.optimizer, "step", self._step):
+            try:
+                return self.local.step_fn(batch)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise CaptureError(
+                    f"{recorder.line}: the step reads the value of a tensor ({error.func}): a captured step cannot. "
+                    "Return the tensor instead of calling item(), float(), bool() or print() in the step"
+                ) from error
+
+    def _step(self, closure: Any = None) -> None:
+        """What ``optimizer.step()`` is while recording."""
+        if closure is not None:
+            raise CaptureError("optimizer.step(closure) may run the step many times: it cannot be captured")
+        if self.updated:
+            raise CaptureError("the step calls optimizer.step() more than once: capture one update at a time")
+        self.updated = True
+        recorder, grads = self.recorder, {n: p.grad for n, p in self.named.items() if p.grad is not None}
+        recorder.role = "optimizer"
+        nodes = {n: recorder.node_of(g) for n, g in grads.items()}
+        if self.local.update is None:
+            self.outputs += [(Output(n, "grad"), node) for n, node in nodes.items()]
+            return
+        params = {n: recorder.node_of(self.named[n]) for n in nodes}
+        whole = Layout(self.local.mesh)
+        specs = {n: Spec(self.named[n].shape, self.named[n].dtype, whole) for n in nodes}
+        made = emit_update(recorder, self.local.update, params, nodes, specs)
+        self.late += [replace(i, spec=None) for i in made]
+
+    def _results(self, made: Any) -> None:
+        if not self.updated:
+            raise CaptureError("the step did not call optimizer.step() of the optimizer that capture_local was given")
+        leaves, tree = pytree.tree_flatten(made)
+        if made is None:
+            return
+        self.tree = None if isinstance(made, Tensor) else tree
+        for i, t in enumerate(leaves):
+            if not isinstance(t, Tensor):
+                raise CaptureError(f"the step returned {t!r}: return tensors only")
+            name, kind = (f"aux.{i - 1}", "aux") if i else ("loss", "loss")
+            self.outputs.insert(i, (Output(name, kind), self.recorder.node_of(t)))
+
+    def check_cleared(self) -> None:
+        """Raises CaptureError if gradients of the step before are used."""
+        for name, node in self.before.items():
+            if node.users:
+                raise CaptureError(
+                    f"the step adds to the gradient of {name} that the step before left: clear gradients in the step, "
+                    "with optimizer.zero_grad() (set_to_none=True, the default)"
+                )
+
+    # -- the result -----------------------------------------------------------------------------------
+
+    def program(self) -> Program:
+        """What was recorded, with gradients named and writes into them turned into values."""
+        graph = self.recorder.graph
+        graph.output(tuple(node for _, node in self.outputs))
+        for name, node in self.gradients.items():
+            node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, self._unknown(name)))
+        functional(graph, self.recorder.by_hand)
+        remove_dead(graph)
+        for node in self.before.values():
+            graph.erase_node(node)
+        for node in [n for n in graph.nodes if n.meta.get("grad_of")]:
+            self._mark(node)
+        if self.local.update is None:
+            _nothing_after(graph)
+        constants = dict(self.recorder.constants)
+        inputs = self._in_order(graph, constants)
+        graph.lint()
+        return Program(
+            self.local.mesh, self.local.rank, graph, inputs, tuple(o for o, _ in self.outputs),
+            tuple(self.recorder.causes), (), constants, "" if self.local.update is None else self.local.update.text,
+        )  # fmt: skip
+
+    def _in_order(self, graph: fx.Graph, constants: dict[str, Tensor]) -> tuple[Input, ...]:
+        first, late = iter(self.inputs), iter(self.late)
+        made = []
+        for node in (n for n in graph.nodes if n.op == "placeholder"):
+            if str(node.target) in constants:
+                made.append(Input(str(node.target), "constant"))
+            else:
+                found = next(first, None)
+                made.append(found if found is not None else next(late))
+        return tuple(made)
+
+    def _unknown(self, name: str) -> Spec:
+        p = self.named[name]
+        return Spec(p.shape, p.dtype, Layout(self.local.mesh))
+
+    def _mark(self, node: fx.Node) -> None:
+        """Say over which axes a gradient is still to be summed, and which nodes do it."""
+        name = node.meta["grad_of"][0][0]
+        axes: dict[str, str] = {}
+        stack, seen = list(node.users), set[fx.Node]()
+        while stack:
+            user = stack.pop()
+            if user in seen or user.meta.get("role") == "forward":
+                continue
+            seen.add(user)
+            if user.target in _SUMS:
+                axes.update(dict.fromkeys(str(user.args[-2]).split(","), str(user.args[1])))
+                user.meta.setdefault("sync", name)
+            elif user.target in _LINEAR:
+                stack.extend(user.users)
+        if axes:
+            open_ = Layout(self.local.mesh, {a: Partial(op) for a, op in axes.items()})
+            node.meta["grad_of"] = tuple((n, s.with_(layout=open_)) for n, s in node.meta["grad_of"])
+
+
+_SUMS = {t for t, kind in COLLECTIVES.items() if kind in ("all_reduce", "reduce_scatter")}
+_LINEAR = {
+    *VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar,
+    aten._to_copy.default,
+}  # fmt: skip
+
+
+def _nothing_after(graph: fx.Graph) -> None:
+    """Raises CaptureError if the program goes on with parameters behind an update that it does not contain."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.meta["role"] == "optimizer":
+            for used in node.all_input_nodes:
+                if used.op == "placeholder" and used.name.startswith("param_"):
+                    raise CaptureError(
+                        f"{node.meta['line']}: the step reads {used.name} after optimizer.step(), which runs behind "
+                        "the program for this optimizer: do it outside of the step, or use SGD, Adam or AdamW"
+                    )
+
+
+def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The parameters of a model by name; all that the optimizer has must be among them."""
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    known = {id(p) for p in named.values()}
+    if any(id(p) not in known for g in optimizer.param_groups for p in g["params"]):
+        raise CaptureError("the optimizer has parameters that the model has not: give model= all modules of the step")
+    return named
+
+
+# ---------------------------------------------------------------------------------------------- fakes
+
+
+Born = Callable[[str, Tensor], None]
+
+
+@contextlib.contextmanager
+def _stand_ins(tensors: Mapping[str, Tensor], mode: FakeTensorMode, born: Born) -> Iterator[None]:
+    """Inside, every one of these tensors is fake, wherever it is referred to; its values wait outside.
+
+    Args:
+        born: told each gradient that autograd gave.
+    """
+    swapped: list[tuple[Tensor, Tensor]] = []
+    try:
+        for name, t in tensors.items():
+            fake = _fake(name, t, mode, born)
+            _swap(t, fake)
+            swapped.append((t, fake))
+        yield
+    finally:
+        for t, fake in swapped:
+            _swap(t, fake)
+
+
+def _swap(a: Tensor, b: Tensor) -> None:
+    """Exchange what two tensors are; references to either stay.
+
+    As ``torch.utils.swap_tensors``, but also where a graph holds on to one: the fakes' graphs are never run again.
+    """
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)
+
+
+def _fake(name: str, t: Tensor, mode: FakeTensorMode, born: Born) -> Tensor:
+    if isinstance(t, DistTensor):
+        raise CaptureError("capture_local is for plain tensors of one rank; for DistTensors there is compile_step")
+    with mode:
+        fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        fake.requires_grad_(t.requires_grad)
+    fake.__dict__["_is_param"] = isinstance(t, nn.Parameter)
+    if t.requires_grad:
+        fake.register_post_accumulate_grad_hook(partial(born, name))
+        for hook in (t._post_accumulate_grad_hooks or {}).values():
+            fake.register_post_accumulate_grad_hook(hook)
+        for hook in (t._backward_hooks or {}).values():
+            fake.register_hook(hook)
+    return fake
+
+
+__all__ = ["LocalStep", "capture_local", "record_step"]
