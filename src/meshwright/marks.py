@@ -1,17 +1,18 @@
-"""Marks that a model leaves in its captured program: wishes about layouts.
+"""Marks that a model leaves in its captured program: wishes about layouts, and gradients that are part of the loss.
 
-Below ``api``, which writes them where a model is exported, and ``program``, which reads them.
+Below ``api``, which writes wishes where a model is exported, and ``program``, which reads them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from .errors import LayoutError
+from .errors import CaptureError, LayoutError
 from .layout import Layout, Partial, Placement, Replicate, Shard, as_placement
 from .rules.parts import operator
 
@@ -48,6 +49,42 @@ def wish_text(placements: Any) -> str:
         listed = placements if isinstance(placements, (list, tuple)) else [placements]
         placements = dict(enumerate(listed))
     return ";".join(f"{a}={as_placement(p)!r}" for a, p in placements.items())
+
+
+def _empty(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create: bool
+) -> list[Tensor]:
+    return [torch.empty_like(x) for x in inputs]
+
+
+GRAD: Any = operator(
+    "grad(Tensor[] outputs, Tensor[] inputs, Tensor[] cotangents, bool create) -> Tensor[]",
+    _empty,  # type: ignore[arg-type]  # never run: a partition differentiates in its place
+    _empty,  # type: ignore[arg-type]
+)
+
+
+@contextmanager
+def gradients_marked() -> Iterator[None]:
+    """Inside, ``torch.autograd.grad`` leaves a mark in the program that is being exported, which cannot hold it."""
+    original = torch.autograd.grad
+
+    def grad(
+        outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        if options.get("is_grads_batched"):
+            raise CaptureError("autograd.grad(is_grads_batched=True) cannot be captured: loop over the rows")
+        listed = [[x] if isinstance(x, Tensor) else list(x or ()) for x in (outputs, inputs, grad_outputs)]
+        if any(g is None for g in listed[2]):
+            raise CaptureError("autograd.grad with None among grad_outputs cannot be captured: give ones")
+        return tuple(GRAD(*listed, create_graph))
+
+    torch.autograd.grad = grad
+    try:
+        yield
+    finally:
+        torch.autograd.grad = original
 
 
 _ENTRY = re.compile(r"(\w+)=(Shard|Replicate|Partial)\((.*)\)")

@@ -24,9 +24,11 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
+from torch.fx.proxy import TracerBase
 
 from ..dispatch import disabled
 from ..errors import CaptureError
+from ..marks import gradients_marked
 from ..record import is_users
 from ..tensor import DistTensor
 
@@ -131,7 +133,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     fakes, tied = _fake_state(step, mode, device)
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     given = [_fake_of(t, mode, device) for t in leaves]
-    with _swapped(step, fakes), _naming_the_line(model), _quiet():
+    with _swapped(step, fakes), _naming_the_line(model), _quiet(), _noting_users_frames(), gradients_marked():
         exported = torch.export.export(step, tuple(given), strict=False)
     _check_shapes(model, exported.graph)
     names = _leaf_names(batch)
@@ -221,6 +223,26 @@ def line_of(node: fx.Node) -> str:
         if is_users(match["file"]) or not found:
             found = f"{os.path.basename(match['file'])}:{match['line']}"
     return found
+
+
+@contextmanager
+def _noting_users_frames() -> Iterator[None]:
+    """Inside, torch notes the user's frames of each op, whatever their functions are called.
+
+    By itself it keeps those of methods called ``forward``, and then nothing tells the lines of a loss function.
+    """
+    held = TracerBase._filter_traceback_frames
+    own = _Step.forward.__code__.co_filename
+
+    def users(tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+        inside = max((i for i, f in enumerate(frames) if f.filename == own), default=-1) + 1
+        return traceback.StackSummary.from_list([f for f in frames[inside:] if is_users(f.filename)])
+
+    TracerBase._filter_traceback_frames = users  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = held  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -24,13 +24,15 @@ from ..dispatch import (
     plan_call,
     relayout,
     resolve,
+    settle,
     tensors_in,
+    unit_cotangent,
     wanted,
     warn_gathered,
 )
 from ..errors import CaptureError, MeshwrightError
 from ..layout import Spec
-from ..marks import CONSTRAIN, read_wish
+from ..marks import CONSTRAIN, GRAD, read_wish
 from .capture import line_of
 from .trace import Recorder
 
@@ -101,6 +103,8 @@ class Interpreter:
         func: Any = node.target
         if isinstance(func, torch._ops.HigherOrderOperator):
             made = self._block(func, args)
+        elif func is GRAD.default:
+            made = self._differentiated(*args)
         elif func is CONSTRAIN.default:
             made = self._brought(args[0], read_wish(args[1]))
         elif isinstance(func, torch._ops.OpOverload):
@@ -109,12 +113,37 @@ class Interpreter:
             made = func(*args, **kwargs)  # operator.getitem and arithmetic on numbers
         if node.name in self.wishes:
             made = self._brought(made, self.wishes[node.name])
+        if isinstance(made, Tensor) and any(u.target is GRAD.default and node in u.args[1] for u in node.users):
+            if not made.requires_grad:  # a leaf that the loss differentiates by
+                made.requires_grad_()
         if isinstance(made, Tensor):
             self.specs[node.name] = spec_at(made)
             graph_node = made.__dict__.get("_node")
             if isinstance(graph_node, fx.Node):
                 graph_node.meta.setdefault("spec", spec_at(made))
         return made
+
+    def _differentiated(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create: bool
+    ) -> list[Tensor]:
+        """Gradients that are part of the loss: autograd's own, each in the layout that the type of its primal says."""
+        seeds = []
+        for i, y in enumerate(outputs):
+            spec = y.__dict__["_spec"].with_(undecided=0)
+            settle(y, spec)
+            if not cotangents:
+                if y.__dict__["_spec"].shape.numel() != 1:
+                    raise CaptureError("autograd.grad of a value that is no scalar needs grad_outputs")
+                seeds.append(unit_cotangent(spec, spec.mesh.device))
+            else:
+                seeds.append(relayout(cotangents[i], spec.grad(), stamp))
+        made = torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, create_graph=create, allow_unused=True)
+        found = []
+        for x, g in zip(inputs, made, strict=True):
+            settle(x, x.__dict__["_spec"].with_(undecided=0))
+            spec = x.__dict__["_spec"].grad()
+            found.append(stamp(torch.zeros_like(x) if g is None else g.view_as(g), spec))
+        return found
 
     def _block(self, func: Any, args: Any) -> Any:
         """A block of the model inside a context: ``torch.no_grad()``, ``torch.autocast``."""
