@@ -17,7 +17,8 @@ from .cost import step_bytes
 from .errors import ExplicitError
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
-_EXAMPLES = os.path.join(_OWN, "train")  # the model of the main job is user code
+# The models of the main job and of `meshwright explain` are user code.
+_EXAMPLES = (os.path.join(_OWN, "train"), os.path.join(_OWN, "explain_cli"))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
