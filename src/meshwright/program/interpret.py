@@ -52,6 +52,11 @@ def spec_at(t: Tensor) -> Spec | None:
     return t.__dict__.get("_spec")
 
 
+def _differentiated_by(node: fx.Node) -> bool:
+    """Whether a gradient that is part of the loss is one with respect to this value."""
+    return any(u.target is GRAD.default and node in u.args[1] for u in node.users)  # type: ignore[operator]
+
+
 _redispatch: Any = redispatch_function
 
 
@@ -113,9 +118,8 @@ class Interpreter:
             made = func(*args, **kwargs)  # operator.getitem and arithmetic on numbers
         if node.name in self.wishes:
             made = self._brought(made, self.wishes[node.name])
-        if isinstance(made, Tensor) and any(u.target is GRAD.default and node in u.args[1] for u in node.users):
-            if not made.requires_grad:  # a leaf that the loss differentiates by
-                made.requires_grad_()
+        if isinstance(made, Tensor) and not made.requires_grad and _differentiated_by(node):
+            made.requires_grad_()  # a leaf of the loss's own gradients
         if isinstance(made, Tensor):
             self.specs[node.name] = spec_at(made)
             graph_node = made.__dict__.get("_node")
