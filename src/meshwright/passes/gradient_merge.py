@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES
+from ..collective import COLLECTIVES, STARTS
 from ..errors import PassError
 from ..program.core import Input, Merged, Program, value_of
 from ..program.inplace import storages, written
@@ -36,7 +36,7 @@ class GradientMerge(Pass):
     """One update for the gradients of ``k_steps`` calls of a step.
 
     Gradients are added up as autograd gave them, on each rank; what synchronises, clips and uses them runs in every
-    ``k_steps``-th call only.  ``step.flush()`` updates from what is there.  Comes after
+    ``k_steps``-th call only.  ``step.flush()`` updates from what is there.  Comes before
     ``data-parallel-optimization``, whatever the order in which both are listed.
 
     Attributes:
@@ -49,7 +49,7 @@ class GradientMerge(Pass):
     """
 
     name = "gradient-merge"
-    after = ("data-parallel-optimization",)
+    before = ("data-parallel-optimization",)
 
     k_steps: int
     avg: bool = True
@@ -114,6 +114,8 @@ class _Merge:
 
     def run(self) -> Program:
         """Cut the graph where gradients are not yet synchronised, and make the three programs."""
+        if any(n.target in STARTS.values() for n in self.graph.nodes):
+            raise PassError("gradients are sent while others are computed: merge first, then overlap")
         cuts = list(self._cuts())
         if not cuts:
             raise PassError("the program has no gradients to merge; it must be that of a training step")
