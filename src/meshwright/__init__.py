@@ -7,6 +7,7 @@ and the communication, forward and backward.
 from __future__ import annotations
 
 from . import functions as _functions  # noqa: F401 (guards torch.autograd.Function)
+from . import passes
 from .api import (
     constrain,
     from_dtensor,
@@ -24,6 +25,7 @@ from .api import (
 from .explain import Explanation, explain, explicit
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
+from .passes import capture_local, compile_step
 from .rules.random import reproducible_random
 from .shard import no_sync, shard_dataloader, shard_module, shard_optimizer
 from .simulation import simulate
@@ -39,8 +41,10 @@ __all__ = [
     "Replicate",
     "Shard",
     "Spec",
+    "capture_local",
     "check_conversion",
     "check_rule",
+    "compile_step",
     "constrain",
     "explain",
     "explicit",
@@ -50,6 +54,7 @@ __all__ = [
     "infer_forward",
     "init_mesh",
     "no_sync",
+    "passes",
     "reproducible_random",
     "reshard",
     "rule",

@@ -10,7 +10,18 @@ alone: a rank with an empty part must still take part.
 
 from __future__ import annotations
 
-from .graph import COLLECTIVES, Emitter, bytes_of, group_of, keep_one, mesh_of_text, mesh_text, recording
+from .graph import (
+    COLLECTIVES,
+    STARTS,
+    WAIT_OP,
+    Emitter,
+    bytes_of,
+    group_of,
+    keep_one,
+    mesh_of_text,
+    mesh_text,
+    recording,
+)
 from .groups import Group, connect, group, override_group
 from .ops import (
     all_gather,
@@ -30,6 +41,8 @@ from .wire import OPS, Pending
 __all__ = [
     "COLLECTIVES",
     "OPS",
+    "STARTS",
+    "WAIT_OP",
     "Emitter",
     "Group",
     "Pending",

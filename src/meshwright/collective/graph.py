@@ -81,6 +81,14 @@ def _broadcast(x: Tensor, src_index: int, axes: str, mesh: str) -> Tensor:
     return ops.broadcast(x, src_index, group_of(axes, mesh))
 
 
+def _all_reduce_start(x: Tensor, op: str, axes: str, mesh: str) -> Tensor:
+    return ops.all_reduce(x, op, group_of(axes, mesh), out_of_place=False)
+
+
+def _same(x: Tensor, *_: Any) -> Tensor:
+    return x
+
+
 def _keep_one(x: Tensor, keep: bool) -> Tensor:
     return x.clone() if keep else torch.zeros_like(x)
 
@@ -125,6 +133,17 @@ ALL_TO_ALL = operator(
     _fake_exchange,
 )
 BROADCAST = operator("broadcast(Tensor x, int src_index, str axes, str mesh) -> Tensor", _broadcast, _like)
+# A collective under way: between the start and the wait nobody may touch what it works on.  A program runs them on the
+# asynchronous collectives, with what is under way in place of the tensor; called as operators, the start does it all.
+ALL_REDUCE_START = operator(
+    "all_reduce_start(Tensor(a!) x, str op, str axes, str mesh) -> Tensor(a!)", _all_reduce_start, _same
+)
+REDUCE_SCATTER_START = operator(
+    "reduce_scatter_start(Tensor x, str op, int dim, int[] sizes, int index, str axes, str mesh) -> Tensor",
+    _reduce_scatter,
+    _fake_scatter,
+)
+WAIT = operator("wait(Tensor(a!) started) -> Tensor(a!)", _same, _same)
 KEEP_ONE = operator("keep_one(Tensor x, bool keep) -> Tensor", _keep_one, _like)
 
 COLLECTIVES: dict[Any, str] = {
@@ -133,7 +152,14 @@ COLLECTIVES: dict[Any, str] = {
     REDUCE_SCATTER.default: "reduce_scatter",
     ALL_TO_ALL.default: "all_to_all",
     BROADCAST.default: "broadcast",
+    ALL_REDUCE_START.default: "all_reduce",
+    REDUCE_SCATTER_START.default: "reduce_scatter",
 }
+STARTS: dict[Any, Any] = {
+    ALL_REDUCE.default: ALL_REDUCE_START.default,
+    REDUCE_SCATTER.default: REDUCE_SCATTER_START.default,
+}
+WAIT_OP: Any = WAIT.default
 
 
 def bytes_of(target: Any, shape: Sequence[int], dtype: torch.dtype, options: Sequence[Any]) -> int:
@@ -211,4 +237,15 @@ def keep_one(t: Tensor, first: bool) -> Tensor:
     return made
 
 
-__all__ = ["COLLECTIVES", "Emitter", "bytes_of", "group_of", "keep_one", "mesh_of_text", "mesh_text", "recording"]
+__all__ = [
+    "COLLECTIVES",
+    "STARTS",
+    "WAIT_OP",
+    "Emitter",
+    "bytes_of",
+    "group_of",
+    "keep_one",
+    "mesh_of_text",
+    "mesh_text",
+    "recording",
+]

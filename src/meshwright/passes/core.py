@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from ..errors import PassError, ProgramError
 from ..program import Program
+from ..program.core import without_unserved
+from ..program.verify import verify
 
 _KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -262,6 +264,7 @@ class PassManager:
             start = time.perf_counter()
             try:
                 made, record = p.apply(program)
+                made = without_unserved(made)
             except PassError as error:
                 raise PassError(f"{p.name}: {error}") from error
             middle = time.perf_counter()
@@ -281,8 +284,8 @@ class PassManager:
 def checked(program: Program, what: str) -> None:
     """Raises PassError, beginning with ``what``, for a program that is not well formed."""
     try:
-        program.graph.lint()
-    except (ProgramError, RuntimeError) as error:
+        verify(program)
+    except ProgramError as error:
         raise PassError(f"{what}: {error}") from error
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from .. import collective
-from ..collective import COLLECTIVES
+from ..collective import COLLECTIVES, STARTS, WAIT_OP
 from .core import Program
 
 Tensor = torch.Tensor
@@ -86,6 +86,8 @@ def _call(node: fx.Node, names: dict[str, Any], bound: dict[Any, str]) -> str:
         x, *rest = node.args
         name = _bind(("collective", node.target, _hashable(rest)), lambda: _collective(node.target, rest), names, bound)
         return f"{name}({_text(x, names)})"
+    if node.target is WAIT_OP:
+        return f"{_text(node.args[0], names)}.wait()"
     name = _bind(node.target, lambda: _callable(node.target), names, bound)
     args = [_text(a, names) for a in node.args] + [f"{k}={_text(v, names)}" for k, v in node.kwargs.items()]
     return f"{name}({', '.join(args)})"
@@ -104,11 +106,15 @@ def _callable(target: Any) -> Any:
     return target._op if isinstance(target, torch._ops.OpOverload) else target
 
 
-def _collective(target: Any, rest: Sequence[Any]) -> Callable[[Tensor], Tensor]:
-    """A collective with its group looked up."""
+def _collective(target: Any, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
+    """A collective with its group looked up; one that only starts gives what ``wait`` is called on."""
     *options, axes, mesh = rest
     group = collective.group_of(axes, mesh)
     kind = COLLECTIVES[target]
+    if target in STARTS.values():
+        if kind == "all_reduce":
+            return lambda x: collective.all_reduce_async(x, options[0], group)
+        return lambda x: collective.reduce_scatter_async(x, options[1], options[2], options[0], group)
     if kind == "all_reduce":
         return lambda x: collective.all_reduce(x, options[0], group)
     if kind == "all_gather":

@@ -1,0 +1,201 @@
+"""Which gradients share a collective, by a limit of bytes or from latency and bandwidth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils.flop_counter import flop_registry
+
+from ..collective import COLLECTIVES, bytes_of
+from ..program.core import value_of
+from ..program.trace import VIEWS, Value
+from .gradients import Gradients, Reduction
+
+_LAUNCH = 50e-6  # seconds of this rank's own time that starting and waiting for a collective takes
+_OP = 5e-6  # of any op
+_MEMORY = 10e9  # bytes per second that ops without much arithmetic read and write
+_FEWEST = 8  # buckets into which gradients are cut at least where the size is chosen: nothing overlaps with one
+_WINDOW = 256  # gradients in one bucket at most
+
+
+@dataclass(frozen=True)
+class Network:
+    """What sending costs.
+
+    Attributes:
+        latency: seconds per collective.
+        bandwidth: bytes per second and rank.
+        flops: arithmetic of one rank per second, against which sending is set.
+    """
+
+    latency: float
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Reductions that run as one.
+
+    Attributes:
+        members: in the order of the backward.
+        why: of a single one, why it is alone.
+    """
+
+    members: tuple[Reduction, ...]
+    why: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all members, on the rank that has most."""
+        return sum(r.nbytes for r in self.members)
+
+
+def by_limit(reductions: Sequence[Reduction], limit: int, gradients: Gradients) -> list[Bucket]:
+    """Buckets of at most ``limit`` bytes: neighbours in the order of the backward; larger gradients alone."""
+    made: list[Bucket] = []
+    open_: dict[Any, list[Reduction]] = {}
+
+    def close(group: Any, why: str) -> None:
+        members = open_.pop(group, [])
+        if members:
+            made.append(Bucket(tuple(members), why if len(members) == 1 else ""))
+
+    for r in reductions:
+        if not fusible(r) or r.nbytes >= limit:
+            made.append(Bucket((r,), f"{r.nbytes} bytes fill a bucket" if fusible(r) else _UNFUSIBLE))
+            continue
+        members = open_.setdefault(r.group, [])
+        if members and not together([*members, r], gradients):
+            close(r.group, "used before the next gradient exists")
+        elif sum(m.nbytes for m in members) + r.nbytes > limit:
+            close(r.group, "the next one does not fit into its bucket")
+        open_.setdefault(r.group, []).append(r)
+    for group in list(open_):
+        close(group, "no other gradient of its group and dtype is left")
+    return in_order(made)
+
+
+_UNFUSIBLE = "a reduce-scatter: its result is a part of one gradient"
+
+
+def fusible(r: Reduction) -> bool:
+    """Whether a reduction can share a buffer with others."""
+    return r.kind == "all_reduce"
+
+
+def together(members: Sequence[Reduction], gradients: Gradients) -> bool:
+    """Whether none of the sums is used before the last of the gradients exists."""
+    return gradients.after(list(members), 0) < min(r.needed for r in members)
+
+
+def in_order(buckets: list[Bucket]) -> list[Bucket]:
+    """Buckets in the order in which they can start."""
+    return sorted(buckets, key=lambda b: max(r.key for r in b.members))
+
+
+def by_time(reductions: Sequence[Reduction], network: Network, gradients: Gradients) -> list[Bucket]:
+    """Buckets such that the last collective ends soonest after the backward, by a model of both.
+
+    One wire carries the collectives of a group one after the other.  When the best way to send the first gradients is
+    known, so is that of one more (dynamic programming over where the last bucket begins).
+    """
+    made: list[Bucket] = []
+    groups: dict[Any, list[Reduction]] = {}
+    for r in reductions:
+        if fusible(r):
+            groups.setdefault(r.group, []).append(r)
+        else:
+            made.append(Bucket((r,), _UNFUSIBLE))
+    born = _times(reductions, network, gradients)
+    for listed in groups.values():
+        for members in _cut(listed, network, born):
+            why = "sending it with its neighbours would end later" if len(members) == 1 else ""
+            made.append(Bucket(tuple(members), why))
+    return in_order(made)
+
+
+def _cut(listed: list[Reduction], network: Network, born: dict[fx.Node, float]) -> list[list[Reduction]]:
+    """Neighbours in the order of the backward that run as one."""
+    wire = [0.0]  # seconds that the first gradients take on the wire, latency apart
+    for r in listed:
+        wire.append(wire[-1] + _wire_bytes(r) / network.bandwidth)
+    most = wire[-1] / _FEWEST
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # time at which all is sent, buckets, where the last one begins
+    for j in range(1, len(listed) + 1):
+        options = []
+        ready, exists, needed = 0, 0.0, math.inf
+        for i in range(j - 1, max(-1, j - 1 - _WINDOW), -1):
+            r, sent = listed[i], wire[j] - wire[i]
+            ready, exists, needed = max(ready, r.ready), max(exists, born[r.node]), min(needed, r.needed)
+            if i < j - 1 and (sent > most or ready >= needed):
+                break
+            done, count, _ = best[i]
+            start = max(done, exists + (count + 1) * _LAUNCH)
+            options.append((start + network.latency + sent, count + 1, i))
+        best.append(min(options))
+    cuts, j = [], len(listed)
+    while j:
+        cuts.append(listed[best[j][2] : j])
+        j = best[j][2]
+    return cuts[::-1]
+
+
+def _wire_bytes(r: Reduction) -> float:
+    value = value_of(r.gradient)
+    assert value is not None
+    return bytes_of(r.node.target, (r.nbytes // value.dtype.itemsize,), value.dtype, r.node.args[1:])
+
+
+# ---------------------------------------------------------------------------------------------- time
+
+
+_ROWS = 1024  # rows of the batch that meet each parameter, where nothing better may be used
+
+
+def _times(reductions: Sequence[Reduction], network: Network, gradients: Gradients) -> dict[fx.Node, float]:
+    """Seconds from the start of the program to when each gradient exists, roughly; the same on all ranks."""
+    if gradients.even:
+        clock, now = [], 0.0
+        for node in gradients.order:
+            now += _seconds(node, network)
+            clock.append(now)
+        return {r.node: clock[r.ready] for r in reductions}
+    # Ranks have shards of other sizes, so their own ops must not decide: as if all gradients were those of matmuls.
+    made, now = {}, 0.0
+    for r in reductions:
+        now += 4 * _ROWS * r.nbytes / r.group[1].itemsize / network.flops
+        made[r.node] = now
+    return made
+
+
+def _seconds(node: fx.Node, network: Network) -> float:
+    if node.op != "call_function" or node.target in VIEWS or node.target in COLLECTIVES:
+        return 0.0
+    count = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    if count is not None:
+        args = fx.map_arg((node.args, node.kwargs), _meta)
+        out = _meta(node)
+        return float(count(*args[0], **args[1], out_val=out)) / network.flops + _OP
+    moved = sum(v.nbytes for n in (node, *node.all_input_nodes) for v in _values(n))
+    return moved / _MEMORY + _OP
+
+
+def _values(node: fx.Node) -> list[Value]:
+    value = node.meta.get("value")
+    return [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Value)]
+
+
+def _meta(node: fx.Node) -> Any:
+    value = node.meta.get("value")
+    if isinstance(value, tuple):
+        return tuple(None if v is None else torch.empty(v.shape, dtype=v.dtype, device="meta") for v in value)
+    return None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+__all__ = ["Bucket", "Network", "by_limit", "by_time", "in_order"]

@@ -1,0 +1,124 @@
+"""``compile_step`` and ``capture_local`` with passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .. import program
+from ..layout import Placements
+from ..mesh import Mesh
+from ..program import Step
+from ..program.build import Globs
+from ..program.capture import LossFn
+from ..program.local import LocalStep, StepFn
+from ..program.local import capture_local as capture_step
+from .core import Pass, PassManager
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    optimizer: torch.optim.Optimizer | None,
+    example_batch: Any,
+    *,
+    mesh: Mesh,
+    layouts: Globs | None = None,
+    batch: Placements | Mapping[str, Placements] | None = None,
+    inputs: Globs | None = None,
+    outputs: Globs | None = None,
+    stored_over: str | Mapping[str, str] | None = None,
+    regather: bool = True,
+    states_over: str | None = None,
+    clip_grad_norm: float | None = None,
+    gradients: bool = False,
+    passes: Sequence[Pass | str] | PassManager = (),
+    init: Callable[[nn.Module], Any] | None = None,
+    backend: str | None = None,
+) -> Step:
+    """Capture a training step of ``model`` on a mesh as one static program.
+
+    Args:
+        model: for one device.  Plain (the same on every rank), on the meta device, or from
+            ``shard_module(sync=False)``.  Its parameters are laid on the mesh, as completion decides.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss (global values), or a tuple that begins with it; None: the
+            model returns the loss, given the batch.
+        optimizer: over the model's parameters.  SGD, Adam and AdamW become part of the program; others run after it, on
+            local tensors.  None: the program computes gradients only.
+        example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.
+        mesh: connected (or simulated).
+        layouts: glob over names of parameters, buffers, batch tensors (``batch.0``) or values of the program to
+            placements.  All others follow by completion.
+        batch: placements of all batch tensors.
+        inputs, outputs: glob over module names to placements of their inputs and outputs.
+        stored_over: store parameters split over this axis, gather them for use (ZeRO-3).
+        regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
+        states_over: split the optimizer's states over this axis, and with them gradients and the update (ZeRO-1/2).
+        clip_grad_norm: clip the global norm of the gradients before the update.
+        gradients: set ``parameter.grad`` after each step.
+        passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
+            that they declare, then as listed.  Or a :class:`PassManager`.
+        init: as for ``shard_module``.
+        backend: ``"inductor"`` compiles what lies between collectives.
+
+    Returns:
+        A step: ``loss = step(batch)``.
+
+    Raises:
+        PassError: a pass given twice, passes that conflict, one that cannot be applied.
+        CaptureError, LayoutError, ShardError: on all ranks, before anything runs.
+        DesyncError: ranks whose programs differ.
+    """
+    manager = _manager(passes)
+    return program.compile_step(
+        model, loss_fn, optimizer, example_batch, mesh=mesh, layouts=layouts, batch=batch, inputs=inputs,
+        outputs=outputs, stored_over=stored_over, regather=regather, states_over=states_over,
+        clip_grad_norm=clip_grad_norm, gradients=gradients, init=init, backend=backend, transform=manager,
+    )  # fmt: skip
+
+
+def capture_local(
+    step_fn: StepFn,
+    mesh: Mesh,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    passes: Sequence[Pass | str] | PassManager = (),
+    backend: str | None = None,
+) -> LocalStep:
+    """Capture a step that was written by hand for one rank, with calls of ``torch.distributed``, as one program.
+
+    ``step_fn(batch)`` does what a step does on this rank: forward, ``loss.backward()``, an all-reduce of each gradient,
+    ``optimizer.step()``, ``optimizer.zero_grad()``.  It runs once, on fake tensors; calls of the result do what it did.
+
+    Args:
+        step_fn: takes a batch; returns the loss, or a tuple or dict of tensors that begins with it, or None.
+        mesh: its axes are the process groups that the step uses.
+        model: whose parameters and buffers the step changes, in place.
+        optimizer: whose ``step()`` the step calls, once.
+        batch: this rank's batch, as an example: shapes, dtypes and structure count.
+        passes: as for :func:`compile_step`.
+        backend: ``"inductor"`` compiles what lies between collectives.
+
+    Returns:
+        A step: ``loss = step(batch)``, with this rank's batch and loss.
+
+    Raises:
+        PassError: a pass given twice, passes that conflict, one that cannot be applied.
+        CaptureError: the step reads values, calls what no program can hold, or leaves gradients to the next step.
+        DesyncError: the ranks recorded different steps; before anything runs.
+    """
+    return capture_step(
+        step_fn, mesh, model=model, optimizer=optimizer, batch=batch, backend=backend, transform=_manager(passes)
+    )
+
+
+def _manager(passes: Sequence[Pass | str] | PassManager) -> PassManager:
+    return passes if isinstance(passes, PassManager) else PassManager(passes)
+
+
+__all__ = ["capture_local", "compile_step"]

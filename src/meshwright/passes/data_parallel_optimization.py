@@ -1,0 +1,130 @@
+"""The data-parallel optimisation: fewer, larger reductions of gradients, started as soon as they can be.
+
+The idea is that of PaddlePaddle's pass of this name: prune the scaling of each gradient, fuse all-reduces, overlap them
+with the backward.  Here on a graph in which gradients, their producers and the first use of each sum are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..errors import PassError
+from ..program.core import Program, value_of
+from .buckets import Bucket, Network, by_limit, by_time, in_order
+from .core import Pass, PassRecord, register
+from .fusing import Fusing
+from .gradients import Gradients, Reduction
+from .scaling import Pruned, prune
+from .slicing import copied
+
+
+@register
+@dataclass(frozen=True)
+class DataParallelOptimization(Pass):
+    """Prune the scaling of gradients, fuse their all-reduces, overlap them with the backward.
+
+    Works on every reduction of a gradient over ranks, whatever the axes; reduce-scatters are overlapped, not fused.
+
+    Attributes:
+        bucket_bytes: gradients of one group and dtype share a collective up to this many bytes; ``"auto"`` cuts them so
+            that, by a model of the backward and the network, the last sum is there soonest.
+        prune: take factors off gradients: the backward starts from the factor if all have the same one.
+        fuse: let gradients share collectives.
+        overlap: start a collective as soon as its last gradient exists and wait at its first use; otherwise both after
+            the backward.
+        alpha_us, gb_per_s: latency of a collective in microseconds and bandwidth of a rank in gigabytes per second,
+            for ``"auto"``.
+        gflops: arithmetic of a rank in 1e9 operations per second, for ``"auto"``.
+
+    Raises:
+        PassError: options out of range; in :meth:`apply` a bucket smaller than an element, or a gradient that is
+            scaled but not summed.
+    """
+
+    name = "data-parallel-optimization"
+    after = ("gradient-merge",)
+
+    bucket_bytes: int | Literal["auto"] = "auto"
+    prune: bool = True
+    fuse: bool = True
+    overlap: bool = True
+    alpha_us: float = 100.0
+    gb_per_s: float = 1.0
+    gflops: float = 50.0
+
+    def __post_init__(self) -> None:
+        size = self.bucket_bytes
+        if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise PassError(f"{self.name}: bucket_bytes={size!r}: a number of bytes or 'auto' was expected")
+        for option in ("prune", "fuse", "overlap"):
+            if not isinstance(getattr(self, option), bool):
+                raise PassError(f"{self.name}: {option}={getattr(self, option)!r}: True or False was expected")
+        for option in ("alpha_us", "gb_per_s", "gflops"):
+            number = getattr(self, option)
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
+                raise PassError(f"{self.name}: {option}={number!r}: a number above 0 was expected")
+
+    def apply(self, program: Program) -> tuple[Program, PassRecord]:
+        """The program with fewer reductions of gradients, which run beside the backward."""
+        made, record = self._one(program)
+        if made.merged is not None:
+            flush, other = self._one(made.merged.flush)
+            made = replace(made, merged=replace(made.merged, flush=flush))
+            record = replace(record, lines=(*record.lines, f"flush of leftover micro-steps: {other.summary}"))
+        return made, record
+
+    def _one(self, program: Program) -> tuple[Program, PassRecord]:
+        made = copied(program)
+        pruned = prune(made) if self.prune else Pruned()
+        gradients = Gradients(made)
+        buckets = self._buckets(gradients)
+        fusing = Fusing(made, gradients, self.overlap)
+        for bucket in buckets:
+            fusing.run(bucket)
+        return fusing.program(), _record(gradients.reductions, buckets, pruned, fusing.in_place)
+
+    def _buckets(self, gradients: Gradients) -> list[Bucket]:
+        reductions = gradients.reductions
+        if isinstance(self.bucket_bytes, int):
+            for r in reductions:
+                self._large_enough(r, self.bucket_bytes)
+        if not self.fuse:
+            return in_order([Bucket((r,), "fuse=False") for r in reductions])
+        if isinstance(self.bucket_bytes, int):
+            return by_limit(reductions, self.bucket_bytes, gradients)
+        return by_time(reductions, Network(self.alpha_us * 1e-6, self.gb_per_s * 1e9, self.gflops * 1e9), gradients)
+
+    def _large_enough(self, r: Reduction, size: int) -> None:
+        value = value_of(r.gradient)
+        if value is not None and size < value.dtype.itemsize:
+            raise PassError(
+                f"bucket_bytes={size} is smaller than one element of the gradient of {r.name} ({value.dtype}): give at "
+                "least a few kilobytes, or 'auto'"
+            )
+
+
+def _record(reductions: list[Reduction], buckets: list[Bucket], pruned: Pruned, in_place: int) -> PassRecord:
+    alone = [(b.members[0].name, b.why) for b in buckets if len(b.members) == 1]
+    fused = [b for b in buckets if len(b.members) > 1]
+    if not reductions:
+        return PassRecord("no gradient is summed over ranks: nothing to do", details={"before": 0, "after": 0})
+    lines = [pruned.text()] if pruned.text() else []
+    for b in fused:
+        first = b.members[0]
+        axes = first.node.args[-2]
+        lines.append(f"{len(b.members)} gradients over {axes}, {b.nbytes} bytes: {first.name} ... {b.members[-1].name}")
+    lines += [f"alone: {name} ({why})" for name, why in alone]
+    details: dict[str, Any] = {
+        "before": len(reductions), "after": len(buckets), "alone": dict(alone), "pruned": pruned.removed,
+        "folded": pruned.folded, "rescaled": dict(pruned.rescaled), "written_in_place": in_place,
+        "buckets": [{"gradients": [r.name for r in b.members], "bytes": b.nbytes} for b in buckets],
+    }  # fmt: skip
+    summary = (
+        f"{len(reductions)} reductions of gradients became {len(buckets)}: {len(fused)} fused, {len(alone)} alone; "
+        f"{in_place} gradients are written where they are sent from"
+    )
+    return PassRecord(summary, tuple(lines), details)
+
+
+__all__ = ["DataParallelOptimization"]

@@ -1,0 +1,283 @@
+"""Fused reductions in a graph: buffers that gradients are written into, starts and waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..collective import COLLECTIVES, STARTS, WAIT_OP, bytes_of
+from ..program.core import Program, value_of
+from ..program.inplace import storages
+from ..program.trace import VIEWS, Value
+from ..record import Record
+from .buckets import Bucket
+from .gradients import Gradients, Reduction, is_view
+from .slicing import new_storage
+
+aten = torch.ops.aten
+
+
+class Fusing:
+    """Puts buckets into a program.
+
+    Args:
+        program: its graph is changed.
+        overlap: start as soon as the gradients exist and wait at the first use; otherwise both behind the backward.
+
+    Attributes:
+        in_place: gradients that their producers write where they are sent from.
+    """
+
+    def __init__(self, program: Program, gradients: Gradients, overlap: bool) -> None:
+        self._program, self.graph, self.gradients, self.overlap = program, program.graph, gradients, overlap
+        self.causes = list(program.causes)
+        self.storage = new_storage(program)
+        self.started = 0  # place of the last start: all ranks start in one order
+        self.tail: dict[int, fx.Node] = {}  # place to the last node that was put behind it
+        self.in_place = 0
+
+    def program(self) -> Program:
+        """The program with what was put into it."""
+        return replace(self._program, causes=tuple(self.causes))
+
+    def run(self, bucket: Bucket) -> None:
+        """Let the reductions of a bucket run as one."""
+        members = list(bucket.members)
+        if members[0].kind == "reduce_scatter":
+            self._scatter(members[0])
+            return
+        # Large ones first: what a matrix is written to is then aligned as it is itself.
+        members.sort(key=lambda r: (-_numel(r.gradient), r.key))
+        place = self._place(bucket.members)
+        buffer, dtype = self._buffer(members)
+        offset = 0
+        for r in members:
+            self._write(r, buffer, offset, place)
+            offset += _numel(r.gradient)
+        first = members[0].node
+        started = self._behind(place, STARTS[first.target], (buffer, *first.args[1:]), buffer.meta["value"], first)
+        started.meta["cause"] = self._cause(bucket.members, started)
+        if len(members) > 1:
+            started.meta["sync"] = ", ".join(r.name for r in bucket.members)
+        self._wait(started, members, dtype)
+
+    # -- where ----------------------------------------------------------------------------------------
+
+    def _place(self, members: Sequence[Reduction]) -> int:
+        """Behind which place a collective starts."""
+        earliest = self.started
+        if not self.overlap:
+            earliest = max(earliest, *(self.gradients.place[r.node] for r in members))
+        place = self.gradients.after(list(members), earliest)
+        if place >= min(r.needed for r in members):
+            place = self.gradients.after(list(members), 0)
+        self.started = max(self.started, place)
+        return place
+
+    def _behind(self, place: int, target: Any, args: tuple[Any, ...], value: Any, like: fx.Node) -> fx.Node:
+        """A node behind a place, and behind what was put there before."""
+        at = self.tail.get(place, self.gradients.order[place])
+        with self.graph.inserting_after(at):
+            made = self.graph.call_function(target, args)
+        made.meta = {k: v for k, v in like.meta.items() if k in ("role", "line", "source", "sync")}
+        made.meta["value"] = value
+        self.tail[place] = made
+        return made
+
+    def _ahead(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any) -> fx.Node:
+        with self.graph.inserting_before(node):
+            made = self.graph.call_function(target, args, kwargs)
+        made.meta = {k: v for k, v in node.meta.items() if k in ("role", "line", "source")}
+        made.meta["value"] = value
+        return made
+
+    # -- buffers --------------------------------------------------------------------------------------
+
+    def _buffer(self, members: Sequence[Reduction]) -> tuple[fx.Node, torch.dtype]:
+        """Memory for all gradients of a bucket, made right before the first of them."""
+        value = value_of(members[0].gradient)
+        assert value is not None
+        count = sum(_numel(r.gradient) for r in members)
+        self.storage += 1
+        made = Value((count,), value.dtype, self.storage, count * value.dtype.itemsize)
+        origins = [_origin(r.gradient) for r in members]
+        at = min(self.gradients.place[n] for n in origins)
+        first = self.gradients.order[max(at, self.gradients.inputs)]
+        options = {"dtype": value.dtype, "device": torch.device(self._program.mesh.device)}
+        return self._ahead(first, aten.empty.memory_format, ([count],), options, made), value.dtype
+
+    def _write(self, r: Reduction, buffer: fx.Node, offset: int, place: int) -> None:
+        """Have a gradient written into its part of the buffer: by what makes it, or copied."""
+        origin = _origin(r.gradient)
+        out = self._out(r, origin, place)
+        if out is None:
+            shape = value_of(r.gradient).shape  # type: ignore[union-attr]
+            part = self._part(buffer, shape, offset)
+            # Behind the last write to the gradient; its own memory is free from there on.
+            copied = self._behind(r.ready, aten.copy_.default, (part, r.gradient), part.meta["value"], r.gradient)
+            copied.prepend(part)
+            return
+        shape = value_of(origin).shape  # type: ignore[union-attr]
+        part = self._part(buffer, shape, offset)
+        origin.prepend(part)
+        old = storages(origin)[0]
+        origin.target = out
+        origin.kwargs = {**origin.kwargs, "out": part}
+        for i in self.gradients.touched[old]:
+            node = self.gradients.order[i]
+            value = value_of(node)
+            if value is not None and value.storage == old:
+                whole = buffer.meta["value"]
+                node.meta["value"] = replace(value, storage=whole.storage, nbytes=whole.nbytes)
+        self.in_place += 1
+
+    def _part(self, buffer: fx.Node, shape: Sequence[int], offset: int) -> fx.Node:
+        with self.graph.inserting_after(buffer):
+            made = self.graph.call_function(aten.as_strided.default, (buffer, list(shape), _strides(shape), offset))
+        made.meta = {k: v for k, v in buffer.meta.items() if k in ("role", "line", "source")}
+        made.meta["value"] = replace(buffer.meta["value"], shape=tuple(shape))
+        return made
+
+    def _out(self, r: Reduction, origin: fx.Node, place: int) -> Any:
+        """The overload of the producer that writes into given memory, where it may be used."""
+        value, given = value_of(origin), value_of(r.gradient)
+        if origin.op != "call_function" or value is None or given is None or is_view(origin):
+            return None
+        if value.dtype is not given.dtype or _numel(origin) != _numel(r.gradient) or not _row_major(r.gradient, origin):
+            return None
+        made_here = value.nbytes == _numel(origin) * value.dtype.itemsize
+        if not made_here or not self.gradients.alone_after(origin, r.ready, r.node):
+            return None
+        return _out_of(origin.target)
+
+    # -- starts and waits -----------------------------------------------------------------------------
+
+    def _wait(self, started: fx.Node, members: Sequence[Reduction], dtype: torch.dtype) -> None:
+        """Wait at the first use of one of the sums; each is a part of what was sent."""
+        whole = started.meta["value"]
+        readers = {u for r in members for u in r.node.users}
+        first = min(readers) if self.overlap and readers else None
+        waited = self._waited(started, first, whole)
+        at, offset = waited, 0
+        for r in members:
+            value = value_of(r.node)
+            assert value is not None
+            with self.graph.inserting_after(at):
+                part = self.graph.call_function(
+                    aten.as_strided.default, (waited, list(value.shape), _strides(value.shape), offset)
+                )
+            at = part
+            part.meta = dict(r.node.meta)
+            part.meta.pop("cause", None)
+            part.meta["value"] = replace(whole, shape=value.shape)
+            offset += _numel(r.gradient)
+            r.node.replace_all_uses_with(part)
+            self._drop(r.node)
+
+    def _waited(self, started: fx.Node, first: fx.Node | None, value: Value) -> fx.Node:
+        where = self.graph.inserting_before(first) if first is not None else self.graph.inserting_after(started)
+        with where:
+            made = self.graph.call_function(WAIT_OP, (started,))
+        made.meta = {k: v for k, v in started.meta.items() if k in ("role", "line", "source", "sync")}
+        made.meta["value"] = value
+        return made
+
+    def _scatter(self, r: Reduction) -> None:
+        """A reduce-scatter of one gradient, started and waited for."""
+        place = self._place([r])
+        started = self._behind(place, STARTS[r.node.target], r.node.args, r.node.meta["value"], r.node)
+        started.meta.update({k: v for k, v in r.node.meta.items() if k == "cause"})
+        readers = set(r.node.users)
+        waited = self._waited(started, min(readers) if self.overlap and readers else None, r.node.meta["value"])
+        waited.meta = {k: v for k, v in r.node.meta.items() if k != "cause"}
+        r.node.replace_all_uses_with(waited)
+        self._drop(r.node)
+
+    def _drop(self, node: fx.Node) -> None:
+        """Remove a reduction that others took the place of."""
+        place = self.gradients.place[node]
+        if self.tail.get(place, node) is node:
+            self.tail[place] = node.prev
+        self.graph.erase_node(node)
+
+    def _cause(self, members: Sequence[Reduction], started: fx.Node) -> int:
+        """Number of a record that says what one collective serves."""
+        known = [self.causes[i] for r in members if (i := r.node.meta.get("cause")) is not None]
+        if len(members) == 1 and known:
+            return int(members[0].node.meta["cause"])
+        value = started.meta["value"]
+        *_, axes, _ = started.args
+        names = [r.name for r in members]
+        moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])
+        made = Record(
+            f"gradients of {names[0]} ... {names[-1]}", 0, (COLLECTIVES[started.target],), tuple(str(axes).split(",")),
+            value.shape, "Partial", "summed", moved, 0.0, known[0].line if known else "",
+            f"{len(names)} gradients are summed over {axes} together", "backward", True,
+        )  # fmt: skip
+        self.causes.append(made)
+        return len(self.causes) - 1
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def _numel(node: fx.Node) -> int:
+    value = value_of(node)
+    assert value is not None
+    return math.prod(value.shape)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    made, step = [], 1
+    for n in reversed(shape):
+        made.append(step)
+        step *= max(n, 1)
+    return made[::-1]
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The node whose memory a view looks at, through ops of one input."""
+    while is_view(node) and node.target in VIEWS and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _row_major(node: fx.Node, origin: fx.Node) -> bool:
+    """Whether a view of a row-major tensor is row-major and begins where it begins."""
+    chain = [node]
+    while chain[-1] is not origin:
+        chain.append(chain[-1].all_input_nodes[0])
+    value = value_of(origin)
+    assert value is not None
+    t = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    for n in reversed(chain[:-1]):
+        args, kwargs = fx.map_arg((n.args, n.kwargs), {n.all_input_nodes[0]: t}.__getitem__)
+        t = n.target(*args, **kwargs)  # type: ignore[operator]
+    return t.is_contiguous() and t.storage_offset() == 0
+
+
+@lru_cache(maxsize=1024)
+def _out_of(target: Any) -> Any:
+    """The overload with the same arguments that writes its result into ``out``; None if there is none."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or len(target._schema.returns) != 1:
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    packet = target._overloadpacket
+    for name in packet.overloads():  # type: ignore[no-untyped-call]
+        other = getattr(packet, name)
+        *rest, last = other._schema.arguments or [None]
+        if last is None or last.name != "out" or str(last.type) != "Tensor":
+            continue
+        # A generated one makes the result elsewhere and copies it.
+        if torch.Tag.generated not in other.tags and [(a.name, str(a.type)) for a in rest] == wanted:
+            return other
+    return None
+
+
+__all__ = ["Fusing"]

@@ -1,0 +1,236 @@
+"""Gradients and what reduces them, in a program: where each is complete, where its sum is first needed.
+
+What ranks must do alike is decided from what all of them know: global shapes and the order of the captured step.  On
+ranks with shards of other sizes the same step may consist of other local ops.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..collective import COLLECTIVES, STARTS
+from ..layout import Shard, Spec
+from ..program.core import Program, value_of
+from ..program.inplace import storages, written
+from ..program.trace import VIEWS, draws, is_mutating
+
+aten = torch.ops.aten
+
+SCALES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+_UNARY = {*VIEWS, aten.clone.default, aten._to_copy.default}
+SUMS = ("sum", "avg")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A collective that sums a gradient over ranks.
+
+    Attributes:
+        node: the collective; ``gradient``: what goes in.
+        name: of the parameter.
+        kind: ``"all_reduce"`` or ``"reduce_scatter"``.
+        nbytes: of what goes in, on the rank that has most: the same number on every rank.
+        key: place in the order of the backward; the same order on every rank.
+        ready: place of the last node that writes the gradient.
+        needed: place of the first node that reads the sum.
+    """
+
+    node: fx.Node
+    gradient: fx.Node
+    name: str
+    kind: str
+    nbytes: int
+    key: tuple[int, int]
+    ready: int
+    needed: int
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What reductions that may share one collective have in common: kind, dtype, op, axes and mesh."""
+        value = value_of(self.gradient)
+        assert value is not None
+        return (self.kind, value.dtype, *self.node.args[1:])
+
+
+def scale_of(node: fx.Node) -> float | None:
+    """The number that a node multiplies its first input with; None for any other node."""
+    if node.target not in SCALES or len(node.args) != 2 or node.kwargs:
+        return None
+    x, by = node.args
+    given = value_of(x) if isinstance(x, fx.Node) else None
+    made = value_of(node)
+    if isinstance(by, bool) or not isinstance(by, (int, float)) or not by or given is None or made is None:
+        return None
+    if given.dtype is not made.dtype:
+        return None
+    return float(by) if node.target in (aten.mul.Tensor, aten.mul.Scalar) else 1 / float(by)
+
+
+def is_linear(node: fx.Node) -> bool:
+    """Whether a node has one input, is linear in it and may run anywhere between that and its users."""
+    if len(node.all_input_nodes) != 1:
+        return False
+    return node.target in _UNARY or scale_of(node) is not None
+
+
+def chain_up(node: fx.Node, autograd: bool = False) -> Iterator[fx.Node]:
+    """``node`` and what it is computed from by linear ops of one input.
+
+    Args:
+        autograd: go on behind the gradient as autograd gave it.
+    """
+    yield node
+    while is_linear(node) and (autograd or not node.meta.get("grad_of")):
+        node = node.all_input_nodes[0]
+        yield node
+
+
+class Gradients:
+    """The reductions of a program's gradients.
+
+    Args:
+        program: its graph may be changed: what prepares a gradient moves to where the gradient is made.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, program.graph
+        self.even = is_even(program)
+        found = [n for n in self.graph.nodes if is_reduction(n)]
+        self._index()
+        for node in found:
+            self._hoist(node.args[0])
+        self._index()
+        self.reductions = sorted((self._reduction(n, i) for i, n in enumerate(found)), key=lambda r: r.key)
+
+    def _index(self) -> None:
+        self.order: list[fx.Node] = list(self.graph.nodes)
+        self.place = {n: i for i, n in enumerate(self.order)}
+        self.inputs = sum(n.op == "placeholder" for n in self.order)
+        self.touched: dict[int, list[int]] = defaultdict(list)  # storage to the places of nodes that read or make it
+        self.writes: dict[int, list[int]] = defaultdict(list)
+        self.first: dict[str, int] = {}  # captured node to the place of the first node that serves its backward
+        self.last: dict[str, int] = {}
+        self.meets: set[str] = set()  # captured nodes whose backward runs collectives
+        for i, node in enumerate(self.order):
+            for s in {s for n in (node, *node.all_input_nodes) for s in storages(n)}:
+                self.touched[s].append(i)
+            for s in (*written(node), *(() if is_view(node) else storages(node))):
+                self.writes[s].append(i)
+            source = node.meta.get("source", "")
+            if node.meta.get("role") == "backward" and source and not node.meta.get("sync"):
+                self.first.setdefault(source, i)
+                self.last[source] = i
+                if node.target in COLLECTIVES:
+                    self.meets.add(source)
+
+    def last_write(self, node: fx.Node, before: int) -> int:
+        """Place of the last node ahead of a place that writes to the storages of ``node``."""
+        found = self.place[node]
+        for s in storages(node):
+            places = self.writes[s]
+            i = bisect_left(places, before)
+            if i:
+                found = max(found, places[i - 1])
+        return found
+
+    def _hoist(self, node: Any) -> None:
+        """Move what prepares a gradient (views, casts, factors) to where the gradient is complete."""
+        chain = list(chain_up(node, autograd=True))
+        for given, made in zip(chain[:0:-1], chain[-2::-1], strict=True):
+            place = self.place[made]
+            anchor = self.order[self.last_write(given, place)] if self.place[given] < place else given
+            at = self.place[anchor]
+            if at + 1 < place and not draws(made):
+                (given if at <= self.place[given] else anchor).append(made)
+                self.place[made] = max(at, self.place[given])
+
+    def _reduction(self, node: fx.Node, index: int) -> Reduction:
+        gradient = node.args[0]
+        assert isinstance(gradient, fx.Node)
+        value = value_of(gradient)
+        assert value is not None
+        place = self.place[node]
+        ready = max(self.last_write(gradient, place), self.inputs - 1)
+        spec = self._spec(gradient)
+        nbytes = local_bytes(spec) if spec is not None else math.prod(value.shape) * value.dtype.itemsize
+        source = gradient.meta.get("source", "")
+        stage = ready if self.even else self.first.get(source, ready)
+        needed = min((self.place[u] for u in node.users), default=len(self.order) - 1)
+        return Reduction(
+            node, gradient, _name(node, gradient), COLLECTIVES[node.target], nbytes, (stage, index), ready, needed
+        )
+
+    def _spec(self, gradient: fx.Node) -> Spec | None:
+        value = value_of(gradient)
+        for node in chain_up(gradient):
+            for _, spec in node.meta.get("grad_of", ()):
+                here = spec.local_shape(self.program.mesh.coordinate(self.program.rank))
+                if value is not None and math.prod(here) == math.prod(value.shape):
+                    return spec.with_(dtype=value.dtype)  # type: ignore[no-any-return]
+        return None
+
+    def after(self, reductions: list[Reduction], earliest: int) -> int:
+        """Place behind which all these gradients exist, and at which every rank has met in the same collectives."""
+        place = max(earliest, *(r.ready for r in reductions))
+        source = self.order[place].meta.get("source", "")
+        if not self.even and source in self.meets:
+            pushed = max(place, self.last[source])
+            place = pushed if pushed < min(r.needed for r in reductions) else place
+        return place
+
+    def alone_after(self, node: fx.Node, place: int, reader: fx.Node) -> bool:
+        """Whether nobody but ``reader`` touches the storage of ``node`` behind a place."""
+        allowed = self.place[reader]
+        return all(i <= place or i == allowed for s in storages(node) for i in self.touched[s])
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a node sums a gradient over ranks."""
+    if node.target not in STARTS or node.args[1] not in SUMS or not isinstance(node.args[0], fx.Node):
+        return False
+    return bool(node.meta.get("sync")) or any(n.meta.get("grad_of") for n in chain_up(node.args[0]))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether what a node gives lies in the memory of its input."""
+    if is_mutating(node) or not node.all_input_nodes:
+        return False
+    return bool(storages(node)) and set(storages(node)) <= {s for n in node.all_input_nodes for s in storages(n)}
+
+
+def _name(node: fx.Node, gradient: fx.Node) -> str:
+    for n in chain_up(gradient):
+        if n.meta.get("grad_of"):
+            return ", ".join(name for name, _ in n.meta["grad_of"])
+    return str(node.meta.get("sync") or gradient.name)
+
+
+def local_bytes(spec: Spec) -> int:
+    """Bytes on the rank that holds most."""
+    return math.prod(spec.local_shape((0,) * spec.layout.mesh.ndim)) * spec.dtype.itemsize
+
+
+def is_even(program: Program) -> bool:
+    """Whether all ranks hold parts of the same shapes, as far as the program tells: then all run the same local ops."""
+    specs = {i.spec for i in program.inputs} | {n.meta.get("spec") for n in program.graph.nodes}
+    return all(_splits_evenly(s) for s in specs if s is not None)
+
+
+def _splits_evenly(spec: Spec) -> bool:
+    first = spec.local_shape((0,) * spec.layout.mesh.ndim)
+    parts = [1] * len(first)
+    for p, n in zip(spec.layout.placements, spec.layout.mesh.sizes, strict=True):
+        if isinstance(p, Shard):
+            parts[p.dim] *= n
+    return all(a * b == n for a, b, n in zip(first, parts, spec.shape, strict=True))
+
+
+__all__ = ["Gradients", "Reduction", "chain_up", "is_linear", "scale_of"]
