@@ -15,6 +15,7 @@ import torch
 import typer
 
 from meshwright.check.command import check
+from meshwright.explain_cli import explain
 from meshwright.train.command import train
 from meshwright.train.launch import Joined
 
@@ -22,6 +23,7 @@ from meshwright.train.launch import Joined
 COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "train": (train, {"allow_extra_args": True}),  # the second and later files of --data FILE...
     "check": (check, {}),
+    "explain": (explain, {}),
 }
 
 app = typer.Typer(

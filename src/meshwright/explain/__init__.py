@@ -5,6 +5,7 @@ Nothing is computed again: eager code is explained from what dispatch recorded, 
 
 from __future__ import annotations
 
+from .compare import Comparison
 from .core import Collective, Laid, Total
 from .eager import explain, explicit
 from .explanation import Explanation
@@ -13,6 +14,7 @@ from .step import explain_program
 
 __all__ = [
     "Collective",
+    "Comparison",
     "Explanation",
     "Laid",
     "Memory",

@@ -30,6 +30,7 @@ class Explanation:
         laid: parameters, buffers and batch of a step and how they lie on the mesh.
         memory: what a rank holds along a step; None for eager code.
         update: the optimizer that the step contains, in words.
+        notes: what else is to be known: what passes did.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Explanation:
     laid: tuple[Laid, ...] = ()
     memory: Memory | None = None
     update: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -75,6 +77,7 @@ class Explanation:
             "mesh": None if self.mesh is None else dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
             "rank": self.rank if self.mesh is not None else None,
             "update": self.update,
+            "notes": list(self.notes),
             "collectives": self.counts.kinds,
             "bytes": self.counts.bytes,
             "total_bytes": self.counts.total_bytes,

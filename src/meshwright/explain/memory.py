@@ -20,7 +20,7 @@ from ..program.trace import Value
 
 CATEGORIES = ("parameters", "states", "gradients", "activations", "temporaries", "inputs")
 
-_OF_INPUT = {"param": "parameters", "state": "states"}
+_OF_INPUT = {"param": "parameters", "state": "states", "accumulator": "gradients"}
 _OF_ROLE = {"forward": "activations", "backward": "temporaries", "optimizer": "gradients"}  # scaled ones: clipping
 _POINTS = 240
 

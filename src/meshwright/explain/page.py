@@ -24,11 +24,16 @@ _MOST_CELLS = 4096  # a larger mesh is not drawn
 _NUMBERS = 64  # cells of a larger mesh have no numbers
 
 
-def as_page(why: Explanation, title: str) -> str:
-    """The page."""
+def as_page(why: Explanation, title: str, compared: Iterable[tuple[str, str, str]] = ()) -> str:
+    """The page.
+
+    Args:
+        compared: names of figures and what they were before and after passes.
+    """
     return _template().render(
         title=title or ("Training step" if why.mesh is not None else "Eager code"),
-        why=why, roles=ROLES, categories=CATEGORIES, mesh=_mesh(why.mesh, why.rank), line=_timeline(why),
+        why=why, compared=list(compared), roles=ROLES, categories=CATEGORIES, mesh=_mesh(why.mesh, why.rank),
+        line=_timeline(why),
         rows=_rows(why.collectives), kinds=sorted({c.kind for c in why.collectives}),
         axes=sorted({",".join(c.axes) for c in why.collectives}), tree=_tree(why.laid),
         totals=[(t, t.bytes / max(1, *(u.bytes for u in why.totals))) for t in why.totals],

@@ -29,8 +29,16 @@ def explain_program(program: Program) -> Explanation:
     served = dict.fromkeys(n.meta["cause"] for n in program.collectives() if n.meta.get("cause") is not None)
     return Explanation(
         [program.causes[i] for i in served], counts, None, program.mesh, program.rank, listed, _laid(program),
-        memory_of(program), program.update,
+        memory_of(program), program.update, _notes(program),
     )  # fmt: skip
+
+
+def _notes(program: Program) -> tuple[str, ...]:
+    if program.merged is None:
+        return ()
+    k, kinds = program.merged.k_steps, program.merged.accumulate.kinds
+    each = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in kinds.items()) or "no collective"
+    return (f"the last of {k} micro-steps; each of the others runs {each}",)
 
 
 def _collective(program: Program, number: int, node: fx.Node, names: dict[str, str], place: int) -> Collective:

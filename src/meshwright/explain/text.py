@@ -46,6 +46,7 @@ def _sections(why: Explanation) -> Iterator[tuple[RenderableType, ...]]:
         yield (Text(f"step of rank {why.rank} on {sizes}: {why.mesh.size} ranks{update}", style="bold"),)
         if why.mesh.size <= _MOST_RANKS:
             yield (_indented(_grid(why.mesh, why.rank)),)
+    yield tuple(_indented(Text(note, style="dim")) for note in why.notes)
     if why.laid:
         yield _titled("layouts", _layouts(why))
         yield _titled("where layouts came from", *_origins(why.laid))
