@@ -267,8 +267,12 @@ class _Merge:
         graph = made.graph
         named = {n.name: n for n in graph.nodes}
         for total, place in self.totals.items():
-            named[total.name].replace_all_uses_with(named[place.name])
-            graph.erase_node(named[total.name])
+            added, held = named[total.name], named[place.name]
+            with graph.inserting_before(added):  # the sum as the gradient of its parameters, with what is said of it
+                whole = graph.call_function(aten.view.default, (held, list(held.meta["value"].shape)))
+            whole.meta = dict(added.meta)
+            added.replace_all_uses_with(whole)
+            graph.erase_node(added)
         places = [named[s.place.name] for s in sums]
         if self.avg:
             made = self._leftover(made, places)
