@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import collective
 from ..collective import COLLECTIVES
 from ..errors import DesyncError
 from ..mesh import Mesh
-from .core import Program
 from .trace import Value
+
+if TYPE_CHECKING:
+    from .core import Program
 
 
 class together:

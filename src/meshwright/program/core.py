@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from ..layout import Spec
 from ..mesh import Mesh
 from ..record import Record
 from .trace import Value
+from .trace import target_name as target_name
+from .trace import value_of as value_of
 
 Tensor = torch.Tensor
 
@@ -144,6 +146,16 @@ class Program:
         i = node.meta.get("cause")
         return None if i is None else self.causes[i]
 
+    def verify(self) -> None:
+        """Check that the program is well formed: values, layouts, collectives, gradients.
+
+        Raises:
+            ProgramError: what is wrong, and at which node.
+        """
+        from .verify import verify
+
+        verify(self)
+
     def __str__(self) -> str:
         return render(self)
 
@@ -152,10 +164,18 @@ class Program:
         return f"<Program of rank {self.rank} on {self.mesh!r}: {n} nodes, collectives {self.kinds}>"
 
 
-def value_of(node: fx.Node) -> Value | None:
-    """Shape, dtype and storage of what a node gives; None for several tensors or none."""
-    found = node.meta.get("value")
-    return found if isinstance(found, Value) else None
+def without_unserved(program: Program) -> Program:
+    """The program with conversions of which no collective is left, because others do their work, as moving nothing."""
+    served = {n.meta.get("cause") for n in program.collectives()}
+    causes = tuple(
+        c if i in served or not c.kinds else replace(c, kinds=(), axes=(), bytes=0.0)
+        for i, c in enumerate(program.causes)
+    )
+    merged = program.merged
+    if merged is not None:
+        parts = without_unserved(merged.accumulate), without_unserved(merged.flush)
+        merged = replace(merged, accumulate=parts[0], flush=parts[1])
+    return replace(program, causes=causes, merged=merged)
 
 
 # ---------------------------------------------------------------------------------------------- printing
@@ -192,13 +212,6 @@ def _line(program: Program, node: fx.Node) -> str:
     if cause is not None and node.target in COLLECTIVES:
         notes.append(f"{cause.src} -> {cause.dst}: {cause.reason}")
     return f"{text}  # {'; '.join(filter(None, notes))}" if any(notes) else text
-
-
-def target_name(target: Any) -> str:
-    """``aten.mm.default``, ``meshwright.all_reduce.default``, ``operator.getitem``."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    return f"{getattr(target, '__module__', '').removeprefix('_')}.{getattr(target, '__name__', target)}"
 
 
 def _name(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch.fx as fx
 
 from ..record import Record
-from .trace import VIEWS
+from .trace import VIEWS, Value
 
 
 def regather(graph: fx.Graph, causes: list[Record]) -> int:
@@ -66,5 +66,17 @@ def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes
     for node in made:
         value = node.meta.get("value")
         if value is not None and not isinstance(value, tuple):
-            made[node].meta["value"] = replace(value, storage=-1 - value.storage)
+            _move(made[node], -1 - value.storage)
     return 1
+
+
+def _move(node: fx.Node, storage: int) -> None:
+    """Note that a node and the views of it have this storage."""
+    value = node.meta.get("value")
+    if isinstance(value, Value):
+        node.meta["value"] = replace(value, storage=storage)
+    elif isinstance(value, tuple):
+        node.meta["value"] = tuple(v and replace(v, storage=storage) for v in value)
+    for user in node.users:
+        if user.target in VIEWS or user.target is operator.getitem:
+            _move(user, storage)

@@ -256,3 +256,16 @@ def checked(node: Any) -> fx.Node:
     if not isinstance(node, fx.Node):
         raise ProgramError(f"{node!r} is no node of a program")
     return node
+
+
+def value_of(node: fx.Node) -> Value | None:
+    """Shape, dtype and storage of what a node gives; None for several tensors or none."""
+    found = node.meta.get("value")
+    return found if isinstance(found, Value) else None
+
+
+def target_name(target: Any) -> str:
+    """``aten.mm.default``, ``meshwright.all_reduce.default``, ``operator.getitem``."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '').removeprefix('_')}.{getattr(target, '__name__', target)}"

@@ -1,0 +1,228 @@
+"""Whether every gradient reaches its parameter's update, summed over the ranks over which it is to be summed."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.fx as fx
+
+from ..collective import COLLECTIVES
+from ..errors import ProgramError
+from ..layout import Partial, Spec
+from .derive import described
+from .inplace import storages, written
+from .trace import is_mutating
+
+if TYPE_CHECKING:
+    from .core import Input, Output, Program
+
+# Name of a parameter to the axes over which its gradient, which is in a value, is still to be summed.
+Owed = Mapping[str, frozenset[str]]
+
+_NOTHING: Owed = {}
+_REDUCING = ("all_reduce", "reduce_scatter")
+
+
+def check_gradients(program: Program) -> None:
+    """Follow gradients from where they are used back to where autograd gave them.
+
+    Raises:
+        ProgramError: an update or an output that gets a gradient that is not its own, or one that a sum over ranks is
+            missing from.
+    """
+    _Flow(program).check()
+
+
+class _Flow:
+    """The values between autograd's gradients and their uses."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.order = {n: i for i, n in enumerate(program.graph.nodes)}
+        self.inputs: dict[fx.Node, Input] = dict(zip(program.placeholders, program.inputs, strict=True))
+        self.params = {i.name: i for i in program.inputs if i.kind == "param"}
+        self.found: dict[fx.Node, Owed] = {}
+        self.given: dict[fx.Node, Owed] = {}  # what a node that writes a gradient adds to the memory it writes to
+        self.writers: dict[int, list[fx.Node]] = {}  # storage to the nodes that write to it, in order
+        self.sums: dict[int, list[fx.Node]] = {}  # of these, the sums over ranks
+
+    def check(self) -> None:
+        """Look at every use of a gradient."""
+        self._seeds()
+        for node in self.program.graph.nodes:
+            if node.meta.get("role") != "optimizer" or not is_mutating(node):
+                continue
+            for param, gradient in _updates(node):
+                name = self._owner(param)
+                if name is not None:
+                    self._check(name, gradient, frozenset(), f"{described(node)}, the update of {name},")
+        for out, node in zip(self.program.outputs, self.program.results, strict=True):
+            if out.kind == "grad":
+                self._check_output(out, node)
+
+    def _check_output(self, out: Output, node: fx.Node) -> None:
+        left = _partial(out.spec) if out.spec is not None else frozenset()
+        self._check(out.name, node, left, f"output grad {out.name} (%{node.name})")
+
+    def _check(self, name: str, gradient: fx.Node, left: frozenset[str], where: str) -> None:
+        owed = self._owed(gradient)
+        if name not in owed:
+            other = f"that of {', '.join(sorted(owed)[:3])}" if owed else "not one that autograd gave"
+            raise ProgramError(f"{where} gets %{gradient.name} as gradient of {name}; it is {other}")
+        missing = owed[name] - left
+        if missing:
+            raise ProgramError(
+                f"{where} gets a gradient of {name} that is not summed over {', '.join(sorted(missing))}: no reduction "
+                f"lies between %{gradient.name} and where autograd gave it"
+            )
+
+    # -- where gradients come from --------------------------------------------------------------------
+
+    def _seeds(self) -> None:
+        for node in self.program.graph.nodes:
+            given = self.inputs.get(node)
+            if given is not None and given.kind == "accumulator":
+                self.found[node] = {given.name: _partial(given.spec) if given.spec is not None else frozenset()}
+            pairs = node.meta.get("grad_of")
+            if pairs:
+                declared = {name: self._declared(node, name, spec) for name, spec in pairs}
+                writer = _writer(node)
+                if writer is not None:
+                    self.given[writer] = declared
+                if writer is not node:
+                    self.found[node] = declared
+            if node.op == "call_function" and is_mutating(node):
+                for storage in written(node):
+                    self.writers.setdefault(storage, []).append(node)
+                    if _sums(node):
+                        self.sums.setdefault(storage, []).append(node)
+
+    def _declared(self, node: fx.Node, name: str, spec: Spec) -> frozenset[str]:
+        """Axes over which a gradient is to be summed; its spec must be that of a gradient of the parameter."""
+        given = self.params.get(name)  # None in a program that only flushes what others summed
+        where = f"{described(node)} is the gradient of {name}"
+        if given is not None and given.spec is not None and spec.shape != given.spec.shape:
+            raise ProgramError(
+                f"{where}, of shape {list(spec.shape)}; the parameter has shape {list(given.spec.shape)}"
+            )
+        value = node.meta["value"]
+        here = self.program.mesh.coordinate(self.program.rank)
+        if value.shape != spec.local_shape(here):
+            raise ProgramError(f"{where}: {spec!r} means {list(spec.local_shape(here))}; it has {list(value.shape)}")
+        return _partial(spec)
+
+    def _owner(self, node: fx.Node) -> str | None:
+        """Name of the parameter whose memory, or a copy of it, a node gives."""
+        while node.op == "call_function" and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        given = self.inputs.get(node)
+        return given.name if given is not None and given.kind == "param" else None
+
+    # -- what reaches a value -------------------------------------------------------------------------
+
+    def _owed(self, node: fx.Node) -> Owed:
+        """The gradients in a value; iterative, as chains are as long as buffers have entries."""
+        stack = [node]
+        while stack:
+            at = stack[-1]
+            if at in self.found:
+                stack.pop()
+                continue
+            sources = list(self._sources(at))
+            open_ = [s for s in sources if s not in self.found]
+            if open_:
+                stack.extend(open_)
+                continue
+            self.found[at] = self._made(at, [*(self.found[s] for s in sources), self.given.get(at, _NOTHING)])
+            stack.pop()
+        return self.found[node]
+
+    def _sources(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The values that a value is made of, as they are when it is made."""
+        if node.op != "call_function" or node.meta.get("role") == "forward":
+            return
+        given = _entry(node)
+        for source in node.all_input_nodes if given is None else given:
+            yield from self._latest(source, self.order[node])
+
+    def _latest(self, source: fx.Node, at: int) -> Iterator[fx.Node]:
+        """What a value holds when it is read at ``at``: itself, and the last write to its memory since it was made.
+
+        That write follows on earlier ones.  A sum over ranks in place leaves nothing of what was there before it.
+        """
+        made = self.order[source]
+        last, reduced = source, False
+        for storage in storages(source):
+            listed = self.writers.get(storage)
+            if listed is None:
+                continue
+            i = bisect_left(listed, at, key=self.order.__getitem__)
+            if i and self.order[listed[i - 1]] > self.order[last]:
+                last = listed[i - 1]
+            j = bisect_left(self.sums.get(storage, ()), at, key=self.order.__getitem__)
+            reduced = reduced or bool(j and self.order[self.sums[storage][j - 1]] > made)
+        if not reduced:
+            yield source
+        if last is not source:
+            yield last
+
+    @staticmethod
+    def _made(node: fx.Node, sources: list[Owed]) -> Owed:
+        full = [s for s in sources if s]
+        if not full:
+            return _NOTHING
+        made: Owed = full[0]
+        if len(full) > 1:
+            merged: dict[str, frozenset[str]] = {}
+            for source in full:
+                for name, axes in source.items():
+                    merged[name] = merged.get(name, frozenset()) | axes
+            made = merged
+        if _sums(node):
+            done = frozenset(str(node.args[-2]).split(","))
+            return {name: axes - done for name, axes in made.items()}
+        return made
+
+
+def _writer(node: fx.Node) -> fx.Node | None:
+    """The node that writes what a gradient is a view of into memory of others; None where it has memory of its own."""
+    while node.op == "call_function" and not is_mutating(node):
+        source = next((n for n in node.all_input_nodes if storages(n) and storages(n) == storages(node)), None)
+        if source is None:
+            return None
+        node = source
+    return node if node.op == "call_function" else None
+
+
+def _sums(node: fx.Node) -> bool:
+    """Whether a node sums over ranks."""
+    return COLLECTIVES.get(node.target) in _REDUCING and node.args[1] in ("sum", "avg")
+
+
+def _partial(spec: Spec) -> frozenset[str]:
+    return frozenset(a for a, p in zip(spec.mesh.axes, spec.layout.placements, strict=True) if isinstance(p, Partial))
+
+
+def _entry(node: fx.Node) -> list[fx.Node] | None:
+    """Of what is picked from an op on lists, the entries of its lists that it is made of."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or "_foreach_" not in str(source.target):
+        return None
+    lists = [a for a in source.args if isinstance(a, (list, tuple)) and any(isinstance(x, fx.Node) for x in a)]
+    i: Any = node.args[1]
+    return [listed[i] for listed in lists if isinstance(listed[i], fx.Node)]
+
+
+def _updates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(parameter, gradient) of each parameter that a fused update writes to."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "grads" not in names or "self" not in names:
+        return
+    params, grads = (node.args[names.index(n)] for n in ("self", "grads"))
+    yield from zip(params, grads, strict=True)  # type: ignore[arg-type]
+
+
+__all__ = ["check_gradients"]

@@ -1,0 +1,363 @@
+"""Whether a program is well formed: what it says of its values, layouts and collectives is what its nodes do.
+
+Every check reads the program only; none runs it or needs other ranks, but :func:`verify_together`, which is given the
+programs of all ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from ..collective import COLLECTIVES, mesh_text
+from ..collective.graph import KEEP_ONE
+from ..errors import DesyncError, ProgramError
+from ..layout import REDUCE_OPS, Spec
+from ..mesh import Mesh
+from ..record import Record
+from .agree import meetings
+from .derive import check_values, described
+from .flow import check_gradients
+from .inplace import written
+from .trace import Value, is_mutating, value_of
+
+if TYPE_CHECKING:
+    from .core import Program
+
+ROLES = ("forward", "backward", "optimizer")
+KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator")
+# Who may write to an input of which kind.
+_WRITERS = {
+    "param": {"optimizer"},
+    "state": {"optimizer"},
+    "buffer": set(ROLES),
+    "accumulator": set(ROLES),
+    "batch": {"forward"},  # a model that writes to what it is given
+}
+
+
+def verify(program: Program) -> None:
+    """Check one rank's program, and those of merged micro-steps that belong to it.
+
+    Raises:
+        ProgramError: what is wrong, and at which node.
+    """
+    try:
+        program.graph.lint()
+    except RuntimeError as error:
+        raise ProgramError(f"the graph is broken: {error}") from error
+    _check_interface(program)
+    _check_nodes(program)
+    check_values(program)
+    _check_collectives(program)
+    check_gradients(program)
+    if program.merged is not None:
+        for name, part in (("accumulate", program.merged.accumulate), ("flush", program.merged.flush)):
+            try:
+                verify(part)
+            except ProgramError as error:
+                raise ProgramError(f"the program {name} of merged micro-steps: {error}") from error
+
+
+def verify_together(programs: Sequence[Program]) -> None:
+    """Check the programs of all ranks of a mesh, each alone and all together.
+
+    Raises:
+        ProgramError: a program that is not well formed.
+        DesyncError: ranks that would not meet: another collective, another order, shapes that do not fit.
+    """
+    mesh = programs[0].mesh
+    by_rank = {p.rank: p for p in programs}
+    if any(p.mesh != mesh for p in programs) or sorted(by_rank) != sorted(mesh.ranks) or len(programs) != mesh.size:
+        given = ", ".join(f"rank {p.rank} of {p.mesh!r}" for p in programs)
+        raise ProgramError(f"one program for each rank of one mesh was expected, not {given}")
+    for p in programs:
+        try:
+            verify(p)
+        except ProgramError as error:
+            raise ProgramError(f"rank {p.rank}: {error}") from error
+    _check_meetings([by_rank[r] for r in mesh.ranks])
+    _check_kept([by_rank[r] for r in mesh.ranks])
+
+
+# ---------------------------------------------------------------------------------------------- inputs and outputs
+
+
+def _check_interface(program: Program) -> None:
+    nodes, results = program.placeholders, program.results
+    if len(nodes) != len(program.inputs):
+        raise ProgramError(f"the graph has {len(nodes)} inputs, the program lists {len(program.inputs)}")
+    if len(results) != len(program.outputs):
+        raise ProgramError(f"the graph gives {len(results)} results, the program lists {len(program.outputs)} outputs")
+    here = program.mesh.coordinate(program.rank)
+    names = {i.name for i in program.inputs if i.kind == "param"}
+    for node, given in zip(nodes, program.inputs, strict=True):
+        where = f"input {given.kind} {given.name} (%{node.name})"
+        if given.kind not in KINDS:
+            raise ProgramError(f"{where}: its kind is one of {', '.join(KINDS)}")
+        value = value_of(node)
+        if value is None:
+            raise ProgramError(f"{where}: its shape and dtype are not recorded")
+        _check_spec(where, given.spec, value, here, dtype=given.kind != "accumulator")
+        if given.kind == "state" and given.owner not in names:
+            raise ProgramError(f"{where} belongs to {given.owner!r}, which is no parameter of the program")
+        if given.kind == "constant":
+            _check_constant(where, program.constants.get(given.name), value)
+    twice = [k for k, n in Counter((i.kind, i.name) for i in program.inputs).items() if n > 1]
+    if twice:
+        raise ProgramError(f"input {' '.join(twice[0])} is listed twice")
+    for node, out in zip(results, program.outputs, strict=True):
+        where = f"output {out.kind} {out.name} (%{node.name})"
+        value = value_of(node)
+        if value is None:
+            raise ProgramError(f"{where}: not one tensor")
+        _check_spec(where, out.spec, value, here)
+
+
+def _check_constant(where: str, held: Any, value: Value) -> None:
+    if not isinstance(held, torch.Tensor):
+        raise ProgramError(f"{where}: the program does not hold this constant")
+    if tuple(held.shape) != value.shape or held.dtype is not value.dtype:
+        raise ProgramError(
+            f"{where} is said to be {value.dtype} {list(value.shape)}, it is {held.dtype} {list(held.shape)}"
+        )
+
+
+def _check_spec(where: str, spec: Spec | None, value: Value, here: tuple[int, ...], *, dtype: bool = True) -> None:
+    """What a rank holds must be its part of the global value."""
+    if spec is None:
+        return
+    shape = _local_shape(spec, here)
+    if shape != value.shape:
+        raise ProgramError(
+            f"{where}: {spec!r} means {list(shape)} on the rank at {here}, but the value has shape {list(value.shape)}"
+        )
+    if dtype and spec.dtype is not value.dtype:
+        raise ProgramError(f"{where}: the layout is that of {spec.dtype}, the value is {value.dtype}")
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(spec: Spec, here: tuple[int, ...]) -> tuple[int, ...]:
+    return spec.local_shape(here)
+
+
+# ---------------------------------------------------------------------------------------------- nodes
+
+
+def _check_nodes(program: Program) -> None:
+    """Roles, layouts of the user's values, and who writes to the program's inputs."""
+    here = program.mesh.coordinate(program.rank)
+    owned: dict[int, tuple[str, str]] = {}
+    for node, given in zip(program.placeholders, program.inputs, strict=True):
+        owned[node.meta["value"].storage] = (given.kind, given.name)
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function":
+            raise ProgramError(f"%{node.name} is a {node.op}: a program consists of calls of functions")
+        role, spec = node.meta.get("role"), node.meta.get("spec")
+        if role not in ROLES:
+            raise ProgramError(f"{described(node)} has the role {role!r}: one of {', '.join(ROLES)} was expected")
+        if "value" not in node.meta:
+            raise ProgramError(f"{described(node)}: what it gives is not recorded")
+        cause = node.meta.get("cause")
+        if cause is not None and not 0 <= cause < len(program.causes):
+            raise ProgramError(f"{described(node)} serves conversion {cause}; there are {len(program.causes)}")
+        if isinstance(spec, Spec) and isinstance(node.meta["value"], Value):
+            _check_spec(described(node), spec, node.meta["value"], here)
+        if is_mutating(node):
+            for storage in written(node):
+                kind, name = owned.get(storage, ("", ""))
+                if kind and role not in _WRITERS.get(kind, ()):
+                    raise ProgramError(f"{described(node)}, which is part of the {role}, writes to {kind} {name}")
+
+
+# ---------------------------------------------------------------------------------------------- collectives
+
+
+def _check_collectives(program: Program) -> None:
+    mesh, text = program.mesh, mesh_text(program.mesh)
+    served: dict[int, list[tuple[str, str]]] = {}
+    for node in program.graph.nodes:
+        if node.target not in COLLECTIVES:
+            continue
+        kind = COLLECTIVES[node.target]
+        *options, axes, on = node.args[1:]
+        where = described(node)
+        if on != text:
+            raise ProgramError(f"{where} runs on the mesh {on}, the program is of {text}")
+        names = str(axes).split(",")
+        unknown = [a for a in names if a not in mesh.axes]
+        if unknown or len(set(names)) < len(names):
+            raise ProgramError(f"{where} runs over the axes {axes!r}; {mesh!r} has {', '.join(mesh.axes)}")
+        value = value_of(node.all_input_nodes[0])
+        if value is not None:
+            _check_arguments(where, kind, options, value, *_place(mesh, program.rank, axes))
+        cause = program.cause(node)
+        if cause is not None:
+            op = str(options[0]) if kind in ("all_reduce", "reduce_scatter") else ""
+            _check_cause(where, kind, op, options, names, cause)
+            served.setdefault(node.meta["cause"], []).append((kind, op))
+    _check_served(program, served)
+
+
+@lru_cache(maxsize=1024)
+def _place(mesh: Mesh, rank: int, axes: str) -> tuple[int, int]:
+    """Size of the group over these axes, and this rank's index in it."""
+    ranks = mesh.group_ranks(rank, sorted(mesh.axis_index(a) for a in axes.split(",")))
+    return len(ranks), ranks.index(rank)
+
+
+def _check_arguments(where: str, kind: str, options: Sequence[Any], value: Value, size: int, index: int) -> None:
+    """The arguments of a collective against its group and what it is given."""
+
+    def cut(dim: Any, sizes: Any, what: str, whole: int | None) -> None:
+        if not 0 <= dim < len(value.shape):
+            raise ProgramError(f"{where}: {what} {dim} of a value of shape {list(value.shape)}")
+        if len(sizes) != size:
+            raise ProgramError(f"{where}: {len(sizes)} sizes {list(sizes)} for the {size} ranks of its group")
+        have, want = value.shape[dim], sum(sizes) if whole is None else sizes[whole]
+        if have != want:
+            raise ProgramError(f"{where}: sizes {list(sizes)} want {want} in dim {dim} of rank {index}; it has {have}")
+
+    def own(given: Any) -> None:
+        if given != index:
+            raise ProgramError(f"{where}: it is given index {given} in its group; this rank has index {index}")
+
+    if kind in ("all_reduce", "reduce_scatter") and options[0] not in REDUCE_OPS:
+        raise ProgramError(f"{where}: the reduction {options[0]!r} is none of {', '.join(REDUCE_OPS)}")
+    if kind == "all_gather":
+        cut(options[0], options[1], "gathers dim", index)
+    elif kind == "reduce_scatter":
+        own(options[3])
+        cut(options[1], options[2], "scatters dim", None)
+    elif kind == "all_to_all":
+        own(options[4])
+        cut(options[0], options[1], "splits dim", None)
+        cut(options[2], options[3], "joins dim", index)
+    elif kind == "broadcast" and not 0 <= options[0] < size:
+        raise ProgramError(f"{where}: it comes from index {options[0]} of a group of {size}")
+
+
+def _check_cause(where: str, kind: str, op: str, options: Sequence[Any], axes: Sequence[str], cause: Record) -> None:
+    """A collective against the conversion that it serves."""
+    what = f"the conversion {cause.src} -> {cause.dst} of {cause.op}"
+    strange = [a for a in axes if a not in cause.axes]
+    if strange:
+        raise ProgramError(f"{where} runs over {', '.join(axes)}; {what} is over {', '.join(cause.axes) or 'no axis'}")
+    src, dst = _placements(cause.src), _placements(cause.dst)
+    ops = {src[a][1].strip("'") or "sum" for a in axes if src.get(a, ("", ""))[0] == "Partial"}
+    # The gradient of a maximum goes to the ranks that hold it: how many they are is summed in the forward.
+    ties = kind == "all_reduce" and op == "sum" and bool(ops & {"max", "min"})
+    if kind not in cause.kinds and not ties:
+        raise ProgramError(f"{where}: {what} consists of {' + '.join(cause.kinds) or 'no communication'}")
+    if ops and op and op not in ops and not (op == "sum" and "avg" in ops) and not ties:
+        raise ProgramError(f"{where} reduces by {op}; {what} is a reduction by {' and '.join(sorted(ops))}")
+    if len(cause.kinds) == 1:
+        _check_dims(where, kind, options, axes, src, dst, what)
+
+
+def _check_dims(
+    where: str,
+    kind: str,
+    options: Sequence[Any],
+    axes: Sequence[str],
+    src: dict[str, tuple[str, str]],
+    dst: dict[str, tuple[str, str]],
+    what: str,
+) -> None:
+    """The dims of a collective against the layouts around it, where it is the only one of its conversion."""
+    joined = {"all_gather": 0, "all_to_all": 2}.get(kind)
+    split = {"reduce_scatter": 1, "all_to_all": 0}.get(kind)
+    for place, layout, verb in ((joined, src, "joins"), (split, dst, "splits")):
+        if place is None:
+            continue
+        wanted = {layout[a][1] for a in axes if layout.get(a, ("", ""))[0] == "Shard"}
+        if wanted and str(options[place]) not in wanted:
+            raise ProgramError(
+                f"{where} {verb} dim {options[place]}; {what} is about dim {' and '.join(sorted(wanted))}"
+            )
+
+
+_PLACEMENT = re.compile(r"(\w+): (Shard|Replicate|Partial)\(([^)]*)\)")
+
+
+@lru_cache(maxsize=1024)
+def _placements(layout: str) -> dict[str, tuple[str, str]]:
+    """Axis to placement and its argument, from a layout as records write it."""
+    return {axis: (kind, argument) for axis, kind, argument in _PLACEMENT.findall(layout)}
+
+
+def _check_served(program: Program, served: dict[int, list[tuple[str, str]]]) -> None:
+    """Every conversion that moves data has its collectives."""
+    for i, cause in enumerate(program.causes):
+        found = served.get(i, [])
+        missing = [k for k in cause.kinds if k not in {kind for kind, _ in found}]
+        if missing and not (found and _by_extremum(cause)):
+            raise ProgramError(
+                f"no {' and no '.join(missing)} is left of the conversion {cause.src} -> {cause.dst} of {cause.op}: "
+                f"{cause.reason} ({cause.line or 'no line'})"
+            )
+
+
+def _by_extremum(cause: Record) -> bool:
+    return any(op.strip("'") in ("max", "min") for kind, op in _placements(cause.src).values() if kind == "Partial")
+
+
+# ---------------------------------------------------------------------------------------------- all ranks
+
+
+def _check_meetings(programs: Sequence[Program]) -> None:
+    """All ranks reach the same collectives in one order, with shapes that fit."""
+    first, *others = programs
+    wanted = meetings(first)
+    for other in others:
+        for a, b in zip_longest(wanted, meetings(other), fillvalue="nothing more"):
+            if a != b:
+                raise DesyncError(f"where rank {first.rank} has {a}, rank {other.rank} has {b}")
+    nodes = {p.rank: list(p.collectives()) for p in programs}
+    mesh = first.mesh
+    for p in programs:
+        for i, node in enumerate(nodes[p.rank]):
+            kind, axes = COLLECTIVES[node.target], str(node.args[-2])
+            lead = mesh.group_ranks(p.rank, sorted(mesh.axis_index(a) for a in axes.split(",")))[0]
+            mine, theirs = _meeting_shape(kind, node), _meeting_shape(kind, nodes[lead][i])
+            if mine != theirs:
+                raise DesyncError(
+                    f"{described(node)}: rank {p.rank} brings shape {list(mine)}, rank {lead} {list(theirs)} "
+                    "(gathered dims aside)"
+                )
+
+
+def _meeting_shape(kind: str, node: fx.Node) -> tuple[int, ...]:
+    """What of the shape of a collective's input all ranks of its group must have alike."""
+    value = value_of(node.all_input_nodes[0])
+    shape = list(value.shape) if value is not None else []
+    dim = {"all_gather": 1, "all_to_all": 3}.get(kind)
+    if dim is not None and shape:
+        shape[int(node.args[dim])] = -1  # type: ignore[arg-type]
+    return tuple(shape)
+
+
+def _check_kept(programs: Sequence[Program]) -> None:
+    """What one rank of a group keeps, and the others have as zeros, must be kept by somebody."""
+    listed = [[n for n in p.graph.nodes if n.target is KEEP_ONE.default] for p in programs]
+    for nodes in zip_longest(*listed):
+        if None in nodes:
+            raise DesyncError("some ranks keep a value that one rank of a group has, where others keep none")
+        keepers = sum(bool(n.args[1]) for n in nodes)
+        everyone = keepers == len(programs) and 1 not in programs[0].mesh.sizes
+        if not keepers or len(programs) % keepers or everyone:
+            raise DesyncError(
+                f"{described(nodes[0])}: {keepers} of {len(programs)} ranks keep the value; one of each group must"
+            )
+
+
+__all__ = ["verify", "verify_together"]
