@@ -21,6 +21,7 @@ _TOP = 18  # above the part that shows memory
 _HEIGHT = 150  # of that part
 _LANE = 34  # of the bars of one axis
 _MOST_CELLS = 4096  # a larger mesh is not drawn
+_MESH = 440  # units to the right, at most, where it is large
 _NUMBERS = 64  # cells of a larger mesh have no numbers
 
 
@@ -67,26 +68,31 @@ def _dash(kind: str) -> str:
 
 
 def _mesh(mesh: Mesh | None, rank: int) -> dict[str, Any] | None:
-    """Cells of a drawing: the last axis to the right, the others downwards; with whom this rank shares an axis."""
+    """Cells of a drawing: the last axis in one direction, the others in the other, the longer one to the right."""
     if mesh is None:
         return None
     sizes = list(zip(mesh.axes, mesh.sizes, strict=True))
     if mesh.size > _MOST_CELLS:
         return {"axes": sizes, "cells": [], "size": mesh.size}
-    columns = mesh.sizes[-1]
-    rows = mesh.size // columns
+    inner = mesh.sizes[-1]
+    outer = mesh.size // inner
+    turned = outer > inner
     numbered = mesh.size <= _NUMBERS
-    side = 34 if numbered else max(6, min(18, 480 // max(rows, columns)))
+    side = 34 if numbered else max(6, min(18, _MESH // max(outer, inner)))
+    names = [", ".join(mesh.axes[:-1]), mesh.axes[-1]]
     here = mesh.coordinate(rank)
     cells = []
     for i, (r, at) in enumerate(zip(mesh.ranks, mesh.coordinates(), strict=True)):
         other = [a for a, p, q in zip(mesh.axes, at, here, strict=True) if p != q]
         kind = "own" if not other else f"axis{mesh.axes.index(other[0]) % 3}" if len(other) == 1 else ""
+        y, x = reversed(divmod(i, inner)) if turned else divmod(i, inner)
         place = ", ".join(f"{a} {p}" for a, p in zip(mesh.axes, at, strict=True))
-        cells.append({"x": i % columns * side, "y": i // columns * side, "rank": r, "kind": kind, "place": place})
+        cells.append({"x": x * side, "y": y * side, "rank": r, "kind": kind, "place": place})
+    wide, high = max(outer, inner) * side, min(outer, inner) * side
+    down, across = reversed(names) if turned else names
     return {
-        "axes": sizes, "cells": cells, "side": side, "size": mesh.size, "numbered": numbered,
-        "width": columns * side, "height": rows * side, "across": mesh.axes[-1], "down": ", ".join(mesh.axes[:-1]),
+        "axes": sizes, "cells": cells, "side": side, "size": mesh.size, "numbered": numbered, "width": wide,
+        "height": high, "across": across, "down": down,
     }  # fmt: skip
 
 

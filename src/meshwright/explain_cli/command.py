@@ -55,6 +55,8 @@ def explain(
     shape = Shape(layers, hidden, heads, seq, batch, dtype, dropout, tie, sequence_parallel)
     try:
         described = parse_mesh(mesh, device=_one_of("device", device, DEVICES))
+        if device == "cuda" and not torch.cuda.is_available():
+            raise OptionError("--device cuda: PyTorch knows the ops of a GPU only where there is one; leave it out")
         if not described.axes or rank not in described.ranks:
             raise OptionError(f"--rank {rank}: {described!r} has the ranks 0 to {described.size - 1}")
         manager = PassManager(passes or ())
