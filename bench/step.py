@@ -68,4 +68,28 @@ class TensorParallel(DataParallel):
         return mw.from_local(t, self.mesh, {}, check=False)
 
 
-CONTENDERS = [DataParallel(), TensorParallel()]
+class StaticDataParallel:
+    """The captured step with its passes."""
+
+    name = "meshwright_static_dp"
+
+    def setup(self, ctor: Any) -> None:
+        self.mesh = mw.init_mesh({"dp": dist.get_world_size()})
+        self.m = ctor()
+        self.o = torch.optim.AdamW(self.m.parameters(), lr=1e-3, fused=True)
+        self.compiled: Any = None
+
+    def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        placed = [tuple(mw.from_local(t, self.mesh, {"dp": mw.Shard(0)}, check=False) for t in b) for b in batches]
+        if self.compiled is None:
+            passes = ["data-parallel-optimization"]
+            if len(batches) > 1:
+                passes.append(f"gradient-merge:k_steps={len(batches)}")
+            self.compiled = mw.compile_step(
+                self.m, lambda m, b: m(*b), self.o, placed[0], mesh=self.mesh, passes=passes
+            )
+        for batch in placed:
+            self.compiled(batch)
+
+
+CONTENDERS: list[Any] = [DataParallel(), StaticDataParallel(), TensorParallel()]
