@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright as mw
 from meshwright import collective
 from meshwright.explain import Explanation, explain_program
-from meshwright.program import Built, Plan, build, compile_step
+from meshwright.program import Built, Plan, build
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
@@ -76,11 +76,12 @@ def built(rank: int = 0, **options: Any) -> Built:
     return build(model, loss, optimizer, batch, mesh, plan, rank=rank)
 
 
-def compiled(**options: Any) -> tuple[Any, Any]:
+def compiled(*, passes: Any = (), **options: Any) -> tuple[Any, Any]:
     model, optimizer, batch, mesh, plan = parts(device="cpu", **options)
-    step = compile_step(
+    step = mw.compile_step(
         model, loss, optimizer, batch, mesh=mesh, layouts=plan.layouts, batch=plan.batch, inputs=plan.inputs,
         outputs=plan.outputs, stored_over=plan.stored_over, clip_grad_norm=plan.clip_grad_norm,
+        passes=passes,
     )  # fmt: skip
     return step, batch
 
@@ -143,6 +144,51 @@ def test_stored_parameters_are_named() -> None:
         ("backward", "reduce_scatter", "gradient of blocks.0.mlp.up.weight"),
     ]
     assert all("the parameter is stored split" in c.reason for c in gathered)
+
+
+def test_a_step_explains_itself() -> None:
+    def run() -> tuple[str, str]:
+        step, _ = compiled(mesh={"dp": 2})
+        return str(step.explain()), str(explain_program(step.program))
+
+    for own, same in mw.simulate(run, mw.Mesh({"dp": 2})):
+        assert own == same
+
+
+@pytest.mark.parametrize("name", ["dp=4", "dp=2,tp=2", "zero-3", "clipped"])
+def test_predicted_is_what_runs_after_passes(name: str) -> None:
+    options = CONFIGURATIONS[name]
+
+    def run() -> tuple[Any, Explanation]:
+        step, batch = compiled(passes=["data-parallel-optimization:bucket_bytes=16384"], **options)
+        with collective.counting() as counts:
+            step(batch)
+        return counts.table, step.explain()
+
+    for measured, why in mw.simulate(run, mw.Mesh(options["mesh"]), timeout=300):
+        assert why.counts.table == measured
+        assert all(c.reason and c.tensor for c in why.collectives)
+        if name != "zero-3":
+            fused = [c for c in why.collectives if "gradients: " in c.tensor]
+            assert fused
+            assert all(f"{len(c.parameter.split(', '))} gradients" in c.tensor for c in fused)
+
+
+def test_predicted_is_what_runs_in_micro_steps() -> None:
+    def run() -> tuple[Any, Any, Explanation, Explanation]:
+        step, batch = compiled(passes=["gradient-merge:k_steps=2"], mesh={"dp": 2, "tp": 2})
+        tables = []
+        for _ in range(2):
+            with collective.counting() as counts:
+                step(batch)
+            tables.append(counts.table)
+        return *tables, explain_program(step.program.merged.accumulate), step.explain()
+
+    for first, last, predicted_first, predicted_last in mw.simulate(run, mw.Mesh({"dp": 2, "tp": 2}), timeout=300):
+        assert predicted_first.counts.table == first
+        assert predicted_last.counts.table == last
+        assert "the last of 2 micro-steps" in predicted_last.notes[0]
+        assert predicted_last.memory.highest["gradients"] > predicted_first.memory.highest["parameters"]
 
 
 def test_clipping_is_explained() -> None:

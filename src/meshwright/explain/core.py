@@ -26,7 +26,8 @@ class Collective:
         role: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         kind: ``"all_reduce"``, ``"all_gather"``...; of eager code several, joined by ``" + "``.
         op, argument: the op that it serves and which of its tensors; or what is moved.
-        parameter: name of the parameter that moves, or whose gradient does; ``""`` for none.
+        parameter: name of the parameter that moves, or whose gradient does; ``""`` for none.  Names, where the
+            gradients of several are fused.
         tensor: what moves, for people.
         shape: of the global tensor.
         local: of the tensor that this rank brings; of eager code unknown.
@@ -169,7 +170,10 @@ def placed(layout: str) -> list[tuple[str, str]]:
 
 def in_words(layout: str) -> str:
     """A printed layout without what is replicated: ``dp Shard 0``."""
-    return ", ".join(f"{axis} {p}" for axis, p in placed(layout) if p != "Replicate") or "replicated"
+    found = placed(layout)
+    if not found:  # of fused tensors, which have no layout together
+        return layout
+    return ", ".join(f"{axis} {p}" for axis, p in found if p != "Replicate") or "replicated"
 
 
 def in_bytes(n: float) -> str:

@@ -10,6 +10,7 @@ import torch.fx as fx
 from .. import runtime
 from ..collective import COLLECTIVES, bytes_of
 from ..program import Program, value_of
+from ..program.base import BaseStep
 from ..record import Record
 from .core import Collective, Laid
 from .explanation import Explanation
@@ -71,7 +72,11 @@ def _what(node: fx.Node, cause: Record | None, names: dict[str, str]) -> tuple[s
         gradient = "gradient of " if backward else ""
         return cause.op, cause.argument, "", f"{gradient}{cause.op} argument {cause.argument}"
     whole = "gather" in node.meta or not (backward or "sync" in node.meta)
-    return names.get(cause.op, cause.op), 0, parameter, parameter if whole else f"gradient of {parameter}"
+    return names.get(cause.op, cause.op), 0, parameter, parameter if whole else _gradients(parameter.split(", "))
+
+
+def _gradients(names: list[str]) -> str:
+    return f"gradient of {names[0]}" if len(names) == 1 else f"{len(names)} gradients: {names[0]} … {names[-1]}"
 
 
 def _laid(program: Program) -> tuple[Laid, ...]:
@@ -101,3 +106,6 @@ def _laid(program: Program) -> tuple[Laid, ...]:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+BaseStep.explainer = staticmethod(explain_program)
