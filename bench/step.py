@@ -76,7 +76,7 @@ class StaticDataParallel:
     def setup(self, ctor: Any) -> None:
         self.mesh = mw.init_mesh({"dp": dist.get_world_size()})
         self.m = ctor()
-        self.o = torch.optim.AdamW(self.m.parameters(), lr=1e-3, fused=True)
+        self.o = torch.optim.AdamW(self.m.parameters(), lr=1e-3, foreach=True)
         self.compiled: Any = None
 
     def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
