@@ -10,7 +10,6 @@ import torch.fx as fx
 from .. import runtime
 from ..collective import COLLECTIVES, bytes_of
 from ..program import Program, value_of
-from ..program.base import BaseStep
 from ..record import Record
 from .core import Collective, Laid
 from .explanation import Explanation
@@ -106,6 +105,3 @@ def _laid(program: Program) -> tuple[Laid, ...]:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-BaseStep.explainer = staticmethod(explain_program)

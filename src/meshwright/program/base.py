@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -27,8 +27,6 @@ class BaseStep:
         training: whether calls train or only compute the loss.
     """
 
-    explainer: ClassVar[Callable[[Program], Any]]  # set by the layer that explains, which lies above this one
-
     def __init__(self, mesh: Mesh, carrier: Carrier, example_batch: Any) -> None:
         self.mesh, self.carrier = mesh, carrier
         self.model: nn.Module = carrier.model
@@ -50,10 +48,6 @@ class BaseStep:
     def program(self) -> Program:
         """This rank's program for the batches of the last call; of merged micro-steps the one that updates."""
         return self._current.program
-
-    def explain(self) -> Any:
-        """Every collective of the program and why, where layouts came from, totals, memory: an ``Explanation``."""
-        return type(self).explainer(self.program)
 
     def _install(self, batch: Any, made: Ready) -> Ready:
         self._ready[self._signature(batch)] = self._current = made
