@@ -15,9 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright as mw
 from meshwright import collective, runtime
+from meshwright.compile import capture_local
 from meshwright.errors import CaptureError, DesyncError, ProgramError
 from meshwright.passes.core import PassManager
-from meshwright.program.local import LocalStep, capture_local
+from meshwright.program.local import LocalStep
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 

@@ -12,13 +12,14 @@ import pytest
 FACADE = "meshwright"  # `import meshwright` pulls everything in: only what comes after it may do so
 LAYERS = (
     *("errors", "mesh", "layout", "runtime", "simulation", "rules", "collective", "convert", "cost", "reshard"),
-    *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard", "program", "passes", "explain", "testing"),
-    "check",
+    *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard"),
+    *("program", "passes", "explain", "compile", "testing", "check"),
     *(FACADE, "train", "explain_cli", "cli", "__main__"),
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes
 # mesh, layout and api speak torch's DeviceMesh, placements and DTensor; runtime reads rank and world.
-USE_TORCH_DISTRIBUTED = {"collective", "mesh", "layout", "runtime", "api", "train", "cli"}
+# program reads the calls of torch.distributed in steps that users wrote by hand; it makes none.
+USE_TORCH_DISTRIBUTED = {"collective", "mesh", "layout", "runtime", "api", "program", "train", "cli"}
 READ_ENVIRONMENT = {"cli", "runtime"}  # runtime: RANK, WORLD_SIZE, MASTER_* as torchrun sets them
 TORCH_DISTRIBUTED = ("torch.distributed", "torch._C._distributed_c10d")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "sys.argv")

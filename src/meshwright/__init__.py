@@ -22,10 +22,10 @@ from .api import (
     to_dtensor,
     unshard,
 )
+from .compile import capture_local, compile_step
 from .explain import Explanation, explain, explicit
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
-from .passes import capture_local, compile_step
 from .rules.random import reproducible_random
 from .shard import no_sync, shard_dataloader, shard_module, shard_optimizer
 from .simulation import simulate

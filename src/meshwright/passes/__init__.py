@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .compile import capture_local, compile_step
 from .core import Pass, PassManager, PassRecord, parse, register, registered
 from .data_parallel_optimization import DataParallelOptimization
 from .gradient_merge import GradientMerge
@@ -13,8 +12,6 @@ __all__ = [
     "Pass",
     "PassManager",
     "PassRecord",
-    "capture_local",
-    "compile_step",
     "parse",
     "register",
     "registered",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .build import Built, Plan, build
 from .core import Input, Origin, Output, Program, value_of
 from .run import last_uses
-from .step import Step, compile_step
+from .step import Step
 
 __all__ = [
     "Built",
@@ -16,7 +16,6 @@ __all__ = [
     "Program",
     "Step",
     "build",
-    "compile_step",
     "last_uses",
     "value_of",
 ]

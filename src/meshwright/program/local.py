@@ -28,7 +28,6 @@ from ..tensor import DistTensor
 from .agree import agree, together
 from .base import BaseStep
 from .bind import BACKENDS, Carrier, Ready
-from .build import checked_mesh
 from .core import Input, Output, Program
 from .distcalls import DistCalls
 from .inplace import functional
@@ -41,56 +40,8 @@ aten = torch.ops.aten
 StepFn = Callable[[Any], Any]
 
 
-def capture_local(
-    step_fn: StepFn,
-    mesh: Mesh,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    backend: str | None = None,
-    transform: Callable[[Program], Program] | None = None,
-) -> LocalStep:
-    """Capture a step that was written by hand for one rank, with calls of ``torch.distributed``.
-
-    ``step_fn(batch)`` does what a step does on this rank, with the model and the optimizer that it closes over::
-
-        def step_fn(batch):
-            loss = loss_of(model(batch[0]), batch[1])
-            loss.backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= dist.get_world_size()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-    It runs once on fake tensors, which stand for the parameters, buffers and the batch while it does; nothing is sent
-    and nothing is changed.  Calls of the result then do on real tensors what was recorded.  So Python's own effects
-    (a counter, a print) happen once, and nothing may depend on values (``loss.item()``).
-
-    Args:
-        step_fn: takes a batch; returns the loss, or a tuple or dict of tensors that begins with it, or None.
-        mesh: its axes are the process groups that the step uses.
-        model: whose parameters and buffers the step changes, in place; several as an ``nn.ModuleList``.
-        optimizer: whose ``step()`` the step calls, once.  SGD, Adam and AdamW become part of the program, others run
-            after it.
-        batch: this rank's batch, as an example: shapes, dtypes and structure count.
-        backend: ``"inductor"`` compiles what lies between collectives.
-        transform: applied to the program before it is bound: a ``PassManager``, say.
-
-    Returns:
-        A step: ``loss = step(batch)``, with this rank's batch and loss.
-
-    Raises:
-        CaptureError: the step reads values, calls what no program can hold, or leaves gradients to the next step.
-        DesyncError: the ranks recorded different steps; before anything runs.
-    """
-    return LocalStep(step_fn, checked_mesh(mesh), model, optimizer, batch, backend, transform)
-
-
 class LocalStep(BaseStep):
-    """A step captured by :func:`capture_local`.  Call it with this rank's batch; it returns this rank's loss.
+    """A step written for one rank, captured.  Call it with this rank's batch; it returns this rank's loss.
 
     Attributes:
         step_fn: the step as it was written.
@@ -440,4 +391,4 @@ def _fake(name: str, t: Tensor, mode: FakeTensorMode, born: Born) -> Tensor:
     return fake
 
 
-__all__ = ["LocalStep", "capture_local", "record_step"]
+__all__ = ["LocalStep", "record_step"]

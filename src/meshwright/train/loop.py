@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from meshwright import collective, runtime
 from meshwright.errors import DataError, DesyncError
-from meshwright.program import compile_step
 from meshwright.shard.loader import shard_dataloader
 
 from .config import TrainConfig
@@ -147,7 +146,7 @@ class StaticTrainer(Trainer):
         config, plan = self.config, self.plan
         self.optimizer = config.make_optimizer(self.model)
         example = torch.zeros(config.batch, config.seq, dtype=torch.long)
-        self.step = compile_step(
+        self.step = mw.compile_step(
             self.model,
             lambda model, batch: loss_of(model, *batch),
             self.optimizer,
@@ -161,7 +160,7 @@ class StaticTrainer(Trainer):
             states_over=config.states_over,
             clip_grad_norm=config.clip,
             gradients=config.verify,
-            transform=config.pass_manager(),
+            passes=config.pass_manager(),
         )
 
     def backward(self, step: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""``compile_step`` and ``capture_local`` with passes."""
+"""``compile_step`` and ``capture_local``: steps captured, rewritten by passes, bound, and explained."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .. import program
-from ..layout import Placements
-from ..mesh import Mesh
-from ..program import Step
-from ..program.build import Globs
-from ..program.capture import LossFn
-from ..program.local import LocalStep, StepFn
-from ..program.local import capture_local as capture_step
-from .core import Pass, PassManager
+from .explain import Explanation, explain_program
+from .layout import Placements
+from .mesh import Mesh
+from .passes import Pass, PassManager
+from .program import Plan, Step
+from .program.build import Globs, checked_mesh
+from .program.capture import LossFn
+from .program.local import LocalStep, StepFn
+
+
+class CompiledStep(Step):
+    """A training step of global tensors, captured by :func:`compile_step`; call it with a batch."""
+
+    def explain(self) -> Explanation:
+        """Every collective of the step and why, where layouts came from, bytes and memory."""
+        return explain_program(self.program)
+
+
+class CapturedStep(LocalStep):
+    """A step of one rank, captured by :func:`capture_local`; call it with this rank's batch."""
+
+    def explain(self) -> Explanation:
+        """Every collective of the step and why, bytes and memory."""
+        return explain_program(self.program)
 
 
 def compile_step(
@@ -38,7 +53,7 @@ def compile_step(
     passes: Sequence[Pass | str] | PassManager = (),
     init: Callable[[nn.Module], Any] | None = None,
     backend: str | None = None,
-) -> Step:
+) -> CompiledStep:
     """Capture a training step of ``model`` on a mesh as one static program.
 
     Args:
@@ -72,11 +87,13 @@ def compile_step(
         CaptureError, LayoutError, ShardError: on all ranks, before anything runs.
         DesyncError: ranks whose programs differ.
     """
-    manager = _manager(passes)
-    return program.compile_step(
-        model, loss_fn, optimizer, example_batch, mesh=mesh, layouts=layouts, batch=batch, inputs=inputs,
-        outputs=outputs, stored_over=stored_over, regather=regather, states_over=states_over,
-        clip_grad_norm=clip_grad_norm, gradients=gradients, init=init, backend=backend, transform=manager,
+    plan = Plan(
+        dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
+        clip_grad_norm, gradients,
+    )  # fmt: skip
+    return CompiledStep(
+        model, loss_fn, optimizer, example_batch, checked_mesh(mesh), plan, init=init, backend=backend,
+        transform=_manager(passes),
     )  # fmt: skip
 
 
@@ -89,20 +106,34 @@ def capture_local(
     batch: Any,
     passes: Sequence[Pass | str] | PassManager = (),
     backend: str | None = None,
-) -> LocalStep:
-    """Capture a step that was written by hand for one rank, with calls of ``torch.distributed``, as one program.
+) -> CapturedStep:
+    """Capture a step that was written by hand for one rank, with calls of ``torch.distributed``.
 
-    ``step_fn(batch)`` does what a step does on this rank: forward, ``loss.backward()``, an all-reduce of each gradient,
-    ``optimizer.step()``, ``optimizer.zero_grad()``.  It runs once, on fake tensors; calls of the result do what it did.
+    ``step_fn(batch)`` does what a step does on this rank, with the model and the optimizer that it closes over::
+
+        def step_fn(batch):
+            loss = loss_of(model(batch[0]), batch[1])
+            loss.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+    It runs once on fake tensors, which stand for the parameters, buffers and the batch while it does; nothing is sent
+    and nothing is changed.  Calls of the result then do on real tensors what was recorded.  So Python's own effects
+    (a counter, a print) happen once, and nothing may depend on values (``loss.item()``).
 
     Args:
         step_fn: takes a batch; returns the loss, or a tuple or dict of tensors that begins with it, or None.
         mesh: its axes are the process groups that the step uses.
-        model: whose parameters and buffers the step changes, in place.
-        optimizer: whose ``step()`` the step calls, once.
+        model: whose parameters and buffers the step changes, in place; several as an ``nn.ModuleList``.
+        optimizer: whose ``step()`` the step calls, once.  SGD, Adam and AdamW become part of the program, others run
+            after it.
         batch: this rank's batch, as an example: shapes, dtypes and structure count.
-        passes: as for :func:`compile_step`.
         backend: ``"inductor"`` compiles what lies between collectives.
+        passes: as for :func:`compile_step`.
 
     Returns:
         A step: ``loss = step(batch)``, with this rank's batch and loss.
@@ -112,13 +143,11 @@ def capture_local(
         CaptureError: the step reads values, calls what no program can hold, or leaves gradients to the next step.
         DesyncError: the ranks recorded different steps; before anything runs.
     """
-    return capture_step(
-        step_fn, mesh, model=model, optimizer=optimizer, batch=batch, backend=backend, transform=_manager(passes)
-    )
+    return CapturedStep(step_fn, checked_mesh(mesh), model, optimizer, batch, backend, _manager(passes))
 
 
 def _manager(passes: Sequence[Pass | str] | PassManager) -> PassManager:
     return passes if isinstance(passes, PassManager) else PassManager(passes)
 
 
-__all__ = ["capture_local", "compile_step"]
+__all__ = ["CapturedStep", "CompiledStep", "capture_local", "compile_step"]
