@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,6 +156,16 @@ class Program:
         from .verify import verify
 
         verify(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, which ``mw.load_program`` reads; every rank saves its own.
+
+        Raises:
+            ProgramError: a node calls or is given what has no name in a file.
+        """
+        from .store import save
+
+        save(self, path)
 
     def __str__(self) -> str:
         return render(self)

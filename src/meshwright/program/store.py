@@ -1,0 +1,169 @@
+"""A program as a file: JSON text that can be read and compared, and the constants as tensors.
+
+The file is a zip of ``program.json`` and ``constants.pt``.  Nothing in it is code: ops are named, and are looked up
+when the program is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from ..errors import ProgramError
+from ..layout import Partial, Placement, Shard, Spec
+from ..mesh import Mesh
+from .trace import Value, target_name
+
+if TYPE_CHECKING:
+    from .core import Program
+
+FORMAT, VERSION = "meshwright program", 1
+TEXT, TENSORS = "program.json", "constants.pt"
+# Attributes of torch that stand for themselves, by the word that marks them.
+NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+
+
+def save(program: Program, path: str | Path) -> None:
+    """Write a rank's program to a file; every rank writes its own.
+
+    Raises:
+        ProgramError: a node calls or is given what has no name in a file.
+    """
+    text = _pretty(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "torch": torch_version(),
+            "mesh": mesh_data(program.mesh),
+            "rank": program.rank,
+            **_data(program),
+        }
+    )
+    held = io.BytesIO()
+    torch.save(_constants(program), held)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(TEXT, text)
+        file.writestr(TENSORS, held.getvalue())
+
+
+def torch_version() -> str:
+    """Major and minor version of torch: ops may differ between them."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def mesh_data(mesh: Mesh) -> dict[str, Any]:
+    """A mesh as JSON has it."""
+    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    return {"axes": axes, "device": mesh.device, "ranks": list(mesh.ranks)}
+
+
+def _constants(program: Program) -> dict[str, torch.Tensor]:
+    return {name: t.detach() for name, t in program.constants.items()}
+
+
+def _data(program: Program) -> dict[str, Any]:
+    merged = program.merged
+    parts: dict[str, Any] = {}
+    if merged is not None:
+        accumulate, flush = _data(merged.accumulate), _data(merged.flush)
+        parts = {"k_steps": merged.k_steps, "accumulate": accumulate, "flush": flush}
+    return {
+        "update": program.update,
+        "inputs": [{**i.__dict__, "spec": encoded(i.spec)} for i in program.inputs],
+        "outputs": [{**o.__dict__, "spec": encoded(o.spec)} for o in program.outputs],
+        "nodes": [_node(n) for n in program.graph.nodes],
+        "causes": [asdict(c) for c in program.causes],
+        "origins": [asdict(o) for o in program.origins],
+        "merged": parts or None,
+    }
+
+
+def _node(node: fx.Node) -> dict[str, Any]:
+    try:
+        made = {"name": node.name, "op": node.op, "target": _target(node), "args": encoded(node.args)}
+        if node.kwargs:
+            made["kwargs"] = {k: encoded(v) for k, v in node.kwargs.items()}
+        made["meta"] = {k: encoded(v) for k, v in node.meta.items()}
+    except TypeError as error:
+        raise ProgramError(f"%{node.name} ({target_name(node.target)}) cannot be saved: {error}") from None
+    return made
+
+
+def _target(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return str(node.target)
+    name = target_name(node.target)
+    if not isinstance(node.target, torch._ops.OpOverload) and name != "operator.getitem":
+        raise TypeError("it calls a function that is no operator of torch")
+    return name
+
+
+def encoded(a: Any) -> Any:
+    """An argument or a note as JSON: what JSON does not have is a dict with one word that says what it is.
+
+    Raises TypeError for what has no name in a file.
+    """
+    if a is None or isinstance(a, (bool, int, str)):
+        return a
+    if isinstance(a, float):
+        return a if math.isfinite(a) else {"float": str(a)}
+    if isinstance(a, fx.Node):
+        return {"node": a.name}
+    if isinstance(a, list):
+        return [encoded(x) for x in a]
+    if isinstance(a, tuple):
+        return {"tuple": [encoded(x) for x in a]}
+    if isinstance(a, Mapping):
+        return {"dict": {str(k): encoded(v) for k, v in a.items()}}
+    if isinstance(a, Value):
+        return {"value": [list(a.shape), str(a.dtype).removeprefix("torch."), a.storage, a.nbytes]}
+    if isinstance(a, Spec):
+        return {"spec": _spec(a)}
+    if isinstance(a, torch.device):
+        return {"device": str(a)}
+    for word, kind in NAMED.items():
+        if isinstance(a, kind):
+            return {word: str(a).removeprefix("torch.")}
+    raise TypeError(f"{a!r} has no name in a file")
+
+
+def _spec(spec: Spec) -> dict[str, Any]:
+    layout = spec.layout
+    made: dict[str, Any] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
+    made["placements"] = [_placement(p) for p in layout.placements]
+    if layout.order:
+        made["order"] = [[dim, list(axes)] for dim, axes in layout.order]
+    made.update({k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))})
+    return made
+
+
+def _placement(p: Placement) -> str | list[Any]:
+    if isinstance(p, Shard):
+        return ["shard", p.dim]
+    return ["partial", p.op] if isinstance(p, Partial) else "replicate"
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+
+def _pretty(a: Any, depth: int = 0) -> str:
+    """JSON with a line per node, input and cause, of merged programs too."""
+    inner, outer = "  " * (depth + 1), "  " * depth
+    if isinstance(a, dict) and (depth == 0 or "nodes" in a or "k_steps" in a):
+        parts = [f"{inner}{json.dumps(k)}: {_pretty(v, depth + 1)}" for k, v in a.items()]
+        return "{\n" + ",\n".join(parts) + f"\n{outer}}}"
+    if isinstance(a, list) and a and isinstance(a[0], dict):
+        return "[\n" + ",\n".join(inner + json.dumps(x) for x in a) + f"\n{outer}]"
+    return json.dumps(a)
+
+
+__all__ = ["encoded", "mesh_data", "save", "torch_version"]
