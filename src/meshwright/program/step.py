@@ -50,7 +50,7 @@ class Step(BaseStep):
             raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
         self.loss_fn, self.plan, self.transform = loss_fn, plan, transform
         names = {id(p): n for n, p in model.named_parameters()}
-        with together(mesh):
+        with together(mesh, "compile_step"):
             self.built = self._transformed(
                 build(model, loss_fn, optimizer, example_batch, mesh, plan, rank=runtime.RT.rank)
             )
