@@ -26,11 +26,12 @@ from .compile import capture_local, compile_step
 from .explain import Explanation, explain, explicit
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
+from .program import load_program
 from .rules.random import reproducible_random
 from .shard import no_sync, shard_dataloader, shard_module, shard_optimizer
 from .simulation import simulate
 from .tensor import DistTensor
-from .testing import check_conversion, check_rule
+from .testing import check_conversion, check_program, check_rule
 
 __all__ = [
     "DistTensor",
@@ -43,6 +44,7 @@ __all__ = [
     "Spec",
     "capture_local",
     "check_conversion",
+    "check_program",
     "check_rule",
     "compile_step",
     "constrain",
@@ -53,6 +55,7 @@ __all__ = [
     "infer_backward",
     "infer_forward",
     "init_mesh",
+    "load_program",
     "no_sync",
     "passes",
     "reproducible_random",

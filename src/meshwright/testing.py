@@ -2,7 +2,7 @@
 
 ``check_rule`` runs an op with every layout of its inputs and with every strategy of its rule, and compares
 values and gradients with those of one device on every rank.  ``check_conversion`` checks a conversion against
-its transpose.
+its transpose, ``check_program`` what a captured program says of itself.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from .dispatch import (
 from .errors import ConversionError, DispatchError, MeshwrightError, RuleError
 from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
 from .mesh import Mesh
+from .program import Program
+from .program.verify import verify_together
 from .reshard import plan as conversion_plan
 from .rules import Rule, Strategy
 from .simulation import simulate
@@ -499,4 +501,20 @@ def _dot(x: Tensor, spec: Spec, y: Tensor) -> Tensor:
     return total
 
 
-__all__ = ["Report", "check_conversion", "check_rule", "function_named", "local_part"]
+# ---------------------------------------------------------------------------------------------- programs
+
+
+def check_program(programs: Program | Sequence[Program]) -> None:
+    """Check one rank's program, or the programs of all ranks of a mesh together.
+
+    Raises:
+        ProgramError: what is wrong in which program, and at which node.
+        DesyncError: ranks that would not meet in the same collectives.
+    """
+    if isinstance(programs, Program):
+        programs.verify()
+    else:
+        verify_together(programs)
+
+
+__all__ = ["Report", "check_conversion", "check_program", "check_rule", "function_named", "local_part"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .build import Built, Plan, build
 from .core import Input, Origin, Output, Program, value_of
+from .load import load_program
 from .run import last_uses
 from .step import Step
 
@@ -17,5 +18,6 @@ __all__ = [
     "Step",
     "build",
     "last_uses",
+    "load_program",
     "value_of",
 ]
