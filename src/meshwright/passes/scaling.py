@@ -192,7 +192,8 @@ def _fold(seed: fx.Node, factor: float) -> None:
     seed.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
     value = value_of(seed)
     assert value is not None
-    made.meta = {**seed.meta, "value": replace(value, storage=_unused(seed.graph))}
+    # Views of the seed become views of what takes its place.
+    made.meta, seed.meta = dict(seed.meta), {**seed.meta, "value": replace(value, storage=_unused(seed.graph))}
 
 
 def _unused(graph: fx.Graph) -> int:
