@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -319,3 +320,105 @@ def test_text_is_narrow_and_folds_repeated_layers() -> None:
     assert len(few.text().splitlines()) == len(many.text().splitlines())
     assert "9 × gradient of blocks.*.mlp.up.weight [192×48] 18.4 kB each" in many.text()
     assert f"{many.counts.total} collectives; in all" in str(many)
+
+
+VOID = {"meta", "input", "link", "br", "img", "hr"}
+
+
+class Checked(HTMLParser):
+    """Tags that close what was opened, ids that are there once, text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+        assert len(set(self.ids)) == len(self.ids)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        self.ids += [v for k, v in attrs if k == "id" and v]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.mark.parametrize("name", ["dp=2,tp=2", "zero-3, clipped, sequence-parallel"])
+def test_page_is_whole_and_needs_nothing_else(name: str) -> None:
+    why = explain_program(built(**CONFIGURATIONS[name]).program)
+    page = why.to_html("Steps <of> A & B")
+    found = Checked(page)
+    assert not [v for k, v in found.attributes if k in ("src", "href")]
+    assert "http" not in page
+    assert "url(" not in page
+    assert "<h1>Steps &lt;of&gt; A &amp; B</h1>" in page
+    assert {f"c{c.number}" for c in why.collectives} <= set(found.ids)
+    text = " ".join(found.text)
+    for c in why.collectives:
+        assert c.tensor in text
+        assert c.reason in text
+    assert f"{why.counts.total_bytes} bytes" not in text or why.counts.total == 1
+    for kind in why.memory.highest:
+        assert kind in text
+    assert [k for k, v in found.attributes if k == "class" and v == "cell own"] == ["class"]
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp": 1}, {"dp": 2}, {"pod": 2, "dp": 2, "tp": 2}, {"dp": 64, "tp": 2}, {"dp": 8192}]
+)
+def test_pages_of_all_meshes(mesh: dict[str, int]) -> None:
+    model = torch.nn.Linear(8, 16, device="meta")
+    axes = {a: mw.Shard(0) for a in list(mesh)[:1]}
+    made = build(
+        model, lambda m, b: m(b).sin().sum(), torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.empty(8192, 8, device="meta"), mw.Mesh(mesh), Plan(batch=axes),
+    )  # fmt: skip
+    why = explain_program(made.program)
+    Checked(why.to_html())
+    assert why.text()
+    assert json.loads(why.to_json())["mesh"] == mesh
+
+
+def test_eager_code_has_the_same_views() -> None:
+    mesh = mw.Mesh({"tp": 2})
+
+    def run() -> Explanation:
+        x = mw.shard_tensor(torch.ones(4, 6), mesh, {"tp": mw.Shard(1)})
+        w = mw.shard_tensor(torch.ones(8, 6), mesh, {"tp": mw.Shard(1)}).requires_grad_()
+        v = mw.shard_tensor(torch.ones(4, 8), mesh, {"tp": mw.Shard(0)}).requires_grad_()
+        with mw.explain() as why:
+            torch.nn.functional.linear(torch.nn.functional.linear(x, w).relu(), v).sum().backward()
+        return why
+
+    for why in mw.simulate(run, mesh):
+        assert {c.role for c in why.collectives} == {"forward", "backward"}
+        (back,) = [c for c in why.collectives if c.role == "backward"]
+        assert back.tensor == "gradient of linear argument 0"
+        assert back.reason.startswith("its gradient: ")
+        text = why.text(80)
+        assert "forward all-reduce over tp" in text
+        assert "its gradient: " in text
+        data = json.loads(why.to_json())
+        assert data["mesh"] is None
+        assert [r["role"] for r in data["records"]] == [c.role for c in why.collectives]
+        page = why.to_html()
+        assert "Eager code" in "".join(Checked(page).text)
+        assert back.line in page
+
+
+def test_nothing_to_say() -> None:
+    why = mw.explain(lambda: None)
+    assert why.text() == "no communication\n"
+    Checked(why.to_html())
