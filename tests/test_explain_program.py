@@ -254,7 +254,9 @@ def _peak_on_processes(options: dict[str, Any]) -> tuple[int, int, dict[str, int
     step, batch = compiled(**options)
     for _ in range(2):
         step(batch)
-    with _Alive([t for t in step._current.inputs if t is not None]) as alive:
+    states = [t for s in step.optimizer.state.values() for t in s.values()]
+    held = [*step.model.parameters(), *step.model.buffers(), *states, *batch]
+    with _Alive([t.to_local() if isinstance(t, mw.DistTensor) else t for t in held]) as alive:
         step(batch)
     memory = explain_program(step.program).memory
     assert memory is not None
