@@ -82,7 +82,8 @@ class Bound:
         if given.kind in _OWNED:
             return local(tensors[given.name])
         if given.kind == "constant":
-            return self.program.constants[given.name]
+            value = self.program.constants[given.name]  # global values, as those of a plain batch
+            return value if given.spec is None else part(value, given.spec).clone()
         if given.kind == "state":
             self.states.append((len(self.inputs), given, node, tensors[given.owner]))
             return self._state(given, node, tensors[given.owner])

@@ -39,6 +39,8 @@ def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reductio
     share = here / everywhere
 
     def mean_of_part(*args: Any, **named: Any) -> Tensor:
+        if len(args) <= at:  # said, because ATen's default is the mean and that of some Python bindings is none
+            named["reduction"] = reduction
         # The part's own mean, and not its sum: a sum overflows half precision where a mean does not.
         return fn(*args, **named) * share
 
