@@ -95,18 +95,16 @@ class _Step(nn.Module):
         self.loss_fn = loss_fn or _own_loss
         self.fixed = [None if isinstance(x, Tensor) else x for x in leaves]
         self.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.out_tree: Any = None
 
     def forward(self, *tensors: Tensor) -> Any:
         leaves = list(self.fixed)
         for i, t in zip(self.tensors, tensors, strict=True):
             leaves[i] = t
         made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
-        flat, tree = pytree.tree_flatten(made)
-        self.out_tree = None if isinstance(made, Tensor) else tree
+        flat = pytree.tree_leaves(made)
         if not flat or not isinstance(flat[0], Tensor) or flat[0].numel() != 1:
             raise CaptureError("the loss function must return a scalar tensor, or a tuple that begins with one")
-        return tuple(flat)
+        return made
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Any:
@@ -153,8 +151,10 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
                 raise CaptureError(f"the model makes a constant from values of other tensors ({spec.target})")
             sources.append(Source(node.name, "constant", str(spec.target), _fake_of(value, mode, device), value))
     (output,) = exported.graph.find_nodes(op="output")
+    returned = exported.call_spec.out_spec
     return Captured(
-        exported.graph_module, tuple(sources), tuple(output.args[0]), step.out_tree, step.tree, tied, mode
+        exported.graph_module, tuple(sources), tuple(output.args[0]), None if returned.is_leaf() else returned,
+        step.tree, tied, mode,
     )  # fmt: skip
 
 
