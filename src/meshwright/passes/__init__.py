@@ -5,6 +5,7 @@ from __future__ import annotations
 from .core import Pass, PassManager, PassRecord, parse, register, registered
 from .data_parallel_optimization import DataParallelOptimization
 from .gradient_merge import GradientMerge
+from .slicing import copied
 
 __all__ = [
     "DataParallelOptimization",
@@ -12,6 +13,7 @@ __all__ = [
     "Pass",
     "PassManager",
     "PassRecord",
+    "copied",
     "parse",
     "register",
     "registered",
