@@ -420,6 +420,20 @@ def test_eager_code_has_the_same_views() -> None:
         assert back.line in page
 
 
+def test_eager_gradients_are_counted() -> None:
+    mesh = mw.Mesh({"dp": 2})
+
+    def run() -> Explanation:
+        model = mw.shard_module(torch.nn.Linear(4, 4), mesh, {})
+        x = mw.shard_tensor(torch.ones(4, 4), mesh, {"dp": mw.Shard(0)})
+        return mw.explain(lambda: model(x).square().sum().backward())
+
+    for why in mw.simulate(run, mesh):
+        assert why.unlisted == why.counts.total - len(why.records) > 0
+        assert f"and {why.unlisted} that no op implied" in why.text()
+        assert f"{why.unlisted} more ran that no op implied" in why.to_html()
+
+
 def test_nothing_to_say() -> None:
     why = mw.explain(lambda: None)
     assert why.text() == "no communication\n"

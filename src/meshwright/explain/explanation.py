@@ -57,6 +57,11 @@ class Explanation:
         return sum(c.bytes for c in self.collectives)
 
     @property
+    def unlisted(self) -> int:
+        """How many collectives of eager code ran that no op implied: those that synchronise gradients."""
+        return 0 if self.listed is not None else self.counts.total - sum(len(r.kinds) for r in self.records)
+
+    @property
     def totals(self) -> tuple[Total, ...]:
         """By role, kind and axes."""
         if self.listed is None:

@@ -29,7 +29,7 @@ def as_text(why: Explanation, width: int, color: bool) -> str:
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=color, color_system="truecolor" if color else None)
     console.print(report(why))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in file.getvalue().strip("\n").splitlines()) + "\n"
 
 
 def report(why: Explanation) -> RenderableType:
@@ -135,6 +135,8 @@ def _listed(why: Explanation) -> Iterator[RenderableType]:
         yield _indented(Text(reason, style="dim"))
         for n, c in alike:
             yield _indented(_moved(n, c), 4)
+    if why.unlisted > 0:
+        yield Text(f"and {why.unlisted} that no op implied, as those that synchronise gradients", style="dim")
 
 
 def _moved(n: int, c: Collective) -> Text:
