@@ -17,8 +17,9 @@ import meshwright as mw
 from meshwright import collective, runtime
 from meshwright.compile import capture_local
 from meshwright.errors import CaptureError, DesyncError, ProgramError
-from meshwright.passes.core import PassManager
-from meshwright.program.local import LocalStep
+from meshwright.passes import DataParallelOptimization, PassManager
+from meshwright.program.local import Local, LocalStep, record_step
+from meshwright.program.update import update_of
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 
@@ -141,9 +142,7 @@ def both(kind: str, optim: str, sync: str, options: dict[str, Any], passes: Sequ
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
         if m is other:
             before = copy.deepcopy(m.state_dict())
-            hand = capture_local(
-                hand, mesh, model=m, optimizer=optimizer, batch=batches(0), transform=PassManager(passes)
-            )
+            hand = capture_local(hand, mesh, model=m, optimizer=optimizer, batch=batches(0), passes=passes)
             assert all(torch.equal(a, before[n]) for n, a in m.state_dict().items()), "capturing changed the model"
         steps.append((hand, schedule))
     worst = 0.0
@@ -179,6 +178,82 @@ def test_same_as_by_hand(kind: str, optim: str, sync: str, options: dict[str, An
             assert kinds == {"reduce_scatter": params, "all_gather": params}
         else:
             assert kinds == {"all_reduce": params}
+
+
+# -- passes ----------------------------------------------------------------------------------------------
+
+
+def optimized(kind: str, sync: str, bucket: int, options: dict[str, Any]) -> Any:
+    worst, kinds, params = both(kind, "adamw", sync, options, [DataParallelOptimization(bucket_bytes=bucket)])
+    return worst, kinds, params
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "sync", "options", "bucket"),
+    [
+        ("gpt", "one_by_one", {"clip": 0.5}, 1 << 24),
+        ("gpt", "through_data", {"first": True}, 60_000),
+        ("cnn", "all_at_once", {}, 1 << 24),
+        ("tied", "one_by_one", {"first": True}, 1 << 24),
+        ("cnn", "flattened", {}, 1 << 24),
+    ],
+)
+def test_optimized_steps(kind: str, sync: str, options: dict[str, Any], bucket: int) -> None:
+    for worst, kinds, _ in run_processes(optimized, 2, kind, sync, bucket, options):
+        assert worst < 1e-9
+        assert kinds["all_reduce"] == 1 if bucket == 1 << 24 else kinds["all_reduce"] > 1
+
+
+def fewest(sizes: Sequence[int], limit: int) -> int:
+    """Buckets of neighbours, filled as far as the limit allows; what is larger than the limit goes alone."""
+    made, room = 0, 0
+    for size in sizes:
+        if size >= limit:
+            made += 1
+        elif size <= room:
+            room -= size
+        else:
+            made, room = made + 1, limit - size
+    return made
+
+
+@pytest.mark.parametrize("limit", [1 << 10, 20_000, 60_000, 1 << 24])
+@pytest.mark.parametrize("sync", ["one_by_one", "through_data", "all_at_once"])
+def test_fewest_collectives_and_no_scaling(alone: mw.Mesh, sync: str, limit: int) -> None:
+    model, loss, batches = network("gpt")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    hand = by_hand(model, loss, optimizer, SYNCS[sync])
+    local = Local(hand, alone, 0, model, optimizer, batches(0), update_of(optimizer, names(model)))
+    program, _ = record_step(local)
+    made, (record,) = PassManager([DataParallelOptimization(bucket_bytes=limit)]).run(program)
+    order = [n for bucket in record.details["buckets"] for n in bucket["gradients"]]
+    sizes = {n: p.nbytes for n, p in model.named_parameters()}
+    assert sorted(order) == sorted(sizes)
+    assert made.kinds == {"all_reduce": fewest([sizes[n] for n in order], limit)}
+    assert scalings(program) == len(sizes)
+    assert scalings(made) == 0
+
+
+def names(model: nn.Module) -> dict[int, str]:
+    return {id(p): n for n, p in model.named_parameters()}
+
+
+def scalings(program: Any) -> int:
+    """Nodes that multiply gradients by 1/n: what divides by a number behind the backward."""
+    reduced = ancestors_until_update(program)
+    found = [n for n in reduced if "div" in str(n.target) or "mul" in str(n.target)]
+    return len(found)
+
+
+def ancestors_until_update(program: Any) -> list[Any]:
+    """What lies between the sums of gradients and the update."""
+    after, found = set(program.collectives()), []
+    for node in program.graph.nodes:
+        if node not in after and any(n in after for n in node.all_input_nodes) and "_fused_" not in str(node.target):
+            after.add(node)
+            found.append(node)
+    return found
 
 
 # -- groups, shapes, states ------------------------------------------------------------------------------
@@ -224,9 +299,7 @@ def experts(passes: Sequence[Any]) -> Any:
 
         run: Any = step
         if captured:
-            run = capture_local(
-                step, mesh, model=model, optimizer=optimizer, batch=data(0), transform=PassManager(passes)
-            )
+            run = capture_local(step, mesh, model=model, optimizer=optimizer, batch=data(0), passes=passes)
             layouts = {n: repr(s.layout) for n, s in grads_of(run)}
             assert layouts["expert.weight"] == "<dp: Partial(), ep: Replicate()>"
             assert layouts["dense.weight"] == "<dp: Partial(), ep: Partial()>"
@@ -245,6 +318,7 @@ def grads_of(step: LocalStep) -> list[Any]:
 @pytest.mark.processes
 def test_groups_of_different_size() -> None:
     assert max(run_processes(experts, 4, ())) < 1e-9
+    assert max(run_processes(experts, 4, [DataParallelOptimization(bucket_bytes=1 << 20)])) < 1e-9
 
 
 def several_shapes() -> Any:
@@ -309,16 +383,11 @@ def alone() -> Iterator[mw.Mesh]:
 
 def captured(mesh: mw.Mesh, change: Callable[[Any], Any], **options: Any) -> Any:
     """Capture of a step that ``change`` made of the usual one; ranks are not asked."""
-    from meshwright.program.local import Local, record_step
-
     model = nn.Linear(3, 2)
     optimizer = options.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
     step = change((model, optimizer))
     try:
-        from meshwright.program.update import update_of
-
-        update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
-        return record_step(Local(step, mesh, 0, model, optimizer, torch.ones(4, 3), update))
+        return record_step(Local(step, mesh, 0, model, optimizer, torch.ones(4, 3), update_of(optimizer, names(model))))
     finally:
         assert type(model.weight) is nn.Parameter
         assert model.weight.grad is None

@@ -171,7 +171,8 @@ class _Merge:
         with self.graph.inserting_after(seed):
             scaled = self.graph.call_function(aten.mul.Tensor, (seed, 1 / self.k_steps))
         seed.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
-        scaled.meta = {**seed.meta, "value": self._value_like(seed)}
+        # Views of the seed are views of what takes its place.
+        scaled.meta, seed.meta = dict(seed.meta), {**seed.meta, "value": self._value_like(seed)}
 
     # -- sums -----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ def written(node: fx.Node) -> set[int]:
     if not is_mutating(node):
         return found
     for i, arg in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if arg.alias_info is None or not arg.alias_info.is_write:
-            continue
+        if not _is_write(arg) or (arg.name == "grads" and node.kwargs.get("grad_scale") is None):
+            continue  # fused updates write to gradients only to take a scale off them
         given = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
         fx.map_arg(given, lambda n: found.update(storages(n)))
     return found
@@ -109,6 +110,9 @@ class _Functional:
             if isinstance(source, fx.Node) and self._same(source, targets[0]) and not self._written_later(source, node):
                 return [source]
             return None
+        one = _SINGLE.get(node.target)
+        if one is not None:
+            return [self._one(node, one, t) for t in targets]
         target = _counterpart(node.target)
         if target is None or not self._keeps_dtype(node, targets[0]):
             return None
@@ -126,6 +130,15 @@ class _Functional:
             self._new(item, old)
         made.meta["value"] = tuple(item.meta["value"] for item in items)
         return items
+
+    def _one(self, node: fx.Node, target: Any, of: fx.Node) -> fx.Node:
+        """What a write to many does to one of them."""
+        with self.graph.inserting_before(node):
+            made = self.graph.call_function(target, (of, *node.args[1:]))
+        made.meta = {k: v for k, v in node.meta.items() if k != "value"}
+        self.order[made] = self.order[node] - 0.5
+        self._new(made, of)
+        return made
 
     def _new(self, node: fx.Node, like: fx.Node) -> None:
         value = like.meta["value"]
@@ -158,14 +171,29 @@ class _Functional:
 
     def _moved(self, new: fx.Node) -> None:
         """Views that are now of ``new`` have its storage."""
-        value = new.meta["value"]
+        (storage,) = set(storages(new))
         for user in new.users:
-            had = user.meta.get("value")
-            views = user.target in VIEWS or is_mutating(user)
-            if views and isinstance(had, Value) and had.storage != value.storage:
-                user.meta["value"] = Value(had.shape, had.dtype, value.storage, value.nbytes)
-                self.aliases[value.storage].append(user)
-                self._moved(user)
+            returned = is_mutating(user) and user.args[0] is new
+            if not (returned or user.target in VIEWS or user.target is operator.getitem) or set(storages(user)) <= {
+                storage
+            }:
+                continue
+            had = user.meta["value"]
+            moved = tuple(_in(v, new) for v in (had if isinstance(had, tuple) else (had,)))
+            user.meta["value"] = moved if isinstance(had, tuple) else moved[0]
+            self.aliases[storage].append(user)
+            self._moved(user)
+
+
+def _in(value: Value, node: fx.Node) -> Value:
+    """``value`` in the memory of what a node gives."""
+    held = node.meta["value"]
+    of = held[0] if isinstance(held, tuple) else held
+    return replace(value, storage=of.storage, nbytes=of.nbytes)
+
+
+# A number for all: what is known of single ops (that they are linear, say) is then known of these too.
+_SINGLE: dict[Any, Any] = {aten._foreach_div_.Scalar: aten.div.Tensor, aten._foreach_mul_.Scalar: aten.mul.Tensor}
 
 
 def _is_write(argument: Any) -> bool:

@@ -198,9 +198,12 @@ class _Recording:
         """Run the step's own code."""
         backward, recorder = torch.autograd.backward, self.recorder
 
-        def begins(*args: Any, **kwargs: Any) -> None:
+        def begins(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             recorder.role = "backward"
-            backward(*args, **kwargs)
+            if grad_tensors is None and isinstance(tensors, Tensor) and tensors.numel() == 1:
+                # The same 1 as autograd's own, but as the node that a backward starts from in every program.
+                grad_tensors = torch.full(tensors.shape, 1.0, dtype=tensors.dtype, device=tensors.device)
+            backward(tensors, grad_tensors, *args, **kwargs)
 
         patched = mock.patch.object(torch.autograd, "backward", begins)
         with mode, recorder, patched, mock.patch.object(self.local.optimizer, "step", self._step):
