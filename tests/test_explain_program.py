@@ -270,8 +270,10 @@ def _peak_on_processes(options: dict[str, Any]) -> tuple[int, int, dict[str, int
         {"mesh": {"dp": 2, "tp": 2}, "hidden": 96, "seq": 64, "batch": 8, "layers": 3},
         {"mesh": {"dp": 2}, "stored_over": "dp", "hidden": 192, "seq": 16, "batch": 4, "layers": 3},
         {"mesh": {"tp": 2}, "hidden": 96, "seq": 128, "batch": 4, "layers": 3, "sequence_parallel": True},
+        {"mesh": {"dp": 2}, "hidden": 96, "seq": 32, "batch": 4, "passes": ["data-parallel-optimization"]},
+        {"mesh": {"dp": 2}, "hidden": 96, "seq": 32, "batch": 4, "passes": ["gradient-merge:k_steps=3"]},
     ],
-    ids=["dp=2,tp=2", "zero-3", "sequence-parallel"],
+    ids=["dp=2,tp=2", "zero-3", "sequence-parallel", "passes", "micro-steps"],
 )
 def test_peak_memory_is_what_is_alive_in_a_run(options: dict[str, Any]) -> None:
     world = torch.tensor(list(options["mesh"].values())).prod().item()
