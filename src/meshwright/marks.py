@@ -80,7 +80,7 @@ def gradients_marked() -> Iterator[None]:
             raise CaptureError("autograd.grad with None among grad_outputs cannot be captured: give ones")
         return tuple(GRAD(*listed, create_graph))
 
-    torch.autograd.grad = grad
+    torch.autograd.grad = grad  # type: ignore[assignment]
     try:
         yield
     finally:

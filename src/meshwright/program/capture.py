@@ -263,7 +263,7 @@ def _check_shapes(model: nn.Module, graph: fx.Graph) -> None:
     for node in graph.nodes:
         for t in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(t, torch.SymInt) or (isinstance(t, Tensor) and any(not isinstance(n, int) for n in t.shape)):
-                raise CaptureError(f"{type(model).__name__} cannot be captured: {_VALUES} at {line_of(node)}")
+                raise CaptureError(f"{type(model).__name__} cannot be captured: {VALUES} at {line_of(node)}")
 
 
 @contextmanager
@@ -280,7 +280,7 @@ def _naming_the_line(model: nn.Module) -> Iterator[None]:
         raise CaptureError(f"{type(model).__name__} cannot be captured: {_reason(error)} at {where}") from error
 
 
-_VALUES = (
+VALUES = (
     "what it does next depends on the value of a tensor (if, while, .item(), a shape made from values), and a captured "
     "program does the same in every step: use torch.where or masks, or train eagerly;"
 )
@@ -290,7 +290,7 @@ def _reason(error: Exception) -> str:
     text = str(error)
     kind = type(error).__name__
     if "data-dependent" in text.lower() or "GuardOnDataDependent" in kind or kind == "DataDependentOutputException":
-        return _VALUES
+        return VALUES
     return f"{kind}: {text.strip().splitlines()[0] if text.strip() else ''};"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import collective, convert, record, runtime
 from ..dispatch import settle, tie, unit_cotangent
@@ -21,8 +22,8 @@ from ..layout import Layout, Partial, Replicate, Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from ..shard.packing import chunk_dim, cut_over
-from .capture import Captured, Source
-from .core import Input, Origin, Output, Program
+from .capture import VALUES, Captured, Source
+from .core import Input, Origin, Output, Program, without_unserved
 from .interpret import Interpreter, spec_at, stamp
 from .regather import regather
 from .trace import Recorder, remove_dead
@@ -75,7 +76,7 @@ def partition(
         CaptureError: the step does what a program cannot hold.
         MeshwrightError: what dispatch raises for these layouts, with the user's line.
     """
-    with as_rank(mesh, rank):
+    with as_rank(mesh, rank), _no_values():
         made = _Partition(captured, laid, mesh, rank)
         with captured.mode, made.recorder, _grad_mode(train):
             made.forward()
@@ -99,6 +100,16 @@ def as_rank(mesh: Mesh, rank: int) -> Iterator[None]:
         yield
     finally:
         runtime.RT = outer
+
+
+@contextmanager
+def _no_values() -> Iterator[None]:
+    """What asks for values of fakes, or for shapes that depend on them, is no program."""
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        where = f"{runtime.RT.line}: " if runtime.RT.line else ""
+        raise CaptureError(f"{where}{error} cannot be captured: {VALUES}") from error
 
 
 @contextmanager
@@ -293,10 +304,11 @@ class _Partition:
         held = {i.name for i in brought}
         inputs = _in_order(graph, self.inputs, held, brought)
         graph.lint()
-        return Program(
+        made = Program(
             self.mesh, self.rank, graph, inputs, tuple(o for o, _ in self.outputs), tuple(self.recorder.causes),
             self.laid.origins, dict(self.recorder.constants), text,
         )  # fmt: skip
+        return without_unserved(made)
 
 
 def _in_order(graph: fx.Graph, listed: Sequence[Input], held: set[str], brought: Sequence[Input]) -> tuple[Input, ...]:

@@ -47,7 +47,7 @@ class Value:
     nbytes: int
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """Records every op on fake tensors as a node.
 
     Attributes:
@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.graph = fx.Graph()
         self.role, self.line, self.source = "forward", "", ""
         self.sync = self.gather = ""

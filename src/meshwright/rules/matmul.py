@@ -151,10 +151,12 @@ def cross(x: Any, y: Any, dim: int | None = None, **kwargs: Any) -> Any:
 
 
 @rule("tensordot")
-def tensordot(x: Arg, y: Arg, dims: Any = 2, out: Any = None) -> Rule | None:
-    """Contraction of the given dims of x with those of y."""
+def tensordot(x: Arg, y: Arg, dims: Any = 2, dims_other: Any = None, out: Any = None) -> Rule | None:
+    """Contraction of the given dims of x with those of y; ATen has the dims of each as an argument of its own."""
     if isinstance(dims, Arg):
         return None
+    if dims_other is not None:
+        dims = (dims, dims_other)
     if isinstance(dims, int):
         dims = (range(x.ndim - dims, x.ndim), range(dims))
     elif len(dims) != 2:

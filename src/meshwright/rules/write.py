@@ -212,7 +212,10 @@ def index_put(x: Arg, indices: Sequence[Any], values: Arg, accumulate: bool = Fa
 
 @composite("index_put_")
 def index_put_(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    """In place, by way of a copy."""
+    """In place, by way of a copy; where None stands for a full slice, as ``x[:, i] = values``."""
+    if any(i is None for i in indices) and not accumulate:  # Python's index_put does not know None
+        x[full_slices(indices)] = values
+        return x
     return x.copy_(torch.index_put(x, indices, values, accumulate))
 
 
