@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..errors import PassError
 from ..program.core import Program, value_of
+from ..program.inplace import follow
 from .buckets import Bucket, Network, by_limit, by_time, in_order
 from .core import Pass, PassRecord, register
 from .fusing import Fusing
@@ -82,7 +83,9 @@ class DataParallelOptimization(Pass):
         fusing = Fusing(made, gradients, self.overlap)
         for bucket in buckets:
             fusing.run(bucket)
-        return fusing.program(), _record(gradients.reductions, buckets, pruned, fusing.in_place)
+        made = fusing.program()
+        follow(made.graph)
+        return made, _record(gradients.reductions, buckets, pruned, fusing.in_place)
 
     def _buckets(self, gradients: Gradients) -> list[Bucket]:
         reductions = gradients.reductions

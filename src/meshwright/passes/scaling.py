@@ -16,7 +16,7 @@ import torch.fx as fx
 from ..collective import mesh_of_text
 from ..errors import PassError
 from ..program.core import Program, value_of
-from ..program.inplace import storages, written
+from ..program.inplace import follow, storages, written
 from .gradients import chain_up, is_linear, is_reduction, scale_of
 
 aten = torch.ops.aten
@@ -84,6 +84,7 @@ def prune(program: Program) -> Pruned:
     if seed is not None and _reaches_only(program, seed, {s.node for s in found}):
         for s in pruned:
             _unscale(s)
+        follow(program.graph)
         _fold(seed, factor)
         made.folded = factor
         return made
@@ -206,6 +207,7 @@ def _rescale(program: Program, pruned: list[Scaled], made: Pruned) -> None:
     for s in pruned:
         by_factor.setdefault(round(s.factor, 15), []).append(s)
         _unscale(s)
+    follow(program.graph)
     for listed in by_factor.values():
         order: dict[Any, int] = {n: i for i, n in enumerate(program.graph.nodes)}
         factor, together = listed[0].factor, list[fx.Node]()

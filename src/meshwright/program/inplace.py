@@ -51,6 +51,45 @@ def functional(graph: fx.Graph, writes: Iterable[fx.Node]) -> int:
     return sum(made.turn(node) for node in writes)
 
 
+def follow(graph: fx.Graph) -> None:
+    """Say of every view that it lies in the memory of what it is a view of, after inputs of views were replaced."""
+    for node in graph.nodes:
+        source = _viewed(node)
+        if source is not None and storages(source):
+            _lies_in(node, source)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """Whose memory a node gives, if it is not its own."""
+    source = node.args[0] if node.args else None
+    if is_mutating(node):
+        source = _returned(node)
+    elif node.target is operator.getitem:
+        source = source if isinstance(source, fx.Node) and len(set(storages(source))) == 1 else None
+    elif node.target not in VIEWS:
+        source = None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _returned(node: fx.Node) -> Any:
+    """The argument that a write returns; None if it returns something else."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    back = schema.returns[0].alias_info if len(schema.returns) == 1 else None
+    for i, arg in enumerate(schema.arguments):
+        if back is not None and arg.alias_info is not None and arg.alias_info.before_set == back.before_set:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+    return None
+
+
+def _lies_in(node: fx.Node, source: fx.Node) -> None:
+    held, had = source.meta["value"], node.meta["value"]
+    of = next(v for v in (held if isinstance(held, tuple) else (held,)) if v is not None)
+    if isinstance(had, tuple):
+        node.meta["value"] = tuple(v and replace(v, storage=of.storage, nbytes=of.nbytes) for v in had)
+    elif had is not None:
+        node.meta["value"] = replace(had, storage=of.storage, nbytes=of.nbytes)
+
+
 class _Functional:
     """Values and their memory, while writes are replaced one after the other."""
 
@@ -173,23 +212,10 @@ class _Functional:
         """Views that are now of ``new`` have its storage."""
         (storage,) = set(storages(new))
         for user in new.users:
-            returned = is_mutating(user) and user.args[0] is new
-            if not (returned or user.target in VIEWS or user.target is operator.getitem) or set(storages(user)) <= {
-                storage
-            }:
-                continue
-            had = user.meta["value"]
-            moved = tuple(_in(v, new) for v in (had if isinstance(had, tuple) else (had,)))
-            user.meta["value"] = moved if isinstance(had, tuple) else moved[0]
-            self.aliases[storage].append(user)
-            self._moved(user)
-
-
-def _in(value: Value, node: fx.Node) -> Value:
-    """``value`` in the memory of what a node gives."""
-    held = node.meta["value"]
-    of = held[0] if isinstance(held, tuple) else held
-    return replace(value, storage=of.storage, nbytes=of.nbytes)
+            if _viewed(user) is new and set(storages(user)) - {storage}:
+                _lies_in(user, new)
+                self.aliases[storage].append(user)
+                self._moved(user)
 
 
 # A number for all: what is known of single ops (that they are linear, say) is then known of these too.
@@ -207,4 +233,4 @@ def _counterpart(target: Any) -> Any:
     return getattr(packet, target._overloadname, None)
 
 
-__all__ = ["functional", "storages", "written"]
+__all__ = ["follow", "functional", "storages", "written"]
