@@ -20,6 +20,7 @@ _LAUNCH = 50e-6  # seconds of this rank's own time that starting and waiting for
 _OP = 5e-6  # of any op
 _MEMORY = 10e9  # bytes per second that ops without much arithmetic read and write
 _FEWEST = 8  # buckets into which gradients are cut at least where the size is chosen: nothing overlaps with one
+_LATER = 0.05  # part of the time behind the backward by which fewer buckets may end later
 _WINDOW = 256  # gradients in one bucket at most
 
 
@@ -125,25 +126,43 @@ def _cut(listed: list[Reduction], network: Network, born: dict[fx.Node, float]) 
     wire = [0.0]  # seconds that the first gradients take on the wire, latency apart
     for r in listed:
         wire.append(wire[-1] + _wire_bytes(r) / network.bandwidth)
-    most = wire[-1] / _FEWEST
-    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # time at which all is sent, buckets, where the last one begins
-    for j in range(1, len(listed) + 1):
-        options = []
-        ready, exists, needed = 0, 0.0, math.inf
-        for i in range(j - 1, max(-1, j - 1 - _WINDOW), -1):
-            r, sent = listed[i], wire[j] - wire[i]
-            ready, exists, needed = max(ready, r.ready), max(exists, born[r.node]), min(needed, r.needed)
-            if i < j - 1 and (sent > most or ready >= needed):
-                break
-            done, count, _ = best[i]
-            start = max(done, exists + (count + 1) * _LAUNCH)
-            options.append((start + network.latency + sent, count + 1, i))
-        best.append(min(options))
+    exists = [0.0]  # time at which the first gradients exist
+    for r in listed:
+        exists.append(max(exists[-1], born[r.node] + _LAUNCH))
+    ends = _first_members(listed, wire)
+
+    def done(i: int, j: int, before: float) -> float:
+        """Time at which a bucket of the gradients i to j is sent, if those before it are sent at a time."""
+        return max(before, exists[j]) + network.latency + wire[j] - wire[i]
+
+    best = [0.0]  # soonest time at which the first gradients are sent
+    for j in range(1, len(wire)):
+        best.append(min(done(i, j, best[i]) for i in range(ends[j], j)))
+    # As few buckets as end no later than that (or hardly): from the last one, each as large as time allows.
     cuts, j = [], len(listed)
+    until = best[j] + max(_LAUNCH, _LATER * (best[j] - exists[j]))
     while j:
-        cuts.append(listed[best[j][2] : j])
-        j = best[j][2]
+        i = next(i for i in range(ends[j], j) if done(i, j, best[i]) <= until)
+        until -= network.latency + wire[j] - wire[i]
+        cuts.append(listed[i:j])
+        j = i
     return cuts[::-1]
+
+
+def _first_members(listed: list[Reduction], wire: list[float]) -> list[int]:
+    """Of a bucket that ends before each place, the first place at which it may begin."""
+    most = wire[-1] / _FEWEST
+    made = [0]
+    for j in range(1, len(wire)):
+        ready, needed, i = 0, math.inf, j
+        while i > max(0, j - _WINDOW):
+            r = listed[i - 1]
+            ready, needed = max(ready, r.ready), min(needed, r.needed)
+            if i < j and (wire[j] - wire[i - 1] > most or ready >= needed):
+                break
+            i -= 1
+        made.append(i)
+    return made
 
 
 def _wire_bytes(r: Reduction) -> float:

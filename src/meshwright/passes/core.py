@@ -6,13 +6,15 @@ verifies the program around each, and never skips one: what cannot be applied is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import gc
 import re
 import time
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
@@ -263,8 +265,9 @@ class PassManager:
         for p in self.passes:
             start = time.perf_counter()
             try:
-                made, record = p.apply(program)
-                made = without_unserved(made)
+                with _uncollected():
+                    made, record = p.apply(program)
+                    made = without_unserved(made)
             except PassError as error:
                 raise PassError(f"{p.name}: {error}") from error
             middle = time.perf_counter()
@@ -279,6 +282,18 @@ class PassManager:
                 self.after_each(record, program, made)
             program = made
         return program, tuple(records)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection inside: looking through a growing graph again and again would take longer than the pass."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def checked(program: Program, what: str) -> None:

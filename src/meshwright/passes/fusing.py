@@ -41,10 +41,20 @@ class Fusing:
         self.started = 0  # place of the last start: all ranks start in one order
         self.tail: dict[int, fx.Node] = {}  # place to the last node that was put behind it
         self.in_place = 0
+        self.sums: dict[fx.Node, fx.Node] = {}  # reduction to what takes its place
 
     def program(self) -> Program:
-        """The program with what was put into it."""
+        """The program with what was put into it, without the reductions that others took the place of."""
+        # All at once: an update has as many arguments as there are parameters.
+        for reader in dict.fromkeys(u for n in self.sums for u in n.users):
+            reader.args = fx.map_arg(reader.args, self._sum)
+            reader.kwargs = fx.map_arg(reader.kwargs, self._sum)
+        for node in self.sums:
+            self.graph.erase_node(node)
         return replace(self._program, causes=tuple(self.causes))
+
+    def _sum(self, node: fx.Node) -> fx.Node:
+        return self.sums.get(node, node)
 
     def run(self, bucket: Bucket) -> None:
         """Let the reductions of a bucket run as one."""
@@ -177,8 +187,7 @@ class Fusing:
             part.meta.pop("cause", None)
             part.meta["value"] = replace(whole, shape=value.shape)
             offset += _numel(r.gradient)
-            r.node.replace_all_uses_with(part)
-            self._drop(r.node)
+            self.sums[r.node] = part
 
     def _waited(self, started: fx.Node, first: fx.Node | None, value: Value) -> fx.Node:
         where = self.graph.inserting_before(first) if first is not None else self.graph.inserting_after(started)
@@ -196,15 +205,7 @@ class Fusing:
         readers = set(r.node.users)
         waited = self._waited(started, min(readers) if self.overlap and readers else None, r.node.meta["value"])
         waited.meta = {k: v for k, v in r.node.meta.items() if k != "cause"}
-        r.node.replace_all_uses_with(waited)
-        self._drop(r.node)
-
-    def _drop(self, node: fx.Node) -> None:
-        """Remove a reduction that others took the place of."""
-        place = self.gradients.place[node]
-        if self.tail.get(place, node) is node:
-            self.tail[place] = node.prev
-        self.graph.erase_node(node)
+        self.sums[r.node] = waited
 
     def _cause(self, members: Sequence[Reduction], started: fx.Node) -> int:
         """Number of a record that says what one collective serves."""

@@ -103,6 +103,8 @@ class Gradients:
     def __init__(self, program: Program) -> None:
         self.program, self.graph = program, program.graph
         self.even = is_even(program)
+        self._given = {n: storages(n) for n in self.graph.nodes}
+        self._written = {n: written(n) for n in self.graph.nodes if is_mutating(n)}
         found = [n for n in self.graph.nodes if is_reduction(n)]
         self._index()
         for node in found:
@@ -120,9 +122,11 @@ class Gradients:
         self.last: dict[str, int] = {}
         self.meets: set[str] = set()  # captured nodes whose backward runs collectives
         for i, node in enumerate(self.order):
-            for s in {s for n in (node, *node.all_input_nodes) for s in storages(n)}:
+            given, read = self._given[node], {s for n in node.all_input_nodes for s in self._given[n]}
+            for s in read.union(given):
                 self.touched[s].append(i)
-            for s in (*written(node), *(() if is_view(node) else storages(node))):
+            # What a node makes, it writes; a view makes nothing.
+            for s in self._written.get(node, () if read.issuperset(given) else given):
                 self.writes[s].append(i)
             source = node.meta.get("source", "")
             if node.meta.get("role") == "backward" and source and not node.meta.get("sync"):
