@@ -256,6 +256,61 @@ def ancestors_until_update(program: Any) -> list[Any]:
     return found
 
 
+def unusual(kind: str, passes: Sequence[Any]) -> float:
+    """All-reduces in hooks during the backward, or a loss with a gradient in it."""
+    mesh, n = mw.init_mesh({"dp": 2}), dist.get_world_size()
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        works: list[Any] = []
+        if kind == "hooks":
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(
+                    lambda p, w=works: w.append(dist.all_reduce(p.grad, async_op=True))
+                )
+
+        def step(x: Tensor, model: nn.Module = model, optimizer: Any = optimizer, works: Any = works) -> Tensor:
+            optimizer.zero_grad()
+            if kind == "penalty":
+                x = x.clone().requires_grad_()
+            loss = model(x).square().mean()
+            if kind == "penalty":
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = loss + slope.square().sum()
+            loss.backward()
+            for work in works:
+                work.wait()
+            works.clear()
+            for p in model.parameters():
+                if kind == "penalty":
+                    dist.all_reduce(p.grad)
+                p.grad /= n
+            optimizer.step()
+            return loss.detach()
+
+        def data(i: int) -> Tensor:
+            g = torch.Generator().manual_seed(10 * i + dist.get_rank())
+            return torch.randn(4, 6, dtype=torch.float64, generator=g)
+
+        run: Any = step
+        if captured:
+            run = capture_local(step, mesh, model=model, optimizer=optimizer, batch=data(0), passes=passes)
+            assert scalings(run.program) == (0 if passes else 4)
+            assert run.program.kinds == {"all_reduce": 1 if passes else 4}
+        losses = torch.stack([run(data(i)) for i in range(STEPS)])
+        results.append(torch.cat([losses, *(p.detach().view(-1) for p in model.parameters())]))
+    return ((results[0] - results[1]).abs() / results[0].abs()).max().item()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("passes", [(), (DataParallelOptimization(bucket_bytes=1 << 20),)], ids=["plain", "optimized"])
+@pytest.mark.parametrize("kind", ["hooks", "penalty"])
+def test_hooks_and_double_backward(kind: str, passes: Any) -> None:
+    assert max(run_processes(unusual, 2, kind, passes)) < 1e-9
+
+
 # -- groups, shapes, states ------------------------------------------------------------------------------
 
 

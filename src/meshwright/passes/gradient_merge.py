@@ -109,6 +109,7 @@ class _Merge:
         self.alpha = 1.0
         self.storage = new_storage(program)
         given = dict(zip(program.placeholders, program.inputs, strict=True))
+        self.last = program.placeholders[-1]  # of the inputs
         self.kept = {s for n, i in given.items() if i.kind == "buffer" for s in storages(n)}
         self.updated = {s for n, i in given.items() if i.kind in ("param", "state") for s in storages(n)}
 
@@ -191,9 +192,8 @@ class _Merge:
         named = _names(node)
         spec = next((s for _, s in node.meta.get("grad_of", ())), None)
         dtype = torch.float32 if value.dtype in _HALF else value.dtype
-        last = self.program.placeholders[-1]
-        with self.graph.inserting_after(last):
-            place = self.graph.placeholder(f"sum_{named[0].replace('.', '_')}")
+        with self.graph.inserting_after(self.last):
+            place = self.last = self.graph.placeholder(f"sum_{named[0].replace('.', '_')}")
         place.meta = {"role": "input", "value": self._value_like(node, dtype)}
         return Sum(node, place, Input(named[0], "accumulator", None if spec is None else spec.with_(dtype=dtype)))
 
@@ -325,10 +325,10 @@ def _unsent(node: fx.Node) -> fx.Node:
     at = found = node
     while at.target in _LINEAR and len(at.all_input_nodes) == 1:
         before = at.all_input_nodes[0]
-        if COLLECTIVES.get(at.target) in _SUMS and at.args[1] in ("sum", "avg"):
-            found = before
         if len(before.users) > 1 or before.op != "call_function":
             break
+        if COLLECTIVES.get(at.target) in _SUMS and at.args[1] in ("sum", "avg"):
+            found = before
         at = before
     return found
 
