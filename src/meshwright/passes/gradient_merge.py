@@ -263,24 +263,10 @@ class _Merge:
                 output.replace_input_with(node, made)
 
     def _flush(self, sums: list[Sum]) -> Program:
-        """The update alone."""
-        made = copied(self.program)
-        graph = made.graph
-        named = {n.name: n for n in graph.nodes}
-        for total, place in self.totals.items():
-            added, held = named[total.name], named[place.name]
-            with graph.inserting_before(added):  # the sum as the gradient of its parameters, with what is said of it
-                whole = graph.call_function(aten.view.default, (held, list(held.meta["value"].shape)))
-            whole.meta = dict(added.meta)
-            added.replace_all_uses_with(whole)
-            graph.erase_node(added)
-        places = [named[s.place.name] for s in sums]
-        if self.avg:
-            made = self._leftover(made, places)
-        emptied = {x for n in places for x in storages(n)}
-        wanted = self.updated | emptied
-        grads = [o for o in made.outputs if o.kind == "grad"]
-        values = dict(zip(made.outputs, made.results, strict=True))
+        """The update alone: where the last micro-step adds to a sum, the sum as it is."""
+        wanted = self.updated | {x for s in sums for x in storages(s.place)}
+        grads = [o for o in self.program.outputs if o.kind == "grad"]
+        values = dict(zip(self.program.outputs, self.program.results, strict=True))
 
         def writes(node: fx.Node) -> bool:
             left = written(node)
@@ -288,18 +274,20 @@ class _Merge:
                 node.meta.get("role") == "optimizer" and not self.kept.isdisjoint(left)
             )
 
-        nodes = needed(graph, [values[o] for o in grads], writes)
-        for node, given in zip(made.placeholders, made.inputs, strict=True):
+        nodes = needed(self.graph, [values[o] for o in grads], writes, self.totals)
+        for node, given in zip(self.program.placeholders, self.program.inputs, strict=True):
             if node in nodes and given.kind == "batch":
                 raise PassError(
                     f"the update reads {given.name}, which only a micro-step has: it may read gradients only"
                 )
-        return part_of(made, nodes, grads)
+        made = part_of(self.program, nodes, grads, self.totals)
+        return self._leftover(made) if self.avg else made
 
-    def _leftover(self, program: Program, places: list[fx.Node]) -> Program:
+    def _leftover(self, program: Program) -> Program:
         """Sums of fewer than k micro-steps become their mean."""
-        graph = program.graph
-        with graph.inserting_after(program.placeholders[-1]):
+        graph, inputs = program.graph, program.placeholders
+        places = [n for n, i in zip(inputs, program.inputs, strict=True) if i.kind == "accumulator"]
+        with graph.inserting_after(inputs[-1]):
             factor = graph.placeholder("leftover")
         self.storage += 1
         factor.meta = {"role": "input", "value": Value((), torch.float64, self.storage, 8)}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from ..program.core import Output, Program
 from ..program.inplace import storages, written
 from ..program.trace import is_mutating
+
+aten = torch.ops.aten
 
 
 def new_storage(program: Program) -> int:
@@ -18,11 +22,17 @@ def new_storage(program: Program) -> int:
     return 1 + max((s for n in program.graph.nodes for s in storages(n)), default=0)
 
 
-def needed(graph: fx.Graph, roots: Iterable[fx.Node], writes: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def needed(
+    graph: fx.Graph,
+    roots: Iterable[fx.Node],
+    writes: Callable[[fx.Node], bool],
+    instead: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
+) -> set[fx.Node]:
     """Nodes that must run so that ``roots`` have their values and the wanted writes happen.
 
     Args:
         writes: whether a node that writes is wanted for what it leaves behind when the program has ended.
+        instead: nodes to what they need, in place of their inputs.
     """
     live, read = set(roots), set[int]()
     for node in reversed(graph.nodes):
@@ -31,7 +41,7 @@ def needed(graph: fx.Graph, roots: Iterable[fx.Node], writes: Callable[[fx.Node]
         if node not in live and is_mutating(node) and (writes(node) or not read.isdisjoint(written(node))):
             live.add(node)
         if node in live:
-            for used in node.all_input_nodes:
+            for used in (instead[node],) if node in instead else node.all_input_nodes:
                 live.add(used)
                 read.update(storages(used))
     return live
@@ -54,12 +64,26 @@ def copied(program: Program) -> Program:
     return part_of(program, set(program.graph.nodes), program.outputs)
 
 
-def part_of(program: Program, nodes: set[fx.Node], outputs: Iterable[Output]) -> Program:
-    """The part of a program that ``nodes`` are, with these of its outputs."""
+def part_of(
+    program: Program,
+    nodes: set[fx.Node],
+    outputs: Iterable[Output],
+    instead: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
+) -> Program:
+    """The part of a program that ``nodes`` are, with these of its outputs.
+
+    Args:
+        instead: nodes to others of the same shape, whose values they have in this part.
+    """
     graph = fx.Graph()
     made: dict[fx.Node, Any] = {}
     for node in program.graph.nodes:
-        if node in nodes and node.op != "output":
+        if node not in nodes or node.op == "output":
+            continue
+        if node in instead:
+            made[node] = graph.call_function(aten.view.default, (made[instead[node]], list(node.meta["value"].shape)))
+            made[node].meta = dict(node.meta)
+        else:
             made[node] = graph.node_copy(node, made.__getitem__)
     inputs = [i for i, n in zip(program.inputs, program.placeholders, strict=True) if n in nodes]
     kept = list(outputs)
