@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,7 +76,8 @@ def penalty(model: nn.Module, batch: Any) -> Tensor:
     x = batch[0].detach().requires_grad_()
     out = model(x)
     (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return (out - batch[1]).square().mean() + 0.1 * (grad.square().sum(1) - 1).square().mean()
+    made: Tensor = (out - batch[1]).square().mean() + 0.1 * (grad.square().sum(1) - 1).square().mean()
+    return made
 
 
 def critic() -> nn.Module:
@@ -83,7 +85,8 @@ def critic() -> nn.Module:
 
 
 def regression(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+    made: Tensor = F.mse_loss(model(batch[0]), batch[1])
+    return made
 
 
 def classes(model: nn.Module, batch: Any) -> Tensor:
@@ -92,7 +95,7 @@ def classes(model: nn.Module, batch: Any) -> Tensor:
 
 
 def gpt(axes: dict[str, int], tie: bool = False) -> tuple[Any, ...]:
-    cfg = TrainConfig(mesh=axes, layers=2, hidden=48, heads=6, seq=12, batch=8, dtype="float64", tie=tie)
+    cfg = TrainConfig(mesh=tuple(axes.items()), layers=2, hidden=48, heads=6, seq=12, batch=8, dtype="float64", tie=tie)
     plan = plan_for(mw.Mesh(axes), sequence_parallel=False, tie=tie)
     options = {"layouts": plan.parameters, "batch": plan.batch, "inputs": plan.inputs, "outputs": plan.outputs}
     ids = [torch.randint(0, 256, (8, 12)) for _ in range(2)]
@@ -198,7 +201,7 @@ def test_each_part_can_be_left_out(option: str) -> None:
 def test_with_gradient_merge_in_either_order() -> None:
     merge = "gradient-merge:k_steps=2"
     results = [
-        mw.simulate(lambda p=p: train("cnn", {"dp": 2}, p), mw.Mesh({"dp": 2}), timeout=300)[0]
+        mw.simulate(partial(train, "cnn", {"dp": 2}, p), mw.Mesh({"dp": 2}), timeout=300)[0]
         for p in ([merge], [merge, SMALL], [SMALL, merge])
     ]
     (plain, kinds), (one, fewer), (other, also) = results
@@ -326,22 +329,26 @@ def test_a_bucket_smaller_than_an_element() -> None:
 Sync = Callable[[nn.Module], None]
 
 
+def grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def divided(model: nn.Module) -> None:
-    for p in model.parameters():
-        torch.distributed.all_reduce(p.grad)
-        p.grad /= torch.distributed.get_world_size()  # type: ignore[operator, misc]
+    for grad in grads(model):
+        torch.distributed.all_reduce(grad)
+        grad /= torch.distributed.get_world_size()
 
 
 def before(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad.mul_(1 / 2)  # type: ignore[union-attr]
-        torch.distributed.all_reduce(p.grad)
+    for grad in grads(model):
+        grad.mul_(1 / 2)
+        torch.distributed.all_reduce(grad)
 
 
 def mixed(model: nn.Module) -> None:
-    for i, p in enumerate(model.parameters()):
-        torch.distributed.all_reduce(p.grad)
-        p.grad /= 2 if i % 2 else 4  # type: ignore[operator, misc]
+    for i, grad in enumerate(grads(model)):
+        torch.distributed.all_reduce(grad)
+        grad /= 2 if i % 2 else 4
 
 
 def clipped(model: nn.Module) -> None:
@@ -351,10 +358,10 @@ def clipped(model: nn.Module) -> None:
 
 
 def forgetful(model: nn.Module) -> None:
-    for i, p in enumerate(model.parameters()):
+    for i, grad in enumerate(grads(model)):
         if i != 2:
-            torch.distributed.all_reduce(p.grad)
-        p.grad /= 2  # type: ignore[operator, misc]
+            torch.distributed.all_reduce(grad)
+        grad /= 2
 
 
 SYNCS = {f.__name__: f for f in (divided, before, mixed, clipped, forgetful)}
@@ -368,8 +375,8 @@ def by_hand(sync: str, passes: list[Any] | None) -> tuple[dict[str, Tensor], dic
     rank = torch.distributed.get_rank()
 
     def step(b: Any) -> Tensor:
-        made = loss(model, b)
-        made.backward()
+        made: Tensor = loss(model, b)
+        made.backward()  # type: ignore[no-untyped-call]
         SYNCS[sync](model)
         optimizer.step()
         optimizer.zero_grad()
@@ -426,7 +433,7 @@ def test_a_step_by_hand_with_gradient_merge() -> None:
 
 def test_time_is_linear_in_the_layers() -> None:
     def seconds(layers: int) -> float:
-        cfg = TrainConfig(mesh={"dp": 2}, layers=layers, hidden=32, heads=2, seq=8, batch=4)
+        cfg = TrainConfig(mesh=(("dp", 2),), layers=layers, hidden=32, heads=2, seq=8, batch=4)
         model, mesh = GPT(cfg, "meta"), mw.Mesh({"dp": 2})
         batch = (torch.zeros(4, 8, dtype=torch.long),) * 2
         plan = Plan(batch={"dp": mw.Shard(0)})

@@ -77,7 +77,7 @@ class Breaks(Noted):
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         made = copied(program)
         node = next(n for n in made.collectives() if n.meta.get("sync"))
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(node.all_input_nodes[0])
         made.graph.erase_node(node)
         return made, PassRecord("broke it")
 
