@@ -1,0 +1,200 @@
+"""Completion: few words, all layouts; forward and backward; what the user said stays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import meshwright as mw
+from meshwright.errors import LayoutError, MeshError, ShardError
+from meshwright.program import Built, Plan, build
+from meshwright.train.config import TrainConfig
+from meshwright.train.model import GPT, loss_of
+from meshwright.train.plan import plan_for
+
+S, R = mw.Shard, mw.Replicate()
+MESH = mw.Mesh({"dp": 2, "tp": 2})
+CONFIG = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=2, hidden=64, heads=4, seq=16, batch=4)
+BATCH = (torch.zeros(4, 16, dtype=torch.long), torch.zeros(4, 16, dtype=torch.long))
+DP = {"dp": S(0)}
+MEGATRON = {n: p for n, p in plan_for(MESH).parameters.items() if n.startswith("*")}  # of the blocks alone
+
+
+def gpt(layouts: Any = (), model: nn.Module | None = None, batch: Any = None, **plan: Any) -> Built:
+    model = model or GPT(CONFIG, "meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    return build(model, lambda m, b: loss_of(m, *b), optimizer, BATCH, MESH, Plan(dict(layouts), batch, **plan))
+
+
+def of_blocks(built: Built) -> dict[str, mw.Layout]:
+    return {n: s.layout for n, s in built.stored.items() if n.startswith("blocks")}
+
+
+def on_tp(built: Built) -> Counter[tuple[str, str]]:
+    """(role, kind) of the collectives over tp."""
+    return Counter((n.meta["role"], n.target._opname) for n in built.program.collectives() if n.args[-2] == "tp")
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"*.qkv.weight": S(0), "*.up.weight": S(0)},
+        {"*.out.weight": S(1), "*.down.weight": S(1)},
+        {"*.qkv.weight": S(0), "*.down.weight": S(1)},
+        {"*.out.weight": S(1), "*.up.weight": S(0)},
+    ],
+    ids=lambda named: " ".join(named),
+)
+def test_two_weights_of_each_block_give_megatron(named: dict[str, Any]) -> None:
+    built = gpt({n: {"tp": p} for n, p in named.items()}, batch=DP)
+    whole = gpt(MEGATRON, batch=DP)
+    assert of_blocks(built) == of_blocks(whole)
+    assert of_blocks(built)["blocks.1.attention.out.weight"] == mw.Layout(MESH, {"tp": S(1)})
+    # Per block two sums forward (attention, MLP) and two backward; there are two blocks, and nothing else on tp.
+    assert on_tp(built) == {("forward", "all_reduce"): 4, ("backward", "all_reduce"): 4}
+    assert built.program.kinds == whole.program.kinds
+
+
+def test_only_the_outputs_named() -> None:
+    built = gpt(outputs={"head": {"dp": S(0), "tp": S(2)}})
+    assert built.stored["head.weight"].layout == mw.Layout(MESH, {"tp": S(0)})
+    batch = {s.name: built.completed.layouts[s.node] for s in built.captured.sources if s.kind == "batch"}
+    assert batch["batch.0"] == mw.Layout(MESH, {"dp": S(0)})  # through all blocks, backward
+
+
+def test_only_one_activation_named() -> None:
+    built = gpt(outputs={"blocks.0.mlp.up": {"dp": S(0), "tp": S(2)}})
+    layouts = of_blocks(built)
+    assert layouts["blocks.0.mlp.up.weight"] == layouts["blocks.0.mlp.up.bias"] == mw.Layout(MESH, {"tp": S(0)})
+    assert layouts["blocks.0.mlp.down.weight"] == mw.Layout(MESH, {"tp": S(1)})
+    assert layouts["blocks.1.mlp.up.weight"].is_replicated()
+    batch = {s.name: built.completed.layouts[s.node] for s in built.captured.sources if s.kind == "batch"}
+    assert batch["batch.0"] == mw.Layout(MESH, {"dp": S(0)})
+
+
+def test_a_value_named_by_its_node() -> None:
+    nodes = [n.name for n in gpt().captured.graph.nodes if n.name.startswith("gelu")]
+    built = gpt({nodes[0]: {"tp": S(2)}}, batch=DP)
+    assert of_blocks(built)["blocks.0.mlp.up.weight"] == mw.Layout(MESH, {"tp": S(0)})
+
+
+def test_constrain_inside_the_model() -> None:
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(mw.constrain(self.a(x), {"tp": S(1)}).relu()).sum()
+
+    built = build(Marked(), None, None, torch.ones(4, 8), MESH, Plan(batch=DP))
+    assert built.stored["a.weight"].layout == mw.Layout(MESH, {"tp": S(0)})
+    assert built.stored["b.weight"].layout == mw.Layout(MESH, {"tp": S(1)})
+
+
+def test_nothing_said_is_replicated_and_sends_nothing() -> None:
+    built = gpt()
+    assert all(s.layout.is_replicated() for s in built.stored.values())
+    assert not built.program.kinds
+    assert {o.source for o in built.completed.origins} == {"default"}
+
+
+def test_words_of_the_user_stay() -> None:
+    said = {"*.up.weight": {"tp": S(0)}, "*.down.weight": {"tp": R}}  # alone, down would be split by its inputs
+    built = gpt(said, batch=DP)
+    assert of_blocks(built)["blocks.0.mlp.down.weight"].is_replicated()
+    assert of_blocks(built)["blocks.0.mlp.up.bias"] == mw.Layout(MESH, {"tp": S(0)})
+
+
+def test_origins_say_who_and_what_lost() -> None:
+    built = gpt({"*.up.weight": {"tp": S(0)}}, batch=DP)
+    origins = {o.value: o for o in built.completed.origins}
+    assert origins["blocks.0.mlp.up.weight"].source == "user"
+    reached = origins["blocks.0.mlp.down.weight"]
+    assert (reached.source, reached.layout) == ("propagated", "<dp: Replicate(), tp: Shard(1)>")
+    assert "by k" in reached.reason
+    assert "model.py:" in reached.reason
+
+
+def test_where_operands_disagree_bytes_decide_and_the_loser_is_told() -> None:
+    def bias(rows: int) -> Any:
+        # The weight is split by n, the input by k: what would have to be moved less is kept.
+        plan = Plan({"weight": {"tp": S(0)}}, batch={"tp": S(1)})
+        built = build(nn.Linear(8, 16), lambda m, b: m(b).sum(), None, torch.ones(rows, 8), MESH, plan)
+        return next(o for o in built.completed.origins if o.value == "bias")
+
+    wide = bias(4)
+    assert "Shard(0)" in wide.layout
+    assert [text.partition(":")[0] for text in wide.lost] == ["by k"]
+    tall = bias(64)  # by k the bias is not split: it would be counted on each rank
+    assert "Shard" not in tall.layout
+
+
+def test_deterministic() -> None:
+    first, again = (gpt({"*.up.weight": {"tp": S(0)}}, batch=DP) for _ in range(2))
+    assert first.completed.origins == again.completed.origins
+    assert str(first.program) == str(again.program)
+
+
+def test_repeated_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.program import complete
+
+    solved: list[Any] = []
+    original = complete._Completion._solve
+    monkeypatch.setattr(complete._Completion, "_solve", lambda *a: (solved.append(a), original(*a))[1])
+
+    def count(layers: int) -> int:
+        solved.clear()
+        config = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=layers, hidden=64, heads=4, seq=16, batch=4)
+        gpt({"*.up.weight": {"tp": S(0)}}, model=GPT(config, "meta"), batch=DP)
+        return len(solved)
+
+    assert count(2) == count(6)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (
+            {"layouts": {"*.upp.weight": {"tp": S(0)}}},
+            ShardError,
+            r"'\*.upp.weight' matches no .*close ones: .*up.weight",
+        ),
+        ({"layouts": {"*.up.weight": {"tq": S(0)}}}, MeshError, "unknown axis 'tq'"),
+        (
+            {"layouts": {"*.up.weight": {"tp": S(2)}}},
+            LayoutError,
+            r"up.weight, of shape \(256, 64\): Shard\(2\).*2 dims",
+        ),
+        (
+            {"layouts": {"*.up.weight": {"tp": S(0)}, "blocks.0.*.weight": {"tp": S(1)}}},
+            LayoutError,
+            r"contradiction: .*says .* of blocks.0.mlp.up.weight, but .* says .*: keep one",
+        ),
+        (
+            {"outputs": {"blocks.0.mlp.up": {"tp": S(2)}, "blocks.0.mlp.u*": {"tp": S(1)}}},
+            None,
+            "",
+        ),
+    ],
+    ids=["unknown name", "unknown axis", "no such dim", "contradiction", "the last wish about a module counts"],
+)
+def test_bad_words(options: dict[str, Any], kind: Any, message: str) -> None:
+    if kind is None:
+        gpt(**options)
+        return
+    with pytest.raises(kind, match=message):
+        gpt(**options)
+
+
+def test_tied_weights_have_one_layout() -> None:
+    config = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=1, hidden=32, heads=4, seq=16, batch=4, tie=True)
+    with pytest.raises(LayoutError, match="contradiction"):
+        gpt({"tokens.weight": {"tp": S(0)}, "head.weight": {"tp": S(1)}}, model=GPT(config, "meta"))
+    built = gpt({"head.weight": {"tp": S(0)}}, model=GPT(config, "meta"))
+    assert built.stored["tokens.weight"].layout == mw.Layout(MESH, {"tp": S(0)})
+    assert "head.weight" not in built.stored
