@@ -80,6 +80,8 @@ def update_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Upd
     kind, keys = found
     if any(isinstance(g[k], Tensor) for g in optimizer.param_groups for k in keys):
         return None
+    if any(g.get("momentum") and g.get("dampening") for g in optimizer.param_groups):
+        return None  # its first step is another one than the others
     if any(g.get("decoupled_weight_decay") for g in optimizer.param_groups) and kind == "adam":
         kind = "adamw"
     return Update(kind, tuple(group_of(g, keys, names) for g in optimizer.param_groups))
