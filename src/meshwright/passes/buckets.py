@@ -19,7 +19,10 @@ from .gradients import Gradients, Reduction
 _LAUNCH = 50e-6  # seconds of this rank's own time that starting and waiting for a collective takes
 _OP = 5e-6  # of any op
 _MEMORY = 10e9  # bytes per second that ops without much arithmetic read and write
-_FEWEST = 8  # buckets into which gradients are cut at least where the size is chosen: nothing overlaps with one
+# The model of time is rough: a bucket takes at most this part of all that is sent (unless latency would tell), so that
+# no more than that can come late.
+_MOST = 1 / 12
+_LATENCIES = 4
 _LATER = 0.05  # part of the time behind the backward by which fewer buckets may end later
 _WINDOW = 256  # gradients in one bucket at most
 
@@ -129,7 +132,7 @@ def _cut(listed: list[Reduction], network: Network, born: dict[fx.Node, float]) 
     exists = [0.0]  # time at which the first gradients exist
     for r in listed:
         exists.append(max(exists[-1], born[r.node] + _LAUNCH))
-    ends = _first_members(listed, wire)
+    ends = _first_members(listed, wire, max(wire[-1] * _MOST, network.latency * _LATENCIES))
 
     def done(i: int, j: int, before: float) -> float:
         """Time at which a bucket of the gradients i to j is sent, if those before it are sent at a time."""
@@ -149,9 +152,8 @@ def _cut(listed: list[Reduction], network: Network, born: dict[fx.Node, float]) 
     return cuts[::-1]
 
 
-def _first_members(listed: list[Reduction], wire: list[float]) -> list[int]:
+def _first_members(listed: list[Reduction], wire: list[float], most: float) -> list[int]:
     """Of a bucket that ends before each place, the first place at which it may begin."""
-    most = wire[-1] / _FEWEST
     made = [0]
     for j in range(1, len(wire)):
         ready, needed, i = 0, math.inf, j

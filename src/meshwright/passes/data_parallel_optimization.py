@@ -32,8 +32,8 @@ class DataParallelOptimization(Pass):
             that, by a model of the backward and the network, the last sum is there soonest.
         prune: take factors off gradients: the backward starts from the factor if all have the same one.
         fuse: let gradients share collectives.
-        overlap: start a collective as soon as its last gradient exists and wait at its first use; otherwise both after
-            the backward.
+        overlap: start a collective as soon as its last gradient exists and wait at its first use; what has arrived is
+            updated while the last ones are under way.  Otherwise start and wait after the backward.
         alpha_us, gb_per_s: latency of a collective in microseconds and bandwidth of a rank in gigabytes per second,
             for ``"auto"``.
         gflops: arithmetic of a rank in 1e9 operations per second, for ``"auto"``.
@@ -52,7 +52,7 @@ class DataParallelOptimization(Pass):
     overlap: bool = True
     alpha_us: float = 100.0
     gb_per_s: float = 1.0
-    gflops: float = 50.0
+    gflops: float = 100.0
 
     def __post_init__(self) -> None:
         size = self.bucket_bytes

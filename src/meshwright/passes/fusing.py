@@ -19,6 +19,7 @@ from ..record import Record
 from .buckets import Bucket
 from .gradients import Gradients, Reduction, is_view
 from .slicing import new_storage
+from .splitting import split_updates
 
 aten = torch.ops.aten
 
@@ -42,6 +43,7 @@ class Fusing:
         self.tail: dict[int, fx.Node] = {}  # place to the last node that was put behind it
         self.in_place = 0
         self.sums: dict[fx.Node, fx.Node] = {}  # reduction to what takes its place
+        self.waits: dict[fx.Node, fx.Node] = {}  # what takes the place of a reduction to the wait that it is from
 
     def program(self) -> Program:
         """The program with what was put into it, without the reductions that others took the place of."""
@@ -51,6 +53,8 @@ class Fusing:
             reader.kwargs = fx.map_arg(reader.kwargs, self._sum)
         for node in self.sums:
             self.graph.erase_node(node)
+        if self.overlap:
+            split_updates(self.graph, list(dict.fromkeys(self.waits.values())), self.waits)
         return replace(self._program, causes=tuple(self.causes))
 
     def _sum(self, node: fx.Node) -> fx.Node:
@@ -188,6 +192,7 @@ class Fusing:
             part.meta["value"] = replace(whole, shape=value.shape)
             offset += _numel(r.gradient)
             self.sums[r.node] = part
+            self.waits[part] = waited
 
     def _waited(self, started: fx.Node, first: fx.Node | None, value: Value) -> fx.Node:
         where = self.graph.inserting_before(first) if first is not None else self.graph.inserting_after(started)
@@ -205,7 +210,7 @@ class Fusing:
         readers = set(r.node.users)
         waited = self._waited(started, min(readers) if self.overlap and readers else None, r.node.meta["value"])
         waited.meta = {k: v for k, v in r.node.meta.items() if k != "cause"}
-        self.sums[r.node] = waited
+        self.sums[r.node] = self.waits[waited] = waited
 
     def _cause(self, members: Sequence[Reduction], started: fx.Node) -> int:
         """Number of a record that says what one collective serves."""
