@@ -1,0 +1,165 @@
+"""Programs that were tampered with are caught; programs that were saved are the same when they are loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+
+import meshwright as mw
+from meshwright.errors import DesyncError, MeshwrightError, ProgramError
+from meshwright.passes import PassManager
+from meshwright.program import Plan, Program, build
+from meshwright.testing import check_program
+from meshwright.train.config import TrainConfig
+from meshwright.train.model import GPT, loss_of
+from meshwright.train.plan import plan_for
+
+MESH = mw.Mesh({"dp": 2, "tp": 2})
+BATCH = (torch.zeros(4, 16, dtype=torch.long),) * 2
+ops = torch.ops.meshwright
+
+
+def program_of(rank: int = 0, **more: Any) -> Program:
+    config = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=1, hidden=32, heads=4, seq=16, batch=4)
+    model, plan = GPT(config, "meta"), plan_for(MESH, sequence_parallel=True)
+    wishes = Plan(plan.parameters, plan.batch, inputs=plan.inputs, outputs=plan.outputs, **more)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return build(model, lambda m, b: loss_of(m, *b), optimizer, BATCH, MESH, wishes, rank=rank).program
+
+
+ONE = program_of()
+
+
+def fresh(program: Program = ONE) -> Program:
+    """A copy that may be changed."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    return replace(program, graph=graph)
+
+
+def the(program: Program, op: Any, number: int = 0) -> fx.Node:
+    return [n for n in program.graph.nodes if n.target is op][number]
+
+
+def sync(program: Program) -> fx.Node:
+    return next(n for n in program.collectives() if "sync" in n.meta)
+
+
+def drop(node: fx.Node) -> None:
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    node.graph.erase_node(node)
+
+
+def with_arg(node: fx.Node, i: int, value: Any) -> None:
+    node.args = (*node.args[:i], value, *node.args[i + 1 :])
+
+
+TAMPERING: dict[str, Callable[[Program], Any]] = {
+    "a gradient is not reduced": lambda p: drop(sync(p)),
+    "an activation is not gathered": lambda p: drop(the(p, ops.all_gather.default)),
+    "over another axis": lambda p: with_arg(sync(p), 2, "tp"),
+    "over an axis that does not exist": lambda p: with_arg(sync(p), 2, "pp"),
+    "another reduction": lambda p: with_arg(sync(p), 1, "max"),
+    "along another dim": lambda p: with_arg(the(p, ops.all_gather.default), 1, 2),
+    "other sizes": lambda p: with_arg(the(p, ops.all_gather.default), 2, [8, 9]),
+    "as another rank": lambda p: with_arg(the(p, ops.reduce_scatter.default), 4, 1),
+    "a shape in a view": lambda p: with_arg(the(p, torch.ops.aten.view.default), 1, [1, 2]),
+    "a matmul of other operands": lambda p: with_arg(
+        the(p, torch.ops.aten.mm.default), 1, the(p, torch.ops.aten.mm.default).args[0]
+    ),
+    "a value said to be of another shape": lambda p: the(p, torch.ops.aten.mm.default).meta.update(
+        value=replace(the(p, torch.ops.aten.mm.default).meta["value"], shape=(1, 1))
+    ),
+    "a role that there is not": lambda p: the(p, torch.ops.aten.mm.default).meta.update(role="middle"),
+    "an input of another layout": lambda p: replace(
+        p, inputs=(replace(p.inputs[0], spec=p.inputs[0].spec.with_(layout=mw.Layout(MESH))), *p.inputs[1:])  # type: ignore[union-attr]
+    ),
+    "an input less": lambda p: replace(p, inputs=p.inputs[1:]),
+    "an output more": lambda p: replace(p, outputs=(*p.outputs, p.outputs[0])),
+    "an update of another gradient": lambda p: with_arg(
+        the(p, torch.ops.aten._fused_adamw_.tensor_lr), 1,
+        the(p, torch.ops.aten._fused_adamw_.tensor_lr).args[1][::-1],  # type: ignore[index]
+    ),
+}  # fmt: skip
+
+
+def test_as_built_it_is_well_formed() -> None:
+    ONE.verify()
+    fresh().verify()
+    for more in ({"stored_over": "dp"}, {"states_over": "dp"}, {"clip_grad_norm": 1.0}):
+        program_of(**more).verify()
+
+
+@pytest.mark.parametrize("how", TAMPERING)
+def test_tampering_is_caught(how: str) -> None:
+    program = fresh()
+    changed = TAMPERING[how](program)
+    with pytest.raises(MeshwrightError) as caught:
+        (changed if isinstance(changed, Program) else program).verify()
+    assert any(word in str(caught.value) for word in ("%", "lists", "conversion"))  # says where
+
+
+@pytest.fixture(scope="module")
+def everyone() -> list[Program]:
+    return [program_of(rank) for rank in MESH.ranks]
+
+
+def test_all_ranks_together(everyone: list[Program]) -> None:
+    check_program(everyone)
+    with pytest.raises(ProgramError, match="one program for each rank"):
+        check_program(everyone[:3])
+
+
+def test_a_rank_that_meets_in_another_order(everyone: list[Program]) -> None:
+    changed = fresh(everyone[2])
+    first, second = [n for n in changed.collectives() if "sync" in n.meta][-2:]
+    second.append(first)
+    with pytest.raises(DesyncError, match="rank 2"):
+        check_program([*everyone[:2], changed, everyone[3]])
+
+
+@pytest.mark.parametrize("passes", [[], ["data-parallel-optimization"], ["gradient-merge:k_steps=2"]], ids=str)
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path, passes: list[str]) -> None:
+    program = PassManager(passes)(ONE)
+    program.save(tmp_path / "step.mw")
+    loaded = mw.load_program(tmp_path / "step.mw")
+    assert str(loaded) == str(program)
+    assert [repr(c) for c in loaded.causes] == [repr(c) for c in program.causes]
+    check_program(loaded)
+
+
+def test_a_file_that_was_changed(tmp_path: Path) -> None:
+    path = tmp_path / "step.mw"
+    ONE.save(path)
+    with zipfile.ZipFile(path) as file:
+        held = {n: file.read(n) for n in file.namelist()}
+    text = json.loads(held["program.json"])
+    changed = copy.deepcopy(text)
+    changed["rank"] = 3
+    for data, message in (
+        (changed, r"step\.mw"),
+        ({**text, "version": 99}, "version"),
+        ({"format": "other"}, r"step\.mw"),
+    ):
+        with zipfile.ZipFile(path, "w") as file:
+            for name, value in held.items():
+                file.writestr(name, json.dumps(data) if name == "program.json" else value)
+        with pytest.raises(ProgramError, match=message):
+            mw.load_program(path)
+    path.write_text("no program")
+    with pytest.raises(ProgramError, match=r"step\.mw"):
+        mw.load_program(path)
+    with pytest.raises(ProgramError, match=r"absent\.mw"):
+        mw.load_program(tmp_path / "absent.mw")
