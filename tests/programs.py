@@ -37,7 +37,12 @@ def first(made: Any) -> Tensor:
 
 
 def on_one_device(
-    model: nn.Module, loss_fn: Any, optimizer: Optimizer, batches: Sequence[Any], scheduler: Any = None, clip: Any = None
+    model: nn.Module,
+    loss_fn: Any,
+    optimizer: Optimizer,
+    batches: Sequence[Any],
+    scheduler: Any = None,
+    clip: Any = None,
 ) -> Run:
     """Plain PyTorch."""
     run = Run()

@@ -86,7 +86,8 @@ def test_parameter_groups() -> None:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         listed = list(parameters)
         return torch.optim.AdamW(
-            [{"params": listed[:1], "lr": 1e-3, "weight_decay": 0.0}, {"params": listed[1:], "betas": (0.5, 0.9)}], lr=1e-2
+            [{"params": listed[:1], "lr": 1e-3, "weight_decay": 0.0}, {"params": listed[1:], "betas": (0.5, 0.9)}],
+            lr=1e-2,
         )
 
     runs = compare(MLP, squares, pairs(4), MESH, optimizer, halving, layouts=TP, batch=DP)
@@ -192,7 +193,9 @@ def test_tied_weights(placement: int | None) -> None:
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_dropout_masks_belong_to_elements(axes: dict[str, int]) -> None:
     layouts = TP if "tp" in axes else {}
-    compare(lambda: MLP(dropout=0.3), squares, pairs(4), mw.Mesh(axes), layouts=layouts, batch=DP if "dp" in axes else None)
+    compare(
+        lambda: MLP(dropout=0.3), squares, pairs(4), mw.Mesh(axes), layouts=layouts, batch=DP if "dp" in axes else None
+    )
 
 
 class Frozen(MLP):

@@ -128,7 +128,8 @@ REDUCE_SCATTER = operator(
     _fake_scatter,
 )
 ALL_TO_ALL = operator(
-    "all_to_all(Tensor x, int split_dim, int[] give, int concat_dim, int[] take, int index, str axes, str mesh) -> Tensor",
+    "all_to_all(Tensor x, int split_dim, int[] give, int concat_dim, int[] take, int index, str axes, str mesh)"
+    " -> Tensor",
     _all_to_all,
     _fake_exchange,
 )

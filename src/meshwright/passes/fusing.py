@@ -275,7 +275,7 @@ def _out_of(target: Any) -> Any:
         return None
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
     packet = target._overloadpacket
-    for name in packet.overloads():  # type: ignore[no-untyped-call]
+    for name in packet.overloads():
         other = getattr(packet, name)
         *rest, last = other._schema.arguments or [None]
         if last is None or last.name != "out" or str(last.type) != "Tensor":

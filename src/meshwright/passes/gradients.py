@@ -178,7 +178,7 @@ class Gradients:
             for _, spec in node.meta.get("grad_of", ()):
                 here = spec.local_shape(self.program.mesh.coordinate(self.program.rank))
                 if value is not None and math.prod(here) == math.prod(value.shape):
-                    return spec.with_(dtype=value.dtype)  # type: ignore[no-any-return]
+                    return spec.with_(dtype=value.dtype)
         return None
 
     def after(self, reductions: list[Reduction], earliest: int) -> int:
