@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from ..mesh import Mesh
 from .core import ROLES, Collective, Laid, folded_layouts, in_bytes, placed, starred
 from .memory import CATEGORIES, Memory
 
 if TYPE_CHECKING:
+    import jinja2
+
     from .explanation import Explanation
 
 WIDTH = 1000  # of the timeline, in its own units
@@ -43,6 +43,8 @@ def as_page(why: Explanation, title: str, compared: Iterable[tuple[str, str, str
 
 @cache
 def _template() -> jinja2.Template:
+    import jinja2  # not at the start of every program that imports the package
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("meshwright.explain", "web"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

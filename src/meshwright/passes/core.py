@@ -6,20 +6,19 @@ verifies the program around each, and never skips one: what cannot be applied is
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import gc
 import re
 import time
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from ..errors import PassError, ProgramError
 from ..program import Program
+from ..program.build import no_collection
 from ..program.core import without_unserved
 from ..program.verify import verify
 
@@ -265,7 +264,7 @@ class PassManager:
         for p in self.passes:
             start = time.perf_counter()
             try:
-                with _uncollected():
+                with no_collection():
                     made, record = p.apply(program)
                     made = without_unserved(made)
             except PassError as error:
@@ -282,18 +281,6 @@ class PassManager:
                 self.after_each(record, program, made)
             program = made
         return program, tuple(records)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection inside: looking through a growing graph again and again would take longer than the pass."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def checked(program: Program, what: str) -> None:

@@ -74,7 +74,7 @@ class Bound:
             else:
                 self.inputs.append(self._held(given, node, tensors))
         self.written = [t for t, given in zip(self.inputs, program.inputs, strict=True) if given.kind in _OWNED]
-        self.grads = [(k, o.name, o.spec) for k, o in enumerate(program.outputs) if o.kind == "grad"]
+        self.grads = [(k, tensors[o.name], o.spec) for k, o in enumerate(program.outputs) if o.kind == "grad"]
         self.returned = [(k, o.spec) for k, o in enumerate(program.outputs) if o.kind in ("loss", "aux")]
 
     def _held(self, given: Input, node: fx.Node, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -144,9 +144,8 @@ class Bound:
 
     def _give_gradients(self, made: list[Tensor]) -> None:
         carrier = self.carrier
-        tensors = dict(carrier.model.named_parameters())
-        for k, name, spec in self.grads:
-            tensors[name].grad = made[k] if spec is None else stamp(made[k], spec)
+        for k, p, spec in self.grads:
+            p.grad = made[k] if spec is None else stamp(made[k], spec)
         if carrier.optimizer is not None and not carrier.updates:
             carrier.optimizer.step()
             if not carrier.keep_gradients:

@@ -7,7 +7,6 @@ on a laptop.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fnmatch
 import gc
 from collections.abc import Iterator, Mapping
@@ -18,10 +17,10 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from ..errors import LayoutError, ProgramError, ShardError
+from ..errors import LayoutError, ProgramError
 from ..layout import Layout, Placements, Spec
 from ..mesh import Mesh
-from ..shard.module import Inputs, Outputs, hooked, stored_specs
+from ..shard.module import Inputs, Outputs, hooked, matching, stored_specs
 from ..tensor import DistTensor
 from .capture import Captured, LossFn, capture
 from .complete import Completed, complete
@@ -106,12 +105,12 @@ def build(
     Raises:
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
-    with _no_collection():
+    with no_collection():
         return _build(model, loss_fn, optimizer, batch, mesh, plan or Plan(), rank, train)
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Inside, no garbage is looked for: all the many nodes that are being made stay, and going through them again and
     again takes a sixth of the time."""
     was = gc.isenabled()
@@ -160,7 +159,7 @@ def _wishes(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[None]:
         (plan.inputs, Inputs, "register_forward_pre_hook"),
         (plan.outputs, Outputs, "register_forward_hook"),
     ):
-        for module, wish in hooked(modules, dict(globs or {}), kind.__name__.lower().strip("_")):
+        for module, wish in hooked(modules, dict(globs or {}), kind.__name__.lower()):
             handles.append(getattr(module, register)(kind(mesh, wish)))
     try:
         yield
@@ -181,10 +180,8 @@ def _said(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: A
             words[by_name[name]] = (set(), f"the tensor itself ({t.layout!r})")
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
     # From the widest glob to the narrowest: a narrower one may differ from a wider one, others must agree.
-    found = {g: {n for n in names if fnmatch.fnmatchcase(n, g)} for g in dict(plan.layouts or {})}
-    for glob, matched in found.items():
-        if not matched:
-            raise ShardError(_no_match(glob, names))
+    what = "parameter, buffer, batch tensor or value of the program"
+    found = {g: set(matched) for g, matched in matching(dict(plan.layouts or {}), names, what).items()}
     for glob in sorted(found, key=lambda g: -len(found[g])):
         placements = dict(plan.layouts)[glob]
         for name in sorted(found[glob]):
@@ -215,13 +212,6 @@ def _batch_wish(wish: Any, name: str) -> Any:
     if isinstance(wish, Mapping) and wish and all(str(k).startswith("batch") for k in wish):
         return next((p for glob, p in wish.items() if fnmatch.fnmatchcase(name, glob)), None)
     return wish
-
-
-def _no_match(glob: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(glob.replace("*", ""), names, n=3, cutoff=0.4)
-    near = f"; close ones: {', '.join(close)}" if close else ""
-    some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-    return f"{glob!r} matches no parameter, buffer, batch tensor or value of the program{near}; there are: {some}"
 
 
 # ---------------------------------------------------------------------------------------------- layouts as specs

@@ -30,7 +30,6 @@ from ..dispatch import disabled
 from ..errors import CaptureError
 from ..marks import gradients_marked
 from ..record import is_users
-from ..tensor import DistTensor
 
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
@@ -297,8 +296,3 @@ def _reason(error: Exception) -> str:
 def batch_sources(sources: Sequence[Source]) -> list[Source]:
     """The inputs that a batch brings, in the order of its leaves."""
     return [s for s in sources if s.kind == "batch"]
-
-
-def is_distributed(t: Tensor) -> bool:
-    """Whether a tensor of the user lies on a mesh already."""
-    return isinstance(t, DistTensor)

@@ -72,7 +72,6 @@ class Interpreter:
     def __init__(self, recorder: Recorder, wishes: dict[str, Any]) -> None:
         self.recorder, self.wishes = recorder, wishes
         self.mode = _Global(self)
-        self.specs: dict[str, Any] = {}
 
     def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any], *, top: bool = True) -> Any:
         """Run a graph; ``read`` gives the value of a placeholder when it is first needed."""
@@ -124,7 +123,6 @@ class Interpreter:
         if isinstance(made, Tensor) and not made.requires_grad and _differentiated_by(node):
             made.requires_grad_()  # a leaf of the loss's own gradients
         if isinstance(made, Tensor):
-            self.specs[node.name] = spec_at(made)
             graph_node = made.__dict__.get("_node")
             if isinstance(graph_node, fx.Node):
                 graph_node.meta.setdefault("spec", spec_at(made))

@@ -78,7 +78,7 @@ def partition(
     """
     with as_rank(mesh, rank), _no_values():
         made = _Partition(captured, laid, mesh, rank)
-        with captured.mode, made.recorder, _grad_mode(train):
+        with captured.mode, made.recorder, torch.set_grad_enabled(train):
             made.forward()
             if train:
                 made.backward(states_over)
@@ -112,12 +112,6 @@ def _no_values() -> Iterator[None]:
         raise CaptureError(f"{where}{error} cannot be captured: {VALUES}") from error
 
 
-@contextmanager
-def _grad_mode(train: bool) -> Iterator[None]:
-    with torch.set_grad_enabled(train):
-        yield
-
-
 class _Partition:
     """The state of one partition."""
 
@@ -146,7 +140,6 @@ class _Partition:
         spec = self.laid.stored.get(source.node, seen)
         node = self.recorder.graph.placeholder(source.node)
         shape = spec.local_shape(self.here)
-        local = torch.empty(0)
         with self.captured.mode:
             local = torch.empty(shape, dtype=spec.dtype, device=self.mesh.device)
         if source.kind == "param":
@@ -167,7 +160,6 @@ class _Partition:
         """Record the forward; outputs are the loss and what the loss function returned beside it."""
         interpreter = Interpreter(self.recorder, dict(self.laid.wishes))
         made = interpreter.run(self.captured.module, self._read)
-        self.specs = interpreter.specs
         for i, value in enumerate(made):
             if not isinstance(value, Tensor):
                 raise CaptureError(f"the loss function returned {value!r}: return tensors only")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import runtime
 from ..collective import COLLECTIVES
-from ..errors import CaptureError, ProgramError
+from ..errors import CaptureError
 from ..record import Record
 
 Tensor = torch.Tensor
@@ -232,30 +231,17 @@ def is_mutating(node: fx.Node) -> bool:
     return bool(schema is not None and schema.is_mutable)
 
 
-def remove_dead(graph: fx.Graph, keep: Sequence[fx.Node] = ()) -> int:
-    """Remove nodes that nobody uses and that write nothing; how many they were."""
-    kept, removed = set(keep), 0
+def remove_dead(graph: fx.Graph) -> None:
+    """Remove nodes that nobody uses, that write nothing and draw no random numbers."""
     for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or node.users or node in kept or is_mutating(node):
-            continue
-        if draws(node):
-            continue
-        graph.erase_node(node)
-        removed += 1
-    return removed
+        if node.op == "call_function" and not (node.users or is_mutating(node) or draws(node)):
+            graph.erase_node(node)
 
 
 def draws(node: fx.Node) -> bool:
     """Whether a node advances a random generator: the others' numbers depend on it."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags
-
-
-def checked(node: Any) -> fx.Node:
-    """``node`` as a node.  Raises ProgramError for anything else."""
-    if not isinstance(node, fx.Node):
-        raise ProgramError(f"{node!r} is no node of a program")
-    return node
 
 
 def value_of(node: fx.Node) -> Value | None:

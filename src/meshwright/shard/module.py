@@ -78,7 +78,7 @@ def shard_module(
         plan = _plan(names, mesh, placements or {})
         stored = _stored(names, mesh, plan, stored_over)
         modules = dict(model.named_modules())
-        hooks = _hooked(modules, inputs or {}, "inputs"), _hooked(modules, outputs or {}, "outputs")
+        hooks = hooked(modules, inputs or {}, "inputs"), hooked(modules, outputs or {}, "outputs")
         problem = None
     except MeshwrightError as error:
         plan, stored, hooks, problem = {}, {}, ([], []), error
@@ -86,7 +86,7 @@ def shard_module(
     meta = any(t.is_meta for t in names.tensors.values())
     for name, spec in plan.items():
         _lay(names, name, spec)
-    for found, kind in zip(hooks, (_Inputs, _Outputs), strict=True):
+    for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
         for module, wish in found:
             kind(mesh, wish).attach(module)
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
@@ -180,7 +180,7 @@ class _Names:
         return found
 
 
-def _matching(globs: Iterable[str], names: Iterable[str], what: str) -> dict[str, list[str]]:
+def matching(globs: Iterable[str], names: Iterable[str], what: str) -> dict[str, list[str]]:
     """Glob to the names that it matches.  Raises ShardError for one that matches nothing."""
     names = list(names)
     found = {g: [n for n in names if fnmatch.fnmatchcase(n, g)] for g in globs}
@@ -196,7 +196,7 @@ def _matching(globs: Iterable[str], names: Iterable[str], what: str) -> dict[str
 def _plan(names: _Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
     """First name of each tensor to be laid on the mesh, to its spec."""
     chosen: dict[str, Placements] = {}
-    for glob, matched in _matching(placements, names.all, "parameter or buffer").items():
+    for glob, matched in matching(placements, names.all, "parameter or buffer").items():
         for name in matched:
             chosen[names.all[name]] = placements[glob]
     plan = {}
@@ -230,7 +230,7 @@ def _stored(
     globs = {"*": stored_over} if isinstance(stored_over, str) else stored_over
     params = [n for n, first in names.all.items() if isinstance(names.tensors[first], nn.Parameter)]
     axes: dict[str, int] = {}
-    for glob, matched in _matching(globs, params, "parameter").items():
+    for glob, matched in matching(globs, params, "parameter").items():
         for name in matched:
             axes[names.all[name]] = mesh.axis_index(globs[glob])
     found = {}
@@ -404,7 +404,7 @@ class _Wish:
         return constrain(t, self.placements) if t.dtype.is_floating_point or t.dtype.is_complex else t
 
 
-class _Inputs(_Wish):
+class Inputs(_Wish):
     def attach(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self)
 
@@ -412,7 +412,7 @@ class _Inputs(_Wish):
         return self.bring(args)
 
 
-class _Outputs(_Wish):
+class Outputs(_Wish):
     def attach(self, module: nn.Module) -> None:
         module.register_forward_hook(self)
 
@@ -420,10 +420,10 @@ class _Outputs(_Wish):
         return self.bring(output)
 
 
-def _hooked(modules: Mapping[str, nn.Module], globs: Globs, what: str) -> list[tuple[nn.Module, Placements]]:
+def hooked(modules: Mapping[str, nn.Module], globs: Globs, what: str) -> list[tuple[nn.Module, Placements]]:
     """Modules and the last wish that matches each."""
     chosen: dict[str, Placements] = {}
-    for glob, matched in _matching(globs, modules, f"module (in {what})").items():
+    for glob, matched in matching(globs, modules, f"module (in {what})").items():
         for name in matched:
             chosen[name] = globs[glob]
     return [(modules[name], wish) for name, wish in chosen.items()]
@@ -436,7 +436,5 @@ def _compatible(a: Tensor, b: Tensor) -> bool:
 
 
 COMPOSITES["_has_compatible_shallow_copy_type"] = _compatible
-
-matching, hooked, Inputs, Outputs = _matching, _hooked, _Inputs, _Outputs
 
 __all__ = ["lay_module", "shard_module", "stored_specs"]

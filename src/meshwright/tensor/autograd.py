@@ -8,8 +8,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from .. import runtime
-from ..dispatch import disabled, settle
+from ..dispatch import disabled, settle, unit_cotangent
 from ..errors import DispatchError
 from ..layout import Partial
 from .carrier import NO, DistTensor, local_of, plain, stamp, whole
@@ -26,7 +25,7 @@ def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         if spec.shape.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        return _ones(y)
+        return unit_cotangent(spec, y.device)
     if not isinstance(gradient, DistTensor) and torch._C._current_graph_task_id() != -1:
         raise DispatchError(
             "a backward inside a backward was given a plain gradient for a DistTensor, which is this rank's part of it "
@@ -43,20 +42,6 @@ def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
         if isinstance(p, Partial) and p.op == "avg":
             local = local / spec.mesh.sizes[a]
     return local
-
-
-def _ones(y: DistTensor) -> Tensor:
-    """The cotangent 1 of a global scalar: on every rank, or on the first one where parts are added up."""
-    spec = y._spec
-    here = spec.mesh.coordinate(runtime.RT.rank)
-    value = 1.0
-    for a, p in enumerate(spec.layout.placements):
-        if isinstance(p, Partial) and p.op == "avg":
-            value /= spec.mesh.sizes[a]
-        elif spec.reduced >> a & 1 and here[a]:
-            value = 0.0
-    with disabled():
-        return torch.full(spec.local_shape(here), value, dtype=y.dtype, device=y.device)
 
 
 def grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch.overrides import redispatch_function
 
 from .. import runtime
 from ..dispatch import (
+    QUESTIONS,
     call_disabled,
     disabled,
     execute,
@@ -26,7 +27,7 @@ from ..dispatch import (
 )
 from ..errors import DispatchError
 from .carrier import NO, DistTensor, local_of, stamp
-from .special import NATIVE, SPECIAL
+from .special import SPECIAL
 
 Tensor = torch.Tensor
 _MAX_PLANS = 16384
@@ -117,7 +118,7 @@ def _any_tied(args: Any) -> bool:
 
 def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = op_name(func)
-    if name in ("__get__", "__set__", "__delete__") or name in NATIVE:
+    if name in ("__get__", "__set__", "__delete__") or name in QUESTIONS:
         return call_disabled(func, types, args, kwargs)
     special = SPECIAL.get(name)
     if special is not None:

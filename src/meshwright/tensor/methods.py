@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from ..dispatch import call_disabled
+from ..dispatch import QUESTIONS, call_disabled
 from .calls import dispatch
 from .carrier import BASE, NO, DistTensor
-from .special import NATIVE
 
 Tensor = torch.Tensor
 _TYPES = (DistTensor,)
@@ -82,6 +81,6 @@ for _name in _METHODS:
     setattr(DistTensor, _name, _method(_name, getattr(Tensor, _name)))
 for _name in _OPERATORS:
     setattr(DistTensor, f"__{_name}__", _operator(f"__{_name}__", getattr(Tensor, f"__{_name}__")))
-for _name in NATIVE:
+for _name in QUESTIONS:
     if callable(_func := getattr(Tensor, _name, None)):
         setattr(DistTensor, _name, _question(_name, _func))
