@@ -260,8 +260,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_help(run: Any) -> None:
     assert run().exit_code == 2
-    text = re.sub(r"\x1b\[[0-9;]*m", "", run("--help").output)
-    for word in ("paddle", "FILE...", "--json", "--list", "Exit codes", "stricter"):
+    assert "paddle" in run("--help").output
+    text = re.sub(r"\x1b\[[0-9;]*m", "", run("paddle", "--help").output)
+    for word in ("PaddlePaddle", "FILE...", "--json", "--list", "Exit codes", "stricter"):
         assert word in text
 
 

@@ -13,7 +13,7 @@ FACADE = "meshwright"  # `import meshwright` pulls everything in: only what come
 LAYERS = (
     *("errors", "mesh", "layout", "runtime", "simulation", "rules", "collective", "convert", "cost", "reshard"),
     *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard"),
-    *("program", "passes", "explain", "compile", "testing", "check"),
+    *("program", "passes", "explain", "compile", "testing", "fuzz", "check"),
     *(FACADE, "train", "explain_cli", "cli", "__main__"),
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes

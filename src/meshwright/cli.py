@@ -22,7 +22,6 @@ from meshwright.train.launch import Joined
 # Name to (function, settings of its context): one line per command, which lives with what it runs.
 COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "train": (train, {"allow_extra_args": True}),  # the second and later files of --data FILE...
-    "check": (check, {}),
     "explain": (explain, {}),
 }
 
@@ -77,6 +76,7 @@ def root(
 
 for _name, (_command, _settings) in COMMANDS.items():
     app.command(_name, context_settings=_settings)(_command)
+app.add_typer(check, name="check")
 
 
 def main() -> None:

@@ -1,9 +1,8 @@
-"""The command line of ``meshwright check``."""
+"""The command line of ``meshwright check``: one command for each yardstick."""
 
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,25 +12,19 @@ from rich.text import Text
 
 from .cases import CaseError, read_cases
 from .paddle import VERDICTS, Score, score
+from .random_programs import fuzz
 from .report import lines_of, summary, table, tallies, unsupported_line
 
 BAD_INPUT = 2
 
 
-class Yardstick(StrEnum):
-    """What rules are compared with."""
-
-    paddle = "paddle"
-
-
-Against = Annotated[Yardstick, typer.Argument(help="[bold]paddle[/]: answers of PaddlePaddle's SPMD rules.")]
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Cases, one JSON object a line.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]
 Listed = Annotated[str | None, typer.Option("--list", metavar="VERDICT", help="Also show the cases with this verdict.")]
 
 
-def check(yardstick: Against, files: Files, as_json: Json = False, listed: Listed = None) -> None:
-    """Compare the rules with answers that others give, in bytes moved.
+def paddle(files: Files, as_json: Json = False, listed: Listed = None) -> None:
+    """Compare the rules with answers of PaddlePaddle's SPMD rules, in bytes moved.
 
     Verdicts: agree, freer, same cost, stricter, unsound (their answer is false), error, unsupported.
 
@@ -48,6 +41,15 @@ def check(yardstick: Against, files: Files, as_json: Json = False, listed: Liste
         typer.echo(json.dumps(summary(scores, listed)))
     else:
         _show(scores, listed)
+
+
+check = typer.Typer(
+    help="Check the rules against yardsticks, and random programs against one device.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+check.command("paddle")(paddle)
+check.command("fuzz")(fuzz)
 
 
 def _show(scores: dict[str, list[Score]], listed: str | None) -> None:
