@@ -14,6 +14,7 @@ import torch
 from torch.overrides import redispatch_function
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
+from .index import Shelf
 from .loss import MEAN, NONE, SUM, weighed
 from .parts import connected, internal, operator
 
@@ -122,10 +123,26 @@ def _split_classes(
 # ---------------------------------------------------------------------------------------------- internal ops
 
 
-def _own_class(target: Tensor, lo: int, hi: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Whether a target lies in [lo, hi), and its place there (0 where it does not)."""
-    own = (target >= lo) & (target < hi) & (target != ignore_index)
-    return own, torch.where(own, target - lo, 0)
+def _own_class(target: Tensor, shelf: Shelf, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Whether a target is one of this rank's classes, and its place there: 0 where it is elsewhere or ignored, out of
+    range where it is nowhere."""
+    place, away = shelf.find(target)
+    counted = target != ignore_index
+    return counted & ~away, torch.where(counted, place, 0)
+
+
+def _picked(x: Tensor, classes: int, place: Tensor) -> Tensor:
+    """One number per row, of the class at ``place``.  Raises IndexError as the fused losses do."""
+    try:
+        return x.gather(classes, place.unsqueeze(classes)).squeeze(classes)
+    except RuntimeError as error:
+        if "out of bounds" in str(error):
+            raise IndexError("Target is out of bounds: it is no class and not ignore_index") from error
+        raise
+
+
+def _shelf(ctx: Local) -> Shelf:
+    return Shelf(*ctx.bounds("c"), ctx.rule.sizes["c"])
 
 
 @internal
@@ -134,7 +151,8 @@ def class_sums(
 ) -> Tensor:
     """Per row: sum of exp(x - top), logit of the target, and with ``spread`` the (weighted) sum of the
     logits."""
-    return _class_sums(x, top, target, weight, ignore_index, spread, 0)
+    classes = x.shape[0 if x.ndim == 1 else 1]
+    return _class_sums(x, top, target, weight, ignore_index, spread, Shelf(0, classes, classes))
 
 
 @rule("class_sums")
@@ -143,12 +161,12 @@ def _class_sums_rule(x: Arg, top: Arg, target: Arg, weight: Arg | None, ignore_i
     given = [t for t in (x, top, target, weight) if t is not None]
 
     def local(ctx: Local) -> LocalFn:
-        lo, _ = ctx.bounds("c")
+        shelf = _shelf(ctx)
 
         def run(
             x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool
         ) -> Tensor:
-            return _class_sums(x, top, target, weight, ignore_index, spread, lo)
+            return _class_sums(x, top, target, weight, ignore_index, spread, shelf)
 
         return run
 
@@ -158,11 +176,12 @@ def _class_sums_rule(x: Arg, top: Arg, target: Arg, weight: Arg | None, ignore_i
 
 
 def _class_sums(
-    x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool, lo: int
+    x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool, shelf: Shelf
 ) -> Tensor:
     classes = 0 if x.ndim == 1 else 1
-    own, place = _own_class(target, lo, lo + x.shape[classes], ignore_index)
+    own, place = _own_class(target, shelf, ignore_index)
     if not x.numel():
+        _picked(shelf.stocked(x.detach(), classes), classes, place)
         return connected((3 if spread else 2, *top.shape), x).to(torch.promote_types(x.dtype, torch.float32))
     # Rows last to first: classes become the last dim, a view.
     flat = x.movedim(classes, -1)
@@ -180,7 +199,7 @@ class _ClassSums(torch.autograd.Function):
         ctx: Any, x: Tensor, top: Tensor, own: Tensor, place: Tensor, weight: Tensor | None, spread: bool
     ) -> Tensor:
         sums = _EXP_SUM(x, top)
-        picked = x.gather(-1, place.unsqueeze(-1)).squeeze(-1).to(sums.dtype)
+        picked = _picked(x, -1, place).to(sums.dtype)
         parts = [sums, torch.where(own, picked, 0.0)]
         if spread:
             parts.append(x.sum(-1, dtype=sums.dtype) if weight is None else x.to(sums.dtype) @ weight.to(sums.dtype))
@@ -265,7 +284,8 @@ _EXP_TIMES = operator(
 @internal
 def target_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Per row: the weight of its class, or 1; 0 where the target is ignored."""
-    return _target_weights(target, weight, ignore_index, 0)
+    classes = 0 if weight is None else len(weight)
+    return _target_weights(target, weight, ignore_index, Shelf(0, classes, classes))
 
 
 @rule("target_weights")
@@ -275,19 +295,17 @@ def _target_weights_rule(target: Arg, weight: Arg | None, ignore_index: int) -> 
         return notation(f"{dims} -> {dims}", target)
 
     def local(ctx: Local) -> LocalFn:
-        lo, _ = ctx.bounds("c")
-        return lambda target, weight, ignore_index: _target_weights(target, weight, ignore_index, lo)
+        shelf = _shelf(ctx)
+        return lambda target, weight, ignore_index: _target_weights(target, weight, ignore_index, shelf)
 
     return notation(f"{dims}, c -> {dims}", target, weight, reduced="c", local=local)
 
 
-def _target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, lo: int) -> Tensor:
+def _target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, shelf: Shelf) -> Tensor:
     if weight is None:
         return (target != ignore_index).to(torch.int64)
-    own, place = _own_class(target, lo, lo + len(weight), ignore_index)
-    if not len(weight):
-        return connected(target.shape, weight)
-    return torch.where(own, weight[place], 0.0)
+    own, place = _own_class(target, shelf, ignore_index)
+    return torch.where(own, shelf.stocked(weight, 0)[place], 0.0)
 
 
 # --------------------------------------------------------------------------------------------- log likelihood
@@ -307,8 +325,8 @@ def nll_loss(
     def local(ctx: Local) -> LocalFn | None:
         if not ctx.is_split("c"):
             return weighed(_C_NN.nll_loss_nd, ctx, factors, reduction, 3)
-        lo, _ = ctx.bounds("c")
-        return lambda *args, **named: _pick(lo, *args, **named)
+        shelf = _shelf(ctx)
+        return lambda *args, **named: _pick(shelf, *args, **named)
 
     reduced, out = ("c", rows) if reduction == NONE else (f"c {rows}", "")
     return notation(f"{text} -> {out}", *given, reduced=reduced, linear=[[self]], local=local)
@@ -326,7 +344,7 @@ def _nll_mean(
 
 
 def _pick(
-    lo: int,
+    shelf: Shelf,
     x: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -334,12 +352,10 @@ def _pick(
     ignore_index: int = -100,
 ) -> Tensor:
     classes = 0 if x.ndim == 1 else 1
-    own, place = _own_class(target, lo, lo + x.shape[classes], ignore_index)
-    if not x.numel():
-        return connected(target.shape if reduction == NONE else (), x)
-    picked = -x.gather(classes, place.unsqueeze(classes)).squeeze(classes)
+    own, place = _own_class(target, shelf, ignore_index)
+    picked = -_picked(shelf.stocked(x, classes), classes, place)
     if weight is not None:
-        picked = picked * weight[place]
+        picked = picked * shelf.stocked(weight, 0)[place]
     picked = torch.where(own, picked, 0.0)
     return picked if reduction == NONE else picked.sum()
 

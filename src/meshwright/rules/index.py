@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import broadcast_letters, names, nothing, sizes_of
+from .dims import broadcast_letters, names, sizes_of
 
 Tensor = torch.Tensor
 
@@ -161,21 +162,50 @@ def _sum_op(x: Arg) -> str:
 
 @dataclass(frozen=True)
 class Shelf:
-    """This rank's part of a dim that is looked up: rows from ``start`` to ``stop`` of ``size``."""
+    """This rank's part of a dim that is looked up: rows from ``start`` to ``stop`` of ``size``.
+
+    ``wraps``: negative indices count from the end.
+    """
 
     start: int
     stop: int
     size: int
+    wraps: bool = False
 
     def find(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Local index (0 where the row is elsewhere), and whether it is elsewhere."""
-        index = torch.where(index < 0, index + self.size, index)
-        away = (index < self.start) | (index >= self.stop)
-        return (index - self.start).masked_fill(away, 0), away
+        """Local index (0 where the row is elsewhere), and whether it is elsewhere.
+
+        An index that is in no rank's part stays as it is.  It is out of range of this part, too, so that the kernel
+        refuses it as on one device: with an exception on a CPU, with its own assert, and no wait, on an accelerator.
+        """
+        if self.wraps:
+            index = torch.where((index < 0) & (index >= -self.size), index + self.size, index)
+        valid = (index >= 0) & (index < self.size)
+        away = valid & ((index < self.start) | (index >= self.stop))
+        return torch.where(valid, index - self.start, index).masked_fill(away, 0), away
+
+    def stocked(self, x: Tensor, dim: int) -> Tensor:
+        """``x``, the own part, with a row of zeros where it has none: every rank looks up, and checks, alike."""
+        if self.start != self.stop:
+            return x
+        return torch.cat([x, x.new_zeros([1 if i == dim else n for i, n in enumerate(x.shape)])], dim)
+
+    def checked(self, fn: LocalFn) -> LocalFn:
+        """``fn``, whose complaint about an index tells the size of the whole dim."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return fn(*args, **kwargs)
+            except (IndexError, RuntimeError) as error:
+                if "out of bounds" in str(error):
+                    error.args = (re.sub(r"\bsize \d+", f"size {self.size}", str(error)),)
+                raise
+
+        return run
 
 
-def shelf_of(ctx: Local, factor: str, size: int) -> Shelf | None:
-    return Shelf(*ctx.bounds(factor), size) if ctx.is_split(factor) else None
+def shelf_of(ctx: Local, factor: str, size: int, wraps: bool = False) -> Shelf | None:
+    return Shelf(*ctx.bounds(factor), size, wraps) if size and ctx.is_split(factor) else None
 
 
 def _widen(away: Tensor, after: int) -> Tensor:
@@ -184,23 +214,20 @@ def _widen(away: Tensor, after: int) -> Tensor:
 
 
 def _lookup_getitem(ctx: Local, factor: str, dim: int, size: int) -> LocalFn | None:
-    shelf = shelf_of(ctx, factor, size)
+    shelf = shelf_of(ctx, factor, size, wraps=True)
     if shelf is None:
         return None
-    shape = ctx.out_shape()
 
     def local(x: Tensor, index: Any) -> Tensor:
-        if shelf.start == shelf.stop:
-            return nothing(shape, x)
         items = list(index) if isinstance(index, tuple) else [index]
         at = next(i for i, a in enumerate(items) if isinstance(a, Tensor))
         inside, away = shelf.find(items[at])
-        out = x[(*items[:at], inside, *items[at + 1 :])]
+        out = shelf.stocked(x, dim)[(*items[:at], inside, *items[at + 1 :])]
         # Dims that follow the looked up one in the result: those of x behind it, less ints, plus new ones.
         left = _dims_after(items[at + 1 :], x.ndim - dim - 1)
         return out.masked_fill(_widen(away, left), 0)
 
-    return local
+    return shelf.checked(local)
 
 
 def _dims_after(items: Sequence[Any], ndim: int) -> int:
@@ -219,21 +246,19 @@ def index_select(x: Arg, dim: int, index: Arg) -> Rule | None:
 
     def local(ctx: Local) -> LocalFn | None:
         shelf = shelf_of(ctx, f, size) if f != "1" else None
-        return _lookup_select(shelf, d, ctx.out_shape()) if shelf else None
+        return _lookup_select(shelf, d) if shelf else None
 
     text = text_of([letters, its], [[*letters[:d], *its, *letters[d + 1 :]]])
     reduced = {} if f == "1" else {f: _sum_op(x)}
     return notation(text, x, index, reduced=reduced, linear=[[x]], moves=True, local=local)
 
 
-def _lookup_select(shelf: Shelf, d: int, shape: tuple[int, ...]) -> LocalFn:
+def _lookup_select(shelf: Shelf, d: int) -> LocalFn:
     def local(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
-        if shelf.start == shelf.stop:
-            return nothing(shape, x)
         inside, away = shelf.find(index)
-        return torch.index_select(x, d, inside).masked_fill(_widen(away, x.ndim - d - 1), 0)
+        return torch.index_select(shelf.stocked(x, d), d, inside).masked_fill(_widen(away, x.ndim - d - 1), 0)
 
-    return local
+    return shelf.checked(local)
 
 
 # ------------------------------------------------------------------------------------------------ gather
@@ -279,15 +304,12 @@ def gather(x: Arg, dim: int, index: Arg, **kwargs: Any) -> Rule | None:
         shelf = shelf_of(ctx, f, size) if f != "1" else None
         if shelf is None:
             return None
-        shape = ctx.out_shape()
 
         def lookup(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
-            if shelf.start == shelf.stop:
-                return nothing(shape, x)
             inside, away = shelf.find(index)
-            return torch.gather(x, d, inside, **kwargs).masked_fill(away, 0)
+            return torch.gather(shelf.stocked(x, d), d, inside, **kwargs).masked_fill(away, 0)
 
-        return lookup
+        return shelf.checked(lookup)
 
     return notation(
         text_of([letters, its], [its]),
@@ -308,7 +330,7 @@ def take_along_dim(x: Any, indices: Any, dim: int | None = None, **kwargs: Any) 
     if dim is None:
         x, indices, dim = x.flatten(), indices.flatten(), 0
     d = dim % max(x.ndim, 1)
-    indices = torch.where(indices < 0, indices + x.shape[d], indices)
+    indices = indices % max(x.shape[d], 1)  # as in PyTorch, where no index of this op is out of range
     shape = list(torch.broadcast_shapes(*[[1 if i == d else n for i, n in enumerate(t.shape)] for t in (x, indices)]))
 
     def widened(t: Any) -> Any:

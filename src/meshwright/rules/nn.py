@@ -11,6 +11,7 @@ import torch
 from . import counter, dropout
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dims import broadcast_letters, meta_shapes, names, without
+from .index import shelf_of
 from .parts import connected
 
 Tensor = torch.Tensor
@@ -62,19 +63,17 @@ def embedding(
         return None  # the gradient depends on how often an index occurs anywhere; sparse gradients are not converted
 
     def local(ctx: Local) -> LocalFn | None:
-        if not ctx.is_split("v"):
+        shelf = shelf_of(ctx, "v", weight.shape[0])
+        if shelf is None:
             return None
-        lo, hi = ctx.bounds("v")
-        padding = padding_idx % weight.shape[0] - lo if padding_idx != -1 else -1
+        padding = padding_idx % shelf.size if padding_idx != -1 else -1
+        padding = padding - shelf.start if shelf.start <= padding < shelf.stop else -1
 
         def lookup(weight: Tensor, indices: Tensor, *args: Any, **named: Any) -> Tensor:
-            if lo == hi:
-                return connected((*indices.shape, *weight.shape[1:]), weight)
-            own = (indices >= lo) & (indices < hi)
-            rows = torch.embedding(weight, torch.where(own, indices - lo, 0), padding if 0 <= padding < hi - lo else -1)
-            return rows.masked_fill(~own.unsqueeze(-1), 0)
+            inside, away = shelf.find(indices)
+            return torch.embedding(shelf.stocked(weight, 0), inside, padding).masked_fill(away.unsqueeze(-1), 0)
 
-        return lookup
+        return shelf.checked(lookup)
 
     return notation("v d, ... -> ... d", weight, indices, reduced="v", linear=[[weight]], heavy=True, local=local)
 

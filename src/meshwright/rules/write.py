@@ -18,11 +18,11 @@ Tensor = torch.Tensor
 # ------------------------------------------------------------------------------------------------ scatter
 
 
-def _spilled(op: Callable[..., Tensor], factor: str, size: int, d: int) -> Callable[[Local], LocalFn | None]:
+def _spilled(op: str, factor: str, size: int, d: int) -> Callable[[Local], LocalFn | None]:
     """A ``local`` for an op that writes rows of dim ``d``: other ranks' rows go to a spare one."""
 
     def made(ctx: Local) -> LocalFn | None:
-        shelf = shelf_of(ctx, factor, size)
+        shelf = shelf_of(ctx, factor, size, wraps=op == "index_fill")
         if shelf is None:
             return None
 
@@ -31,9 +31,10 @@ def _spilled(op: Callable[..., Tensor], factor: str, size: int, d: int) -> Calla
             rows = x.shape[d]
             shape = [1 if i == d else n for i, n in enumerate(x.shape)]
             wider = torch.cat([x, x.new_zeros(shape)], d)
-            return op(wider, d, inside.masked_fill(away, rows), *args, **kwargs).narrow(d, 0, rows)
+            made: Tensor = getattr(wider, op)(d, inside.masked_fill(away, rows), *args, **kwargs)
+            return made.narrow(d, 0, rows)
 
-        return local
+        return shelf.checked(local)
 
     return made
 
@@ -61,7 +62,7 @@ def _scattered(op: str, x: Arg, dim: int, index: Arg, src: Any, *, linear: bool,
         sizes=sizes,
         reduced={along: "sum"} if split else {},
         linear=bool_free([x, src]) if linear and isinstance(src, Arg) else [],
-        local=None if letters[d] == "1" else _spilled(getattr(Tensor, op), letters[d], x.shape[d], d),
+        local=None if letters[d] == "1" else _spilled(op, letters[d], x.shape[d], d),
     )
 
 
@@ -104,7 +105,7 @@ def _by_rows(op: str, x: Arg, dim: int, index: Arg, src: Any, *, adds: bool = Fa
         whole="" if split or row == "1" else row,
         reduced={row: "sum"} if split else {},
         linear=bool_free([x, src]) if isinstance(src, Arg) else [],
-        local=None if letters[d] == "1" else _spilled(getattr(Tensor, op), letters[d], x.shape[d], d),
+        local=None if letters[d] == "1" else _spilled(op, letters[d], x.shape[d], d),
     )
 
 
@@ -183,7 +184,7 @@ def _write(x: Arg, made: Index, value: Any, run: Callable[[Shelves], LocalFn], a
     cut = [f for f in made.source if f in made.whole]
 
     def local(ctx: Local) -> LocalFn | None:
-        shelves = {d: shelf_of(ctx, f, x.shape[d]) for d, f in enumerate(made.source) if f in cut}
+        shelves = {d: shelf_of(ctx, f, x.shape[d], wraps=True) for d, f in enumerate(made.source) if f in cut}
         found = {d: s for d, s in shelves.items() if s is not None}
         return run(found) if found else None
 
