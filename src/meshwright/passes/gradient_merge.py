@@ -17,13 +17,12 @@ from ..collective import COLLECTIVES, STARTS
 from ..errors import PassError
 from ..program.core import Input, Merged, Program, value_of
 from ..program.inplace import storages, written
-from ..program.trace import VIEWS, Value, draws
+from ..program.trace import VIEWS, Value, ancestors, draws
 from .core import Pass, PassRecord, register
-from .slicing import ancestors, copied, needed, new_storage, part_of
+from .slicing import copied, needed, new_storage, part_of
 
 aten = torch.ops.aten
 
-_SEEDS = {aten.full.default, aten.ones_like.default, aten.ones.default, aten.full_like.default}
 _HALF = {torch.bfloat16, torch.float16}
 # With one operand and linear in it: what runs behind such ops may as well run on a sum.
 _LINEAR = {*VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES}
@@ -106,7 +105,8 @@ class _Merge:
         if program.merged is not None:
             raise PassError(f"the program merges {program.merged.k_steps} micro-steps already")
         self.program, self.graph, self.k_steps, self.avg = program, program.graph, k_steps, avg
-        self.alpha = 1.0
+        # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
+        self.alpha = 1 / k_steps if avg else 1.0
         self.storage = new_storage(program)
         given = dict(zip(program.placeholders, program.inputs, strict=True))
         self.last = program.placeholders[-1]  # of the inputs
@@ -120,8 +120,6 @@ class _Merge:
         cuts = list(self._cuts())
         if not cuts:
             raise PassError("the program has no gradients to merge; it must be that of a training step")
-        if self.avg:
-            self._scale_seed()
         losses = [o for o in self.program.outputs if o.kind in ("loss", "aux")]
         values = dict(zip(self.program.outputs, self.program.results, strict=True))
         self._independent({o.name: values[o] for o in losses}, cuts)
@@ -157,23 +155,6 @@ class _Merge:
     def _by_forward(self, node: fx.Node) -> bool:
         """Whether a node writes what a forward leaves behind: running statistics, say."""
         return node.meta.get("role") != "optimizer" and not self.kept.isdisjoint(written(node))
-
-    # -- one factor for the mean ----------------------------------------------------------------------
-
-    def _scale_seed(self) -> None:
-        """Multiply what the backward starts from by 1/k."""
-        seed = next((n for n in self.graph.nodes if n.meta.get("role") == "backward" and n.target in _SEEDS), None)
-        if seed is None:
-            raise PassError("no node starts the backward; avg=True has nothing to scale, use avg=False")
-        value = value_of(seed)
-        if value is not None and value.dtype in _HALF and self.k_steps & (self.k_steps - 1):
-            self.alpha = 1 / self.k_steps  # 1/k would be rounded: sums in full precision take it as they add
-            return
-        with self.graph.inserting_after(seed):
-            scaled = self.graph.call_function(aten.mul.Tensor, (seed, 1 / self.k_steps))
-        seed.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
-        # Views of the seed are views of what takes its place.
-        scaled.meta, seed.meta = dict(seed.meta), {**seed.meta, "value": self._value_like(seed)}
 
     # -- sums -----------------------------------------------------------------------------------------
 

@@ -17,11 +17,12 @@ from ..collective import mesh_of_text
 from ..errors import PassError
 from ..program.core import Program, value_of
 from ..program.inplace import follow, storages, written
+from ..program.trace import is_mutating
 from .gradients import chain_up, is_linear, is_reduction, scale_of
 
 aten = torch.ops.aten
 
-_SEEDS = {aten.full.default, aten.ones_like.default, aten.ones.default, aten.full_like.default}
+_ADDS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}  # linear in all operands together
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,13 @@ def prune(program: Program) -> Pruned:
         return made
     factor = pruned[0].factor
     one = all(math.isclose(s.factor, factor) and s.degree == pruned[0].degree for s in found)
-    one = one and all(_from_autograd(s.born) for s in found)
-    seed = _seed(program) if one and program.merged is None else None
-    if seed is not None and _reaches_only(program, seed, {s.node for s in found}):
+    seeds = [n for n in program.graph.nodes if n.meta.get("seed")] if one and program.merged is None else []
+    if seeds and _linear(program, seeds, {s.node for s in found}):
         for s in pruned:
             _unscale(s)
         follow(program.graph)
-        _fold(seed, factor)
+        for seed in seeds:
+            _fold(seed, factor)
         made.folded = factor
         return made
     _rescale(program, pruned, made)
@@ -141,36 +142,25 @@ def _all_summed(program: Program, found: list[Scaled], degrees: set[int]) -> Non
             )
 
 
-def _from_autograd(node: fx.Node) -> bool:
-    """Whether nothing but linear ops, and joining, lies between autograd's gradients and a node."""
-    if node.meta.get("grad_of"):
-        return True
-    joins = is_linear(node) or node.target is aten.cat.default
-    return joins and all(_from_autograd(n) for n in node.all_input_nodes)
-
-
-def _seed(program: Program) -> fx.Node | None:
-    """What the backward starts from, if one node is that."""
-    born = {n for n in program.graph.nodes if n.meta.get("grad_of")}
-    for node in program.graph.nodes:
-        if node.meta.get("role") == "backward":
-            return node if node.target in _SEEDS and node not in born else None
-    return None
-
-
-def _reaches_only(program: Program, seed: fx.Node, ends: set[fx.Node]) -> bool:
-    """Whether all that the program does with what comes from ``seed`` goes through ``ends``."""
+def _linear(program: Program, seeds: list[fx.Node], ends: set[fx.Node]) -> bool:
+    """Whether ``ends`` are linear in ``seeds`` alone, and all that the program does with seeds goes through them."""
     kept = {s for n in program.placeholders for s in storages(n)}
-    stack, seen = [seed], {seed}
-    while stack:
-        node = stack.pop()
-        if node.op == "output" or node.meta.get("role") == "optimizer" or not kept.isdisjoint(written(node)):
+    found = set(seeds)
+    for node in program.graph.nodes:
+        given: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), given.append)
+        scaled = [n in found for n in given]
+        if not any(scaled):
+            continue
+        if node.op == "output" or is_mutating(node) or not kept.isdisjoint(written(node)):
             return False
-        if node not in ends:
-            fresh = [u for u in node.users if u not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-    return True
+        if node in ends:
+            continue
+        alone = scaled.count(True) == 1 and (node.meta.get("transposed", False) or is_linear(node))
+        if not alone and not (node.target in _ADDS and all(scaled)):
+            return False
+        found.add(node)
+    return all(end.args[0] in found for end in ends)
 
 
 # ---------------------------------------------------------------------------------------------- changing

@@ -47,18 +47,6 @@ def needed(
     return live
 
 
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that values are computed from, themselves included."""
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
-
-
 def copied(program: Program) -> Program:
     """The same program with a graph of its own."""
     return part_of(program, set(program.graph.nodes), program.outputs)

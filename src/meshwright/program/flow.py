@@ -53,9 +53,9 @@ class _Flow:
         """Look at every use of a gradient."""
         self._seeds()
         for node in self.program.graph.nodes:
-            if node.meta.get("role") != "optimizer" or not is_mutating(node):
+            if node.meta.get("role") != "optimizer":
                 continue
-            for param, gradient in _updates(node):
+            for param, gradient in updates(node):
                 name = self._owner(param)
                 if name is not None:
                     self._check(name, gradient, frozenset(), f"{described(node)}, the update of {name},")
@@ -216,13 +216,13 @@ def _entry(node: fx.Node) -> list[fx.Node] | None:
     return [listed[i] for listed in lists if isinstance(listed[i], fx.Node)]
 
 
-def _updates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def updates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(parameter, gradient) of each parameter that a fused update writes to."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [a.name for a in node.target._schema.arguments] if is_mutating(node) else []  # type: ignore[union-attr]
     if "grads" not in names or "self" not in names:
         return
     params, grads = (node.args[names.index(n)] for n in ("self", "grads"))
     yield from zip(params, grads, strict=True)  # type: ignore[arg-type]
 
 
-__all__ = ["check_gradients"]
+__all__ = ["check_gradients", "updates"]

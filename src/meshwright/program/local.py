@@ -7,6 +7,7 @@ update are recorded one after the other, with the vocabulary of the programs tha
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,11 +19,11 @@ import torch.fx as fx
 import torch.nn as nn
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 
 from .. import record, runtime
-from ..collective import COLLECTIVES
 from ..errors import CaptureError, ProgramError
-from ..layout import Layout, Partial, Spec
+from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..tensor import DistTensor
 from .agree import agree, together
@@ -30,13 +31,14 @@ from .base import BaseStep
 from .bind import BACKENDS, Carrier, Ready
 from .core import Input, Output, Program
 from .distcalls import DistCalls
+from .flow import updates
 from .inplace import functional
+from .naming import join, mark
 from .partition import as_rank
-from .trace import VIEWS, Recorder, is_mutating, remove_dead
+from .trace import Recorder, is_mutating, remove_dead
 from .update import Update, emit_update, update_of
 
 Tensor = torch.Tensor
-aten = torch.ops.aten
 StepFn = Callable[[Any], Any]
 
 
@@ -114,28 +116,54 @@ def record_step(local: Local) -> tuple[Program, Any]:
 
 
 class _Watch(Recorder):
-    """A recorder for code that runs as it was written: lines come from the stack, collectives from torch's own."""
+    """A recorder for code that runs as it was written: lines come from the stack, collectives from torch's own.
+
+    What autograd's own nodes compute (not hooks, nor functions of the user's) is ``transposed``: linear in the gradient
+    that they are given.
+    """
 
     def __init__(self, calls: DistCalls) -> None:
         super().__init__()
         self.calls = calls
         self.by_hand: list[fx.Node] = []  # writes from the backward on: the step's own, to gradients mostly
+        self.engine = False
+        self.then = "forward"  # role of what comes outside of a forward, since the last backward or update
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.engine = _called_by_autograd()
         if torch._C._current_autograd_node() is None:
             runtime.RT.line = None
             self.begin("", record.user_line())
+            # Another forward may follow: the next micro-batch, the other network.
+            tensors = pytree.tree_leaves((args, kwargs)) if self.then != "forward" and torch.is_grad_enabled() else ()
+            again = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+            self.role = "forward" if again else self.then
         if func.namespace == "c10d":
             with self:
                 return self.calls(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def emit(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        """As the base, with a note of writes from the backward on."""
+        """As the base, with notes of what autograd made and of writes from the backward on."""
         node = super().emit(target, args, kwargs)
+        if self.engine:
+            node.meta["transposed"] = True
         if self.role != "forward" and is_mutating(node):
             self.by_hand.append(node)
         return node
+
+
+_WRAPPERS = ("torch._compile", "torch._dynamo")  # around what a mode is called by
+
+
+def _called_by_autograd() -> bool:
+    """Whether the op that a recorder is given comes straight from autograd's engine: no Python lies in between."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("torch._compile", "torch._dynamo")
+    ):
+        frame = frame.f_back
+    return frame.f_code is _engine_run_backward.__code__
 
 
 class _Recording:
@@ -150,9 +178,11 @@ class _Recording:
         self.named = _named(local.model, local.optimizer)
         self.recorder = _Watch(DistCalls(local.mesh, local.rank))
         self.inputs: list[Input] = []
+        self.params: dict[fx.Node, str] = {}
         self.late: list[Input] = []
         self.outputs: list[tuple[Output, fx.Node]] = []
         self.gradients: dict[str, fx.Node] = {}  # name of a parameter to its gradient as autograd gave it
+        self.asked: dict[str, list[fx.Node]] = {}  # and to what ``autograd.grad`` gave: gradients once they are used
         self.before: dict[str, fx.Node] = {}  # gradients of the step before
         self.updated = False
         self.left = False
@@ -177,7 +207,9 @@ class _Recording:
     def _inputs(self, tensors: dict[str, Tensor]) -> None:
         for name, t in tensors.items():
             kind = "param" if name in self.named else "buffer"
-            self._input(t, f"{kind}_{name}", Input(name, kind))
+            node = self._input(t, f"{kind}_{name}", Input(name, kind))
+            if kind == "param":
+                self.params[node] = name
             if kind == "param" and t.requires_grad and self.held:
                 t.grad = torch.empty_like(t, requires_grad=False)
                 self.before[name] = self._input(t.grad, f"before_{name}", None)
@@ -196,16 +228,22 @@ class _Recording:
 
     def _watched(self, mode: FakeTensorMode, batch: Any) -> Any:
         """Run the step's own code."""
-        backward, recorder = torch.autograd.backward, self.recorder
+        backward, grad, recorder = torch.autograd.backward, torch.autograd.grad, self.recorder
 
         def begins(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            recorder.role = "backward"
-            if grad_tensors is None and isinstance(tensors, Tensor) and tensors.numel() == 1:
-                # The same 1 as autograd's own, but as the node that a backward starts from in every program.
-                grad_tensors = torch.full(tensors.shape, 1.0, dtype=tensors.dtype, device=tensors.device)
-            backward(tensors, grad_tensors, *args, **kwargs)
+            recorder.role = recorder.then = "backward"
+            backward(tensors, self._seeds(tensors, grad_tensors), *args, **kwargs)
 
-        patched = mock.patch.object(torch.autograd, "backward", begins)
+        def asks(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+            recorder.role = recorder.then = "backward"
+            made = grad(outputs, inputs, self._seeds(outputs, grad_outputs), *args, **kwargs)
+            names = {id(p): n for n, p in self.named.items()}
+            for x, g in zip([inputs] if isinstance(inputs, Tensor) else inputs, made, strict=False):
+                if id(x) in names and g is not None:
+                    self.asked.setdefault(names[id(x)], []).append(recorder.node_of(g))
+            return made
+
+        patched = mock.patch.multiple(torch.autograd, backward=begins, grad=asks)
         with mode, recorder, patched, mock.patch.object(self.local.optimizer, "step", self._step):
             try:
                 return self.local.step_fn(batch)
@@ -215,6 +253,17 @@ class _Recording:
                     "Return the tensor instead of calling item(), float(), bool() or print() in the step"
                 ) from error
 
+    def _seeds(self, tensors: Any, given: Any) -> Any:
+        """What a backward starts from: the same 1 as autograd's own, as a node that says so; cotangents of the step's
+        own stay what they are."""
+        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        grads = [given] * len(listed) if given is None or isinstance(given, Tensor) else list(given)
+        for i, t in enumerate(listed):
+            if grads[i] is None and isinstance(t, Tensor) and t.numel() == 1:
+                grads[i] = torch.full(t.shape, 1.0, dtype=t.dtype, device=t.device)
+                self.recorder.node_of(grads[i]).meta["seed"] = True
+        return grads
+
     def _step(self, closure: Any = None) -> None:
         """What ``optimizer.step()`` is while recording."""
         if closure is not None:
@@ -223,7 +272,7 @@ class _Recording:
             raise CaptureError("the step calls optimizer.step() more than once: capture one update at a time")
         self.updated = True
         recorder, grads = self.recorder, {n: p.grad for n, p in self.named.items() if p.grad is not None}
-        recorder.role = "optimizer"
+        recorder.role = recorder.then = "optimizer"
         nodes = {n: recorder.node_of(g) for n, g in grads.items()}
         if self.local.update is None:
             self.outputs += [(Output(n, "grad"), node) for n, node in nodes.items()]
@@ -266,10 +315,12 @@ class _Recording:
             node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, self._unknown(name)))
         functional(graph, self.recorder.by_hand)
         remove_dead(graph)
+        if self.asked:
+            self._join(graph)
         for node in self.before.values():
             graph.erase_node(node)
         for node in [n for n in graph.nodes if n.meta.get("grad_of")]:
-            self._mark(node)
+            mark(node, self.local.mesh)
         if self.local.update is None:
             _nothing_after(graph)
         constants = dict(self.recorder.constants)
@@ -291,35 +342,17 @@ class _Recording:
                 made.append(found if found is not None else next(late))
         return tuple(made)
 
+    def _join(self, graph: fx.Graph) -> None:
+        """Name the gradients that came from ``autograd.grad``."""
+        used = {self.params[p]: g for node in graph.nodes for p, g in updates(node) if p in self.params}
+        used.update((o.name, node) for o, node in self.outputs if o.kind == "grad")
+        for name, sources in self.asked.items():
+            if name in used:
+                join(name, used[name], set(sources), self._unknown(name))
+
     def _unknown(self, name: str) -> Spec:
         p = self.named[name]
         return Spec(p.shape, p.dtype, Layout(self.local.mesh))
-
-    def _mark(self, node: fx.Node) -> None:
-        """Say over which axes a gradient is still to be summed, and which nodes do it."""
-        name = node.meta["grad_of"][0][0]
-        axes: dict[str, str] = {}
-        stack, seen = list(node.users), set[fx.Node]()
-        while stack:
-            user = stack.pop()
-            if user in seen or user.meta.get("role") == "forward":
-                continue
-            seen.add(user)
-            if user.target in _SUMS:
-                axes.update(dict.fromkeys(str(user.args[-2]).split(","), str(user.args[1])))
-                user.meta.setdefault("sync", name)
-            elif user.target in _LINEAR:
-                stack.extend(user.users)
-        if axes:
-            open_ = Layout(self.local.mesh, {a: Partial(op) for a, op in axes.items()})
-            node.meta["grad_of"] = tuple((n, s.with_(layout=open_)) for n, s in node.meta["grad_of"])
-
-
-_SUMS = {t for t, kind in COLLECTIVES.items() if kind in ("all_reduce", "reduce_scatter")}
-_LINEAR = {
-    *VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar,
-    aten._to_copy.default,
-}  # fmt: skip
 
 
 def _nothing_after(graph: fx.Graph) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,6 +237,18 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not (node.users or is_mutating(node) or draws(node)):
             graph.erase_node(node)
+
+
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that values are computed from, themselves included."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def draws(node: fx.Node) -> bool:

@@ -1,0 +1,74 @@
+"""Which nodes of a step by hand are gradients, and over which axes the step sums them."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from ..collective import COLLECTIVES
+from ..layout import Layout, Partial, Spec
+from ..mesh import Mesh
+from .trace import VIEWS, ancestors
+
+aten = torch.ops.aten
+
+_SUMS = {t for t, kind in COLLECTIVES.items() if kind in ("all_reduce", "reduce_scatter")}
+_LINEAR = {
+    *VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar,
+    aten._to_copy.default,
+}  # fmt: skip
+
+
+def join(name: str, used: fx.Node, asked: set[fx.Node], spec: Spec) -> None:
+    """Name the gradient of a parameter that is updated from ``used``: what ``autograd.grad`` gave, alone or added to
+    others, with what ``backward`` gave too."""
+
+    def is_source(node: fx.Node) -> bool:
+        return node in asked or any(n == name for n, _ in node.meta.get("grad_of", ()))
+
+    sources = [n for n in ancestors([used]) if is_source(n)]
+    if asked.isdisjoint(sources):
+        return
+    at = used
+    while not is_source(at) and at.target in _SUMS | _LINEAR and len(at.all_input_nodes) == 1:
+        (at,) = at.all_input_nodes
+    # Where they are summed over ranks one by one and then added, they stay several.
+    made = sources if any(n.target in _SUMS for n in _between(sources, at)) else [at]
+    for node in {*sources, *made}:
+        others = tuple(pair for pair in node.meta.pop("grad_of", ()) if pair[0] != name)
+        pairs = (*others, (name, spec)) if node in made else others
+        if pairs:
+            node.meta["grad_of"] = pairs
+
+
+def _between(sources: list[fx.Node], end: fx.Node) -> set[fx.Node]:
+    above, found, stack = ancestors([end]), set[fx.Node](), list(sources)
+    while stack:
+        node = stack.pop()
+        if node in above and node not in found:
+            found.add(node)
+            stack.extend(node.users)
+    return found
+
+
+def mark(node: fx.Node, mesh: Mesh) -> None:
+    """Say over which axes a gradient is still to be summed, and which nodes do it."""
+    name = node.meta["grad_of"][0][0]
+    axes: dict[str, str] = {}
+    stack, seen = list(node.users), set[fx.Node]()
+    while stack:
+        user = stack.pop()
+        if user in seen or user.meta.get("role") == "forward":
+            continue
+        seen.add(user)
+        if user.target in _SUMS:
+            axes.update(dict.fromkeys(str(user.args[-2]).split(","), str(user.args[1])))
+            user.meta.setdefault("sync", name)
+        elif user.target in _LINEAR:
+            stack.extend(user.users)
+    if axes:
+        open_ = Layout(mesh, {a: Partial(op) for a, op in axes.items()})
+        node.meta["grad_of"] = tuple((n, s.with_(layout=open_)) for n, s in node.meta["grad_of"])
+
+
+__all__ = ["join", "mark"]
