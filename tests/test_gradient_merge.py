@@ -374,7 +374,7 @@ def test_states_that_do_not_fit() -> None:
         step, _, _, data = static(4)
         step(data(0, MICRO))
         state = step.state_dict()
-        with pytest.raises(ProgramError, match="no state of a step"):
+        with pytest.raises(ProgramError, match="no state of this step"):
             step.load_state_dict({"model": {}})
         with pytest.raises(ProgramError, match="every 4"):
             step.load_state_dict({**state, "micro_step": 4})

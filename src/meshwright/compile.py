@@ -12,7 +12,7 @@ from .explain import Explanation, explain_program
 from .layout import Placements
 from .mesh import Mesh
 from .passes import Pass, PassManager
-from .program import Plan, Step
+from .program import LossScale, Plan, Step
 from .program.build import Globs, checked_mesh
 from .program.capture import LossFn
 from .program.local import LocalStep, StepFn
@@ -50,6 +50,7 @@ def compile_step(
     states_over: str | None = None,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
+    loss_scale: str | float | LossScale | None = None,
     passes: Sequence[Pass | str] | PassManager = (),
     init: Callable[[nn.Module], Any] | None = None,
     backend: str | None = None,
@@ -74,6 +75,9 @@ def compile_step(
         states_over: split the optimizer's states over this axis, and with them gradients and the update (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients before the update.
         gradients: set ``parameter.grad`` after each step.
+        loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from this instead of 1, and
+            an update whose gradients are not finite, on whatever rank, is skipped on all, as ``torch.amp.GradScaler``
+            does; the host waits for nothing.  ``step.loss_scale`` is the scale, ``step.state_dict()`` has it.
         passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
             that they declare, then as listed.  Or a :class:`PassManager`.
         init: as for ``shard_module``.
@@ -89,7 +93,7 @@ def compile_step(
     """
     plan = Plan(
         dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
-        clip_grad_norm, gradients,
+        clip_grad_norm, gradients, LossScale.of(loss_scale),
     )  # fmt: skip
     return CompiledStep(
         model, loss_fn, optimizer, example_batch, checked_mesh(mesh), plan, init=init, backend=backend,

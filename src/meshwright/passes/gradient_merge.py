@@ -111,7 +111,7 @@ class _Merge:
         given = dict(zip(program.placeholders, program.inputs, strict=True))
         self.last = program.placeholders[-1]  # of the inputs
         self.kept = {s for n, i in given.items() if i.kind == "buffer" for s in storages(n)}
-        self.updated = {s for n, i in given.items() if i.kind in ("param", "state") for s in storages(n)}
+        self.updated = {s for n, i in given.items() if i.kind in ("param", "state", "scale") for s in storages(n)}
 
     def run(self) -> Program:
         """Cut the graph where gradients are not yet synchronised, and make the three programs."""

@@ -6,11 +6,13 @@ from .build import Built, Plan, build
 from .core import Input, Origin, Output, Program, value_of
 from .load import load_program
 from .run import last_uses
+from .scale import LossScale
 from .step import Step
 
 __all__ = [
     "Built",
     "Input",
+    "LossScale",
     "Origin",
     "Output",
     "Plan",

@@ -15,6 +15,7 @@ from ..mesh import Mesh
 from .agree import together
 from .bind import Carrier, Ready
 from .core import Program
+from .scale import SCALE
 
 Tensor = torch.Tensor
 
@@ -123,6 +124,11 @@ class BaseStep:
         """Micro-steps since the last update; 0 right after one (and always, without ``gradient-merge``)."""
         return self._micro
 
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """By what the loss is scaled, as a tensor that changes from step to step; None without ``loss_scale``."""
+        return self.carrier.scale.get(SCALE)
+
     def flush(self) -> bool:
         """Update now from the micro-steps since the last update: at the end of an epoch, say.
 
@@ -159,11 +165,14 @@ class BaseStep:
         return [pytree.tree_unflatten([c[i] for c in cut], tree) for i in range(k)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a merge under way has: the number of micro-steps and this rank's sums of gradients.
+        """What a merge under way has (the number of micro-steps and this rank's sums of gradients), and the loss scale.
 
         The model and the optimizer have their own.
         """
-        return {"micro_step": self._micro, "sums": {name: t.clone() for name, t in self.carrier.sums.items()}}
+        made: dict[str, Any] = {"micro_step": self._micro, "sums": {n: t.clone() for n, t in self.carrier.sums.items()}}
+        if self.carrier.scale:
+            made[SCALE] = {name: t.clone() for name, t in self.carrier.scale.items()}
+        return made
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken; all ranks call it, each with its own.
@@ -174,7 +183,7 @@ class BaseStep:
         """
         sums, k = self.carrier.sums, 1 if self._merged is None else len(self._merged.cycle)
         with together(self.mesh, "load_state_dict"):
-            micro = _loadable(state, sums, k)
+            micro = _loadable(state, sums, k, self.carrier.scale)
         if self.mesh.size > 1:
             everyone = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
             seen = collective.all_gather_object(micro, everyone)
@@ -184,13 +193,18 @@ class BaseStep:
                 )
         for name, t in sums.items():
             t.copy_(state["sums"][name])
+        for name, t in self.carrier.scale.items():
+            t.copy_(state[SCALE][name])
         self._micro = micro
 
 
-def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int) -> int:
+def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scale: Mapping[str, Tensor]) -> int:
     """The number of micro-steps in a saved state that fits."""
-    if set(state) != {"micro_step", "sums"}:
-        raise ProgramError(f"no state of a step: it has {sorted(state)}, 'micro_step' and 'sums' were expected")
+    wanted = {"micro_step", "sums", *((SCALE,) if scale else ())}
+    if set(state) != wanted:
+        raise ProgramError(f"no state of this step: it has {sorted(state)}, {sorted(wanted)} were expected")
+    if scale and set(state[SCALE]) != set(scale):
+        raise ProgramError(f"the state has {sorted(state[SCALE])} of a loss scale, this step has {sorted(scale)}")
     micro, given = int(state["micro_step"]), state["sums"]
     if not 0 <= micro < k:
         raise ProgramError(f"the state was saved after {micro} micro-steps, but this step updates every {k}")

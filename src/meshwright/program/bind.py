@@ -37,6 +37,7 @@ class Carrier:
         keep_gradients: leave ``parameter.grad`` after an update that ran behind a program.
         backend: what compiles local ops.
         sums: accumulators by name; shared by the programs of all batch shapes.
+        scale: the loss scale and what belongs to it, by name.
         leftover: factor of the sums when they are flushed.
     """
 
@@ -46,6 +47,7 @@ class Carrier:
     keep_gradients: bool = False
     backend: str | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
+    scale: dict[str, Tensor] = field(default_factory=dict)
     leftover: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
 
 
@@ -87,6 +89,8 @@ class Bound:
         if given.kind == "state":
             self.states.append((len(self.inputs), given, node, tensors[given.owner]))
             return self._state(given, node, tensors[given.owner])
+        if given.kind == "scale":
+            return self.carrier.scale[given.name]
         if given.name == "leftover":
             return self.carrier.leftover
         number = torch.tensor(0.0, dtype=torch.float64)

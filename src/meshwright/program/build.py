@@ -26,6 +26,7 @@ from .capture import Captured, LossFn, capture
 from .complete import Completed, complete
 from .core import Program
 from .partition import Laid, partition
+from .scale import LossScale
 from .update import Update, update_of
 
 Tensor = torch.Tensor
@@ -46,6 +47,7 @@ class Plan:
         states_over: the optimizer's states are split over this axis, and with them gradients and the update (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients to this.
         gradients: return gradients too (``parameter.grad`` is set after each step).
+        loss_scale: scale the loss, skip updates that overflow.
     """
 
     layouts: Globs = ()  # type: ignore[assignment]
@@ -57,6 +59,7 @@ class Plan:
     states_over: str | None = None
     clip_grad_norm: float | None = None
     gradients: bool = False
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True)
@@ -139,12 +142,30 @@ def _build(
     update = None
     if optimizer is not None and train:
         update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
+    if plan.loss_scale is not None and train:
+        _check_scaled(model, optimizer, update)
     made = partition(
         captured, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
         clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, regather_stored=plan.regather,
         states_over=None if plan.states_over is None else mesh.axis_index(plan.states_over), train=train,
+        loss_scale=plan.loss_scale,
     )  # fmt: skip
     return Built(captured, completed, laid, made, stored, update)
+
+
+def _check_scaled(model: nn.Module, optimizer: torch.optim.Optimizer | None, update: Update | None) -> None:
+    """Raises ProgramError where gradients of a scaled loss cannot be used."""
+    if update is None:
+        raise ProgramError(
+            f"loss_scale with {type(optimizer).__name__ if optimizer is not None else 'no optimizer'}: an update that "
+            "overflowed is skipped inside of the program, so use one of those that become part of it: SGD, Adam, AdamW"
+        )
+    halves = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
+    if halves:
+        raise ProgramError(
+            f"loss_scale with {halves[0]} in float16, whose gradients overflow when they are unscaled: keep parameters "
+            "in float32 and compute in float16 under torch.autocast"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- what the user said

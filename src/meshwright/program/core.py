@@ -28,8 +28,8 @@ class Input:
 
     Attributes:
         name: ``"blocks.0.weight"``, ``"batch.0"``, ``"blocks.0.weight.exp_avg"``, ``"lr.0"``.
-        kind: ``"param"``, ``"buffer"``, ``"batch"``, ``"constant"``, ``"state"`` or ``"hyper"`` (a number that may
-            change from step to step, as a tensor).
+        kind: ``"param"``, ``"buffer"``, ``"batch"``, ``"constant"``, ``"state"``, ``"hyper"`` (a number that may
+            change from step to step, as a tensor), ``"scale"`` (the loss scale) or ``"accumulator"``.
         spec: how it lies on the mesh; None for what is not distributed.
         owner: of a state, the parameter.
     """

@@ -18,6 +18,7 @@ from .core import Program
 from .trace import draws
 
 Tensor = torch.Tensor
+_WHOLE = ("aten._fused", "aten._foreach", "aten._amp")
 SMALLEST = 2  # nodes that are worth a function of their own
 
 
@@ -67,7 +68,7 @@ def _compilable(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or draws(node):
         return False
     # Ops of our own move data or keep to one kernel; updates are fused already.
-    return node.target.namespace == "aten" and not str(node.target).startswith(("aten._fused", "aten._foreach"))
+    return node.target.namespace == "aten" and not str(node.target).startswith(_WHOLE)
 
 
 def _place(graph: fx.Graph, stretch: Sequence[fx.Node], placed: dict[fx.Node, fx.Node], name: str) -> int:

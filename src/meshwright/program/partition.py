@@ -24,8 +24,10 @@ from ..reshard import plan as plan_conversion
 from ..shard.packing import chunk_dim, cut_over
 from .capture import VALUES, Captured, Source
 from .core import Input, Origin, Output, Program, without_unserved
+from .inplace import storages
 from .interpret import Interpreter, spec_at, stamp
 from .regather import regather
+from .scale import LossScale, Scaling
 from .trace import Recorder, remove_dead
 from .update import Update, clip, emit_update
 
@@ -60,6 +62,7 @@ def partition(
     gradients: bool = False,
     regather_stored: bool = True,
     states_over: int | None = None,
+    loss_scale: LossScale | None = None,
     train: bool = True,
 ) -> Program:
     """The program of one rank.
@@ -69,6 +72,7 @@ def partition(
         clip_grad_norm: clip the global norm of all gradients to this before the update.
         gradients: return the gradients too.
         states_over: mesh axis over which the optimizer's states are split, and with them gradients and the update.
+        loss_scale: scale the loss, skip updates that overflow; then ``update`` is needed.
         regather_stored: gather parameters that are stored split again for the backward.
         train: False: forward only.
 
@@ -77,7 +81,7 @@ def partition(
         MeshwrightError: what dispatch raises for these layouts, with the user's line.
     """
     with as_rank(mesh, rank), _no_values():
-        made = _Partition(captured, laid, mesh, rank)
+        made = _Partition(captured, laid, mesh, rank, loss_scale if train else None)
         with captured.mode, made.recorder, torch.set_grad_enabled(train):
             made.forward()
             if train:
@@ -115,7 +119,9 @@ def _no_values() -> Iterator[None]:
 class _Partition:
     """The state of one partition."""
 
-    def __init__(self, captured: Captured, laid: Laid, mesh: Mesh, rank: int) -> None:
+    def __init__(
+        self, captured: Captured, laid: Laid, mesh: Mesh, rank: int, loss_scale: LossScale | None = None
+    ) -> None:
         self.captured, self.laid, self.mesh, self.rank = captured, laid, mesh, rank
         self.here = mesh.coordinate(rank)
         self.recorder = Recorder()
@@ -130,6 +136,11 @@ class _Partition:
         self.loss: Tensor | None = None
         for source in captured.sources:
             self._input(source)
+        self.scaling: Scaling | None = None
+        if loss_scale is not None:
+            with captured.mode:
+                self.scaling = Scaling(loss_scale, self.recorder, mesh)
+            self.inputs += self.scaling.inputs
 
     def _input(self, source: Source) -> None:
         shared = self.leaves.get(id(source.fake))
@@ -211,6 +222,8 @@ class _Partition:
             raise CaptureError("the loss does not depend on any parameter that requires a gradient")
         spec = self.loss.__dict__["_spec"]
         seed = unit_cotangent(spec, self.mesh.device)
+        if self.scaling is not None:
+            seed = self.scaling.seed(seed)
         made = torch.autograd.grad([self.loss], list(wanted.values()), [seed], allow_unused=True)
         self.recorder.begin("gradients", "")
         with torch.no_grad():
@@ -252,7 +265,9 @@ class _Partition:
         """Record clipping and the optimizer's update; list the gradients that leave the program."""
         self.recorder.role = "optimizer"
         self.recorder.begin("update", "")
-        grads = self.grads
+        grads, scaling = self.grads, self.scaling
+        if scaling is not None:
+            grads = scaling.unscale(grads, {s for _, node in self.outputs for s in storages(node)})
         if max_norm is not None:
             grads = clip(grads, max_norm, self.mesh)
         nodes = {n: self.recorder.node_of(g) for n, g in grads.items()}
@@ -263,9 +278,11 @@ class _Partition:
             own = {n: self._own(n) for n in grads}
             params = {n: self.recorder.node_of(t) for n, t in own.items()}
             specs = {n: self.params[n].__dict__["_spec"].with_(reduced=0, undecided=0) for n in grads}
-            self.inputs += emit_update(self.recorder, update, params, nodes, {**specs, **self.chunks})
+            self.inputs += emit_update(self.recorder, update, params, nodes, {**specs, **self.chunks}, scaling)
             for name, chunk in self.chunks.items():
                 self._spread(name, own[name], chunk, specs[name])
+        if scaling is not None:
+            scaling.adapt()
 
     def _own(self, name: str) -> Tensor:
         """What this rank updates of a parameter: memory of it, or a copy where a part of it is not contiguous."""

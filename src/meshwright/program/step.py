@@ -62,6 +62,8 @@ class Step(BaseStep):
             shard_optimizer(optimizer, states_over=plan.states_over)
             optimizer.register_load_state_dict_post_hook(self._follow_states)
         carrier = Carrier(model, optimizer, updates, plan.gradients, backend)
+        if plan.loss_scale is not None:
+            carrier.scale = plan.loss_scale.state(mesh.device)
         super().__init__(mesh, carrier, example_batch)
         self._install(example_batch, self._bind(self.built))
 

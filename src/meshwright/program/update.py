@@ -20,6 +20,7 @@ from ..layout import Layout, Partial, Shard, Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from .core import Input
+from .scale import Scaling
 from .trace import Recorder, Value
 
 Tensor = torch.Tensor
@@ -98,8 +99,12 @@ def emit_update(
     params: Mapping[str, fx.Node],
     grads: Mapping[str, fx.Node],
     specs: Mapping[str, Spec],
+    scaling: Scaling | None = None,
 ) -> list[Input]:
     """Record the update of all groups; the inputs (states and learning rates) that it adds.
+
+    Args:
+        scaling: skip the update where this found gradients that are not finite.
 
     Parameters without a gradient are left alone, as optimizers do.
     """
@@ -114,9 +119,13 @@ def emit_update(
             for n in names:
                 spec = Spec((), torch.float32, Layout(specs[n].mesh)) if state == "step" else specs[n]
                 made[state].append(_input(recorder, Input(f"{n}.{state}", "state", spec, n), params[n], inputs))
-        lr = _input(recorder, Input(f"lr.{number}", "hyper"), None, inputs)
+        given = {"lr": _input(recorder, Input(f"lr.{number}", "hyper"), None, inputs)}
+        if scaling is not None:
+            given.update(found_inf=scaling.found_inf())
+        if "step" in made:
+            _count(recorder, made["step"], scaling)
         listed = [params[n] for n in names], [grads[n] for n in names]
-        _EMIT[update.kind](recorder, group, *listed, made, lr)
+        _EMIT[update.kind](recorder, group, *listed, made, given)
     return inputs
 
 
@@ -133,6 +142,15 @@ def _input(recorder: Recorder, given: Input, like: fx.Node | None, inputs: list[
     return node
 
 
+def _count(recorder: Recorder, steps: list[fx.Node], scaling: Scaling | None) -> None:
+    """One update more; skipped ones do not count."""
+    if scaling is None:
+        made = recorder.emit(aten._foreach_add_.Scalar, (steps, 1))
+    else:
+        made = recorder.emit(aten._foreach_add_.Tensor, (steps, scaling.taken()))
+    made.meta["value"] = None
+
+
 def _adam(
     target: Any,
     recorder: Recorder,
@@ -140,12 +158,11 @@ def _adam(
     params: list[fx.Node],
     grads: list[fx.Node],
     states: Mapping[str, list[fx.Node]],
-    lr: fx.Node,
+    given: Mapping[str, fx.Node],
 ) -> None:
-    recorder.emit(aten._foreach_add_.Scalar, (states["step"], 1)).meta["value"] = None
     beta1, beta2 = group["betas"]
     options = {
-        "lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"],
+        **given, "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"],
         "amsgrad": group["amsgrad"], "maximize": group["maximize"],
     }  # fmt: skip
     args = (
@@ -160,10 +177,11 @@ def _emit_sgd(
     params: list[fx.Node],
     grads: list[fx.Node],
     states: Mapping[str, list[fx.Node]],
-    lr: fx.Node,
+    given: Mapping[str, fx.Node],
 ) -> None:
     options = {
-        "weight_decay": group["weight_decay"], "momentum": group["momentum"], "lr": lr,
+        **given,
+        "weight_decay": group["weight_decay"], "momentum": group["momentum"],
         "dampening": group["dampening"], "nesterov": group["nesterov"], "maximize": group["maximize"],
         "is_first_step": False,
     }  # fmt: skip

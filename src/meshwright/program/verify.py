@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from .core import Program
 
 ROLES = ("forward", "backward", "optimizer")
-KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator")
+KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator", "scale")
 # Who may write to an input of which kind.
 _WRITERS = {
     "param": {"optimizer"},
     "state": {"optimizer"},
+    "scale": {"optimizer"},
     "buffer": set(ROLES),
     "accumulator": set(ROLES),
     "batch": {"forward"},  # a model that writes to what it is given
