@@ -405,7 +405,7 @@ def test_copies(p):
             assert y.layout == x.layout
             assert y.requires_grad
             assert y.is_leaf
-            assert y.data_ptr() != x.data_ptr() or not x.to_local().numel()
+            assert y.to_local().data_ptr() != x.to_local().data_ptr() or not x.to_local().numel()
             assert torch.equal(mw.unshard(y), mw.unshard(x))
         assert torch.equal(mw.unshard(copy.deepcopy(x).grad), mw.unshard(x.grad))
         shallow = copy.copy(x)

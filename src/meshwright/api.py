@@ -238,6 +238,47 @@ def from_dtensor(d: Any, mesh: Mesh | None = None) -> DistTensor:
     return from_local(d.to_local(), mesh, list(d.placements), shape=tuple(d.shape), check=False)
 
 
+# ---------------------------------------------------------------------------------------------- torch's checkpoints
+
+
+def _chunks(x: DistTensor) -> list[Any]:
+    """This rank's part, as ``torch.distributed.checkpoint`` describes parts; none where the part is empty."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    spec = x._spec
+    if spec.layout.partial:
+        raise LayoutError(f"a checkpoint cannot hold {spec!r}, whose value is not reduced: reduce it with mw.reshard")
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    sizes, offsets = torch.Size(spec.local_shape(here)), torch.Size(spec.local_offset(here))
+    return [ChunkStorageMetadata(offsets, sizes)] if sizes.numel() or not spec.shape.numel() else []
+
+
+def _write_items(self: DistTensor, fqn: str, obj: Any) -> list[Any]:
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    about = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad)
+    return [
+        WriteItem(
+            MetadataIndex(fqn, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, about, self.shape),
+        )
+        for chunk in _chunks(self)
+    ]
+
+
+def _shard_at(self: DistTensor, index: Any) -> Tensor:
+    return self.detach().to_local()
+
+
+# The protocol by which torch.distributed.checkpoint saves and loads tensors that are not its own: in place, each rank
+# its part, from and to any layout and number of ranks.
+DistTensor.__create_write_items__ = _write_items  # type: ignore[attr-defined]
+DistTensor.__create_chunk_list__ = _chunks  # type: ignore[attr-defined]
+DistTensor.__get_tensor_shard__ = _shard_at  # type: ignore[attr-defined]
+
+
 def infer_forward(op: str, *args: Any, **kwargs: Any) -> Inference:
     """What the rule of ``op`` answers for inputs of these specs: layouts wanted, layouts made, bytes.
 

@@ -1,20 +1,28 @@
-"""``torch.autograd.Function`` of a user on distributed tensors.
+"""What PyTorch offers that does not ask its arguments who they are: ``autograd.Function``, and wrappers of modules.
 
 ``Function.apply`` does not ask its arguments who they are: the user's forward would see distributed tensors, autograd
 local ones, and the gradient of a replicated input of rank-dependent work would not be summed, without a word.  So it
 is treated as every op without a rule: its inputs are gathered, it runs on every rank on plain tensors, and a warning
 names it.
+
+``DistributedDataParallel`` and FSDP hand parameters to C++ or lay them out anew, as if this rank's part were the whole:
+refused.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from .dispatch import disabled, map_tensors, mesh_of, tensors_in
+from .errors import ShardError
 from .layout import Layout, Replicate, Spec
 from .tensor import DistTensor, stamp, whole
 
@@ -54,9 +62,71 @@ def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
     return made
 
 
+def _refusal(wrapper: str, instead: str) -> ShardError:
+    return ShardError(
+        f"{wrapper} was given a module with DistTensors, of which it would take this rank's part for the whole: leave "
+        f"it out, {instead}"
+    )
+
+
+_SYNC = (
+    "mw.shard_module synchronises gradients itself; with accelerate, pass only what is not sharded to prepare() "
+    '(mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)}) lays the batches)'
+)
+_STORED = 'mw.shard_module(model, mesh, ..., stored_over="dp") stores parameters split and gathers them for use'
+
+
+def _guard_wrapper(wrapper: Any, instead: str, called: str = "") -> None:
+    original = wrapper.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        # Of fully_shard it is what wraps each parameter.
+        given = (module,) if isinstance(module, torch.Tensor) else (*module.parameters(), *module.buffers())
+        if any(map(_is_dist, given)):
+            raise _refusal(called or wrapper.__name__, instead)
+        original(self, module, *args, **kwargs)
+
+    wrapper.__init__ = init
+
+
+class _Later(importlib.abc.MetaPathFinder):
+    """Guards FSDP when it is imported: importing it here would take a second."""
+
+    classes: ClassVar[dict[str, str]] = {
+        "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
+        "torch.distributed.fsdp._fully_shard._fsdp_param": "FSDPParam",  # of fully_shard
+    }
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """The module's own spec, which guards the class once the module has run."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in self.classes else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def executed(module: Any) -> None:
+                execute(module)
+                self.guard(module)
+
+            spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+    def guard(self, module: Any) -> None:
+        """Guard the class of an imported module."""
+        name = self.classes[module.__name__]
+        _guard_wrapper(getattr(module, name), _STORED, "fully_shard" if name == "FSDPParam" else "")
+
+
 def install() -> None:
-    """Guard ``Function.apply``; plain tensors pass through."""
+    """Guard them; plain tensors pass through."""
     torch.autograd.Function.apply = classmethod(_guarded)  # type: ignore[assignment,method-assign]
+    _guard_wrapper(torch.nn.parallel.DistributedDataParallel, _SYNC)
+    _guard_wrapper(torch.nn.DataParallel, _SYNC)
+    later = _Later()
+    sys.meta_path.insert(0, later)
+    for name in later.classes:
+        if name in sys.modules:
+            later.guard(sys.modules[name])
 
 
 install()

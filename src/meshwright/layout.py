@@ -421,3 +421,46 @@ class Spec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Spec, (tuple(self.shape), self.dtype, self.layout, self.reduced, self.undecided)
+
+
+# ---------------------------------------------------------------------------------------------- in files
+
+
+def spec_data(spec: Spec) -> dict[str, Any]:
+    """A spec as files have it, without its mesh: dicts, lists, words and numbers."""
+    layout = spec.layout
+    made: dict[str, Any] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
+    made["placements"] = [_placement_data(p) for p in layout.placements]
+    if layout.order:
+        made["order"] = [[dim, list(axes)] for dim, axes in layout.order]
+    made.update({k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))})
+    return made
+
+
+def _placement_data(p: Placement) -> str | list[Any]:
+    if isinstance(p, Shard):
+        return ["shard", p.dim]
+    return ["partial", p.op] if isinstance(p, Partial) else "replicate"
+
+
+def spec_from(data: Mapping[str, Any], mesh: Mesh) -> Spec:
+    """The spec that :func:`spec_data` wrote."""
+    shape, order = data["shape"], dict(data.get("order", ()))
+    layout = Layout(mesh, [_placement_from(p) for p in data["placements"]], order=order, ndim=len(shape))
+    kinds = {k: data.get(k, 0) for k in ("reduced", "undecided")}
+    return Spec(shape, dtype_from(data["dtype"]), layout, copied=data.get("copied", False), **kinds)
+
+
+def _placement_from(data: Any) -> Placement:
+    if data == "replicate":
+        return REPLICATE
+    kind, argument = data
+    return Shard(argument) if kind == "shard" else Partial(argument)
+
+
+def dtype_from(name: str) -> torch.dtype:
+    """A dtype by its name.  Raises ValueError where there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found

@@ -139,6 +139,16 @@ def _rebuild(axes: dict[str, int], device: str, ranks: tuple[int, ...]) -> Mesh:
     return Mesh(axes, device=device, ranks=ranks)
 
 
+def mesh_data(mesh: Mesh) -> dict[str, Any]:
+    """A mesh as files have it: dicts, lists, words and numbers."""
+    return {"axes": dict(zip(mesh.axes, mesh.sizes, strict=True)), "device": mesh.device, "ranks": list(mesh.ranks)}
+
+
+def mesh_from(data: Mapping[str, Any]) -> Mesh:
+    """The mesh that :func:`mesh_data` wrote."""
+    return Mesh(data["axes"], device=data["device"], ranks=data["ranks"])
+
+
 def parse_mesh(text: str, *, device: str = "cpu") -> Mesh:
     """``"dp=2,tp=4"`` as a mesh.  Raises MeshError, naming the part that could not be read."""
     axes: dict[str, int] = {}

@@ -14,11 +14,11 @@ import torch
 import torch.fx as fx
 
 from ..errors import MeshwrightError, ProgramError
-from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
-from ..mesh import Mesh
+from ..layout import dtype_from, spec_from
+from ..mesh import Mesh, mesh_data, mesh_from
 from ..record import Record
 from .core import Input, Merged, Origin, Output, Program
-from .store import FORMAT, NAMED, TENSORS, TEXT, VERSION, mesh_data, torch_version
+from .store import FORMAT, NAMED, TENSORS, TEXT, VERSION, torch_version
 from .trace import Value
 
 
@@ -78,8 +78,7 @@ class _Reader:
     """The values of one file."""
 
     def __init__(self, data: Mapping[str, Any], constants: dict[str, torch.Tensor]) -> None:
-        on = data["mesh"]
-        self.mesh = Mesh(on["axes"], device=on["device"], ranks=on["ranks"])
+        self.mesh = mesh_from(data["mesh"])
         self.rank, self.constants = int(data["rank"]), constants
 
     def program(self, data: Mapping[str, Any]) -> Program:
@@ -125,9 +124,9 @@ class _Reader:
             return {k: self._decoded(v, named) for k, v in given.items()}
         if word == "value":
             shape, dtype, storage, nbytes = given
-            return Value(tuple(shape), _dtype(dtype), storage, nbytes)
+            return Value(tuple(shape), dtype_from(dtype), storage, nbytes)
         if word == "spec":
-            return self._spec(given)
+            return spec_from(given, self.mesh)
         if word == "device":
             return torch.device(given)
         if word == "float":
@@ -136,12 +135,6 @@ class _Reader:
         if not isinstance(found, NAMED[word]):
             raise ValueError(f"torch has no {word} {given!r}")
         return found
-
-    def _spec(self, given: Mapping[str, Any]) -> Spec:
-        shape, order = given["shape"], dict(given.get("order", ()))
-        layout = Layout(self.mesh, [_placement(p) for p in given["placements"]], order=order, ndim=len(shape))
-        kinds = {k: given.get(k, 0) for k in ("reduced", "undecided")}
-        return Spec(shape, _dtype(given["dtype"]), layout, copied=given.get("copied", False), **kinds)
 
 
 def _operator(name: str) -> Any:
@@ -153,20 +146,6 @@ def _operator(name: str) -> Any:
         found = getattr(found, part, None)
     if not isinstance(found, torch._ops.OpOverload):
         raise ProgramError(f"there is no operator {name!r} here; import what defines it first")
-    return found
-
-
-def _placement(given: Any) -> Placement:
-    if given == "replicate":
-        return REPLICATE
-    kind, argument = given
-    return Shard(argument) if kind == "shard" else Partial(argument)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
     return found
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.fx as fx
 
 from ..errors import ProgramError
-from ..layout import Partial, Placement, Shard, Spec
-from ..mesh import Mesh
+from ..layout import Spec, spec_data
+from ..mesh import mesh_data
 from .trace import Value, target_name
 
 if TYPE_CHECKING:
@@ -58,12 +58,6 @@ def save(program: Program, path: str | Path) -> None:
 def torch_version() -> str:
     """Major and minor version of torch: ops may differ between them."""
     return ".".join(torch.__version__.split(".")[:2])
-
-
-def mesh_data(mesh: Mesh) -> dict[str, Any]:
-    """A mesh as JSON has it."""
-    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
-    return {"axes": axes, "device": mesh.device, "ranks": list(mesh.ranks)}
 
 
 def _constants(program: Program) -> dict[str, torch.Tensor]:
@@ -127,29 +121,13 @@ def encoded(a: Any) -> Any:
     if isinstance(a, Value):
         return {"value": [list(a.shape), str(a.dtype).removeprefix("torch."), a.storage, a.nbytes]}
     if isinstance(a, Spec):
-        return {"spec": _spec(a)}
+        return {"spec": spec_data(a)}
     if isinstance(a, torch.device):
         return {"device": str(a)}
     for word, kind in NAMED.items():
         if isinstance(a, kind):
             return {word: str(a).removeprefix("torch.")}
     raise TypeError(f"{a!r} has no name in a file")
-
-
-def _spec(spec: Spec) -> dict[str, Any]:
-    layout = spec.layout
-    made: dict[str, Any] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
-    made["placements"] = [_placement(p) for p in layout.placements]
-    if layout.order:
-        made["order"] = [[dim, list(axes)] for dim, axes in layout.order]
-    made.update({k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))})
-    return made
-
-
-def _placement(p: Placement) -> str | list[Any]:
-    if isinstance(p, Shard):
-        return ["shard", p.dim]
-    return ["partial", p.op] if isinstance(p, Partial) else "replicate"
 
 
 # ---------------------------------------------------------------------------------------------- text
@@ -166,4 +144,4 @@ def _pretty(a: Any, depth: int = 0) -> str:
     return json.dumps(a)
 
 
-__all__ = ["encoded", "mesh_data", "save", "torch_version"]
+__all__ = ["encoded", "save", "torch_version"]

@@ -73,6 +73,7 @@ def shard_module(
         LayoutError: a placement for a dim that the parameter does not have.
         DesyncError: ranks that pass different models or placements.
     """
+    _check_model(model)
     names = _Names(model)
     try:
         plan = _plan(names, mesh, placements or {})
@@ -104,6 +105,28 @@ def shard_module(
     model.__dict__["_gradient_sync"] = made
     model.register_forward_pre_hook(_Reset(made))
     return model
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises ShardError for what is no module, or one whose tensors somebody else lays out or synchronises."""
+    if not isinstance(model, nn.Module):
+        raise ShardError(
+            f"shard_module takes an nn.Module, not {type(model).__name__}: shard the modules of a list one by one, or "
+            "put them into an nn.ModuleList"
+        )
+    wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+    for name, module in model.named_modules():
+        if any(kind.__name__ in wrappers for kind in type(module).__mro__):
+            raise ShardError(
+                f"{name or 'the model'} is wrapped as {type(module).__name__}, which would synchronise or split what "
+                "shard_module does: pass the module inside, unwrapped (stored_over= is what FSDP does)"
+            )
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if type(t).__module__.startswith("torch.distributed"):
+            raise ShardError(
+                f"{name} is a {type(t).__name__} of PyTorch: build the model with plain tensors and give their layout "
+                "in placements=, or bring one over with mw.from_dtensor"
+            )
 
 
 def lay_module(

@@ -12,6 +12,7 @@ from torch.overrides import redispatch_function
 from .. import runtime
 from ..dispatch import (
     QUESTIONS,
+    Plan,
     call_disabled,
     disabled,
     execute,
@@ -27,6 +28,7 @@ from ..dispatch import (
 )
 from ..errors import DispatchError
 from .carrier import NO, DistTensor, local_of, stamp
+from .memory import into_plain
 from .special import SPECIAL
 
 Tensor = torch.Tensor
@@ -126,8 +128,11 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     if kwargs.get("out") is not None:
         return _with_out(func, args, kwargs)
     swift = all(isinstance(a, Tensor) for a in args[: len(tensors_in(args))]) and not tensors_in(kwargs)
-    resolve(func)  # so that the key of the next call knows whether the op is pointwise
-    plan = plan_call(func, args, kwargs)
+    op = resolve(func)  # here, so that the key of the next call knows whether the op is pointwise
+    if op.inplace and not op.python and isinstance(args[0], Tensor) and not isinstance(args[0], DistTensor):
+        plan = Plan(op, run=into_plain(func))
+    else:
+        plan = plan_call(func, args, kwargs)
     if plan.run is not None and args and args[0].__class__ is list:
         LISTED[func] = plan.run
     plan.swift = plan.swift and swift

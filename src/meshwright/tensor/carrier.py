@@ -14,8 +14,8 @@ import torch
 from .. import convert, reshard, runtime
 from ..dispatch import call_disabled, disabled, settle
 from ..errors import LayoutError
-from ..layout import Layout, Partial, Placement, Spec
-from ..mesh import Mesh
+from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
+from ..mesh import Mesh, mesh_data, mesh_from
 
 Tensor = torch.Tensor
 NO: dict[str, Any] = {}
@@ -138,10 +138,6 @@ class DistTensor(torch.Tensor):
         """The global values as nested lists.  Every rank must call it."""
         return whole(self.detach()).tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """The global values as an array.  Every rank must call it."""
-        return whole(self.detach() if force else self).numpy(force=force)
-
     def __bool__(self) -> bool:
         return bool(whole(self.detach()))
 
@@ -180,7 +176,16 @@ class DistTensor(torch.Tensor):
         with disabled():
             local = Tensor.detach(self)
         local.__class__ = Tensor
-        return _rebuild, (local, self._spec, self.requires_grad, getattr(self, "_is_param", False))
+        spec = self._spec.with_(copied=False)
+        about = {
+            "mesh": mesh_data(spec.mesh),
+            "spec": spec_data(spec),
+            "rank": runtime.RT.rank,
+            "world": runtime.RT.world,
+            "requires_grad": self.requires_grad,
+            "parameter": getattr(self, "_is_param", False),
+        }
+        return _rebuild, (local, about)
 
     # -- gradients ----------------------------------------------------------------------------------------
 
@@ -308,12 +313,32 @@ def every_axis(spec: Spec) -> int:
     return (1 << spec.mesh.ndim) - 1
 
 
-def _rebuild(local: Tensor, spec: Spec, requires_grad: bool, is_param: bool) -> DistTensor:
+def _rebuild(local: Tensor, about: dict[str, Any]) -> DistTensor:
+    """The tensor that a rank saved or sent.  Raises LayoutError on another rank, whose part it is not."""
+    spec = spec_from(about["spec"], mesh_from(about["mesh"]))
+    here, there = (runtime.RT.rank, runtime.RT.world), (about["rank"], about["world"])
+    if here != there and is_part(spec):
+        raise LayoutError(
+            f"this is the part that rank {there[0]} of {there[1]} holds of {spec!r} on {spec.mesh!r}, and here is rank "
+            f"{here[0]} of {here[1]}: each rank saves and loads a file of its own, after mw.init_mesh; for one file "
+            "save global values, mw.unshard(x) on every rank, and bring what was loaded back with mw.shard_tensor or "
+            "load_state_dict"
+        )
     made = stamp(local, spec)
-    made.requires_grad_(requires_grad)
-    if is_param:
+    made.requires_grad_(about["requires_grad"])
+    if about["parameter"]:
         made._is_param = True
     return made
+
+
+# What torch.load(weights_only=True) may call: it gets a tensor, and otherwise only dicts, lists, words and numbers.
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def is_part(spec: Spec) -> bool:
+    """Whether what a rank holds is not the global value, on any rank."""
+    layout = spec.layout
+    return any(n > 1 and not isinstance(p, Replicate) for n, p in zip(spec.mesh.sizes, layout.placements, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------- values

@@ -10,6 +10,7 @@ from ..dispatch import call_disabled
 from ..errors import DispatchError
 from .autograd import backward, grad
 from .carrier import DistTensor, every_axis
+from .memory import READERS
 
 
 def _refuse_transforms() -> None:
@@ -56,6 +57,7 @@ def _no_forward_mode(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 SPECIAL: dict[str, Callable[..., Any]] = {
+    **READERS,
     "_make_dual": _no_forward_mode,
     "grad": grad,
     "backward": backward,
