@@ -27,7 +27,7 @@ from .dispatch import (
     resolve,
     tensors_in,
 )
-from .errors import ConversionError, DispatchError, MeshwrightError, RuleError
+from .errors import ConversionError, MeshwrightError, RuleError
 from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
 from .mesh import Mesh
 from .program import Program
@@ -53,7 +53,6 @@ class Report:
         op: name of the op.
         cases: number of runs that agreed with the single device.
         strategies: what the rule allows on one axis, a line each; empty without a rule.
-        refused: in-place calls that the library refused on every rank, with the same error.
         gathered: runs for which there was no rule.
         random: the op draws random numbers: only shapes, and that the ranks agree, were checked.
     """
@@ -61,7 +60,6 @@ class Report:
     op: str
     cases: int = 0
     strategies: list[str] = field(default_factory=list)
-    refused: int = 0
     gathered: int = 0
     random: bool = False
 
@@ -69,8 +67,7 @@ class Report:
         text = f"{self.op}: {self.cases} runs agree with the single device"
         if self.random:
             text = f"{self.op}: random; in {self.cases} runs shapes are right and the ranks agree"
-        for count, what in ((self.refused, "refused (in place)"), (self.gathered, "gathered (no rule)")):
-            text += f", {count} {what}" if count else ""
+        text += f", {self.gathered} gathered (no rule)" if self.gathered else ""
         return "\n".join([text, *(f"  {s}" for s in self.strategies)])
 
 
@@ -382,11 +379,6 @@ def _check_case(call: _Call, case: _Case, want: _Reference, report: Report) -> N
     """Run one case on all ranks.  Raises RuleError for what the first rank with a difference found."""
     try:
         found = simulate(lambda: _run_case(call, case, want), case.layouts[0].mesh)
-    except DispatchError as error:
-        if resolve(call.fn).inplace and not getattr(error, "__notes__", None):
-            report.refused += 1
-            return
-        raise RuleError(f"check_rule({call.name!r}) with {case}: {error}") from error
     except Exception as error:
         kind = "" if isinstance(error, MeshwrightError) else f"{type(error).__name__}: "
         note = " ".join(getattr(error, "__notes__", ()))

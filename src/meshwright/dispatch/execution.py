@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,12 +13,14 @@ from ..layout import Layout, Partial, Placements, Spec
 from .calls import (
     disabled,
     map_tensors,
+    spec_of,
     tensors_in,
 )
-from .leaves import _leans_invariant, settle, tie
+from .leaves import _leans_invariant, follow_root, lead_root, settle, tie
 from .plans import (
     Plan,
     plan_call,
+    written_spec,
 )
 
 Tensor = torch.Tensor
@@ -26,6 +28,7 @@ Tensor = torch.Tensor
 
 Stamp = Callable[[Tensor, Spec], Any]
 Note = Callable[[bool], None]
+Converter = Callable[[Tensor, reshard.Plan, "Note | None"], Tensor]
 
 
 def convert_tensor(t: Tensor, steps: reshard.Plan, note: Note | None = None) -> Tensor:
@@ -100,16 +103,18 @@ def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | Non
         return None
     if note is not None:
         note(False)
-    return convert.apply_known(direct.steps, origin, t)
+    with torch.no_grad():
+        value = convert.apply(steps.steps, t)  # moves nothing, but may take this rank's part
+    return convert.apply_known(direct.steps, origin, value)
 
 
 def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stamp: Stamp) -> Any:
     """Convert the inputs, run the op on locals, stamp the outputs.  Must run with dispatch disabled."""
     tensors = tensors_in((args, kwargs))
     grad_on = torch.is_grad_enabled()
-    if grad_on:
-        replan = False
-        for i, spec in plan.decide:
+    if grad_on and (plan.untyped or plan.decide):
+        replan = any([follow_root(t) for t in tensors])
+        for i, spec in () if replan else plan.decide:
             t = tensors[i]
             if t.requires_grad and "_spec" in t.__dict__:
                 if _leans_invariant(t, spec):
@@ -120,28 +125,60 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     locals_ = list(tensors)
     for i, steps in plan.conversions:
         locals_[i] = _convert_recorded(plan, i, tensors[i], steps)
+    if plan.back is not None:
+        with _as_plain(locals_[0]) as local:
+            locals_[0] = local.clone()  # what was converted may be kept for its next use
     result = _run_local(plan, func, args, kwargs, tensors, locals_)
-    if not plan.op.inplace:
-        result = _own(plan, result, tensors, locals_)
+    if plan.op.inplace:
+        return _finish_write(plan, tensors, locals_[0], result, stamp)
+    result = _own(plan, result, tensors, locals_)
     if plan.gathered:
         return _finish_gathered(plan, tensors, result, stamp)
-    if plan.op.inplace:
-        if plan.local is not None and isinstance(result, Tensor) and result is not tensors[0]:
-            tensors[0].copy_(result)  # the local function computed the new value instead of writing it
-        stamp(tensors[0], plan.outputs[0])
-        plan.fast = (plan.plain or plan.retypes) and result is tensors[0]
-        return tensors[0]
     return _finish(plan, tensors, result, stamp, grad_on)
 
 
-def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan) -> Tensor:
+def _finish_write(plan: Plan, tensors: Sequence[Tensor], written: Tensor, result: Any, stamp: Stamp) -> Tensor:
+    """Bring what was written to where its target lies, and say what the target is now."""
+    target, made = tensors[0], plan.outputs[0]
+    old = spec_of(target, made.mesh)
+    elsewhere = plan.back is not None or plan.local is not None  # a local function may compute the new value
+    value = result if elsewhere and isinstance(result, Tensor) else written
+    with _as_plain(value) as new:
+        if plan.gathered and new.shape != old.shape:  # resize_: what is left of the old layout is of no use
+            if value is not target:
+                with _as_plain(target) as local:
+                    local.set_(new)  # type: ignore[call-overload]
+            return cast(
+                Tensor, stamp(target, Spec(new.shape, old.dtype, Layout(old.mesh), 0, (1 << old.mesh.ndim) - 1))
+            )
+    if plan.back is not None:
+        value = _convert_recorded(plan, 0, value, plan.back, _bring_back)
+    if value is not target:
+        with _as_plain(target) as local, _as_plain(value) as new:
+            local.copy_(new)
+    if torch.is_grad_enabled() and target.requires_grad:
+        stamp(target, written_spec(old, made) if made.shape == old.shape else made)
+        lead_root(target, tensors)
+    else:
+        stamp(target, old if made.shape == old.shape else made)
+    plan.fast = (plan.plain or plan.retypes) and result is target
+    return target
+
+
+def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan, make: Converter = convert_tensor) -> Tensor:
     rt = runtime.RT
     if rt.records is None and not (steps.moves and rt.explicit):
-        return convert_tensor(t, steps)
+        return make(t, steps, None)
     try:
-        return convert_tensor(t, steps, lambda moved: record.implicit(plan.op.name, i, steps, plan.why, moved))
+        return make(t, steps, lambda moved: record.implicit(plan.op.name, i, steps, plan.why, moved))
     finally:
         rt.cause = None
+
+
+def _bring_back(t: Tensor, steps: reshard.Plan, note: Note | None) -> Tensor:
+    if note is not None:
+        note(steps.moves)
+    return convert.apply(steps.steps, t)
 
 
 def _run_local(
@@ -160,7 +197,7 @@ def _run_local(
     if plan.alias:
         locals_ = [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
     if (plan.local is None or plan.native is not None) and not plan.gathered:
-        if plan.conversions or plan.alias:
+        if plan.conversions or plan.alias or plan.back is not None:
             given = iter(locals_)
             args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return func(*args, **kwargs) if plan.native is None else plan.native(args[0])
@@ -204,11 +241,13 @@ def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, gr
     return result
 
 
-def settle_after(plan: Plan, args: Any, kwargs: Any, result: Any, stamp: Stamp) -> Any:
+def settle_after(plan: Plan, func: Any, args: Any, kwargs: Any, result: Any, stamp: Stamp) -> Any:
     """Stamp outputs of a call that ran already, and give its leaves the types that it implies."""
     tensors = tensors_in((args, kwargs))
     with disabled():
         if torch.is_grad_enabled():
+            if any([follow_root(t) for t in tensors]):
+                return execute(plan_call(func, args, kwargs), func, args, kwargs, stamp)
             for i, spec in plan.decide:
                 if tensors[i].requires_grad:
                     settle(tensors[i], spec)
@@ -241,21 +280,6 @@ def _finish_gathered(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: 
     def spec(t: Tensor) -> Spec:
         return Spec(t.shape, t.dtype, whole, 0, 0 if t.requires_grad else everywhere, plan.copies)
 
-    if plan.op.inplace:
-        target: Spec = tensors[0].__dict__.get("_spec") or spec(tensors[0])
-        moved = {i for i, _ in plan.conversions}
-        with disabled():
-            resized = isinstance(result, Tensor) and Tensor.size(result) != target.shape
-        if resized:  # resize_: what is left of the old layout is of no use
-            if 0 in moved:
-                with _as_plain(tensors[0]) as local:
-                    local.set_(result)
-            stamp(tensors[0], Spec(Tensor.size(result), target.dtype, whole, 0, everywhere))
-        elif 0 in moved and isinstance(result, Tensor):
-            back = reshard.plan(Spec(target.shape, target.dtype, whole), target.with_(undecided=0))
-            with _as_plain(tensors[0]) as local:
-                local.copy_(convert.apply(back.steps, result))
-        return tensors[0]
     for t in tensors_in(result):
         with disabled():
             stamp(t, spec(t))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..layout import Spec
+from ..layout import Replicate, Spec
 
 Tensor = torch.Tensor
 
@@ -75,3 +75,38 @@ def settle(t: Tensor, spec: Spec) -> None:
         m.__dict__["_spec"] = now
         if not now.undecided:
             m.__dict__.pop("_tied", None)
+
+
+def follow_root(t: Tensor) -> bool:
+    """Give an undecided view the types of the tensor whose memory it is; whether that told anything new.
+
+    One memory has one history, so one type: a view made before the first write with a gradient knows nothing of it.
+    """
+    spec: Spec | None = t.__dict__.get("_spec")
+    if spec is None or not spec.undecided or not t.requires_grad or t._base is None:
+        return False
+    root: Spec | None = t._base.__dict__.get("_spec")
+    if root is None:
+        return False
+    tie([t._base, t])
+    told = spec.undecided & ~root.undecided & _replicated(root)
+    if not told:
+        return False
+    settle(t, spec.with_(reduced=spec.reduced | (root.reduced & told), undecided=spec.undecided & ~told))
+    return True
+
+
+def lead_root(t: Tensor, tensors: Sequence[Tensor]) -> None:
+    """After a write to ``t``: the memory that it is a view of has its types, and stays tied to what was written."""
+    spec: Spec = t.__dict__["_spec"]
+    root = t._base if t._base is not None and "_spec" in t._base.__dict__ else t
+    old: Spec = root.__dict__["_spec"]
+    if root is not t and old.mesh == spec.mesh:
+        told = old.undecided & ~spec.undecided & _replicated(spec)
+        root.__dict__["_spec"] = old.with_(reduced=old.reduced | (spec.reduced & told), undecided=old.undecided & ~told)
+    if spec.undecided:
+        tie([*tensors, t, root])
+
+
+def _replicated(spec: Spec) -> int:
+    return sum(1 << a for a, p in enumerate(spec.layout.placements) if isinstance(p, Replicate))

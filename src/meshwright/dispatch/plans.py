@@ -37,7 +37,8 @@ class Plan:
     ``retypes``: plain but for conversions that only change types, which do nothing where no gradient is recorded.
     ``native``: run this call instead of the op.  ``swift``: conversions of plain positional arguments around one
     native op: no nested arguments to walk.  ``alias``: a custom op, whose backward may look at the inputs that it
-    saved: it gets plain aliases.
+    saved: it gets plain aliases.  ``back``: a write that cannot be made in the layout of its target: it is made in a
+    copy of another layout, which is then brought back and copied into the target.
     """
 
     op: Op
@@ -57,6 +58,7 @@ class Plan:
     redispatch: bool = False
     gathered: bool = False
     copies: bool = False
+    back: reshard.Plan | None = None
     open: int = 0
     checked: bool = False
     mesh: Mesh | None = None
@@ -133,7 +135,10 @@ def _plan_ruled(
         _check_outputs(op, rule, like)
     if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
         return Plan(op, run=rule.decompose, mesh=mesh)
-    choice = choose(rule, specs, like, inplace=op.inplace, strategies=strategies)
+    try:
+        choice = choose(rule, specs, like, inplace=op.inplace, strategies=strategies)
+    except DispatchError:
+        choice = choose(rule, specs, like, strategies=strategies)
     return _mark_copies(_plan_from(op, mesh, rule, specs, choice), func, specs, args, kwargs)
 
 
@@ -175,11 +180,7 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
         steps = reshard.plan(src, dst)
         if steps.steps:
             conversions.append((i, steps))
-    if op.inplace and any(i == 0 for i, _ in conversions):
-        raise DispatchError(
-            f"in place, the first tensor must keep its layout {specs[0].layout!r}; use the out-of-place op, or "
-            "mw.reshard it first"
-        )
+    back = _way_back(conversions, specs, choice.outputs) if op.inplace else None
     decide = tuple(
         (i, src) for i, (given, src) in enumerate(zip(specs, choice.sources, strict=True)) if given is not src
     )
@@ -189,7 +190,8 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
         local = rule.local(Local(rule, choice.inputs, choice.outputs, here))
     alias = "::" in op.name
     direct = (local is None or isinstance(local, Native)) and choice.outputs != () and not alias
-    direct = direct and not (op.inplace and (decide or choice.open))
+    if op.inplace:  # what says anew what the target is cannot be left to the native op
+        direct = direct and not (back or decide or choice.open or choice.outputs[0].shape != specs[0].shape)
     return Plan(
         op,
         plain=not conversions and direct,
@@ -203,11 +205,34 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
         conversions=tuple(conversions),
         decide=decide,
         local=local,
+        back=back,
         open=choice.open,
         mesh=mesh,
         choice=choice,
         why=rule.text,
     )
+
+
+def _way_back(
+    conversions: Sequence[tuple[int, reshard.Plan]], specs: Sequence[Spec], outputs: Sequence[Spec]
+) -> reshard.Plan | None:
+    """From where a write is made to where its target lies; None where that is the target itself."""
+    made, target = outputs[0], specs[0]
+    if made.shape != target.shape:  # unsqueeze_, t_: the layout changes with the shape
+        if any(i == 0 for i, _ in conversions):
+            raise DispatchError(
+                f"the target, of {target!r}, would have to move and change its shape: do it out of place"
+            )
+        return None
+    if made.layout == target.layout and not any(i == 0 for i, _ in conversions):
+        return None
+    return reshard.plan(made.with_(undecided=0), written_spec(target, made).with_(dtype=made.dtype, undecided=0))
+
+
+def written_spec(target: Spec, made: Spec) -> Spec:
+    """Spec of a tensor after a write that makes ``made``: types that it had are kept, for its views have them too."""
+    open_ = target.undecided
+    return target.with_(reduced=target.reduced | (made.reduced & open_), undecided=made.undecided & open_)
 
 
 def make_rule(op: Op, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
@@ -311,6 +336,9 @@ def _gather_plan(op: Op, mesh: Mesh, specs: list[Spec]) -> Plan:
             conversions.append((i, steps))
             lost += steps.forward_bytes
     plan = Plan(op, conversions=tuple(conversions), decide=tuple(decide), mesh=mesh, gathered=True)
+    if op.inplace:
+        plan.outputs = (Spec(specs[0].shape, specs[0].dtype, Layout(mesh)),)
+        plan.back = _way_back(conversions, specs, plan.outputs)
     plan.notes["bytes"] = lost
     return plan
 

@@ -64,7 +64,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     if out.__class__ is not Tensor:  # in place, or an op that returned its input
         return out
     if untyped and out.requires_grad:  # leaves get their types now
-        return settle_after(runtime.RT.plans[key], args, kwargs, out, stamp)
+        return settle_after(runtime.RT.plans[key], func, args, kwargs, out, stamp)
     if out.dtype is not spec.dtype:  # autocast
         spec = spec.with_(dtype=out.dtype)
     out.__class__ = DistTensor
@@ -99,7 +99,7 @@ def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
             runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
         many = out if out.__class__ is not Tensor else (out,)
         if plan.untyped and any(t.requires_grad for t in many):
-            return settle_after(plan, args, kwargs, out, stamp)
+            return settle_after(plan, func, args, kwargs, out, stamp)
         for t, spec in zip(many, plan.outputs, strict=True):
             stamp(t, spec)
         return out
