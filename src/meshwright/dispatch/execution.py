@@ -16,7 +16,7 @@ from .calls import (
     spec_of,
     tensors_in,
 )
-from .leaves import _leans_invariant, follow_root, lead_root, settle, tie
+from .leaves import _leans_invariant, follow_roots, lead_root, settle, tie
 from .plans import (
     Plan,
     plan_call,
@@ -113,7 +113,7 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     tensors = tensors_in((args, kwargs))
     grad_on = torch.is_grad_enabled()
     if grad_on and (plan.untyped or plan.decide):
-        replan = any([follow_root(t) for t in tensors])
+        replan = follow_roots(tensors)
         for i, spec in () if replan else plan.decide:
             t = tensors[i]
             if t.requires_grad and "_spec" in t.__dict__:
@@ -246,7 +246,7 @@ def settle_after(plan: Plan, func: Any, args: Any, kwargs: Any, result: Any, sta
     tensors = tensors_in((args, kwargs))
     with disabled():
         if torch.is_grad_enabled():
-            if any([follow_root(t) for t in tensors]):
+            if follow_roots(tensors):
                 return execute(plan_call(func, args, kwargs), func, args, kwargs, stamp)
             for i, spec in plan.decide:
                 if tensors[i].requires_grad:

@@ -77,11 +77,15 @@ def settle(t: Tensor, spec: Spec) -> None:
             m.__dict__.pop("_tied", None)
 
 
-def follow_root(t: Tensor) -> bool:
-    """Give an undecided view the types of the tensor whose memory it is; whether that told anything new.
+def follow_roots(tensors: Sequence[Tensor]) -> bool:
+    """Give undecided views the types of the tensors whose memory they are; whether that told anything new.
 
     One memory has one history, so one type: a view made before the first write with a gradient knows nothing of it.
     """
+    return sum(_follow_root(t) for t in tensors) > 0
+
+
+def _follow_root(t: Tensor) -> bool:
     spec: Spec | None = t.__dict__.get("_spec")
     if spec is None or not spec.undecided or not t.requires_grad or t._base is None:
         return False
