@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -22,23 +23,32 @@ from .tensor import DistTensor, stamp, whole
 Tensor = torch.Tensor
 
 
-def init_mesh(axes: dict[str, int], *, device: str = "cpu") -> Mesh:
+def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | None = None, check: bool = False) -> Mesh:
     """A mesh over the running processes (torchrun's environment, or an initialised process group).
 
     Args:
         axes: axis name to size; the product must be the number of processes.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+        timeout: seconds that a rank waits in a collective for the others before it raises; 300 unless given.  Ranks
+            that disagree are told within seconds, so it only bounds how long a rank may be stopped, or do something
+            alone (write a checkpoint, read data).  After 30 seconds a warning says who waits for whom.
+        check: compare at every collective what the ranks are about to do, and by digest the values that must be the
+            same (see ``docs/agreement.md``).  Slower: to find out what is wrong.
 
     Raises:
         MeshError: on every rank, when the mesh does not match the number of processes.
+        DesyncError: on every rank, when they were started with different arguments.
     """
     import torch.distributed as dist
 
     mesh = Mesh(axes, device=device)
+    if timeout is not None and not timeout > 0:
+        raise MeshError(f"init_mesh: timeout={timeout!r} is not a number of seconds above 0")
     if runtime.RT.sim is None:
         started = dist.is_initialized()
         if not started and dist.is_torchelastic_launched():
-            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            limit = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", **limit)
             started = True
         world = dist.get_world_size() if started else 1
         if mesh.size != world:
@@ -48,7 +58,11 @@ def init_mesh(axes: dict[str, int], *, device: str = "cpu") -> Mesh:
                 f"start it with torchrun --nproc-per-node {mesh.size}, or change the sizes"
             )
         if started:
+            runtime.RT.timeout = timeout
             collective.connect(mesh)
+    runtime.RT.check = False
+    agree("init_mesh", f"{mesh!r}, timeout={timeout}, check={check}", mesh)
+    runtime.RT.check = check
     return mesh
 
 

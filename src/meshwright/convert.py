@@ -97,6 +97,19 @@ def run(step: Step, local: Tensor) -> Tensor:
     ready: Runner | None = runtime.RT.memo.get(step)
     if ready is None:
         ready = runtime.RT.memo[step] = _prepare(step)
+    if runtime.RT.check:
+        return _checked(step, local, ready)
+    return ready(local)
+
+
+def _checked(step: Step, local: Tensor, ready: Runner) -> Tensor:
+    """In check mode: ranks that hold the same part by the step's source layout must hold the same values."""
+    layout = step.src.layout
+    same = tuple(a for a, p in enumerate(layout.placements) if isinstance(p, Replicate) and step.src.mesh.sizes[a] > 1)
+    if same and not collective.recording():
+        collective.same_values(local, repr(layout), collective.group(step.src.mesh, same))
+    if step.moves:
+        runtime.RT.doing = f"{layout!r} -> {step.dst.layout!r}"
     return ready(local)
 
 

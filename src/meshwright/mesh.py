@@ -126,13 +126,17 @@ class Mesh:
     def device_mesh(self) -> DeviceMesh:
         """The same grid as torch's DeviceMesh (connects: every rank must call it together)."""
         import torch
+        import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
 
-        if "_device_mesh" not in self.__dict__:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        kept, made = self.__dict__.get("_device_mesh", (None, None))
+        if made is None or kept is not world:  # it belongs to the process group that it was made under
             grid = torch.tensor(self.ranks).reshape(self.sizes)
-            self.__dict__["_device_mesh"] = DeviceMesh(self.device, grid, mesh_dim_names=self.axes)
-        made: DeviceMesh = self.__dict__["_device_mesh"]
-        return made
+            made = DeviceMesh(self.device, grid, mesh_dim_names=self.axes)
+            self.__dict__["_device_mesh"] = (dist.group.WORLD, made)
+        connected: DeviceMesh = made
+        return connected
 
 
 def _rebuild(axes: dict[str, int], device: str, ranks: tuple[int, ...]) -> Mesh:

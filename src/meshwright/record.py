@@ -5,21 +5,13 @@ Nothing is looked up unless somebody listens: finding the user's line walks the 
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass, replace
-
-import torch
 
 from . import reshard, runtime
 from .convert import Step
 from .cost import step_bytes
 from .errors import ExplicitError
-
-_OWN = os.path.dirname(os.path.abspath(__file__))
-# The models of the main job and of `meshwright explain` are user code.
-_EXAMPLES = (os.path.join(_OWN, "train"), os.path.join(_OWN, "explain_cli"))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+from .runtime import user_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +57,6 @@ class Record:
             f"{self.line}: {self.op} argument {self.argument} {list(self.shape)}: {' + '.join(self.kinds)} over "
             f"{','.join(self.axes)}, {self.bytes:.0f} bytes ({self.src} -> {self.dst}): {self.reason}"
         )
-
-
-def is_users(file: str) -> bool:
-    """Whether a file of code is the user's, and not ours or torch's."""
-    return not file.startswith((_OWN, _TORCH)) or file.startswith(_EXAMPLES)
-
-
-def user_line() -> str:
-    """``file:line`` of the nearest frame outside this package and torch."""
-    if runtime.RT.line is not None:
-        return runtime.RT.line
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if is_users(name):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
 
 
 def make(op: str, argument: int, plan: reshard.Plan, reason: str) -> Record:

@@ -8,15 +8,26 @@ and ``runtime.RT.rank``: a name imported from here would go stale.
 from __future__ import annotations
 
 import atexit
+import gc
+import os
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+import torch
 import torch.distributed as dist
 
 # Not used, but imported while there is no process group: the defaults of its functions hold the one that they find,
 # and PyTorch imports it in the middle of a run.  A group that is held is not destroyed, and its threads, which drop
 # their tensors when they come to it, abort a process that is about to exit.
-import torch.distributed.nn.functional  # noqa: F401
+import torch.distributed.nn.functional
+
+from .errors import CollectiveError, MeshError
+
+_OWN = os.path.dirname(os.path.abspath(__file__))
+# The models of the main job and of `meshwright explain` are user code.
+_EXAMPLES = (os.path.join(_OWN, "train"), os.path.join(_OWN, "explain_cli"))
+_NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)))
 
 
 class Counts:
@@ -123,6 +134,11 @@ class Runtime:
         line: the user's line that records are to show, where the call stack cannot tell, or None.
         explicit: whether communication must be asked for by name.
         counts: the collectives that ran.
+        timeout: seconds that a collective may take, or None for the default.
+        check: whether every collective compares first what the ranks are about to do (``init_mesh(check=True)``).
+        doing: in check mode the conversion that the next collective is part of.
+        tag: where the user's code reads the value that the next collective makes, or empty.
+        was: the rank under the process group before this one, or None.
     """
 
     rank: int
@@ -141,6 +157,11 @@ class Runtime:
         self.line: str | None = None
         self.explicit = False
         self.counts = Counts()
+        self.timeout: float | None = None
+        self.check = False
+        self.doing = ""
+        self.tag = ""
+        self.was: int | None = None
 
     def __getattr__(self, name: str) -> int:
         # Reached only while the attribute is unset: afterwards rank and world are plain attributes.
@@ -160,10 +181,99 @@ RT = Runtime()
 
 
 def reset() -> None:
-    """Start afresh, as after ``destroy_process_group``: caches, counts and the known rank are dropped."""
+    """Start afresh, as after ``destroy_process_group``: groups, caches, counts and the known rank are dropped."""
     global RT
     RT = Runtime()
 
 
 # After destroy_process_group the groups kept here are the last ones: their threads end while Python still runs.
 atexit.register(reset)
+
+
+# -- the process group that a runtime belongs to -----------------------------------------------------------
+
+
+class _Stale:
+    """In place of the spec of a tensor that this process holds as a rank that it no longer is."""
+
+    def __init__(self, was: int, now: int) -> None:
+        self.was, self.now = was, now
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise MeshError(
+            f"this tensor was distributed when the process was rank {self.was}, and it is rank {self.now} now: its "
+            "local part belongs to another place of the mesh; distribute it anew, from a checkpoint or another rank"
+        )
+
+
+def _belong_to(pg: Any) -> None:
+    """The default process group was made or destroyed: what was known of ranks and groups went with the old one."""
+    if RT.sim is not None and not isinstance(RT.sim, Forked):
+        return
+    known = RT.__dict__.get("rank", RT.was)
+    reset()
+    RT.was = known
+    if pg is None or known is None or (pg.rank() == known):
+        return
+    for t in gc.get_objects():  # rare: only where a process became another rank and has tensors of its old place
+        if issubclass(type(t), torch.Tensor) and "_spec" in t.__dict__:
+            t.__dict__["_spec"] = _Stale(known, pg.rank())
+
+
+def _follow_process_group() -> None:
+    # The one place that init_process_group and destroy_process_group both pass, however they were imported.
+    inner = dist.distributed_c10d._update_default_pg
+
+    def update(pg: Any) -> None:
+        inner(pg)
+        _belong_to(pg)
+
+    dist.distributed_c10d._update_default_pg = update
+
+
+class Forked:
+    """The ``sim`` of a process that was forked from a rank: it is no rank, and the groups are its parent's."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def meet(self, ranks: Any, call: Any, payload: Any, compute: Any) -> NoReturn:
+        """Refuse."""
+        raise CollectiveError(
+            f"{call}: this process was forked from rank {self.rank} after init_mesh and is no rank itself: call "
+            "collectives in the parent only, or start the process with 'spawn' and give it a process group of its own"
+        )
+
+
+def _after_fork() -> None:
+    global RT
+    if dist.is_available() and dist.is_initialized() and not isinstance(RT.sim, Forked):
+        sim = Forked(RT.rank)
+        RT = Runtime(RT.rank, RT.world, sim)
+
+
+if dist.is_available():
+    _follow_process_group()
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- the user's code ---------------------------------------------------------------------------------------
+
+
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's, and not ours or torch's."""
+    return not file.startswith(_NOT_USERS) or file.startswith(_EXAMPLES)
+
+
+def user_line(*, exactly: bool = False) -> str:
+    """``file:line`` of the nearest frame outside this package and torch; ``exactly``: and the instruction there."""
+    if RT.line is not None:
+        return RT.line
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if is_users(name):
+            where = f"{os.path.basename(name)}:{frame.f_lineno}"
+            return f"{where} (instruction {frame.f_lasti})" if exactly else where
+        frame = frame.f_back
+    return "?"

@@ -32,6 +32,7 @@ class Call(NamedTuple):
     shape: tuple[int, ...] = ()
     args: tuple[tuple[str, Any], ...] = ()
     free_dims: tuple[int, ...] = ()  # dims of the shape that may differ from rank to rank
+    tag: str = ""  # for what the user's code reads: where
 
     def agrees(self, other: Call) -> bool:
         """Whether both are the same collective."""
@@ -46,7 +47,7 @@ class Call(NamedTuple):
         text = f"{self.kind}({', '.join(inner)})" if inner else self.kind
         if self.dtype is not None:
             text += f" of {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-        return text
+        return f"{text}, for the value read at {self.tag}" if self.tag else text
 
 
 @dataclass
@@ -271,7 +272,7 @@ def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return modes
 
 
-def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0) -> list[Any]:
+def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0, check: bool = False) -> list[Any]:
     """Run ``fn()`` once per rank of ``mesh`` in this process; the results, in the order of the ranks.
 
     Each rank has a thread, but exactly one runs at any time: the ranks take turns where they meet in a
@@ -281,6 +282,8 @@ def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0) -> lis
     Args:
         fn: what a rank does; ``runtime.RT.rank`` says which one it is.
         timeout: seconds that one rank may run without meeting another (a wrong loop, not a slow network).
+        check: as for ``init_mesh``: compare at every collective what the ranks are about to do, and the values that
+            must be the same.
 
     Raises:
         Exception: the first exception that any rank raised, with a note naming the rank unless all ranks
@@ -288,6 +291,9 @@ def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0) -> lis
         DesyncError: the ranks called different collectives, wait for each other, or one finished early.
         CollectiveError: called from inside a simulation.
     """
-    if runtime.RT.sim is not None:
+    if runtime.RT.sim is not None and not isinstance(runtime.RT.sim, runtime.Forked):
         raise CollectiveError("simulate was called inside simulate: call it from the outermost level only")
-    return Simulation(mesh).run(fn, timeout)
+    simulation = Simulation(mesh)
+    for rt in simulation.runtimes.values():
+        rt.check = check
+    return simulation.run(fn, timeout)

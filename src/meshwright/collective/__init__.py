@@ -10,6 +10,7 @@ alone: a rank with an empty part must still take part.
 
 from __future__ import annotations
 
+from .checking import compare, digests, same_values
 from .graph import (
     COLLECTIVES,
     STARTS,
@@ -55,8 +56,10 @@ __all__ = [
     "barrier",
     "broadcast",
     "bytes_of",
+    "compare",
     "connect",
     "counting",
+    "digests",
     "group",
     "group_of",
     "keep_one",
@@ -66,4 +69,5 @@ __all__ = [
     "recording",
     "reduce_scatter",
     "reduce_scatter_async",
+    "same_values",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from .. import runtime
 from ..errors import CollectiveError
 from ..mesh import Mesh
+from . import words
+from .watch import TIMEOUT, Link, open_sockets
 
 
 class Group:
@@ -23,16 +26,24 @@ class Group:
         axes: names of the mesh axes that the group spans, for the accounts.
         device: type of the device whose tensors it moves.
         pg: torch's ProcessGroup; None if the group is simulated or has one rank.
+        link: what is known of its use; None where pg is.
+        home: the runtime that it belongs to: with another process group there is another one.
     """
 
-    __slots__ = ("axes", "device", "index", "pg", "plain", "ranks", "scatters", "size")
+    __slots__ = ("axes", "device", "gloo", "home", "index", "link", "pg", "plain", "ranks", "scatters", "size")
 
-    def __init__(self, ranks: tuple[int, ...], index: int, axes: tuple[str, ...], device: str, pg: Any = None) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], index: int, axes: tuple[str, ...], device: str, pg: Any = None,
+        link: Link | None = None,
+    ) -> None:  # fmt: skip
         self.ranks, self.index, self.axes, self.device, self.pg = ranks, index, axes, device, pg
         self.size = len(ranks)
         # A Python subclass need only have allreduce, allgather and broadcast.
         self.plain = type(pg) is dist.ProcessGroup
-        self.scatters = self.plain and _backend_name(pg, device) != "gloo"
+        self.gloo = self.plain and backend_name(pg, device) == "gloo"
+        self.scatters = self.plain and not self.gloo
+        self.link = link or (Link(pg, ranks, self.gloo) if pg is not None else None)
+        self.home = runtime.RT
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup, *, axes: tuple[str, ...] = (), device: str = "cpu") -> Group:
@@ -51,7 +62,7 @@ class Group:
         return f"Group({','.join(self.axes) or 'no axis'}, ranks={self.ranks}, index={self.index})"
 
 
-def _backend_name(pg: Any, device: str) -> str:
+def backend_name(pg: Any, device: str) -> str:
     try:
         return str(pg._get_backend(torch.device(device)).name()).lower()
     except RuntimeError:  # no backend for this device: torch will say so when the group is used
@@ -81,11 +92,11 @@ def _make_group(mesh: Mesh, axes: tuple[int, ...]) -> Group:
     rt = runtime.RT
     ranks = mesh.group_ranks(rt.rank, axes)
     names = tuple(mesh.axes[a] for a in axes)
-    pg = None
+    link = None
     if rt.sim is None and len(ranks) > 1:
         _need_processes(mesh)
-        pg = _process_group(mesh, axes)
-    return Group(ranks, ranks.index(rt.rank), names, mesh.device, pg)
+        link = _process_group(mesh, axes)
+    return Group(ranks, ranks.index(rt.rank), names, mesh.device, link and link.pg, link)
 
 
 def _need_processes(mesh: Mesh) -> None:
@@ -96,32 +107,44 @@ def _need_processes(mesh: Mesh) -> None:
         )
 
 
-def _process_group(mesh: Mesh, axes: tuple[int, ...]) -> Any:
+def _process_group(mesh: Mesh, axes: tuple[int, ...]) -> Link:
     """This rank's torch ProcessGroup over ``axes``, made by all ranks of the mesh together."""
     parts = tuple(dict.fromkeys(mesh.group_ranks(r, axes) for r in mesh.ranks))
     made: dict[Any, Any] = runtime.RT.groups
     key = ("process group", parts)  # shared by all meshes that split the ranks alike
     if key not in made:
-        made[key] = _new_group(parts)
-    return made[key]
+        if not any(isinstance(k, tuple) and k[0] == "process group" for k in made):
+            words.announce()
+        made[key] = _new_group(parts, mesh.device)
+    found: Link = made[key]
+    return found
 
 
-def _new_group(parts: tuple[tuple[int, ...], ...]) -> Any:
+def _new_group(parts: tuple[tuple[int, ...], ...], device: str) -> Link:
     rank, world = runtime.RT.rank, dist.get_world_size()
-    own = None
+    own: Any = None
     # torch wants every rank of the world to make every group, in one order; but ranks outside the mesh are
     # not here to do so, and then each group is made by its members alone.
     apart = sum(map(len, parts)) < world
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    # gloo's group of all ranks may carry the user's collectives and waits for half an hour: an own one costs little.
+    shared = backend_name(everyone, device) != "gloo"
+    # The backend's own end of waiting comes after ours, which says more.
+    limit = timedelta(seconds=(runtime.RT.timeout or TIMEOUT) + 10)
+    before = open_sockets()
     for ranks in parts:
-        if ranks == tuple(range(world)):
-            pg = dist.group.WORLD
+        if ranks == tuple(range(world)) and shared:
+            pg: Any = everyone
         elif apart and rank not in ranks:
             continue
         else:
-            pg = dist.new_group(list(ranks), use_local_synchronization=apart, sort_ranks=False)
+            pg = dist.new_group(list(ranks), limit, use_local_synchronization=apart, sort_ranks=False)
         if rank in ranks:
-            own = pg
-    return own
+            own = pg, ranks
+    sockets = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
+    gloo = type(own[0]) is dist.ProcessGroup and backend_name(own[0], device) == "gloo"
+    return Link(*own, gloo, sockets)
 
 
 def connect(mesh: Mesh) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,9 @@ from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions
 from .. import runtime
 from ..errors import CollectiveError
 from ..simulation import Call
+from . import checking
 from .groups import Group
+from .watch import Underway, started
 from .wire import (
     BASIC,
     EXCHANGE,
@@ -40,6 +41,9 @@ from .wire import (
     wire_op,
 )
 
+SMALL = 64  # bytes up to which an all-reduce on gloo carries a signature: there only the number of messages counts
+SIGNED = {torch.float32, torch.float64, torch.int32, torch.int64}
+
 
 @contextmanager
 def counting() -> Iterator[runtime.Counts]:
@@ -50,6 +54,17 @@ def counting() -> Iterator[runtime.Counts]:
         yield made
     finally:
         made.table = runtime.RT.counts.since(before).table
+
+
+def _call(
+    group: Group, kind: str, op: str, x: Tensor, args: tuple[tuple[str, Any], ...] = (), free: tuple[int, ...] = ()
+) -> Call:
+    """The signature of a collective that is about to run."""
+    rt = runtime.RT
+    call = Call(kind, op, x.dtype, tuple(x.shape), args, free, rt.tag)
+    if rt.check:
+        checking.about_to(group, call)
+    return call
 
 
 def _meet(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
@@ -95,18 +110,21 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
     if not direct:
         carrier(dtype, op)  # complain before any rank acts
     runtime.RT.counts.add("all_reduce", group.axes, ring_bytes("all_reduce", nbytes, n))
+    call = _call(group, "all_reduce", op, x)
     if group.pg is None:
-        call = Call("all_reduce", op, dtype, tuple(x.shape))
         out = _meet(group, call, x, lambda parts: _copies(reduced(parts, op), n))
         return Pending(None, out if fresh else _into(t, out))
     if not nbytes:  # same shape everywhere: nothing moves on any rank
         return Pending(None, x.clone() if fresh else t)
+    if sync and group.gloo and nbytes <= SMALL and dtype in SIGNED and direct:
+        value = checking.small_all_reduce(x, op, group, call)
+        return Pending(None, value if fresh else _into(t, value))
     wire = x if direct else to_wire(x, op)
     if fresh and (wire is x or dtype.is_complex):
         wire = _fresh(wire)
     elif not wire.is_contiguous():
         wire = wire.contiguous()
-    work = group.pg.allreduce([wire], REDUCE[sync][wire_op(dtype, op)])
+    work = started(group, call, group.pg.allreduce, [wire], REDUCE[sync][wire_op(dtype, op)])
     if direct and (fresh or wire is x):
         return Pending(work, wire if fresh else t)
 
@@ -160,31 +178,30 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
     full = resized(x.shape, dim, sum(sizes))
     nbytes = math.prod(full) * x.element_size()
     runtime.RT.counts.add("all_gather", group.axes, ring_bytes("all_gather", nbytes, n))
+    call = _call(group, "all_gather", "", x, (("dim", dim), ("sizes", tuple(sizes))), (dim,))
     if group.pg is None:
-        args = (("dim", dim), ("sizes", tuple(sizes)))
-        call = Call("all_gather", "", x.dtype, tuple(x.shape), args, (dim,))
         return Pending(None, _meet(group, call, x, lambda parts: _copies(torch.cat(parts, dim), n)))
     if not nbytes:
         return Pending(None, x.new_empty(full))
     if dim == 0 and group.plain and x.dtype in MOVABLE and even(sizes):  # nothing to rearrange
         out = x.new_empty(full)
-        return Pending(group.pg._allgather_base(out, x.contiguous(), GATHER[sync]), out)
+        return Pending(started(group, call, group.pg._allgather_base, out, x.contiguous(), GATHER[sync]), out)
     if x.dtype not in MOVABLE:
         dtype = x.dtype
-        work, out, finish = _gather_parts(as_bytes(x), dim, sizes, group, sync)
+        work, out, finish = _gather_parts(as_bytes(x), dim, sizes, group, sync, call)
         return Pending(work, out, lambda o: finish(o).view(dtype).squeeze(-1))
-    return Pending(*_gather_parts(x, dim, sizes, group, sync))
+    return Pending(*_gather_parts(x, dim, sizes, group, sync, call))
 
 
 def _gather_parts(
-    x: Tensor, dim: int, sizes: Sizes, group: Group, sync: bool
+    x: Tensor, dim: int, sizes: Sizes, group: Group, sync: bool, call: Call
 ) -> tuple[Any, Tensor, Callable[[Tensor], Tensor]]:
     """Start it: (work, buffer, function from the filled buffer to the result)."""
     n, shape = group.size, tuple(x.shape)
     x = x.contiguous()
     if even(sizes):
         out = x.new_empty((n * shape[0], *shape[1:]))
-        work = _gather_flat(out, x, group, sync)
+        work = _gather_flat(out, x, group, sync, call)
         full = resized(shape, dim, sum(sizes))
         # Where parts have one element in a dim, reshape would give a view with odd strides.
         return work, out, lambda o: o.view(n, *shape).movedim(0, dim).reshape(full).contiguous()
@@ -202,13 +219,14 @@ def _gather_parts(
         parts = [rows[i, : numels[i]].view(resized(shape, dim, s)) for i, s in enumerate(sizes)]
         return torch.cat(parts, dim)
 
-    return _gather_flat(out, padded, group, sync), out, cut
+    return _gather_flat(out, padded, group, sync, call), out, cut
 
 
-def _gather_flat(out: Tensor, x: Tensor, group: Group, sync: bool) -> Any:
+def _gather_flat(out: Tensor, x: Tensor, group: Group, sync: bool, call: Call) -> Underway:
     if group.plain:
-        return group.pg._allgather_base(out, x, GATHER[sync])
-    return group.pg.allgather([list(out.view(group.size, *x.shape).unbind(0))], [x], GATHER[sync])
+        return started(group, call, group.pg._allgather_base, out, x, GATHER[sync])
+    parts = list(out.view(group.size, *x.shape).unbind(0))
+    return started(group, call, group.pg.allgather, [parts], [x], GATHER[sync])
 
 
 # -- reduce-scatter --------------------------------------------------------------------------------------
@@ -246,29 +264,30 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
     if not direct:
         carrier(dtype, op)  # complain before any rank acts
     runtime.RT.counts.add("reduce_scatter", group.axes, ring_bytes("reduce_scatter", x.nbytes, n))
+    call = _call(group, "reduce_scatter", op, x, (("dim", dim), ("sizes", tuple(sizes))))
     if group.pg is None:
-        call = Call("reduce_scatter", op, dtype, tuple(x.shape), (("dim", dim), ("sizes", tuple(sizes))))
         return Pending(None, _meet(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))
     own = sizes[group.index]
     if not x.nbytes:
         return Pending(None, x.new_empty(resized(x.shape, dim, own)))
     if direct and dim == 0 and group.scatters and even(sizes):  # nothing to rearrange
         out = x.new_empty((own, *x.shape[1:]))
-        return Pending(group.pg._reduce_scatter_base(out, x.contiguous(), SCATTER[sync][op]), out)
+        work = started(group, call, group.pg._reduce_scatter_base, out, x.contiguous(), SCATTER[sync][op])
+        return Pending(work, out)
     wire = to_wire(x, op)
     backend_op = wire_op(dtype, op)
     if not group.scatters:
         if wire is x or dtype.is_complex:
             wire = _fresh(wire)
         wire = wire.contiguous()
-        work = group.pg.allreduce([wire], REDUCE[sync][backend_op])
+        work = started(group, call, group.pg.allreduce, [wire], REDUCE[sync][backend_op])
         # A copy, so that the part does not keep the whole alive.
         part = wire.narrow(dim, sum(sizes[: group.index]), own)
         return Pending(work, part, lambda o: from_wire(_fresh(o), dtype, op, n))
     packed, longest = _packed(wire, dim, sizes)
     out = wire.new_empty(longest)
     shape = resized(wire.shape, dim, own)
-    work = group.pg._reduce_scatter_base(out, packed, SCATTER[sync][backend_op])
+    work = started(group, call, group.pg._reduce_scatter_base, out, packed, SCATTER[sync][backend_op])
     return Pending(work, out, lambda o: from_wire(o[: math.prod(shape)].view(shape), dtype, op, n))
 
 
@@ -326,14 +345,14 @@ def all_to_all(
         return t
     x = t.detach() if t.requires_grad else t
     runtime.RT.counts.add("all_to_all", group.axes, ring_bytes("all_to_all", x.nbytes, n))
+    args = (
+        ("split_dim", split_dim),
+        ("split_sizes", tuple(split_sizes)),
+        ("concat_dim", concat_dim),
+        ("concat_sizes", tuple(concat_sizes)),
+    )
+    call = _call(group, "all_to_all", "", x, args, (concat_dim,))
     if group.pg is None:
-        args = (
-            ("split_dim", split_dim),
-            ("split_sizes", tuple(split_sizes)),
-            ("concat_dim", concat_dim),
-            ("concat_sizes", tuple(concat_sizes)),
-        )
-        call = Call("all_to_all", "", x.dtype, tuple(x.shape), args, (concat_dim,))
 
         def exchange(parts: list[Tensor]) -> list[Tensor]:
             pieces = [p.split(list(split_sizes), split_dim) for p in parts]
@@ -345,17 +364,17 @@ def all_to_all(
         shape = resized(x.shape, split_dim, split_sizes[me])
         return x.new_empty(resized(shape, concat_dim, sum(concat_sizes)))
     if x.dtype in MOVABLE:
-        return _exchange(x, split_dim, split_sizes, concat_dim, concat_sizes, group)
-    raw = _exchange(as_bytes(x), split_dim, split_sizes, concat_dim, concat_sizes, group)
+        return _exchange(x, split_dim, split_sizes, concat_dim, concat_sizes, group, call)
+    raw = _exchange(as_bytes(x), split_dim, split_sizes, concat_dim, concat_sizes, group, call)
     return raw.view(x.dtype).squeeze(-1)
 
 
 def _exchange(
-    x: Tensor, split_dim: int, split_sizes: Sizes, concat_dim: int, concat_sizes: Sizes, group: Group
+    x: Tensor, split_dim: int, split_sizes: Sizes, concat_dim: int, concat_sizes: Sizes, group: Group, call: Call
 ) -> Tensor:
     shape = resized(x.shape, split_dim, split_sizes[group.index])
     if not group.plain:  # a Python group: gather everything, keep the own slice
-        whole = _gather_now(x, concat_dim, concat_sizes, group)
+        whole = _gather_now(x, concat_dim, concat_sizes, group, call)
         start = sum(split_sizes[: group.index])
         return whole.narrow(split_dim, start, split_sizes[group.index]).contiguous()
     if split_dim == 0:
@@ -365,18 +384,16 @@ def _exchange(
     outgoing = [numel(x.shape, split_dim, s) for s in split_sizes]
     incoming = [numel(shape, concat_dim, s) for s in concat_sizes]
     out = x.new_empty(sum(incoming))
-    work = group.pg.alltoall_base(out, flat, incoming, outgoing, EXCHANGE[True])
-    if work is not None:
-        work.wait()
+    started(group, call, group.pg.alltoall_base, out, flat, incoming, outgoing, EXCHANGE[True]).wait()
     if concat_dim == 0:
         return out.view(resized(shape, 0, sum(concat_sizes)))
     pieces = zip(out.split(incoming), concat_sizes, strict=True)
     return torch.cat([p.view(resized(shape, concat_dim, s)) for p, s in pieces], concat_dim)
 
 
-def _gather_now(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
+def _gather_now(x: Tensor, dim: int, sizes: Sizes, group: Group, call: Call) -> Tensor:
     """``all_gather`` of a dtype that backends move, on real ranks, neither checked nor counted."""
-    return Pending(*_gather_parts(x, dim, sizes, group, True)).wait()
+    return Pending(*_gather_parts(x, dim, sizes, group, True, call)).wait()
 
 
 # -- broadcast, barrier, objects -------------------------------------------------------------------------
@@ -399,8 +416,8 @@ def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
         return t
     x = t.detach() if t.requires_grad else t
     runtime.RT.counts.add("broadcast", group.axes, ring_bytes("broadcast", x.nbytes, n))
+    call = _call(group, "broadcast", "", x, (("src_index", src_index),))
     if group.pg is None:
-        call = Call("broadcast", "", x.dtype, tuple(x.shape), (("src_index", src_index),))
         sent: Tensor = _meet(group, call, x, lambda parts: [parts[src_index].clone() for _ in parts])
         return sent
     if not x.nbytes:
@@ -409,9 +426,7 @@ def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
     wire = out if x.dtype in MOVABLE else as_bytes(out)
     options = BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = src_index, 0, False
-    work = group.pg.broadcast([wire], options)
-    if work is not None:
-        work.wait()
+    started(group, call, group.pg.broadcast, [wire], options).wait()
     return out if wire is out else wire.view(x.dtype).squeeze(-1)
 
 
@@ -419,15 +434,14 @@ def barrier(group: Group) -> None:
     """Return when every rank of the group is here.  Not counted."""
     if group.size == 1:
         return
+    call = Call("barrier")
     if group.pg is None:
-        _meet(group, Call("barrier"), None, lambda parts: parts)
-    elif group.plain and not group.scatters:  # gloo
-        group.pg.barrier(BarrierOptions()).wait()
+        _meet(group, call, None, lambda parts: parts)
+    elif group.gloo:
+        started(group, call, group.pg.barrier, BarrierOptions()).wait()
     else:  # elsewhere a barrier guesses the device
         t = torch.zeros(1, device=group.device)
-        work = group.pg.allreduce([t], REDUCE[True]["sum"])
-        if work is not None:
-            work.wait()
+        started(group, call, group.pg.allreduce, [t], REDUCE[True]["sum"]).wait()
         t.item()
 
 
@@ -435,14 +449,14 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     """The picklable objects of all ranks, in the order of the group; for small metadata.  Not counted.
 
     A simulated rank gets the other ranks' objects themselves, not copies.
+
+    Raises:
+        DesyncError: on every rank, if they ran different collectives before.
     """
     if group.size == 1:
         return [obj]
-    if group.pg is None:
-        gathered: list[Any] = _meet(group, Call("all_gather_object"), obj, lambda parts: [list(parts) for _ in parts])
-        return gathered
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(group.device)
-    length = torch.tensor([data.numel()], device=group.device)
-    lengths = [int(v) for v in _gather_now(length, 0, [1] * group.size, group).tolist()]
-    whole = _gather_now(data, 0, lengths, group).cpu()
-    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(lengths)]
+    if group.pg is not None:
+        return checking.objects(obj, group)
+    call = Call("all_gather_object")
+    gathered: list[Any] = _meet(group, call, obj, lambda parts: [list(parts) for _ in parts])
+    return gathered

@@ -29,7 +29,7 @@ from torch.fx.proxy import TracerBase
 from ..dispatch import disabled
 from ..errors import CaptureError
 from ..marks import gradients_marked
-from ..record import is_users
+from ..runtime import is_users
 
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]

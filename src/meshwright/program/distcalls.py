@@ -80,7 +80,7 @@ class DistCalls:
         runtime.RT.line, outer = None, runtime.RT.line
         moved = bytes_of(operator.default, x.shape, x.dtype, (*options, axes, self.text))
         made = record.Record(
-            kind, 0, (kind,), tuple(axes.split(",")), tuple(x.shape), "local", "local", moved, 0.0, record.user_line(),
+            kind, 0, (kind,), tuple(axes.split(",")), tuple(x.shape), "local", "local", moved, 0.0, runtime.user_line(),
             "the step itself calls torch.distributed", asked=True,
         )  # fmt: skip
         runtime.RT.line, runtime.RT.cause = outer, made

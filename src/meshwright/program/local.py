@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 
-from .. import record, runtime
+from .. import runtime
 from ..errors import CaptureError, ProgramError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
@@ -133,7 +133,7 @@ class _Watch(Recorder):
         self.engine = _called_by_autograd()
         if torch._C._current_autograd_node() is None:
             runtime.RT.line = None
-            self.begin("", record.user_line())
+            self.begin("", runtime.user_line())
             # Another forward may follow: the next micro-batch, the other network.
             tensors = pytree.tree_leaves((args, kwargs)) if self.then != "forward" and torch.is_grad_enabled() else ()
             again = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)

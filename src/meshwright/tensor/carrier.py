@@ -119,7 +119,7 @@ class DistTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self._spec
         if any(isinstance(p, Partial) for p in spec.layout.placements):
-            local, what = whole(self.detach()), "reduced value"
+            local, what = seen(self), "reduced value"
         else:
             local, what = self.to_local().detach(), "value" if spec.layout.is_replicated() else "local part"
         return f"DistTensor({what}={local!r}, shape={tuple(spec.shape)}, layout={spec.layout!r})"
@@ -132,26 +132,26 @@ class DistTensor(torch.Tensor):
 
     def item(self) -> Any:
         """The one value as a Python number.  A Partial is reduced first: every rank must call it."""
-        return whole(self.detach()).item()
+        return seen(self).item()
 
     def tolist(self) -> Any:
         """The global values as nested lists.  Every rank must call it."""
-        return whole(self.detach()).tolist()
+        return seen(self).tolist()
 
     def __bool__(self) -> bool:
-        return bool(whole(self.detach()))
+        return bool(seen(self))
 
     def __float__(self) -> float:
-        return float(whole(self.detach()))
+        return float(seen(self))
 
     def __int__(self) -> int:
-        return int(whole(self.detach()))
+        return int(seen(self))
 
     def __index__(self) -> int:
-        return whole(self.detach()).__index__()
+        return seen(self).__index__()
 
     def __complex__(self) -> complex:
-        return complex(whole(self.detach()))
+        return complex(seen(self))
 
     def __contains__(self, element: Any) -> bool:
         return bool((self == element).any())
@@ -374,3 +374,18 @@ def whole(t: DistTensor) -> Tensor:
     spec = t._spec
     made = local_of(t, Spec(spec.shape, spec.dtype, Layout(spec.mesh)))
     return t.to_local() if isinstance(made, DistTensor) else made
+
+
+def seen(t: DistTensor) -> Tensor:
+    """The global value where the user's code looks at it: what ranks read together must be read at one place.
+
+    Nothing else tells ``loss.item()`` on one rank from ``accuracy.item()`` on another.
+    """
+    rt = runtime.RT
+    if t._spec.layout.is_replicated():
+        return whole(t.detach())
+    rt.tag = runtime.user_line(exactly=True)
+    try:
+        return whole(t.detach())
+    finally:
+        rt.tag = ""

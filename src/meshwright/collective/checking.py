@@ -1,0 +1,159 @@
+"""What ranks compare with each other: always where it costs nothing, everything in check mode."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import runtime
+from ..errors import DesyncError
+from ..simulation import Call
+from .groups import Group
+from .watch import disagreement, mark, started
+from .wire import GATHER
+
+Tensor = torch.Tensor
+_FOLD = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
+_ABOUT = Call("check")
+_OBJECTS = Call("all_gather_object")
+
+
+def gathered(row: Tensor, group: Group, call: Call) -> Tensor:
+    """The rows (one dim, one length) of all ranks, one below the other; real ranks only, not counted."""
+    out = row.new_empty(group.size * row.numel())
+    if group.plain:
+        started(group, call, group.pg._allgather_base, out, row, GATHER[True]).wait()
+    else:  # a Python group
+        parts = list(out.view(group.size, -1).unbind(0))
+        started(group, call, group.pg.allgather, [parts], [row], GATHER[True]).wait()
+    return out.view(group.size, -1)
+
+
+def objects(obj: Any, group: Group) -> list[Any]:
+    """The picklable objects of all real ranks.  Raises DesyncError if they ran different collectives before."""
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    assert group.link is not None
+    head = torch.tensor([data.numel(), group.link.trace], device=group.device)
+    sizes, traces = gathered(head, group, _OBJECTS).t().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=group.device)
+    padded[: data.numel()] = data
+    whole = gathered(padded, group, _OBJECTS).cpu()
+    same_so_far(traces, group)
+    return [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(whole, sizes, strict=True)]
+
+
+def small_all_reduce(x: Tensor, op: str, group: Group, call: Call) -> Tensor:
+    """An all-reduce of a few bytes on gloo: gathered together with a signature, and reduced here.
+
+    A message takes as long with as without it.  The signature is that of all collectives of the group so far, so ranks
+    that read different values, or that went different ways before, are told.
+    """
+    words, link = -(-x.nbytes // 8), group.link
+    assert link is not None
+    row = torch.empty(1 + words, dtype=torch.int64)
+    row[1:].view(x.dtype)[: x.numel()] = x.reshape(-1)
+    row[0] = link.trace ^ mark(call)
+    rows = gathered(row, group, call)
+    same_so_far(rows[:, 0].tolist(), group)
+    parts = rows[:, 1:].view(x.dtype)[:, : x.numel()]
+    return _FOLD[op](parts, 0).to(x.dtype).view(x.shape)
+
+
+def same_so_far(traces: Sequence[int], group: Group) -> None:
+    """Raise on every rank if they ran different collectives in this group, this one included."""
+    if len(set(traces)) == 1:
+        return
+    link = group.link
+    assert link is not None
+    everyone = _texts([(n, mark(c), str(c)) for n, c in link.recent], runtime.user_line(), group)
+    base = {n: (m, text) for n, m, text in everyone[0][0]}
+    for rank, (recent, line) in zip(group.ranks[1:], everyone[1:], strict=True):
+        for n, m, text in recent:
+            if n in base and base[n][0] != m:
+                sides = {group.ranks[0]: f"{base[n][1]}; now at {everyone[0][1]}", rank: f"{text}; now at {line}"}
+                raise DesyncError(disagreement(group.ranks, sides, n))
+    sides = {
+        r: f"{t[0][-1][2]}, its number {t[0][-1][0]}; now at {t[1]}" for r, t in zip(group.ranks, everyone, strict=True)
+    }
+    raise DesyncError(disagreement(group.ranks, sides, link.count))
+
+
+def about_to(group: Group, call: Call) -> None:
+    """Check mode: raise on every rank if they are about to run different collectives, or from different lines."""
+    doing, runtime.RT.doing = runtime.RT.doing, ""
+    over = ",".join(group.axes)
+    text = f"{call}{f' for {doing}' if doing else ''} over {over} at {runtime.user_line()}"
+    same = (mark(call), doing, over, runtime.user_line())
+    compare(group, same, text, "are about to run different collectives")
+
+
+def compare(group: Group, same: Any, text: str, what: str, fix: str = "") -> None:
+    """Raise on every rank if ``same`` differs; ``text`` says what this rank has.
+
+    Raises:
+        DesyncError: naming the first two sides that differ.
+    """
+    if group.size == 1:
+        return
+    own = zlib.crc32(repr(same).encode())
+    if group.pg is None:
+        sim: Any = runtime.RT.sim
+        seen = sim.meet(group.ranks, _ABOUT, (own, text), lambda parts: [list(parts) for _ in parts])
+        marks, texts = [s[0] for s in seen], [s[1] for s in seen]
+    else:
+        row = torch.tensor([own], dtype=torch.int64, device=group.device)
+        marks = gathered(row, group, _ABOUT).view(-1).tolist()
+        if len(set(marks)) == 1:
+            return
+        texts = [t for (_, t) in _texts(None, text, group)]
+    for i, m in enumerate(marks):
+        if m != marks[0]:
+            a, b = group.ranks[0], group.ranks[i]
+            raise DesyncError(
+                f"ranks {group.ranks} {what}\n  rank {a}: {texts[0]}\n  rank {b}: {texts[i]}{fix and chr(10) + fix}"
+            )
+
+
+def _texts(recent: Any, line: str, group: Group) -> list[Any]:
+    """What all ranks have, once they know that they differ."""
+    assert group.link is not None
+    group.link.trace = 0  # they differ, and know it
+    return objects((recent, line), group)
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLE = 1024  # elements whose order counts, too
+
+
+def digests(tensors: Sequence[Tensor]) -> list[int]:
+    """A number for each tensor that tells other values, wherever it lies: one pass, and one wait for the device.
+
+    The sum of all bit patterns, and that of a sample weighted by position: what differs in one element is seen, what
+    differs in the order alone is as good as always.
+    """
+    made = []
+    with torch.no_grad():
+        for t in tensors:
+            t = t.detach().resolve_conj().resolve_neg()
+            t = torch.view_as_real(t) if t.is_complex() else t
+            if t.layout is not torch.strided or not t.numel():
+                made.append(torch.zeros((), dtype=torch.int64, device=t.device))
+                continue
+            flat = t.contiguous().view(-1).view(_INTEGER[t.element_size()])
+            some = flat[:: -(-flat.numel() // _SAMPLE)].long()
+            ramp = torch.arange(1, some.numel() + 1, device=t.device) * 2654435761
+            made.append(flat.sum(dtype=torch.int64) + (some * ramp).sum())
+        return torch.stack([m.to(made[0].device) for m in made]).tolist() if made else []
+
+
+def same_values(t: Tensor, layout: str, group: Group) -> None:
+    """Check mode: raise on every rank of the group if they hold different values of a replicated tensor."""
+    text = f"other values of {str(t.dtype).removeprefix('torch.')}{list(t.shape)} ({layout}) at {runtime.user_line()}"
+    what = f"hold different values of a tensor that is the same on {','.join(group.axes)}"
+    compare(group, (tuple(t.shape), digests([t])), text, what, "give all ranks the same: same seed, same data")
