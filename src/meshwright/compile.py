@@ -37,7 +37,7 @@ class CapturedStep(LocalStep):
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     example_batch: Any,
     *,
     mesh: Mesh,
@@ -63,7 +63,8 @@ def compile_step(
         loss_fn: ``loss_fn(model, batch)`` returns the loss (global values), or a tuple that begins with it; None: the
             model returns the loss, given the batch.
         optimizer: over the model's parameters.  SGD, Adam and AdamW become part of the program; others run after it, on
-            local tensors.  None: the program computes gradients only.
+            local tensors.  Several, each with parameters of its own, as a list.  None: the program computes gradients
+            only.
         example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.
         mesh: connected (or simulated).
         layouts: glob over names of parameters, buffers, batch tensors (``batch.0``) or values of the program to
@@ -106,7 +107,7 @@ def capture_local(
     mesh: Mesh,
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     batch: Any,
     passes: Sequence[Pass | str] | PassManager = (),
     backend: str | None = None,
@@ -134,7 +135,7 @@ def capture_local(
         mesh: its axes are the process groups that the step uses.
         model: whose parameters and buffers the step changes, in place; several as an ``nn.ModuleList``.
         optimizer: whose ``step()`` the step calls, once.  SGD, Adam and AdamW become part of the program, others run
-            after it.
+            after it.  Several as a list: all that the step calls.
         batch: this rank's batch, as an example: shapes, dtypes and structure count.
         backend: ``"inductor"`` compiles what lies between collectives.
         passes: as for :func:`compile_step`.

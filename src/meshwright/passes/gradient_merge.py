@@ -124,6 +124,7 @@ class _Merge:
         values = dict(zip(self.program.outputs, self.program.results, strict=True))
         self._independent({o.name: values[o] for o in losses}, cuts)
         nodes = needed(self.graph, [*cuts, *(values[o] for o in losses)], self._by_forward)
+        self._unchanged(nodes)
         nodes |= {n for n in self.graph.nodes if draws(n) and n.meta.get("role") != "optimizer"}
         sums = [self._sum(n) for n in cuts]
         self._list_inputs(sums)
@@ -151,6 +152,20 @@ class _Merge:
                     f"the result {name} is computed from gradients, which are complete in every "
                     f"{self.k_steps}th call only; return it from a step of its own, or leave it out"
                 )
+
+    def _unchanged(self, nodes: set[fx.Node]) -> None:
+        """Forwards and backwards of a micro-step must not see an update of the same step: most have none."""
+        changed: set[int] = set()
+        for node in self.graph.nodes:
+            read = {x for n in node.all_input_nodes for x in storages(n)}
+            if node in nodes and node.meta.get("role") != "optimizer" and not changed.isdisjoint(read):
+                where = node.meta.get("line") or node.name
+                raise PassError(
+                    f"{where} reads parameters behind an update of them in the same step, which only every "
+                    f"{self.k_steps}th call makes: capture the two updates as steps of their own"
+                )
+            if node.meta.get("role") == "optimizer":
+                changed |= written(node) & self.updated
 
     def _by_forward(self, node: fx.Node) -> bool:
         """Whether a node writes what a forward leaves behind: running statistics, say."""

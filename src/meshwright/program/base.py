@@ -24,7 +24,7 @@ class BaseStep:
     """A step that can be called with a batch.  Subclasses say how a batch of a new shape is captured.
 
     Attributes:
-        model, optimizer, mesh: what it trains, and where.
+        model, optimizer, mesh: what it trains, and where; of several optimizers ``optimizer.parts``.
         training: whether calls train or only compute the loss.
     """
 
@@ -220,7 +220,7 @@ def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scal
     return micro
 
 
-def numbers_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+def numbers_of(optimizer: Any) -> list[dict[str, Any]]:
     """What of an optimizer is a constant of a program."""
     if optimizer is None:
         return []

@@ -19,6 +19,7 @@ from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, stamp
 from .core import Input, Program, value_of
 from .inductor import with_inductor
+from .optimizers import parts_of
 from .run import Runner, compile_program
 from .trace import Value
 
@@ -42,7 +43,7 @@ class Carrier:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Any
     updates: bool
     keep_gradients: bool = False
     backend: str | None = None
@@ -132,10 +133,11 @@ class Bound:
             for i, leaf, spec in self.batch:
                 inputs[i] = leaves[leaf] if spec is None else part(leaves[leaf], spec)
         for group, number in self.numbers:
-            number.fill_(float(optimizer.param_groups[group]["lr"]))  # type: ignore[union-attr]
+            number.fill_(float(optimizer.param_groups[group]["lr"]))
         made = self.run(inputs)
         if self.numbers:
-            optimizer._opt_called = True  # type: ignore[union-attr]  # schedulers ask for it
+            for one in parts_of(optimizer):
+                one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         torch.autograd.graph.increment_version(self.written)
         for i, _, _ in self.batch:
             inputs[i] = None

@@ -25,6 +25,7 @@ from ..tensor import DistTensor
 from .capture import Captured, LossFn, capture
 from .complete import Completed, complete
 from .core import Program
+from .optimizers import Given, as_one, parts_of
 from .partition import Laid, partition
 from .scale import LossScale
 from .update import Update, update_of
@@ -86,7 +87,7 @@ class Built:
 def build(
     model: nn.Module,
     loss_fn: LossFn | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Given,
     batch: Any,
     mesh: Mesh,
     plan: Plan | None = None,
@@ -99,7 +100,7 @@ def build(
     Args:
         model: for one device; plain, on the meta device or fake (no memory), or distributed already.
         loss_fn: ``loss_fn(model, batch)`` returns the loss; None: the model does, given the batch.
-        optimizer: of the model's parameters; None: the program returns gradients.
+        optimizer: of the model's parameters, or several; None: the program returns gradients.
         batch: an example with global shapes; values do not matter.
         mesh: need not be connected.
         rank: whose program; the first one's unless given.
@@ -109,7 +110,7 @@ def build(
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
     with no_collection():
-        return _build(model, loss_fn, optimizer, batch, mesh, plan or Plan(), rank, train)
+        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train)
 
 
 @contextlib.contextmanager
@@ -128,7 +129,7 @@ def no_collection() -> Iterator[None]:
 def _build(
     model: nn.Module,
     loss_fn: LossFn | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Any,
     batch: Any,
     mesh: Mesh,
     plan: Plan,
@@ -153,11 +154,12 @@ def _build(
     return Built(captured, completed, laid, made, stored, update)
 
 
-def _check_scaled(model: nn.Module, optimizer: torch.optim.Optimizer | None, update: Update | None) -> None:
+def _check_scaled(model: nn.Module, optimizer: Any, update: Update | None) -> None:
     """Raises ProgramError where gradients of a scaled loss cannot be used."""
     if update is None:
+        kinds = ", ".join(type(o).__name__ for o in parts_of(optimizer)) or "no optimizer"
         raise ProgramError(
-            f"loss_scale with {type(optimizer).__name__ if optimizer is not None else 'no optimizer'}: an update that "
+            f"loss_scale with {kinds}: an update that "
             "overflowed is skipped inside of the program, so use one of those that become part of it: SGD, Adam, AdamW"
         )
     halves = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]

@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import runtime
 from ..errors import CaptureError, ProgramError
@@ -34,6 +35,7 @@ from .distcalls import DistCalls
 from .flow import updates
 from .inplace import functional
 from .naming import join, mark
+from .optimizers import Given, as_one, parts_of
 from .partition import as_rank
 from .trace import Recorder, is_mutating, remove_dead
 from .update import Update, emit_update, update_of
@@ -54,7 +56,7 @@ class LocalStep(BaseStep):
         step_fn: StepFn,
         mesh: Mesh,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Given,
         batch: Any,
         backend: str | None,
         transform: Callable[[Program], Program] | None,
@@ -62,9 +64,12 @@ class LocalStep(BaseStep):
         if backend not in BACKENDS:
             raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
         self.step_fn, self.transform = step_fn, transform
+        with together(mesh, "capture_local"):
+            optimizer = as_one(optimizer)
         self.update = update_of(optimizer, {id(p): n for n, p in _named(model, optimizer).items()})
         super().__init__(mesh, Carrier(model, optimizer, self.update is not None, backend=backend), batch)
-        optimizer.register_load_state_dict_post_hook(self._follow_states)
+        for part in parts_of(optimizer):
+            part.register_load_state_dict_post_hook(self._follow_states)
         self._install(batch, self._capture(batch))
 
     def _capture(self, batch: Any) -> Ready:
@@ -93,7 +98,7 @@ class Local:
     mesh: Mesh
     rank: int
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     batch: Any
     update: Update | None
 
@@ -181,10 +186,11 @@ class _Recording:
         self.params: dict[fx.Node, str] = {}
         self.late: list[Input] = []
         self.outputs: list[tuple[Output, fx.Node]] = []
-        self.gradients: dict[str, fx.Node] = {}  # name of a parameter to its gradient as autograd gave it
+        self.gradients: dict[str, list[fx.Node]] = {}  # name of a parameter to its gradients as autograd gave them
         self.asked: dict[str, list[fx.Node]] = {}  # and to what ``autograd.grad`` gave: gradients once they are used
         self.before: dict[str, fx.Node] = {}  # gradients of the step before
-        self.updated = False
+        self.taken = set[fx.Node]()  # gradients that were updated from
+        self.updated = set[int]()  # which optimizers have stepped
         self.left = False
         self.tree: Any = None
 
@@ -224,7 +230,13 @@ class _Recording:
 
     def _born(self, name: str, p: Tensor) -> None:
         assert p.grad is not None
-        self.gradients[name] = self.recorder.node_of(p.grad)
+        node, known = self.recorder.node_of(p.grad), self.gradients.setdefault(name, [])
+        at: Any = node if known and known[-1] not in self.taken else None
+        while isinstance(at, fx.Node) and at is not known[-1]:
+            at = next(iter(at.args), None)
+        if isinstance(at, fx.Node):
+            known.pop()  # this one was added to it; others began anew, behind an update
+        known.append(node)
 
     def _watched(self, mode: FakeTensorMode, batch: Any) -> Any:
         """Run the step's own code."""
@@ -243,8 +255,11 @@ class _Recording:
                     self.asked.setdefault(names[id(x)], []).append(recorder.node_of(g))
             return made
 
-        patched = mock.patch.multiple(torch.autograd, backward=begins, grad=asks)
-        with mode, recorder, patched, mock.patch.object(self.local.optimizer, "step", self._step):
+        with contextlib.ExitStack() as stack:
+            for made in (mode, recorder, mock.patch.multiple(torch.autograd, backward=begins, grad=asks), _refused()):
+                stack.enter_context(made)
+            for i, part in enumerate(parts_of(self.local.optimizer)):
+                stack.enter_context(mock.patch.object(part, "step", partial(self._step, i)))
             try:
                 return self.local.step_fn(batch)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -264,15 +279,18 @@ class _Recording:
                 self.recorder.node_of(grads[i]).meta["seed"] = True
         return grads
 
-    def _step(self, closure: Any = None) -> None:
+    def _step(self, part: int, closure: Any = None) -> None:
         """What ``optimizer.step()`` is while recording."""
         if closure is not None:
             raise CaptureError("optimizer.step(closure) may run the step many times: it cannot be captured")
-        if self.updated:
+        if part in self.updated:
             raise CaptureError("the step calls optimizer.step() more than once: capture one update at a time")
-        self.updated = True
-        recorder, grads = self.recorder, {n: p.grad for n, p in self.named.items() if p.grad is not None}
+        self.updated.add(part)
+        own = {id(p) for g in parts_of(self.local.optimizer)[part].param_groups for p in g["params"]}
+        grads = {n: p.grad for n, p in self.named.items() if p.grad is not None and id(p) in own}
+        recorder = self.recorder
         recorder.role = recorder.then = "optimizer"
+        self.taken.update(g for n in grads for g in self.gradients.get(n, ()))
         nodes = {n: recorder.node_of(g) for n, g in grads.items()}
         if self.local.update is None:
             self.outputs += [(Output(n, "grad"), node) for n, node in nodes.items()]
@@ -280,12 +298,15 @@ class _Recording:
         params = {n: recorder.node_of(self.named[n]) for n in nodes}
         whole = Layout(self.local.mesh)
         specs = {n: Spec(self.named[n].shape, self.named[n].dtype, whole) for n in nodes}
-        made = emit_update(recorder, self.local.update, params, nodes, specs)
+        made = emit_update(recorder, self.local.update.of(part), params, nodes, specs)
         self.late += [replace(i, spec=None) for i in made]
 
     def _results(self, made: Any) -> None:
-        if not self.updated:
-            raise CaptureError("the step did not call optimizer.step() of the optimizer that capture_local was given")
+        missing = [type(o).__name__ for i, o in enumerate(parts_of(self.local.optimizer)) if i not in self.updated]
+        if missing:
+            raise CaptureError(
+                f"the step did not call optimizer.step() of the optimizer that capture_local was given ({missing[0]})"
+            )
         leaves, tree = pytree.tree_flatten(made)
         if made is None:
             return
@@ -311,8 +332,9 @@ class _Recording:
         """What was recorded, with gradients named and writes into them turned into values."""
         graph = self.recorder.graph
         graph.output(tuple(node for _, node in self.outputs))
-        for name, node in self.gradients.items():
-            node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, self._unknown(name)))
+        for name, given in self.gradients.items():
+            for node in given:
+                node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, self._unknown(name)))
         functional(graph, self.recorder.by_hand)
         remove_dead(graph)
         if self.asked:
@@ -367,13 +389,42 @@ def _nothing_after(graph: fx.Graph) -> None:
                     )
 
 
-def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _named(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The parameters of a model by name; all that the optimizer has must be among them."""
     named: dict[str, Tensor] = dict(model.named_parameters())
     known = {id(p) for p in named.values()}
     if any(id(p) not in known for g in optimizer.param_groups for p in g["params"]):
         raise CaptureError("the optimizer has parameters that the model has not: give model= all modules of the step")
     return named
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Inside, what would keep fakes or numbers of this one run in objects that the step was not given is an error."""
+
+    def unknown(optimizer: Any, *_: Any) -> None:
+        raise CaptureError(
+            f"the step calls step() of {type(optimizer).__name__}, an optimizer that capture_local was not given: give "
+            "it all, as a list"
+        )
+
+    def scales(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if scaler.is_enabled():
+            raise CaptureError(
+                "torch.amp.GradScaler asks for values on the host, which a captured step cannot: use "
+                "compile_step(loss_scale='dynamic'), or multiply the loss by a number and the gradients by its inverse"
+            )
+        return original(scaler, *args, **kwargs)
+
+    scaler = torch.amp.GradScaler
+    names = ("scale", "unscale_", "step", "update")
+    changed = {n: partialmethod(partial(scales, getattr(scaler, n))) for n in names}
+    handle = register_optimizer_step_pre_hook(unknown)
+    try:
+        with mock.patch.multiple(scaler, **changed):
+            yield
+    finally:
+        handle.remove()
 
 
 # ---------------------------------------------------------------------------------------------- fakes

@@ -20,6 +20,7 @@ from .bind import BACKENDS, Carrier, Ready
 from .build import Built, Plan, build
 from .capture import LossFn, batch_sources
 from .core import Program
+from .optimizers import Given, as_one, parts_of
 from .update import update_of
 
 Tensor = torch.Tensor
@@ -37,7 +38,7 @@ class Step(BaseStep):
         self,
         model: nn.Module,
         loss_fn: LossFn | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Given,
         example_batch: Any,
         mesh: Mesh,
         plan: Plan,
@@ -51,16 +52,16 @@ class Step(BaseStep):
         self.loss_fn, self.plan, self.transform = loss_fn, plan, transform
         names = {id(p): n for n, p in model.named_parameters()}
         with together(mesh, "compile_step"):
+            optimizer = as_one(optimizer)
             self.built = self._transformed(
                 build(model, loss_fn, optimizer, example_batch, mesh, plan, rank=runtime.RT.rank)
             )
         lay_module(model, mesh, self.built.stored, init)
-        updates = False
-        if optimizer is not None:
-            _follow(optimizer, names, dict(model.named_parameters()))
-            updates = update_of(optimizer, {id(p): n for n, p in model.named_parameters()}) is not None
-            shard_optimizer(optimizer, states_over=plan.states_over)
-            optimizer.register_load_state_dict_post_hook(self._follow_states)
+        for part in parts_of(optimizer):
+            _follow(part, names, dict(model.named_parameters()))
+            shard_optimizer(part, states_over=plan.states_over)
+            part.register_load_state_dict_post_hook(self._follow_states)
+        updates = update_of(optimizer, {id(p): n for n, p in model.named_parameters()}) is not None
         carrier = Carrier(model, optimizer, updates, plan.gradients, backend)
         if plan.loss_scale is not None:
             carrier.scale = plan.loss_scale.state(mesh.device)

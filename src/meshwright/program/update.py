@@ -7,8 +7,8 @@ scheduler may change (the learning rate) is an input of the program, everything 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..layout import Layout, Partial, Shard, Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from .core import Input
+from .optimizers import parts_of
 from .scale import Scaling
 from .trace import Recorder, Value
 
@@ -29,10 +30,18 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Group:
-    """One parameter group: names of its parameters, and the numbers that are constants of the program."""
+    """One parameter group: names of its parameters, and the numbers that are constants of the program.
+
+    Attributes:
+        kind: ``"sgd"``, ``"adam"`` or ``"adamw"``.
+        part, number: which optimizer it belongs to; its place among the groups of all.
+    """
 
     params: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
+    kind: str
+    part: int = 0
+    number: int = 0
 
     def __getitem__(self, key: str) -> Any:
         return dict(self.options)[key]
@@ -40,24 +49,28 @@ class Group:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer that a program can contain.
+    """The optimizers that a program can contain: their parameter groups, in order."""
 
-    Attributes:
-        kind: ``"sgd"``, ``"adam"`` or ``"adamw"``.
-        groups: its parameter groups, in order.
-    """
-
-    kind: str
     groups: tuple[Group, ...]
 
     @property
     def text(self) -> str:
         """In words."""
-        return f"{self.kind} on {sum(len(g.params) for g in self.groups)} parameters in {len(self.groups)} group(s)"
+        parts: dict[int, list[Group]] = {}
+        for g in self.groups:
+            parts.setdefault(g.part, []).append(g)
+        return "; ".join(
+            f"{p[0].kind} on {sum(len(g.params) for g in p)} parameters in {len(p)} group(s)" for p in parts.values()
+        )
 
-    def states(self, group: Group) -> tuple[str, ...]:
+    def of(self, part: int) -> Update:
+        """The groups of one of the optimizers."""
+        return Update(tuple(g for g in self.groups if g.part == part))
+
+    @staticmethod
+    def states(group: Group) -> tuple[str, ...]:
         """Names of the states that a parameter of the group has, as ``optimizer.state`` calls them."""
-        if self.kind == "sgd":
+        if group.kind == "sgd":
             return ("momentum_buffer",) if group["momentum"] else ()
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step")
 
@@ -69,12 +82,22 @@ _OPTIONS = {
 }
 
 
-def update_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Update | None:
-    """What of an optimizer a program can contain, or None if it must run after the program.
+def update_of(optimizer: Any, names: Mapping[int, str]) -> Update | None:
+    """What of an optimizer, or of several, a program can contain, or None if all must run after the program.
 
     Args:
         names: id of a parameter to its name.
     """
+    made: list[Group] = []
+    for part, one in enumerate(parts_of(optimizer)):
+        groups = _groups_of(one, names)
+        if groups is None:
+            return None
+        made += [replace(g, part=part, number=len(made) + i) for i, g in enumerate(groups)]
+    return Update(tuple(made)) if made else None
+
+
+def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[Group] | None:
     found = _OPTIONS.get(type(optimizer))
     if found is None or any(g.get("differentiable") for g in optimizer.param_groups):
         return None
@@ -85,12 +108,10 @@ def update_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Upd
         return None  # its first step is another one than the others
     if any(g.get("decoupled_weight_decay") for g in optimizer.param_groups) and kind == "adam":
         kind = "adamw"
-    return Update(kind, tuple(group_of(g, keys, names) for g in optimizer.param_groups))
-
-
-def group_of(group: Mapping[str, Any], keys: Sequence[str], names: Mapping[int, str]) -> Group:
-    """One of an optimizer's parameter groups."""
-    return Group(tuple(names[id(p)] for p in group["params"]), tuple((k, group[k]) for k in keys))
+    return [
+        Group(tuple(names[id(p)] for p in g["params"]), tuple((k, g[k]) for k in keys), kind)
+        for g in optimizer.param_groups
+    ]
 
 
 def emit_update(
@@ -109,7 +130,7 @@ def emit_update(
     Parameters without a gradient are left alone, as optimizers do.
     """
     inputs: list[Input] = []
-    for number, group in enumerate(update.groups):
+    for group in update.groups:
         names = [n for n in group.params if n in grads]
         if not names:
             continue
@@ -119,13 +140,13 @@ def emit_update(
             for n in names:
                 spec = Spec((), torch.float32, Layout(specs[n].mesh)) if state == "step" else specs[n]
                 made[state].append(_input(recorder, Input(f"{n}.{state}", "state", spec, n), params[n], inputs))
-        given = {"lr": _input(recorder, Input(f"lr.{number}", "hyper"), None, inputs)}
+        given = {"lr": _input(recorder, Input(f"lr.{group.number}", "hyper"), None, inputs)}
         if scaling is not None:
             given.update(found_inf=scaling.found_inf())
         if "step" in made:
             _count(recorder, made["step"], scaling)
         listed = [params[n] for n in names], [grads[n] for n in names]
-        _EMIT[update.kind](recorder, group, *listed, made, given)
+        _EMIT[group.kind](recorder, group, *listed, made, given)
     return inputs
 
 

@@ -1,0 +1,98 @@
+"""Several optimizers as one: each has its own parameters, options and schedule; a step asks one object for all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError
+
+Optimizer = torch.optim.Optimizer
+Given = Optimizer | Sequence[Optimizer] | None
+
+
+class Optimizers:
+    """What steps ask an optimizer for, of several.
+
+    Attributes:
+        parts: the optimizers, as they were given.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = tuple(parts)
+        self.state = _States(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all, one after the other."""
+        return [g for part in self.parts for g in part.param_groups]
+
+    def step(self) -> None:
+        """One step of each."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
+        for part in self.parts:
+            part.zero_grad()
+
+
+class _States:
+    """The states of all parameters, where their optimizers have them."""
+
+    def __init__(self, of: Optimizers) -> None:
+        self._of = of
+
+    @cached_property
+    def _owner(self) -> dict[int, Optimizer]:
+        return {id(p): part for part in self._of.parts for g in part.param_groups for p in g["params"]}
+
+    def __getitem__(self, p: torch.Tensor) -> Any:
+        return self._owner[id(p)].state[p]
+
+    def get(self, p: torch.Tensor) -> Any:
+        """The states of a parameter, or None."""
+        return self._owner[id(p)].state.get(p)
+
+
+def as_one(given: Any) -> Any:
+    """An optimizer or several as what a step works with; None for none.
+
+    Raises:
+        CaptureError: what is no optimizer, one that must run the model itself, a parameter that two have.
+    """
+    if given is None or isinstance(given, Optimizers):
+        return given
+    parts = list(given) if isinstance(given, (list, tuple)) else [given]
+    seen: set[int] = set()
+    for part in parts:
+        if not isinstance(part, Optimizer):
+            raise CaptureError(f"optimizer={part!r}: a torch.optim.Optimizer or a list of them was expected")
+        closure = inspect.signature(type(part).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise CaptureError(
+                f"{type(part).__name__} runs the model itself, as often as it likes (step(closure)): it cannot follow "
+                "a captured step; train eagerly with it"
+            )
+        own = {id(p) for g in part.param_groups for p in g["params"]}
+        if seen & own:
+            raise CaptureError("a parameter belongs to two optimizers, which would both change it: give it to one")
+        seen |= own
+    if not parts:
+        raise CaptureError("optimizer=[]: give at least one optimizer, or None")
+    return parts[0] if len(parts) == 1 else Optimizers(parts)
+
+
+def parts_of(optimizer: Any) -> tuple[Optimizer, ...]:
+    """The optimizers that one stands for."""
+    if optimizer is None:
+        return ()
+    return optimizer.parts if isinstance(optimizer, Optimizers) else (optimizer,)
+
+
+__all__ = ["Given", "Optimizers", "as_one", "parts_of"]
