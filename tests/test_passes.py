@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -208,6 +209,27 @@ def test_records_and_the_callback(program: Program) -> None:
     assert first.verify_seconds > 0
     assert second.options == "k=2"
     assert "2 reductions of gradients became 1" in str(first)
+
+
+def test_records_stay_on_the_step_and_are_explained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mesh = mw.Mesh({"dp": 2})
+
+    def rank() -> Any:
+        model = nn.Linear(4, 2)
+        step = mw.compile_step(
+            model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 4), mesh=mesh,
+            batch={"dp": mw.Shard(0)}, passes=["data-parallel-optimization", "gradient-merge:k_steps=2"],
+        )  # fmt: skip
+        return step.passes, step.explain(), step.program
+
+    with caplog.at_level("INFO", logger="meshwright.passes"):
+        (records, why, program), _ = mw.simulate(rank, mesh)
+    assert [r.name for r in records] == ["gradient-merge", "data-parallel-optimization"]
+    assert why.notes[:2] == tuple(f"{r.name}: {r.summary}" for r in records)
+    assert all(r.summary in why.text(width=400) for r in records)
+    assert [r.getMessage() for r in caplog.records] == [str(r) for r in records]  # of the first rank
+    program.save(tmp_path / "program")
+    assert mw.load_program(tmp_path / "program").passes == tuple(str(r) for r in records)
 
 
 def test_the_given_program_stays_as_it_is(program: Program) -> None:

@@ -103,9 +103,7 @@ def _report(
     if kind == "sgd":
         optimizer = torch.optim.SGD(trained, momentum=MOMENTUM)
     before = build(subject.model, subject.loss_fn, optimizer, subject.batch, mesh, subject.plan, rank=rank).program
-    after, records = manager.run(before)
-    made = explain_program(after)
-    made.notes = (*made.notes, *(f"{r.name}: {r.summary}" for r in records))
+    made = explain_program(manager(before))
     return Comparison(explain_program(before), made) if diff else made
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import re
 import time
 import types
@@ -22,6 +23,7 @@ from ..program.build import no_collection
 from ..program.core import without_unserved
 from ..program.verify import verify
 
+_LOG = logging.getLogger("meshwright.passes")  # of the first rank; others say the same at a lower level
 _KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -277,6 +279,8 @@ class PassManager:
                 nodes=(len(program.graph.nodes), len(made.graph.nodes)), kinds=(program.kinds, made.kinds),
             )  # fmt: skip
             records.append(record)
+            made = replace(made, passes=(*program.passes, record))
+            _LOG.log(logging.INFO if program.rank == program.mesh.ranks[0] else logging.DEBUG, "%s", record)
             if self.after_each is not None:
                 self.after_each(record, program, made)
             program = made

@@ -50,6 +50,11 @@ class BaseStep:
         """This rank's program for the batches of the last call; of merged micro-steps the one that updates."""
         return self._current.program
 
+    @property
+    def passes(self) -> tuple[Any, ...]:
+        """What each pass did to :attr:`program`, in order: a :class:`~meshwright.passes.PassRecord` each."""
+        return self.program.passes
+
     def _install(self, batch: Any, made: Ready) -> Ready:
         self._ready[self._signature(batch)] = self._current = made
         if made.flush is not None:

@@ -107,6 +107,7 @@ class Program:
         constants: tensors that the model brought in.
         update: the optimizer that the program contains, in words; empty if it has none.
         merged: the other programs of a step that updates every few micro-steps only, or None.
+        passes: records of the passes that made it, in order; as text in a program that was loaded.
     """
 
     mesh: Mesh
@@ -119,6 +120,7 @@ class Program:
     constants: dict[str, Tensor] = field(default_factory=dict)
     update: str = ""
     merged: Merged | None = None
+    passes: tuple[Any, ...] = ()
 
     # -- looking at it --------------------------------------------------------------------------------
 

@@ -107,6 +107,7 @@ class _Reader:
             self.constants,
             data["update"],
             merged,
+            tuple(data["passes"]),
         )
 
     def _decoded(self, a: Any, named: Mapping[str, fx.Node]) -> Any:

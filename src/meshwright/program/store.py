@@ -78,6 +78,7 @@ def _data(program: Program) -> dict[str, Any]:
         "causes": [asdict(c) for c in program.causes],
         "origins": [asdict(o) for o in program.origins],
         "merged": parts or None,
+        "passes": [str(record) for record in program.passes],
     }
 
 

@@ -273,7 +273,9 @@ def _described(trainer: Trainer, corpus: Corpus) -> dict[str, Any]:
         rows.append(
             {"name": name, "shape": tuple(p.shape), "placements": placements, "local": p.spec.local_shape(here)}
         )
-    return {"parameters": rows, "source": corpus.source}
+    step = getattr(trainer, "step", None)
+    passes = [str(record) for record in step.passes] if step is not None else []
+    return {"parameters": rows, "source": corpus.source, "passes": passes}
 
 
 __all__ = ["Emit", "StaticTrainer", "Summary", "Traffic", "Trainer", "Verdict", "agreed_corpus", "step_seed", "train"]

@@ -47,6 +47,8 @@ class Show:
 
     def _start(self, values: dict[str, Any]) -> None:
         self.console.print(self._headline(values))
+        for text in values["passes"]:
+            self.console.print(Text(text), soft_wrap=True)
         self.console.print(Padding(mesh_grid(self.config), (1, 0, 0, 2), expand=False))
         self.console.print(Padding(layout_table(self.config, values["parameters"]), (1, 0, 1, 2), expand=False))
         if self.console.is_terminal:
