@@ -15,6 +15,7 @@ from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.pointwise import is_pointwise, pointwise_rule
+from .binding import Binding, bind
 
 Tensor = torch.Tensor
 
@@ -38,12 +39,17 @@ _INPLACE_DUNDER = {"iadd", "isub", "imul", "idiv", "itruediv", "iand", "ior", "i
 class Op:
     """A function as dispatch sees it: the name of its rule, and whether it writes to its first argument."""
 
+    func: Any
     name: str
     inplace: bool
     python: bool
     pointwise: bool
     rule: Callable[..., Rule | None] | None
     composite: Callable[..., Any] | None
+
+    def binding(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Binding | None:
+        """How a call with names is brought to the order of the op's schema; None where it is there."""
+        return bind(self.func, f"{self.name}_" if self.inplace else self.name, args, kwargs)
 
     @property
     def custom(self) -> bool:
@@ -90,6 +96,7 @@ def _resolve(func: Any) -> Op:
             name = f"{module}.{name}"  # nn.init.normal_ is not Tensor.normal_, torch.masked.sum is not torch.sum
     pointwise = not python and is_pointwise(name)
     return Op(
+        func,
         name,
         inplace,
         python,

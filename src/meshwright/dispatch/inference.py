@@ -43,7 +43,7 @@ def infer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Seq
     _collect_specs((args, kwargs), specs)
     if not specs:
         raise RuleError(f"{name!r}: give mw.Spec(shape, dtype, layout) in place of each tensor")
-    op = Op(name, False, False, False, rule_fn, None)
+    op = Op(None, name, False, False, False, rule_fn, None)
     with mw_context(op, specs):
         stand_in = iter(specs)
         made_args, made_kwargs = _map_specs((args, kwargs), lambda s: _StandIn(next(stand_in)))

@@ -78,8 +78,9 @@ def plan_call(
     if op.inplace:
         for t in tensors_in(args[:1]):
             refuse_copy(f"{op.name}_: ", t)
+    bound = op.binding(args, kwargs)
     if op.composite is not None:
-        return Plan(op, run=op.composite)
+        return Plan(op, run=bound.around(op.composite) if bound else op.composite)
     if op.python and op.rule is None:
         return Plan(op, redispatch=True)
     with disabled():
@@ -87,7 +88,14 @@ def plan_call(
         mesh = mesh_of(tensors, op.name)
         specs = [spec_of(t, mesh) for t in tensors]
     with mw_context(op, specs):
-        return _plan_ruled(func, op, mesh, specs, args, kwargs, strategies)
+        plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies)
+    if bound and plan.run is not None:
+        plan.run = bound.around(plan.run)
+    if bound and plan.local is not None:
+        plan.local = bound.around(plan.local)
+    if not (args and isinstance(args[0], Tensor)) and plan.native is not None:
+        plan.native, plan.plain, plan.retypes, plan.swift = None, False, False, False
+    return plan
 
 
 class mw_context:
@@ -249,7 +257,10 @@ def make_rule(op: Op, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
         return Arg(i, tuple(specs[i].shape), specs[i].dtype, specs[i])
 
     try:
-        made = op.rule(*map_tensors(args, arg), **map_tensors(kwargs, arg))
+        bound = op.binding(args, kwargs)
+        args, kwargs = map_tensors(args, arg), map_tensors(kwargs, arg)
+        args, kwargs = bound(args, kwargs) if bound else (args, kwargs)
+        made = op.rule(*args, **kwargs)
     except MeshwrightError:
         raise
     except (IndexError, ValueError, TypeError, KeyError) as error:

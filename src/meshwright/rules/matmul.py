@@ -31,7 +31,7 @@ def linear(x: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
 
 
 @rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
-def matmul(x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+def matmul(x: Arg, y: Arg, out_dtype: torch.dtype | None = None, **kwargs: Any) -> Rule | None:
     """Vectors, matrices, and batches that broadcast."""
     if x.ndim == 0 or y.ndim == 0:
         return None
@@ -68,7 +68,7 @@ def _added(term: Arg, x: Arg, y: Arg, left: str, right: str, out: str, reduced: 
 
 
 @rule("addmm")
-def addmm(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+def addmm(term: Arg, x: Arg, y: Arg, out_dtype: torch.dtype | None = None, **kwargs: Any) -> Rule | None:
     """beta × term + alpha × x y."""
     return _added(term, x, y, "m k", "k n", "m n", "k")
 
@@ -94,7 +94,7 @@ def addr(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
 
 
 @rule("baddbmm")
-def baddbmm(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
+def baddbmm(term: Arg, x: Arg, y: Arg, out_dtype: torch.dtype | None = None, **kwargs: Any) -> Rule | None:
     """beta × term + alpha × x y, per matrix of a batch."""
     return _added(term, x, y, "b m k", "b k n", "b m n", "k")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Rule, notation, rule
+from .core import Arg, Rule, composite, notation, rule
 from .dims import args_in, bool_free, names
 
 # Elementwise ops whose ATen overloads do not say so: aliases, tests, factories by example, casts.
@@ -90,7 +90,13 @@ def _cast(x: Arg, dtype: torch.dtype | None, *others: Arg) -> Rule | None:
     return _together([x], [x] if linear else [])
 
 
-@rule("to", "type", "_to_copy", "type_as")
+@composite("type_as")
+def type_as(x: Any, other: Any) -> Any:
+    """Only the dtype of ``other`` matters: it need not be moved."""
+    return x.to(other.dtype)
+
+
+@rule("to", "type", "_to_copy")
 def to(x: Arg, *args: Any, **kwargs: Any) -> Rule | None:
     """Casts and moves to a device; another tensor only lends its dtype."""
     given = [*args, *kwargs.values()]

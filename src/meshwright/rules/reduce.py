@@ -315,8 +315,10 @@ def frobenius_norm(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
 
 
 @composite("norm")
-def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
     """``Tensor.norm`` as the vector norm that it computes."""
+    dtype = next((d for d in (out, dtype) if isinstance(d, torch.dtype)), None)  # Tensor.norm has no out
+    kwargs = {} if dtype is None else {"dtype": dtype}
     if p == "nuc":
         return torch.linalg.norm(x, p, dim, keepdim, **kwargs)
     return torch.linalg.vector_norm(x, 2 if p in (None, "fro") else p, dim, keepdim, **kwargs)

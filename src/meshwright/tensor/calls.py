@@ -108,6 +108,8 @@ def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
             out = execute_swift(plan, func, args, kwargs)
         if out.__class__ is Tensor:
             return stamp(out, plan.spec)
+        if out.__class__ is DistTensor:  # an op that returned its input
+            return out
         for t, spec in zip(out, plan.outputs, strict=True):
             stamp(t, spec)
         return out
@@ -129,11 +131,11 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
         return _with_out(func, args, kwargs)
     swift = all(isinstance(a, Tensor) for a in args[: len(tensors_in(args))]) and not tensors_in(kwargs)
     op = resolve(func)  # here, so that the key of the next call knows whether the op is pointwise
-    if op.inplace and not op.python and isinstance(args[0], Tensor) and not isinstance(args[0], DistTensor):
+    if op.inplace and not op.python and args and isinstance(args[0], Tensor) and not isinstance(args[0], DistTensor):
         plan = Plan(op, run=into_plain(func))
     else:
         plan = plan_call(func, args, kwargs)
-    if plan.run is not None and args and args[0].__class__ is list:
+    if plan.run is not None and plan.run is op.composite and args and args[0].__class__ is list:
         LISTED[func] = plan.run
     plan.swift = plan.swift and swift
     plans = runtime.RT.plans
