@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.layout import Placement
+from meshwright.layout import Placement, commute
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2))
 AXES = ("a", "b", "c")
@@ -40,6 +41,7 @@ def placements(ndim: int, ops: Sequence[str] = ("sum",)) -> st.SearchStrategy[Pl
 def layouts(draw: st.DrawFn, mesh: mw.Mesh, ndim: int, ops: Sequence[str] = ("sum",), orders: bool = True) -> mw.Layout:
     """Layouts of a tensor of ``ndim`` dims; with ``orders``, several axes of one dim come in any order."""
     given = [draw(placements(ndim, ops)) for _ in mesh.axes]
+    assume(commute(*given))
     order = {}
     for d in range(ndim):
         axes = [a for a, p in enumerate(given) if p == mw.Shard(d)]

@@ -17,7 +17,7 @@ import torch
 
 from .cost import held_bytes
 from .errors import DispatchError
-from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
+from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec, commute
 from .reshard import plan
 from .rules.core import Dims, Rule, Strategy
 
@@ -78,7 +78,7 @@ def choose(
     total = 0.0
     for a in range(mesh.ndim):
         candidates = [strategies[a]] if strategies else _suggested(rule, ins, a, wish)
-        candidates = [c for c in candidates if _fits(c, a, rule, ins, held, factor_axes, inplace)]
+        candidates = [c for c in candidates if _fits(c, a, rule, ins, held, factor_axes, inplace, chosen)]
         if not candidates:
             raise _inplace_error(ins, a)
         # Work stays divided where that moves nothing forward; for an op that contracts, wherever it can.
@@ -137,7 +137,7 @@ def _planned(choice: Choice, wish: Wish) -> tuple[float, int]:
 def _fit_together(strategies: Sequence[Strategy], rule: Rule, ins: Sequence[Spec], held: Sequence[Held]) -> bool:
     factor_axes: dict[str, list[int]] = {}
     for a, c in enumerate(strategies):
-        if not _fits(c, a, rule, ins, held, factor_axes, False):
+        if not _fits(c, a, rule, ins, held, factor_axes, False, strategies[:a]):
             return False
         if c.factor:
             factor_axes.setdefault(c.factor, []).append(a)
@@ -166,7 +166,11 @@ def _fits(
     held: Sequence[Held],
     factor_axes: dict[str, list[int]],
     inplace: bool,
+    before: Sequence[Strategy],
 ) -> bool:
+    tensors = zip(*(s.inputs + s.outputs for s in (*before, c)), strict=True)
+    if not all(commute(*placements) for placements in tensors):
+        return False  # no layout may reduce by a sum on one axis and by a maximum on another
     if inplace:
         now = ins[0].layout.placements[axis]
         if c.inputs[0] != now or c.outputs[0] != now:
@@ -265,6 +269,9 @@ def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, n: int)
             # An undecided leaf that becomes reduced has its gradient reduced once, at the leaf.
             return 2 * grad if dependent and (undecided or not reduced) else 0.0
         return grad if isinstance(want, Shard) and not spec.reduced >> axis & 1 else 0.0
+    if isinstance(want, Partial) and want.op != "sum" and have != want:
+        # Zeros around it or the like; the shares of its gradient are summed.
+        return grad + (grad if isinstance(have, Replicate) else 0) + (2 if isinstance(have, Partial) else 0)
     if isinstance(have, Partial):
         if isinstance(want, Replicate):
             return 2 + (2 * grad if dependent else 0)

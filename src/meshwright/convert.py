@@ -5,11 +5,13 @@ backward is the step between the dual types, the other way round: with ``Spec.gr
 its own, invariant ``Replicate`` is its own, reduced ``Replicate`` and ``Partial`` are each other's), the
 transpose of ``A -> B`` is ``B.grad() -> A.grad()``.  The whole table of the design page follows from that line;
 the idea is Xu et al., GSPMD, and JAX's varying/unreduced types.
+
+A Partial that is reduced otherwise than by a sum has parts with different shares of the gradient: those shares sum
+up to it, so its dual is ``Partial(sum)``.  What the share of a part is, ``_Weighted`` alone knows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +21,7 @@ import torch
 
 from . import collective, runtime
 from .errors import ConversionError
-from .layout import Partial, Replicate, Shard, Spec, chunk_bounds
+from .layout import REPLICATE, Partial, Placement, Replicate, Shard, Spec, chunk_bounds, neutral
 
 Tensor = torch.Tensor
 
@@ -29,8 +31,8 @@ class Step:
     """One conversion: ``kind`` over ``axes`` from ``src`` to ``dst``.
 
     Kinds: ``retype`` (no data changes), ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``,
-    ``slice`` (own part of a replicated value), ``keep_one`` (value on the first rank, zero elsewhere),
-    ``pad`` (own shard with zeros around it).
+    ``slice`` (own part of a replicated value), ``keep_one`` (value on the first rank, elsewhere what changes nothing
+    in the reduction), ``pad`` (own shard within the same), ``scale`` (between a sum and an average).
     """
 
     kind: str
@@ -54,7 +56,25 @@ class Step:
 
 @lru_cache(maxsize=4096)
 def _transpose(step: Step) -> Step:
-    return between(step.dst.grad(), step.src.grad(), step.axes)
+    # The shares of the parts are constants of the forward, so but for them a reduction is transposed as a sum is.
+    src = step.src.dual()
+    if _op(step.src, step):
+        mask = sum(1 << a for a in step.axes)
+        src = _replicated(src, step.axes).with_(reduced=src.reduced | mask)
+    return between(step.dst.dual(), src, step.axes)
+
+
+def _op(spec: Spec, step: Step) -> str | None:
+    """By what the axes of a step are reduced in one of its specs."""
+    p = spec.layout.placements[step.axes[0]]
+    return p.op if isinstance(p, Partial) else None
+
+
+def _replicated(spec: Spec, axes: tuple[int, ...]) -> Spec:
+    layout = spec.layout
+    for a in axes:
+        layout = layout.replace(a, REPLICATE)
+    return spec.with_(layout=layout)
 
 
 def between(src: Spec, dst: Spec, axes: tuple[int, ...]) -> Step:
@@ -69,27 +89,31 @@ def between(src: Spec, dst: Spec, axes: tuple[int, ...]) -> Step:
 
 def _kind(src: Spec, dst: Spec, axis: int) -> str:
     a, b = src.layout.placements[axis], dst.layout.placements[axis]
+    return kind_of(a, b)
+
+
+def kind_of(a: Placement, b: Placement) -> str:
+    """The kind of step that leads from one placement to another.  Raises ConversionError if there is none."""
     if isinstance(a, Replicate):
         if isinstance(b, Replicate):
             return "retype"
         if isinstance(b, Shard):
             return "slice"
-        return "keep_one" if b.op in ("sum", "avg") else "retype"
+        # The same value everywhere is its own average and extremum, but not its own sum.
+        return "keep_one" if b.op in ("sum", "product") else "retype"
     if isinstance(a, Partial):
         if isinstance(b, Replicate):
             return "all_reduce"
         if isinstance(b, Shard):
             return "reduce_scatter"
-        if {a.op, b.op} <= {"sum", "avg"}:
+        if a.op == b.op:
             return "retype"
+        if {a.op, b.op} == {"sum", "avg"}:
+            return "scale"
         raise ConversionError(f"a Partial({a.op!r}) cannot become a Partial({b.op!r}) without being reduced")
     if isinstance(b, Shard):
         return "all_to_all"
-    if isinstance(b, Replicate):
-        return "all_gather"
-    if b.op in ("sum", "avg"):
-        return "pad"
-    raise ConversionError(f"a shard cannot become a Partial({b.op!r}) in one step")
+    return "all_gather" if isinstance(b, Replicate) else "pad"
 
 
 def run(step: Step, local: Tensor) -> Tensor:
@@ -126,6 +150,8 @@ def _prepare(step: Step) -> Runner:
 def _scale(step: Step) -> float:
     """``avg`` is ``sum`` x 1/n: what the data must be multiplied by around a plain sum."""
     scale = 1.0
+    if step.kind == "retype":
+        return scale
     for a in step.axes:
         n = step.src.mesh.sizes[a]
         p, q = step.src.layout.placements[a], step.dst.layout.placements[a]
@@ -137,9 +163,9 @@ def _scale(step: Step) -> float:
 
 
 def _reduce_op(step: Step) -> str:
-    p = step.src.layout.placements[step.axes[0]]
-    assert isinstance(p, Partial)
-    return "sum" if p.op == "avg" else p.op
+    op = _op(step.src, step)
+    assert op is not None
+    return "sum" if op == "avg" else op
 
 
 def _dim(spec: Spec, axis: int) -> int:
@@ -196,9 +222,12 @@ def _slice(step: Step, here: tuple[int, ...]) -> Runner:
 
 def _keep_one(step: Step, here: tuple[int, ...]) -> Runner:
     first = all(here[a] == 0 for a in step.axes)
+    ones = _op(step.dst, step) == "product"
     if collective.recording():
+        if ones:
+            return lambda t: collective.keep_one(t, first) + collective.keep_one(torch.ones_like(t), not first)
         return lambda t: collective.keep_one(t, first)
-    return _same if first else torch.zeros_like
+    return _same if first else torch.ones_like if ones else torch.zeros_like
 
 
 def _pad(step: Step, here: tuple[int, ...]) -> Runner:
@@ -208,9 +237,10 @@ def _pad(step: Step, here: tuple[int, ...]) -> Runner:
 
     # constant_pad_nd takes (before, after) of the last dim first.
     around = [0, 0] * (len(shape) - d - 1) + [lo, shape[d] - hi]
+    value = neutral(_op(step.dst, step) or "sum", step.dst.dtype)
 
     def pad(t: Tensor) -> Tensor:
-        return torch.constant_pad_nd(t, around)
+        return torch.constant_pad_nd(t, around, value)
 
     return pad
 
@@ -225,6 +255,7 @@ def _same(t: Tensor) -> Tensor:
 
 _PREPARE: dict[str, Callable[[Step, tuple[int, ...]], Runner]] = {
     "retype": _retype,
+    "scale": _retype,
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
@@ -235,10 +266,12 @@ _PREPARE: dict[str, Callable[[Step, tuple[int, ...]], Runner]] = {
 }
 
 
-def selects(step: Step) -> bool:
-    """Whether the step reduces by picking values (max, min): its gradient depends on the data."""
-    p = step.src.layout.placements[step.axes[0]]
-    return step.kind in ("all_reduce", "reduce_scatter") and isinstance(p, Partial) and p.op in ("max", "min")
+@lru_cache(maxsize=4096)
+def weighted(step: Step) -> bool:
+    """Whether the parts of the result or of what is reduced have shares of the gradient: see :class:`_Weighted`."""
+    if step.kind == "retype":
+        return False
+    return _op(step.src, step) not in (None, "sum") or _op(step.dst, step) == "product"
 
 
 def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
@@ -277,7 +310,7 @@ def _as_plain(steps: tuple[Step, ...], given: Tensor) -> Tensor:
 def _nothing_here(step: Step) -> bool:
     """Whether the step and its transpose leave this rank's data alone: no autograd node is needed then."""
     back = step.transpose()
-    if step.moves or back.moves or _scale(step) != 1.0:
+    if step.moves or back.moves or weighted(step) or _scale(step) != 1.0:
         return False
     here = step.src.mesh.coordinate(runtime.RT.rank)
     return _PREPARE[step.kind](step, here) is _same and _PREPARE[back.kind](back, here) is _same
@@ -285,14 +318,14 @@ def _nothing_here(step: Step) -> bool:
 
 @lru_cache(maxsize=4096)
 def _runs(steps: tuple[Step, ...]) -> tuple[tuple[tuple[Step, ...], Any], ...]:
-    """Linear steps that follow each other share one autograd node; selecting ones have their own."""
+    """Linear steps that follow each other share one autograd node; weighted ones have their own."""
     parts: list[tuple[Step, ...]] = []
     for step in steps:
-        if parts and not selects(step) and not selects(parts[-1][0]):
+        if parts and not weighted(step) and not weighted(parts[-1][0]):
             parts[-1] = (*parts[-1], step)
         else:
             parts.append((step,))
-    return tuple((part, _Select if selects(part[0]) else _Convert) for part in parts)
+    return tuple((part, _Weighted if weighted(part[0]) else _Convert) for part in parts)
 
 
 @lru_cache(maxsize=4096)
@@ -302,11 +335,6 @@ def transpose(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     Each is the transpose of one forward step, but steps over several axes of one kind may be one.
     """
     return tuple(step.transpose() for step in reversed(steps))
-
-
-@lru_cache(maxsize=4096)
-def _scales(steps: tuple[Step, ...]) -> float:
-    return math.prod(_scale(step) for step in steps)
 
 
 class _Convert(torch.autograd.Function):
@@ -326,11 +354,10 @@ class _Convert(torch.autograd.Function):
 
 def _back(steps: tuple[Step, ...], grad: Tensor, cause: Any) -> Tensor:
     """The transposed steps, in the name of the record that the forward was made for."""
-    scale = _scales(steps)
     back = transpose(steps)
     if cause is not None:
         runtime.RT.cause = cause.transposed(back)
-    made = apply(back, grad if scale == 1.0 else grad * scale)
+    made = apply(back, grad)
     if cause is not None:
         runtime.RT.cause = None
     # A slice is a view of a cotangent that others may hold: a leaf would take it for its own and add to it in place.
@@ -359,46 +386,55 @@ class _Known(torch.autograd.Function):
         return _back(ctx.steps, grad, ctx.cause), None, None
 
 
-class _Select(torch.autograd.Function):
-    """Reduction by max or min: the gradient goes to the ranks that hold the extremum, in equal shares."""
+class _Weighted(torch.autograd.Function):
+    """Reduction by other than a sum, where each part has its share of the gradient: 1/n of an average, equal shares for
+    all that hold a maximum, the product of the others for a product.  And what is made a product: ones have no share.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, steps: tuple[Step, ...]) -> Tensor:
         (step,) = steps
-        whole = _reduced_everywhere(step)
-        out = run(whole, local)
-        held = local == out
-        ties = collective.all_reduce(held.to(local.dtype), "sum", collective.group(step.src.mesh, step.axes))
         ctx.steps, ctx.cause = steps, runtime.RT.cause
-        ctx.save_for_backward(held / ties.clamp(min=1))
-        if step.kind == "reduce_scatter":
-            out = _slice(step, step.src.mesh.coordinate(runtime.RT.rank))(out)
-        return out
+        op, group = _op(step.src, step), collective.group(step.src.mesh, step.axes)
+        if op == "avg":
+            ctx.save_for_backward(local.new_tensor(1 / group.size))
+            return run(step, local)
+        if op is None:  # made a product
+            ctx.save_for_backward(1 - run(step, torch.zeros_like(local)))
+            return run(step, local)
+        out = run(_reduced_everywhere(step), local)
+        share = _share_of_product(local, group) if op == "product" else _share_of_holders(local, out, group)
+        ctx.save_for_backward(share)
+        return _slice(step, step.src.mesh.coordinate(runtime.RT.rank))(out) if step.kind == "reduce_scatter" else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (step,) = ctx.steps
         (share,) = ctx.saved_tensors
-        # The share is a constant of the forward, so the transpose is that of a sum, times the share.
-        back = (_as_sum(step).transpose(),)
+        if torch.is_grad_enabled() and _op(step.src, step) == "product":
+            raise ConversionError("a reduction by product has no second derivative here: gather the factors first")
+        back = transpose(ctx.steps)
         if ctx.cause is not None:
             runtime.RT.cause = ctx.cause.transposed(back)
-        made = apply(back, grad) * share
+        made = apply(back, grad * share) if _op(step.src, step) is None else apply(back, grad) * share
         runtime.RT.cause = None
         return made, None
 
 
+def _share_of_holders(local: Tensor, out: Tensor, group: Any) -> Tensor:
+    held = local == out
+    ties = collective.all_reduce(held.to(local.dtype), "sum", group)
+    return held / ties.clamp(min=1)
+
+
+def _share_of_product(local: Tensor, group: Any) -> Tensor:
+    """The product of the other parts; those that are zero are counted, to divide by none."""
+    zero = local == 0
+    zeros = collective.all_reduce(zero.to(local.dtype), "sum", group)
+    rest = collective.all_reduce(local.masked_fill(zero, 1), "product", group)
+    return torch.where(zero, rest.where(zeros == 1, 0), (rest / local).where(zeros == 0, 0))
+
+
 @lru_cache(maxsize=1024)
 def _reduced_everywhere(step: Step) -> Step:
-    placements = list(step.src.layout.placements)
-    for a in step.axes:
-        placements[a] = Replicate()
-    layout = type(step.src.layout)(step.src.mesh, placements, order=dict(step.src.layout.order))
-    return Step("all_reduce", step.axes, step.src, step.src.with_(layout=layout))
-
-
-@lru_cache(maxsize=1024)
-def _as_sum(step: Step) -> Step:
-    placements = [Partial() if a in step.axes else p for a, p in enumerate(step.src.layout.placements)]
-    layout = type(step.src.layout)(step.src.mesh, placements, order=dict(step.src.layout.order))
-    return Step(step.kind, step.axes, step.src.with_(layout=layout), step.dst)
+    return Step("all_reduce", step.axes, step.src, _replicated(step.src, step.axes))

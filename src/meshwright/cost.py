@@ -28,18 +28,23 @@ def reduce_bytes(spec: Spec, axes: tuple[int, ...]) -> float:
     return 2 * (n - 1) / n * held_bytes(spec)
 
 
+# Kind of step to how often (n-1)/n of what is held before and after it passes a rank.
+_PASSES = {"all_gather": (0, 1), "all_to_all": (1, 0), "reduce_scatter": (1, 0), "all_reduce": (2, 0)}
+
+
+def passes(kind: str) -> tuple[int, int]:
+    """How often (n-1)/n of what a rank holds before a step, and of what it holds after it, goes over the wire."""
+    return _PASSES.get(kind, (0, 0))
+
+
 @lru_cache(maxsize=8192)
 def step_bytes(step: Step) -> float:
     """Bytes that each rank sends for one step."""
-    if not step.moves:
+    before, after = passes(step.kind)
+    if not before and not after:
         return 0.0
     n = math.prod(step.src.mesh.sizes[a] for a in step.axes)
-    part = (n - 1) / n
-    if step.kind == "all_gather":
-        return part * held_bytes(step.dst)
-    if step.kind == "all_to_all":
-        return part * held_bytes(step.src)
-    return part * held_bytes(step.src) * (2 if step.kind == "all_reduce" else 1)
+    return (n - 1) / n * (before * held_bytes(step.src) + after * held_bytes(step.dst))
 
 
 @lru_cache(maxsize=8192)

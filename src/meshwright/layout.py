@@ -8,6 +8,7 @@ Uneven shards follow ``torch.chunk``: 10 over 4 is 3, 3, 3, 1; over 6 it is 2, 2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Union
@@ -19,6 +20,38 @@ from .errors import LayoutError
 from .mesh import Mesh
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product", "any", "all")
+
+
+def unreducible(op: str, dtype: torch.dtype) -> str:
+    """Why tensors of this dtype have no reduction ``op``; empty where they have."""
+    if op in ("any", "all") and dtype is not torch.bool:
+        return f"{op} reduces bool tensors, not {dtype}: compare first, e.g. x != 0"
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        return f"avg of {dtype} is not exact: convert to a floating dtype or reduce by sum"
+    if dtype is torch.uint64 and op in ("max", "min"):
+        return f"{op} of uint64 is not supported: convert to int64"
+    if dtype.is_complex and op not in ("sum", "avg"):
+        return f"{op} of {dtype} is not supported: complex tensors reduce by sum or avg"
+    return ""
+
+
+def neutral(op: str, dtype: torch.dtype) -> Any:
+    """The value that changes nothing in a reduction: what a rank brings that has no part in it."""
+    if op in ("sum", "avg", "any"):
+        return False if dtype is torch.bool else 0
+    if op in ("product", "all"):
+        return True if dtype is torch.bool else 1
+    if dtype is torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max
+
+
+def commute(*placements: Placement) -> bool:
+    """Whether the reductions among these placements of one tensor may be done in any order."""
+    return len({"sum" if p.op == "avg" else p.op for p in placements if isinstance(p, Partial)}) < 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +133,8 @@ class Layout:
         ndim: number of dims of the tensor, where known; lets negative dims be resolved.
 
     Raises:
-        LayoutError: a placement for a dim that does not exist, an order that names other axes.
+        LayoutError: a placement for a dim that does not exist, an order that names other axes, Partial by reductions
+            that do not commute.
         MeshError: an unknown axis.
     """
 
@@ -122,6 +156,12 @@ class Layout:
         per_axis = _per_axis(mesh, placements)
         self.placements: tuple[Placement, ...] = tuple(_in_range(p, ndim, mesh, i) for i, p in enumerate(per_axis))
         self.order: tuple[tuple[int, tuple[int, ...]], ...] = _canonical_order(self, order or {})
+        if not commute(*self.placements):
+            ops = " and by ".join(dict.fromkeys(self.partial.values()))
+            raise LayoutError(
+                f"{self!r}: reductions by {ops} do not commute, so the value would depend on which comes first; "
+                "reduce one of them before: mw.reshard(x, {axis: mw.Replicate()})"
+            )
 
     @property
     def dims(self) -> dict[int, tuple[str, ...]]:
@@ -136,6 +176,11 @@ class Layout:
                 found[p.dim] = (*found.get(p.dim, ()), a)
         found.update(self.order)
         return found
+
+    def place(self, axis: int) -> int:
+        """Place of an axis among those that split its dim: 0 for the major one, and for one that splits none."""
+        p = self.placements[axis]
+        return self.dim_axes()[p.dim].index(axis) if isinstance(p, Shard) else 0
 
     @property
     def dims_mapping(self) -> list[int]:
@@ -313,6 +358,16 @@ def _canonical_order(
     return tuple(sorted(kept))
 
 
+def dual(p: Placement, reduced: bool) -> tuple[Placement, bool]:
+    """The type of a gradient on one axis, from that of its primal: placement, and whether a Replicate is reduced."""
+    if isinstance(p, Partial):
+        # The gradient of a sum is whole on every rank; as a value it may itself be differentiated, and then each rank
+        # uses its copy for its own part: its cotangent is Partial, so it is of the reduced kind.  Of another reduction
+        # each rank has its part's share of the gradient: what a maximum's holder gets, 1/n for an average.
+        return (REPLICATE, True) if p.op == "sum" else (Partial(), False)
+    return (Partial(), False) if reduced else (p, False)
+
+
 class Spec:
     """Global shape, dtype and layout of a tensor.  Interned: equal specs are the same object.
 
@@ -352,6 +407,9 @@ class Spec:
         key = (tuple(shape), dtype, layout, reduced, undecided, copied)
         found = cls._made.get(key)
         if found is None:
+            for op in layout.partial.values():
+                if why := unreducible(op, dtype):
+                    raise LayoutError(f"{layout!r}: {why}")
             found = super().__new__(cls)
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
@@ -374,26 +432,27 @@ class Spec:
         return self.layout.local_offset(self.shape, coordinate)
 
     def grad(self) -> Spec:
-        """Spec of the gradient of a tensor of this spec (the table of the design page)."""
+        """Spec of the gradient of a tensor of this spec (the table of the design page).
+
+        Raises LayoutError for Partial("product"): from the gradients of factors that of the product cannot be told.
+        """
+        if "product" in self.layout.partial.values():
+            raise LayoutError(
+                f"{self!r} has no gradient as a whole, only its factors have: reduce it first (mw.reshard), or "
+                "differentiate the parts that you give to mw.from_local"
+            )
+        return self.dual()
+
+    def dual(self) -> Spec:
+        """Spec of the cotangents that ranks exchange for a tensor of this spec: ``grad``, of products too."""
         if self._grad is None:
             self._grad = self._make_grad()
         return self._grad
 
     def _make_grad(self) -> Spec:
-        placements: list[Placement] = []
-        reduced = 0
-        for a, p in enumerate(self.layout.placements):
-            if isinstance(p, Partial):
-                placements.append(REPLICATE)
-                reduced |= 1 << a
-            elif isinstance(p, Replicate) and self.reduced >> a & 1:
-                placements.append(Partial())
-            else:
-                placements.append(p)
-        # The gradient of a Partial is whole on every rank; as a value it may itself be differentiated, and
-        # then each rank uses its copy for its own part: its cotangent is Partial, so it is of the reduced kind.
-        layout = Layout(self.mesh, placements, order=dict(self.layout.order), ndim=self.ndim)
-        return Spec(self.shape, self.dtype, layout, reduced)
+        pairs = [dual(p, bool(self.reduced >> a & 1)) for a, p in enumerate(self.layout.placements)]
+        layout = Layout(self.mesh, [p for p, _ in pairs], order=dict(self.layout.order), ndim=self.ndim)
+        return Spec(self.shape, self.dtype, layout, sum(1 << a for a, (_, reduced) in enumerate(pairs) if reduced))
 
     def with_(
         self,

@@ -1,23 +1,24 @@
 """From one layout to another: the cheapest sequence of steps, forward and backward bytes together.
 
-``plan`` searches (Dijkstra) over the layouts that lie between source and target.  Each axis may take its
-placement at the source, at the target, or be replicated; each move is one step of ``convert``.  The plan is
-data; ``convert.apply`` executes it.
+``plan`` searches (Dijkstra) over all sequences of steps of ``convert``: each axis may split any dim on the way, or be
+replicated.  Bytes are in proportion to the tensor's, so a way is found once for all shapes.  The plan is data;
+``convert.apply`` executes it.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from . import convert
 from .convert import Step
-from .cost import step_bytes, step_bytes_both
+from .cost import passes, step_bytes
 from .errors import ConversionError
-from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
+from .layout import REPLICATE, Partial, Placement, Shard, Spec, commute, dual
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,82 +57,148 @@ def plan(src: Spec, dst: Spec) -> Plan:
     src, dst = _decided(src), _decided(dst)
     if src is dst:
         return Plan(src, dst, (), 0.0, 0.0)
-    count = itertools.count()
-    queue: list[tuple[float, int, Spec, tuple[Step, ...]]] = [(0.0, next(count), src, ())]
-    done: set[Spec] = set()
-    while queue:
-        cost, _, here, steps = heapq.heappop(queue)
-        if here is dst:
-            forward = sum(step_bytes(s) for s in steps)
-            return Plan(src, dst, steps, forward, sum(step_bytes(s.transpose()) for s in steps))
-        if here in done:
-            continue
-        done.add(here)
-        for step in _neighbours(here, src, dst):
-            if step.dst not in done:
-                # The tiny term per step makes fewer steps win among equals.
-                price = sum(step_bytes_both(step)) + 1e-3
-                heapq.heappush(queue, (cost + price, next(count), step.dst, (*steps, step)))
-    raise ConversionError(f"no sequence of conversions leads from {src!r} to {dst!r}")
+    steps: list[Step] = []
+    here = src
+    for axes, (placement, reduced) in _moves(src, dst):
+        layout, mask = here.layout, here.reduced
+        for a in axes:
+            layout, mask = layout.replace(a, placement), mask & ~(1 << a) | (reduced << a)
+        steps.append(convert.between(here, here.with_(layout=layout, reduced=mask), axes))
+        here = steps[-1].dst
+    assert here is dst, (here, dst)
+    forward = sum(step_bytes(s) for s in steps)
+    return Plan(src, dst, tuple(steps), forward, sum(step_bytes(s.transpose()) for s in steps))
 
 
 def _decided(spec: Spec) -> Spec:
     return spec.with_(undecided=0, copied=False) if spec.undecided or spec.copied else spec
 
 
-Token = tuple[Placement, bool]  # placement, and for Replicate whether its gradient is Partial
+# ---------------------------------------------------------------------------------------------- the search
+
+Type = tuple[Placement, bool]  # placement, and for Replicate whether its gradient is Partial
+Move = tuple[tuple[int, ...], Type]  # these axes become this
+# A state is one number for each axis: the index of its type times _ORDERS, plus its place among the axes of its dim.
+State = tuple[int, ...]
+_ORDERS = 16
+_SPARE = 2  # dims that neither side splits and that may be split on the way
 
 
-def _token(spec: Spec, axis: int) -> Token:
-    return spec.layout.placements[axis], bool(spec.reduced >> axis & 1)
-
-
-def _neighbours(here: Spec, src: Spec, dst: Spec) -> Iterator[Step]:
-    for a in range(here.mesh.ndim):
-        now = _token(here, a)
-        for token in dict.fromkeys((_token(dst, a), _token(src, a), (REPLICATE, False))):
-            if token != now or _misplaced(here, dst, a):
-                yield from _single(here, a, token)
-    yield from _flattened(here, dst)
-
-
-def _misplaced(here: Spec, dst: Spec, axis: int) -> bool:
-    p = here.layout.placements[axis]
-    return isinstance(p, Shard) and here.layout.dim_axes()[p.dim] != dst.layout.dim_axes().get(p.dim)
-
-
-def _single(here: Spec, axis: int, token: Token) -> Iterator[Step]:
-    now, (want, reduced) = here.layout.placements[axis], token
-    if isinstance(now, Shard) and here.layout.dim_axes()[now.dim][-1] != axis:
-        return  # only the minor axis of a dim can leave it: the others hold interleaved parts
-    if isinstance(now, Shard) and now == want:
-        return
-    mask = here.reduced & ~(1 << axis) | (reduced << axis)
-    target = Spec(here.shape, here.dtype, here.layout.replace(axis, want), mask)
+def _moves(src: Spec, dst: Spec) -> list[Move]:
+    """The cheapest way, found for dims by number of appearance: shapes do not matter to it."""
+    used = sorted({*src.layout.dim_axes(), *dst.layout.dim_axes()})
+    # A dim shorter than the mesh would put more on some ranks than bytes on average tell.
+    spare = [d for d, n in enumerate(src.shape) if n >= src.mesh.size and d not in used][:_SPARE]
+    dims = [*used, *spare]
+    ends = tuple(
+        tuple(
+            (Shard(dims.index(p.dim)) if isinstance(p, Shard) else p, bool(s.reduced >> a & 1), s.layout.place(a))
+            for a, p in enumerate(s.layout.placements)
+        )
+        for s in (src, dst)
+    )
     try:
-        yield convert.between(here, target, (axis,))
+        found = _cheapest(src.mesh.sizes, *ends, len(dims))
     except ConversionError:
-        return
+        raise ConversionError(f"no sequence of conversions leads from {src!r} to {dst!r}") from None
+    return [(axes, (Shard(dims[p.dim]) if isinstance(p, Shard) else p, r)) for axes, (p, r) in found]
 
 
-def _flattened(here: Spec, dst: Spec) -> Iterator[Step]:
-    """Reductions over several axes at once, and changes of type whose transpose is one."""
-    groups: dict[tuple[str, bool], list[int]] = {}
-    for a in range(here.mesh.ndim):
-        p, q = here.layout.placements[a], dst.layout.placements[a]
-        if not isinstance(q, Replicate):
+End = tuple[tuple[Placement, bool, int], ...]
+
+
+@lru_cache(maxsize=16384)
+def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int) -> list[Move]:
+    """Dijkstra over all layouts of ``ndim`` dims, with the reductions that occur at the ends, by bytes of both ways."""
+    ends = dict.fromkeys((p, r) for p, r, _ in (*dst, *src))
+    shards = ((Shard(d), False) for d in range(ndim))
+    types = list(dict.fromkeys([*ends, (REPLICATE, False), (REPLICATE, True), (Partial(), False), *shards]))
+    table = _prices(tuple(types))
+    mixed = not commute(*(p for p, _ in types))
+    first, last = (tuple(types.index((p, r)) * _ORDERS + place for p, r, place in end) for end in (src, dst))
+    queue: list[tuple[float, int, State]] = [(0.0, 0, first)]
+    count = 0
+    best: dict[State, float] = {first: 0.0}
+    came: dict[State, tuple[State, Move]] = {}
+    while queue:
+        cost, _, here = heapq.heappop(queue)
+        if here == last:
+            return _way(came, last)
+        if cost > best[here]:
             continue
-        to_reduced = bool(dst.reduced >> a & 1)
-        if isinstance(p, Partial):
-            groups.setdefault((p.op, to_reduced), []).append(a)
-        elif isinstance(p, Replicate) and bool(here.reduced >> a & 1) != to_reduced:
-            groups.setdefault(("retype", to_reduced), []).append(a)
-    for (_, to_reduced), axes in groups.items():
-        if len(axes) > 1:
-            layout: Layout = here.layout
-            mask = here.reduced
-            for a in axes:
-                layout = layout.replace(a, REPLICATE)
-                mask = mask & ~(1 << a) | (to_reduced << a)
-            target = Spec(here.shape, here.dtype, layout, mask)
-            yield convert.between(here, target, tuple(axes))
+        for axes, to, price in _steps(here, sizes, types, table):
+            state = _moved(here, axes, to, types)
+            if mixed and not commute(*(types[code // _ORDERS][0] for code in state)):
+                continue
+            # The tiny term per step makes fewer steps win among equals.
+            total = cost + price + 1e-7
+            if total < best.get(state, math.inf):
+                best[state], came[state] = total, (here, (axes, types[to]))
+                count += 1
+                heapq.heappush(queue, (total, count, state))
+    raise ConversionError("no sequence of conversions")
+
+
+def _way(came: dict[State, tuple[State, Move]], at: State) -> list[Move]:
+    moves = []
+    while at in came:
+        at, move = came[at]
+        moves.append(move)
+    return moves[::-1]
+
+
+Price = tuple[int, int, int]  # index of a type to become; passes of what is held before and after, both ways together
+
+
+@lru_cache(maxsize=1024)
+def _prices(types: tuple[Type, ...]) -> list[list[Price]]:
+    """For each type what it may become in one step, by the kinds of the step and of its transpose."""
+    table: list[list[Price]] = []
+    for p, r in types:
+        table.append([])
+        for i, (q, s) in enumerate(types):
+            if (p, r) == (q, s):
+                continue
+            try:
+                there = passes(convert.kind_of(p, q))
+            except ConversionError:
+                continue
+            source = (Partial(), False) if isinstance(p, Partial) else (p, r)
+            back = passes(convert.kind_of(dual(q, s)[0], dual(*source)[0]))
+            table[-1].append((i, there[0] + back[1], there[1] + back[0]))
+    return table
+
+
+def _steps(
+    here: State, sizes: tuple[int, ...], types: list[Type], table: list[list[Price]]
+) -> Iterator[tuple[tuple[int, ...], int, float]]:
+    """All steps from a state: axes, index of the type that they get, bytes of both ways for one byte of tensor."""
+    now = [code // _ORDERS for code in here]
+    shard = [isinstance(types[i][0], Shard) for i in now]
+    held = 1.0 / math.prod(n for n, s in zip(sizes, shard, strict=True) if s)
+    groups: dict[int, list[int]] = {}
+    for a, i in enumerate(now):
+        if not shard[a]:
+            groups.setdefault(i, []).append(a)
+        elif any(now[b] == i and here[b] > here[a] for b in range(len(here))):
+            continue  # only the minor axis of a dim can leave it: the others hold interleaved parts
+        n = sizes[a]
+        gathered = held * n if shard[a] else held
+        for i_to, before, after in table[i]:
+            after_held = gathered / n if isinstance(types[i_to][0], Shard) else gathered
+            yield (a,), i_to, (n - 1) / n * (before * held + after * after_held)
+    for i, alike in groups.items():
+        for k in range(2, len(alike) + 1):
+            for axes in itertools.combinations(alike, k):  # one collective over several axes
+                n = math.prod(sizes[a] for a in axes)
+                for i_to, before, after in table[i]:
+                    if (before or after) and not isinstance(types[i_to][0], Shard):
+                        yield axes, i_to, (n - 1) / n * (before + after) * held
+
+
+def _moved(here: State, axes: tuple[int, ...], to: int, types: list[Type]) -> State:
+    state = list(here)
+    split = isinstance(types[to][0], Shard)
+    for a in axes:
+        state[a] = to * _ORDERS + (sum(c // _ORDERS == to for c in here) if split else 0)
+    return tuple(state)

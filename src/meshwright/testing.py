@@ -28,7 +28,7 @@ from .dispatch import (
     tensors_in,
 )
 from .errors import ConversionError, MeshwrightError, RuleError
-from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec
+from .layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec, commute, unreducible
 from .mesh import Mesh
 from .program import Program
 from .program.verify import verify_together
@@ -134,9 +134,9 @@ def check_rule(
 ) -> Report:
     """Check an op's rule against the single device: value and gradient, on simulated ranks.
 
-    Every layout of each input, {Replicate, Shard of each dim, Partial for floats}, is tried on one mesh axis,
-    and every pair of strategies of the rule on two.  Sizes that the axes do not divide make uneven and empty
-    shards: give such.
+    Every layout of each input, {Replicate, Shard of each dim, Partial by each reduction that its dtype has}, is
+    tried on one mesh axis, and every pair of strategies of the rule on two.  Sizes that the axes do not divide make
+    uneven and empty shards: give such.
 
     Args:
         op: a function (``torch.nn.functional.gelu``, a custom op), or the name of one (``"gelu"``,
@@ -294,7 +294,7 @@ def _rule_on(call: _Call, mesh: Mesh) -> Rule | None:
 def _cases(call: _Call, mesh: Mesh, rule: Rule | None, most: int) -> Iterator[_Case]:
     tensors = call.tensors
     if rule is not None:
-        every = list(itertools.product(rule.all_strategies(), repeat=mesh.ndim))
+        every = list(itertools.product(rule.all_strategies(_partials(*tensors)), repeat=mesh.ndim))
         for chosen in _sample(every, most):
             case = _by_strategies(tensors, mesh, rule, chosen)
             if case is not None:
@@ -306,14 +306,26 @@ def _cases(call: _Call, mesh: Mesh, rule: Rule | None, most: int) -> Iterator[_C
             for ps in _products(per_axis, most)
         )
         return
-    mixed = [[tuple(c) for c in itertools.product(p, repeat=mesh.ndim)] for p in per_axis]
+    mixed = [[c for c in itertools.product(p, repeat=mesh.ndim) if commute(*c)] for p in per_axis]
     for ps in _products(mixed, most // 2):
         yield _Case(tuple(Layout(mesh, list(p), ndim=t.ndim) for p, t in zip(ps, tensors, strict=True)))
 
 
+def _partials(*tensors: Tensor) -> list[Partial]:
+    """Every Partial that some of the tensors can be."""
+    return [Partial(op) for op in REDUCE_OPS if any(not unreducible(op, t.dtype) for t in tensors)]
+
+
 def _placements(t: Tensor) -> list[Placement]:
-    found: list[Placement] = [REPLICATE, *(Shard(d) for d in range(t.ndim))]
-    return [*found, Partial()] if carries_grad(t.dtype) else found
+    return [REPLICATE, *(Shard(d) for d in range(t.ndim)), *_partials(t)]
+
+
+def _sound(layouts: Sequence[Sequence[Placement]], tensors: Sequence[Tensor]) -> bool:
+    """Whether there are such layouts: reductions that commute, of dtypes that have them."""
+    return all(
+        commute(*ps) and all(not isinstance(p, Partial) or not unreducible(p.op, t.dtype) for p in ps)
+        for ps, t in zip(layouts, tensors, strict=True)
+    )
 
 
 def _by_strategies(tensors: Sequence[Tensor], mesh: Mesh, rule: Rule, chosen: tuple[Strategy, ...]) -> _Case | None:
@@ -321,8 +333,10 @@ def _by_strategies(tensors: Sequence[Tensor], mesh: Mesh, rule: Rule, chosen: tu
     for factor in {s.factor for s in chosen if s.factor}:
         if not rule.aligned(factor, mesh, [a for a, s in enumerate(chosen) if s.factor == factor]):
             return None
-    layouts = tuple(Layout(mesh, [s.inputs[i] for s in chosen], ndim=t.ndim) for i, t in enumerate(tensors))
-    return _Case(layouts, chosen)
+    placed = [[s.inputs[i] for s in chosen] for i in range(len(tensors))]
+    if not _sound(placed, tensors):
+        return None
+    return _Case(tuple(Layout(mesh, ps, ndim=t.ndim) for ps, t in zip(placed, tensors, strict=True)), chosen)
 
 
 def _sample(items: list[Any], most: int) -> list[Any]:
@@ -347,28 +361,48 @@ def _products(choices: Sequence[Sequence[Any]], most: int) -> list[tuple[Any, ..
 
 
 def local_part(value: Tensor, spec: Spec, seed: int = 0) -> Tensor:
-    """This rank's part of a value; Partial parts are random, of both signs, and add up to it."""
+    """This rank's part of a value; Partial parts are random, of both signs, and reduce to it."""
     here = spec.mesh.coordinate(runtime.RT.rank)
     generator = torch.Generator().manual_seed(seed)
     part = value.detach()
     for a, p in enumerate(spec.layout.placements):
-        if isinstance(p, Partial) and carries_grad(value.dtype):
-            n = spec.mesh.sizes[a]
-            noise = torch.randn((n - 1, *value.shape), generator=generator, dtype=torch.float64)
-            if torch.equal(value, torch.round(value.real)):
-                noise = torch.round(4 * noise)  # whole numbers add up without rounding: labels stay labels
-            noise = noise.to(value.dtype)
-            part = noise[here[a]] if here[a] < n - 1 else part - noise.sum(0)
-            part = part * n if p.op == "avg" else part
+        if isinstance(p, Partial):
+            part = _term(part, p.op, spec.mesh.sizes[a], here[a], generator)
     for d, (lo, hi) in enumerate(spec.layout.local_bounds(spec.shape, here)):
         part = part.narrow(d, lo, hi - lo)
     return part.clone(memory_format=torch.contiguous_format)
 
 
+def _term(value: Tensor, op: str, n: int, index: int, generator: torch.Generator) -> Tensor:
+    """Part ``index`` of ``n`` random ones that reduce to a value; it is the same random numbers on every rank."""
+    noise = torch.randn((n, *value.shape), generator=generator, dtype=torch.float64)
+    holder = torch.randint(n, value.shape, generator=generator) == index
+    if not carries_grad(value.dtype):  # whole numbers add up without rounding: labels stay labels
+        noise = torch.round(2 * noise) if value.dtype is not torch.bool else noise > 0
+    if op in ("sum", "avg") and value.dtype is not torch.bool:
+        if torch.equal(value, torch.round(value.real)):
+            noise = torch.round(4 * noise)
+        noise = noise.to(value.dtype)
+        part = noise[index] if index < n - 1 else value - noise[:-1].sum(0)
+        return part * n if op == "avg" else part
+    if op == "product" and value.is_floating_point():
+        factors = noise[:-1].abs().add(0.5) * noise[:-1].sign()
+        last = (value.to(factors.dtype) / factors.prod(0)).to(value.dtype)
+        return factors[index].to(value.dtype) if index < n - 1 else last
+    if value.dtype is torch.bool:  # a false one makes all false, a true one any true
+        spread = value & noise[index] if op in ("sum", "max", "any") else value | noise[index]
+        return torch.where(holder, value, spread)
+    if op == "product":
+        return torch.where(holder, value, 1)
+    other = value - noise[index].abs().to(value.dtype) * (1 if op == "max" else -1)
+    return torch.where(holder, value, other)
+
+
 def _distributed(value: Tensor, layout: Layout, seed: int) -> DistTensor:
     spec = Spec(value.shape, value.dtype, layout, undecided=(1 << layout.mesh.ndim) - 1)
     made = stamp(local_part(value, spec.with_(undecided=0), seed), spec)
-    made.requires_grad_(carries_grad(value.dtype))
+    # Factors have gradients, but a product of them that is a leaf has none: see Spec.grad.
+    made.requires_grad_(carries_grad(value.dtype) and "product" not in layout.partial.values())
     return made
 
 
@@ -410,11 +444,16 @@ def _run_case(call: _Call, case: _Case, want: _Reference) -> _Finding | None:
     for k, (got, ref) in enumerate(zip(outputs, want.outputs, strict=True)):
         name = f"value of output {k}" if len(outputs) > 1 else "value"
         finding = finding or _named(name, got, ref, loosest)
-    missing = [c is not None and not y.requires_grad for y, c in zip(outputs, want.cotangents, strict=True)]
+    products = any(t.is_floating_point() and not t.requires_grad for t in leaves)
+    missing = [
+        c is not None and not y.requires_grad and not products for y, c in zip(outputs, want.cotangents, strict=True)
+    ]
     if any(missing):
         return finding or (f"gradient: output {missing.index(True)} has no history", "it requires none")
     grads = _grads(outputs, leaves, want.cotangents)
     for i, (g, ref) in enumerate(zip(grads, want.grads, strict=True)):
+        if not leaves[i].requires_grad:
+            continue
         have = whole(g) if isinstance(g, DistTensor) else g
         if have is None and ref is None:
             continue
@@ -459,7 +498,10 @@ def check_conversion(src: Spec, dst: Spec) -> None:
     if src.undecided or dst.undecided:
         src, dst = src.with_(undecided=0), dst.with_(undecided=0)
     generator = torch.Generator().manual_seed(0)
-    value, cotangent = (torch.randn(src.shape, generator=generator, dtype=torch.float64).to(src.dtype) for _ in "xy")
+    value, cotangent = (torch.randn(src.shape, generator=generator, dtype=torch.float64) for _ in "xy")
+    if not carries_grad(src.dtype):
+        value = value > 0 if src.dtype is torch.bool else value.mul(3).round()
+    value, cotangent = value.to(src.dtype), cotangent.to(src.dtype)
     for finding in simulate(lambda: _run_conversion(src, dst, value, cotangent), src.mesh):
         if finding is not None:
             steps = conversion_plan(src, dst).steps
@@ -467,20 +509,57 @@ def check_conversion(src: Spec, dst: Spec) -> None:
 
 
 def _run_conversion(src: Spec, dst: Spec, value: Tensor, cotangent: Tensor) -> str | None:
-    x = local_part(value, src, 3).requires_grad_()
+    mesh, everywhere = src.mesh, Spec(dst.shape, dst.dtype, Layout(dst.mesh))
+    x = local_part(value, src, 3).requires_grad_(carries_grad(src.dtype))
     out = convert.apply(conversion_plan(src, dst).steps, x)
-    back_to = Spec(dst.shape, dst.dtype, Layout(dst.mesh))
-    with torch.no_grad():
-        difference = _difference(convert.apply(conversion_plan(dst, back_to).steps, out), value)
+    whole_ = convert.apply(conversion_plan(dst, everywhere).steps, out)
+    finding = _told("value", whole_.detach(), value)
+    if not x.requires_grad:
+        return finding
+    (back,) = torch.autograd.grad(whole_, x, cotangent, retain_graph=True)
+    for a in range(mesh.ndim):
+        if src.reduced >> a & 1:  # each rank has a contribution
+            back = collective.all_reduce(back, "sum", collective.group(mesh, (a,)))
+    finding = finding or _told("gradient", back, _expected(x.detach(), src, cotangent))
+    if any(op != "sum" for op in (*src.layout.partial.values(), *dst.layout.partial.values())):
+        return finding  # not linear in the parts
     # Cotangents of replicated (invariant) types are equal on all ranks; those of other types are per rank.
     y = local_part(cotangent, dst.grad(), 5)
     (back,) = torch.autograd.grad(out, x, y)
-    group = collective.group(src.mesh, tuple(range(src.mesh.ndim)))
+    group = collective.group(mesh, tuple(range(mesh.ndim)))
     left = collective.all_reduce(_dot(out.detach(), dst, y), "sum", group)
     right = collective.all_reduce(_dot(x.detach(), src, back), "sum", group)
-    if difference is not None:
-        return f"wrong value (difference {difference})"
-    return None if torch.allclose(left, right, rtol=1e-4, atol=1e-4) else f"wrong transpose ({left} against {right})"
+    close = torch.allclose(left, right, rtol=1e-4, atol=1e-4)
+    return finding or (None if close else f"wrong transpose ({left} against {right})")
+
+
+def _told(what: str, got: Tensor, want: Tensor) -> str | None:
+    difference = _difference(got, want)
+    return None if difference is None else f"wrong {what} (difference {difference})"
+
+
+def _expected(x: Tensor, src: Spec, cotangent: Tensor) -> Tensor:
+    """The gradient of this rank's part of a value, from what all ranks hold: autograd's of the reduction itself."""
+    mesh, here = src.mesh, src.mesh.coordinate(runtime.RT.rank)
+    held = collective.all_gather_object(x, collective.group(mesh, tuple(range(mesh.ndim))))
+    leaves = {at: t.clone().requires_grad_() for at, t in zip(mesh.coordinates(), held, strict=True)}
+    terms = leaves
+    for a, p in enumerate(src.layout.placements):  # one axis after the other: reductions of one kind commute
+        op = p.op if isinstance(p, Partial) else None
+        terms = {
+            at: _FOLDS[op](torch.stack([terms[(*at[:a], i, *at[a + 1 :])] for i in range(mesh.sizes[a])])) if op else t
+            for at, t in terms.items()
+        }
+    bounds = src.layout.local_bounds(src.shape, here)
+    mine = cotangent[tuple(slice(lo, hi) for lo, hi in bounds)]
+    (back,) = torch.autograd.grad(terms[here], leaves[here], mine)
+    return back
+
+
+_FOLDS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    "sum": lambda t: t.sum(0), "avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0),
+    "product": lambda t: t.prod(0),
+}  # fmt: skip
 
 
 def _dot(x: Tensor, spec: Spec, y: Tensor) -> Tensor:

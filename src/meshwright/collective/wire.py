@@ -17,11 +17,12 @@ from torch._C._distributed_c10d import (
 )
 
 from ..errors import CollectiveError
+from ..layout import REDUCE_OPS as OPS
+from ..layout import unreducible
 from .groups import Group
 
 Sizes = Sequence[int]
 
-OPS = ("sum", "avg", "max", "min", "product", "any", "all")
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,  # then divided: gloo has no avg for all dtypes
@@ -91,14 +92,8 @@ def carrier(dtype: torch.dtype, op: str) -> torch.dtype:
     """The dtype in which a reduction travels.  Raises CollectiveError where it has no meaning."""
     if op not in REDUCE_OPS:
         raise CollectiveError(f"unknown reduction {op!r}: one of {', '.join(OPS)} was expected")
-    if op in ("any", "all") and dtype is not torch.bool:
-        raise CollectiveError(f"{op} reduces bool tensors, not {dtype}: compare first, e.g. x != 0")
-    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        raise CollectiveError(f"avg of {dtype} is not exact: convert to a floating dtype or reduce by sum")
-    if dtype is torch.uint64 and op in ("max", "min"):
-        raise CollectiveError(f"{op} of uint64 is not supported: convert to int64")
-    if dtype.is_complex and op not in ("sum", "avg"):
-        raise CollectiveError(f"{op} of {dtype} is not supported: complex tensors reduce by sum or avg")
+    if why := unreducible(op, dtype):
+        raise CollectiveError(why)
     if dtype in REDUCIBLE or dtype.is_complex:
         return dtype
     if dtype is torch.bool or dtype.is_floating_point:  # the latter: float8

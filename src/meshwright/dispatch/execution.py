@@ -9,7 +9,7 @@ import torch
 
 from .. import convert, record, reshard, runtime
 from ..errors import RuleError
-from ..layout import Layout, Partial, Placements, Spec
+from ..layout import REPLICATE, Layout, Partial, Placements, Spec
 from .calls import (
     disabled,
     map_tensors,
@@ -90,7 +90,7 @@ def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | Non
     backward.  A shard gathered by name (``mw.reshard``) is first taken as invariant; where it turns out to feed
     rank-dependent work, its gradient goes back in one reduce-scatter instead of an all-reduce and a slice.
     """
-    if steps.moves and memo is not None and not any(convert.selects(s) for s in steps.steps):
+    if steps.moves and memo is not None and not any(convert.weighted(s) for s in steps.steps):
         value = memo.get(steps.dst.layout)
         if value is not None and note is not None:
             note(False)
@@ -99,7 +99,7 @@ def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | Non
     if steps.moves or origin is None or versions != (origin._version, t._version):
         return None
     direct = reshard.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
-    if direct.backward_bytes >= steps.backward_bytes or any(convert.selects(s) for s in direct.steps):
+    if direct.backward_bytes >= steps.backward_bytes or any(convert.weighted(s) for s in direct.steps):
         return None
     if note is not None:
         note(False)
@@ -318,15 +318,24 @@ def relayout(x: Tensor, target: Spec, stamp: Stamp) -> Tensor:
     return out
 
 
+def root(y: Tensor, stamp: Stamp) -> Tensor:
+    """What a backward starts from: ``y``, an average as a sum and an extremum or product reduced: all gradients whole.
+
+    Must run with dispatch disabled.
+    """
+    spec: Spec = y.__dict__["_spec"]
+    others = {
+        spec.mesh.axes[a]: Partial() if op == "avg" else REPLICATE
+        for a, op in spec.layout.partial.items()
+        if op != "sum"
+    }
+    return relayout(y, wanted(spec, others), stamp) if others else y
+
+
 def unit_cotangent(spec: Spec, device: Any) -> Tensor:
-    """The cotangent 1 of a global scalar, on this rank: on the first one only where parts are added up."""
+    """The cotangent 1 of a global scalar (a ``root``), on this rank: on the first one only where parts are added up."""
     here = spec.mesh.coordinate(runtime.RT.rank)
-    value = 1.0
-    for a, p in enumerate(spec.layout.placements):
-        if isinstance(p, Partial) and p.op == "avg":
-            value /= spec.mesh.sizes[a]
-        elif spec.reduced >> a & 1 and here[a]:
-            value = 0.0
+    value = 0.0 if any(spec.reduced >> a & 1 and here[a] for a in range(spec.mesh.ndim)) else 1.0
     with disabled():
         return torch.full(spec.local_shape(here), value, dtype=spec.dtype, device=device)
 

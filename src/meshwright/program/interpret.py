@@ -24,6 +24,7 @@ from ..dispatch import (
     plan_call,
     relayout,
     resolve,
+    root,
     settle,
     tensors_in,
     unit_cotangent,
@@ -133,6 +134,7 @@ class Interpreter:
     ) -> list[Tensor]:
         """Gradients that are part of the loss: autograd's own, each in the layout that the type of its primal says."""
         seeds = []
+        outputs = [root(y, stamp) for y in outputs]
         for i, y in enumerate(outputs):
             spec = y.__dict__["_spec"].with_(undecided=0)
             settle(y, spec)

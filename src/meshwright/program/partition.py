@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import collective, convert, record, runtime
-from ..dispatch import settle, tie, unit_cotangent
+from ..dispatch import root, settle, tie, unit_cotangent
 from ..errors import CaptureError
 from ..layout import Layout, Partial, Replicate, Spec
 from ..mesh import Mesh
@@ -220,11 +220,11 @@ class _Partition:
         wanted = {n: p for n, p in self.params.items() if p.requires_grad}
         if not self.loss.requires_grad:
             raise CaptureError("the loss does not depend on any parameter that requires a gradient")
-        spec = self.loss.__dict__["_spec"]
-        seed = unit_cotangent(spec, self.mesh.device)
+        start = root(self.loss, stamp)
+        seed = unit_cotangent(start.__dict__["_spec"], self.mesh.device)
         if self.scaling is not None:
             seed = self.scaling.seed(seed)
-        made = torch.autograd.grad([self.loss], list(wanted.values()), [seed], allow_unused=True)
+        made = torch.autograd.grad([start], list(wanted.values()), [seed], allow_unused=True)
         self.recorder.begin("gradients", "")
         with torch.no_grad():
             for (name, p), grad in zip(wanted.items(), made, strict=True):

@@ -255,8 +255,9 @@ def _check_cause(where: str, kind: str, op: str, options: Sequence[Any], axes: S
         raise ProgramError(f"{where} runs over {', '.join(axes)}; {what} is over {', '.join(cause.axes) or 'no axis'}")
     src, dst = _placements(cause.src), _placements(cause.dst)
     ops = {src[a][1].strip("'") or "sum" for a in axes if src.get(a, ("", ""))[0] == "Partial"}
-    # The gradient of a maximum goes to the ranks that hold it: how many they are is summed in the forward.
-    ties = kind == "all_reduce" and op == "sum" and bool(ops & {"max", "min"})
+    # The gradient of a maximum goes to the ranks that hold it: how many they are is summed in the forward (and how many
+    # factors of a product are zero).
+    ties = kind == "all_reduce" and op == "sum" and bool(ops & _WEIGHTED)
     if kind not in cause.kinds and not ties:
         raise ProgramError(f"{where}: {what} consists of {' + '.join(cause.kinds) or 'no communication'}")
     if ops and op and op not in ops and not (op == "sum" and "avg" in ops) and not ties:
@@ -287,6 +288,7 @@ def _check_dims(
             )
 
 
+_WEIGHTED = {"max", "min", "product"}
 _PLACEMENT = re.compile(r"(\w+): (Shard|Replicate|Partial)\(([^)]*)\)")
 
 
@@ -309,7 +311,7 @@ def _check_served(program: Program, served: dict[int, list[tuple[str, str]]]) ->
 
 
 def _by_extremum(cause: Record) -> bool:
-    return any(op.strip("'") in ("max", "min") for kind, op in _placements(cause.src).values() if kind == "Partial")
+    return any(op.strip("'") in _WEIGHTED for kind, op in _placements(cause.src).values() if kind == "Partial")
 
 
 # ---------------------------------------------------------------------------------------------- all ranks

@@ -141,7 +141,7 @@ class Rule:
                 if factors and self.shardable(factors[0]):
                     strategy = self.by_factor(factors[0])
             elif isinstance(p, Partial):
-                found += [s for s in self.by_partial(p, i) if s not in found]
+                found += [s for s in self.by_partial(p, i, suggested) if s not in found]
             if strategy is not None and strategy not in found:
                 found.append(strategy)
         return found
@@ -154,14 +154,14 @@ class Rule:
         for dims, p in zip(self.outputs, outputs, strict=False):
             yield dims, p, None
 
-    def all_strategies(self) -> list[Strategy]:
-        """Every strategy for one axis: replicate, each factor, each linear group."""
+    def all_strategies(self, partials: Sequence[Partial] = (Partial(),)) -> list[Strategy]:
+        """Every strategy for one axis: replicate, each factor, each linear group as each of these Partials."""
         found = [self._replicated()]
         for f in self.sizes:
             s = self.by_factor(f) if self.shardable(f) else None
             if s is not None and s not in found:
                 found.append(s)
-        found += [s for s in self.by_partial(Partial(), None) if s not in found]
+        found += [s for p in partials for s in self.by_partial(p, None) if s not in found]
         return found
 
     def _replicated(self) -> Strategy:
@@ -206,14 +206,18 @@ class Rule:
                 place = Shard(d)
         return place
 
-    def by_partial(self, p: Partial, index: int | None) -> Iterator[Strategy]:
-        """Strategies that keep one linear group Partial (with input ``index`` in it, if given)."""
+    def by_partial(self, p: Partial, index: int | None, others: Sequence[Placement] = ()) -> Iterator[Strategy]:
+        """Strategies that keep one linear group Partial (with input ``index`` in it, if given).
+
+        An average among ``others`` of another kind becomes a sum, which for the rest is free in the backward too.
+        """
         if p.op not in ("sum", "avg") and not self.moves:
             return
         for group in self.linear:
             if index is None or index in group:
-                ins = tuple(p if i in group else REPLICATE for i in range(len(self.inputs)))
-                yield Strategy(ins, (p,) * len(self.outputs), None)
+                kept = Partial() if p.op == "avg" and any(others[i] != p for i in group if others) else p
+                ins = tuple(kept if i in group else REPLICATE for i in range(len(self.inputs)))
+                yield Strategy(ins, (kept,) * len(self.outputs), None)
 
     def aligned(self, factor: str, mesh: Mesh, axes: Sequence[int]) -> bool:
         """Whether splitting ``factor`` over ``axes`` cuts every dim that it leads at whole multiples of the rest."""

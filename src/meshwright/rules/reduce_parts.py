@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..layout import neutral
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dims import dims_of, without
 
@@ -62,16 +63,6 @@ def _carrier_rule(x: Arg) -> Rule:
 # ------------------------------------------------------------------------------------------------ extrema
 
 
-def _worst(dtype: torch.dtype, largest: bool) -> Any:
-    """The value that never wins: what a rank with an empty shard brings."""
-    if dtype == torch.bool:
-        return not largest
-    if dtype.is_floating_point:
-        return -math.inf if largest else math.inf
-    info = torch.iinfo(dtype)
-    return info.min if largest else info.max
-
-
 @Piece
 def extremum(x: Tensor, dims: Sequence[int], largest: bool) -> Tensor:
     """Largest or smallest values over ``dims``, which stay as dims of size 1.  Has no gradient."""
@@ -90,7 +81,7 @@ def _extremum_rule(x: Arg, dims: Sequence[int], largest: bool) -> Rule:
         if all(ctx.in_shape()[d] for d in dims):
             return None
         shape = ctx.out_shape()
-        return lambda x, dims, largest: x.new_full(shape, _worst(x.dtype, largest))
+        return lambda x, dims, largest: x.new_full(shape, neutral("max" if largest else "min", x.dtype))
 
     text = f"{' '.join(letters)} -> {' '.join(without(letters, dims, True))}"
     return notation(text, x, reduced=dict.fromkeys(over, words[0 if largest else 1]), local=local)

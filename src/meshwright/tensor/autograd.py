@@ -8,9 +8,8 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from ..dispatch import disabled, settle, unit_cotangent
+from ..dispatch import disabled, root, settle, unit_cotangent
 from ..errors import DispatchError
-from ..layout import Partial
 from .carrier import NO, DistTensor, local_of, plain, stamp, whole
 
 Tensor = torch.Tensor
@@ -37,11 +36,7 @@ def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
             f"Mismatch in shape: grad_output has a shape of {tuple(gradient.shape)} and output has a shape of "
             f"{tuple(spec.shape)}."
         )
-    local = plain(local_of(gradient, spec.grad().with_(dtype=gradient.dtype)))
-    for a, p in enumerate(spec.layout.placements):
-        if isinstance(p, Partial) and p.op == "avg":
-            local = local / spec.mesh.sizes[a]
-    return local
+    return plain(local_of(gradient, spec.grad().with_(dtype=gradient.dtype)))
 
 
 def grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,7 +52,7 @@ def grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     create = bool(given.get("create_graph"))
     materialize = bool(given.get("materialize_grads"))
     allow = given.get("allow_unused")
-    seeds = _seeds(outputs, given.get("grad_outputs"))
+    outputs, seeds = _seeds(outputs, given.get("grad_outputs"))
     made = _run_engine(
         outputs, seeds, given.get("retain_graph"), create, inputs, bool(materialize if allow is None else allow), False
     )
@@ -83,15 +78,18 @@ def backward(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     listed = () if inputs is None else tuple(_listed(inputs))
     if inputs is not None and not listed:
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
-    seeds = _seeds(tensors, given.get("grad_tensors"))
+    tensors, seeds = _seeds(tensors, given.get("grad_tensors"))
     _run_engine(tensors, seeds, given.get("retain_graph"), bool(given.get("create_graph")), listed, True, True)
 
 
-def _seeds(outputs: list[Any], given: Any) -> list[Any]:
+def _seeds(outputs: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
+    """Where the backward starts, and the cotangents there."""
     listed = _listed(given) if given is not None else [None] * len(outputs)
     if len(listed) != len(outputs):
         raise RuntimeError(f"{len(outputs)} tensors to differentiate, but {len(listed)} gradients for them")
     made: list[Any] = []
+    with disabled(), torch.enable_grad():
+        outputs = [root(y, stamp) if isinstance(y, DistTensor) and y.requires_grad else y for y in outputs]
     for y, g in zip(outputs, listed, strict=True):
         if isinstance(y, DistTensor):
             made.append(_seed(y, g) if y.requires_grad else g)
@@ -101,7 +99,7 @@ def _seeds(outputs: list[Any], given: Any) -> list[Any]:
             made.append(torch.ones_like(y) if y.requires_grad else None)
         else:
             made.append(plain(whole(g)) if isinstance(g, DistTensor) else g)
-    return made
+    return outputs, made
 
 
 def _run_engine(

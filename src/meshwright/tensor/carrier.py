@@ -227,6 +227,7 @@ class DistTensor(torch.Tensor):
 
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
         """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
+        self._spec.grad()  # complain now
 
         def on_local(grad: Tensor | None) -> Tensor | None:
             if grad is None:
