@@ -295,7 +295,7 @@ def _cases(call: _Call, mesh: Mesh, rule: Rule | None, most: int) -> Iterator[_C
     tensors = call.tensors
     if rule is not None:
         every = list(itertools.product(rule.all_strategies(_partials(*tensors)), repeat=mesh.ndim))
-        for chosen in _sample(every, most):
+        for chosen in _sample(every, most // mesh.ndim):
             case = _by_strategies(tensors, mesh, rule, chosen)
             if case is not None:
                 yield case
@@ -307,7 +307,7 @@ def _cases(call: _Call, mesh: Mesh, rule: Rule | None, most: int) -> Iterator[_C
         )
         return
     mixed = [[c for c in itertools.product(p, repeat=mesh.ndim) if commute(*c)] for p in per_axis]
-    for ps in _products(mixed, most // 2):
+    for ps in _products(mixed, most // 4):
         yield _Case(tuple(Layout(mesh, list(p), ndim=t.ndim) for p, t in zip(ps, tensors, strict=True)))
 
 
