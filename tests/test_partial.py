@@ -178,7 +178,7 @@ def test_two_partial_axes_reduce_once():
             x.exp()
         assert counts.table.keys() == {("all_reduce", ("dp", "tp"))}
         with collective.counting() as counts:
-            x.sum().item()
+            dist(X, P, P, mesh=GRID).sum().item()
         return counts.table
 
     for table in on_ranks(run, GRID):
@@ -280,3 +280,104 @@ def test_other_reductions_are_not_added():
 
     for q in (R, S0, S1, P):
         same(run, (X, (S0,)), (Y, (q,)))
+
+
+# ------------------------------------------------------------------------------------------ reduced once
+
+
+def _normed(x, w):
+    """A root-mean-square norm by hand and a residual: two of the consumers of ``h`` take it for linear."""
+    h = F.linear(x, w)
+    y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1)
+    return h.view(-1).sin().sum() + (h + y).cos().sum() + (h * 2).sum()
+
+
+@pytest.mark.parametrize("w_layout", [S1, R], ids=repr)
+def test_a_value_that_was_reduced_is_not_reduced_again(w_layout):
+    x, w = X.clone().requires_grad_(), ramp(6, 4).requires_grad_()
+
+    def run():
+        a, b = dist(x.detach().clone().requires_grad_(), S1), dist(w.detach().clone().requires_grad_(), w_layout)
+        made, sent = kinds(lambda: _normed(a, b))
+        assert sent == {"all_reduce": 1}
+        _, sent = kinds(made.backward)
+        assert sum(sent.values()) <= (w_layout == R)  # the gradient of a whole weight
+        return mw.unshard(made).detach(), mw.unshard(a.grad), mw.unshard(b.grad)
+
+    want = _normed(x, w)
+    want.backward()
+    for got in on_ranks(run):
+        for g, expected in zip(got, (want.detach(), x.grad, w.grad), strict=True):
+            torch.testing.assert_close(g, expected)
+
+
+def _changed(x, change):
+    h = x * 2
+    first = h.relu()
+    change(h)
+    return first, h * 1, h.exp(), h.sum(0), torch.cat([h, h]).sigmoid()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.mul_(3),
+        lambda h: h.add_(h),
+        lambda h: h.relu_(),
+        lambda h: h.data.mul_(3),
+        lambda h: h.detach().mul_(3),
+        lambda h: h.zero_(),
+        lambda h: h.requires_grad,
+    ],
+)
+def test_what_was_reduced_and_then_written_is_reduced_again(change):
+    """The write must not find the reduced value in the way, whatever alias it goes through."""
+
+    for q in (P, mw.Partial("max")):
+        same(lambda x: _changed(x, change), (X, (q,)))
+
+
+def test_a_checkpoint_finds_its_inputs_as_they_were():
+    """A value is reduced after the first run of a region, or within: the second run must do what the first did."""
+    from torch.utils.checkpoint import checkpoint
+
+    def fn(x, w, again):
+        h = F.linear(x, w)
+
+        def region(h, w):
+            return ((h @ w).sigmoid() + (h * 3).cos().sum(1, keepdim=True) + (h * w.sum()).sin()).sum()
+
+        made = again(region, h, w) + h.exp().sum() + again(region, h, w)
+        return torch.autograd.grad(made, [x, w])
+
+    def run():
+        return [
+            mw.unshard(g)
+            for g in fn(
+                dist(X.clone().requires_grad_(), S1),
+                dist(ramp(4, 4).requires_grad_(), S1),
+                lambda f, *args: checkpoint(f, *args, use_reentrant=False),
+            )
+        ]
+
+    want = fn(X.clone().requires_grad_(), ramp(4, 4).requires_grad_(), lambda f, *args: f(*args))
+    for got in on_ranks(run):
+        for g, expected in zip(got, want, strict=True):
+            torch.testing.assert_close(g, expected)
+
+
+def test_without_gradients_too_and_by_name():
+    def run():
+        h = dist(X, P) * 2
+        _, sent = kinds(lambda: [h.relu(), h * h, mw.reshard(h, [R]), mw.reshard(h, [S0]), h + 1])
+        assert sent == {"all_reduce": 1}
+        with torch.no_grad():
+            g = dist(X.clone().requires_grad_(), P) * 2
+            g.relu()
+        made, sent = kinds(lambda: g * g)
+        assert sent == {}
+        return mw.unshard(made), mw.unshard(mw.reshard(h, [S0]))
+
+    for square, sliced in on_ranks(run):
+        torch.testing.assert_close(square, (X * 2) ** 2)
+        torch.testing.assert_close(sliced, X * 2)

@@ -375,9 +375,22 @@ class Spec:
     design page, *types of Replicate*): bit set in ``reduced``: the gradient is born Partial on that axis;
     clear: the gradient is replicated.  ``undecided`` axes (leaves that no op has used yet) may become either.
     ``copied`` marks the result of a view that had to be a copy: writing to it would not reach its base.
+    ``known`` is set on the spec of a Partial that was reduced: its value is at hand in that spec too.
     """
 
-    __slots__ = ("__weakref__", "_grad", "copied", "dtype", "layout", "mesh", "ndim", "reduced", "shape", "undecided")
+    __slots__ = (
+        "__weakref__",
+        "_grad",
+        "copied",
+        "dtype",
+        "known",
+        "layout",
+        "mesh",
+        "ndim",
+        "reduced",
+        "shape",
+        "undecided",
+    )
 
     layout: Layout
     shape: torch.Size
@@ -387,6 +400,7 @@ class Spec:
     reduced: int
     undecided: int
     copied: bool
+    known: Spec | None
     _grad: Spec | None
 
     _made: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
@@ -399,12 +413,13 @@ class Spec:
         reduced: int = 0,
         undecided: int = 0,
         copied: bool = False,
+        known: Spec | None = None,
     ) -> Spec:
         layout = layout.with_ndim(len(shape))
         mask = sum(1 << a for a, p in enumerate(layout.placements) if isinstance(p, Replicate))
         reduced &= mask
         undecided &= mask & ~reduced
-        key = (tuple(shape), dtype, layout, reduced, undecided, copied)
+        key = (tuple(shape), dtype, layout, reduced, undecided, copied, known)
         found = cls._made.get(key)
         if found is None:
             for op in layout.partial.values():
@@ -414,7 +429,7 @@ class Spec:
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
             found.reduced, found.undecided, found.copied = reduced, undecided, copied
-            found._grad = None
+            found.known, found._grad = known, None
             cls._made[key] = found
         return found
 
@@ -463,8 +478,9 @@ class Spec:
         reduced: int | None = None,
         undecided: int | None = None,
         copied: bool | None = None,
+        known: Spec | None = None,
     ) -> Spec:
-        """The same spec with some parts replaced."""
+        """The same spec with some parts replaced; what is known of the value is forgotten unless it is given."""
         return Spec(
             self.shape if shape is None else shape,
             self.dtype if dtype is None else dtype,
@@ -472,6 +488,7 @@ class Spec:
             self.reduced if reduced is None else reduced,
             self.undecided if undecided is None else undecided,
             self.copied if copied is None else copied,
+            known,
         )
 
     def __repr__(self) -> str:

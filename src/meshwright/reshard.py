@@ -71,7 +71,7 @@ def plan(src: Spec, dst: Spec) -> Plan:
 
 
 def _decided(spec: Spec) -> Spec:
-    return spec.with_(undecided=0, copied=False) if spec.undecided or spec.copied else spec
+    return spec.with_(undecided=0, copied=False) if spec.undecided or spec.copied or spec.known else spec
 
 
 # ---------------------------------------------------------------------------------------------- the search

@@ -60,7 +60,28 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Note | None = None) -> 
         memo[steps if grad else steps.dst.layout] = made
         if grad:
             memo.setdefault(steps.dst.layout, made.detach())
+        if steps.moves and not _saving():
+            _learn(t, steps, made)
     return made
+
+
+def _learn(t: Tensor, steps: reshard.Plan, made: Tensor) -> None:
+    """A Partial was reduced: from now on its consumers get the reduced value, which is a tensor as any other."""
+    if not steps.src.layout.partial or steps.dst.layout.partial:
+        return
+    spec: Spec = t.__dict__["_spec"]
+    known = steps.dst if t.requires_grad else steps.dst.with_(reduced=0, undecided=(1 << spec.mesh.ndim) - 1)
+    t.__dict__["_spec"] = spec.with_(known=known)
+    made.__dict__["_spec"] = known
+
+
+def _saving() -> bool:
+    """Whether a checkpoint may run this code again: then it must find its inputs as the first run found them."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return top is not None and not str(top[0].__module__).startswith(_OWN)
+
+
+_OWN = __name__.partition(".")[0]
 
 
 def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
@@ -110,6 +131,8 @@ def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | Non
 
 def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stamp: Stamp) -> Any:
     """Convert the inputs, run the op on locals, stamp the outputs.  Must run with dispatch disabled."""
+    if plan.known and _saving():
+        return execute(plan_call(func, args, kwargs, known=False), func, args, kwargs, stamp)
     tensors = tensors_in((args, kwargs))
     grad_on = torch.is_grad_enabled()
     if grad_on and (plan.untyped or plan.decide):
@@ -123,8 +146,8 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if replan:
             return execute(plan_call(func, args, kwargs), func, args, kwargs, stamp)
     locals_ = list(tensors)
-    for i, steps in plan.conversions:
-        locals_[i] = _convert_recorded(plan, i, tensors[i], steps)
+    for i, steps in (*plan.known, *plan.conversions):
+        locals_[i] = _convert_recorded(plan, i, locals_[i], steps)
     if plan.back is not None:
         with _as_plain(locals_[0]) as local:
             locals_[0] = local.clone()  # what was converted may be kept for its next use
@@ -140,7 +163,7 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _finish_write(plan: Plan, tensors: Sequence[Tensor], written: Tensor, result: Any, stamp: Stamp) -> Tensor:
     """Bring what was written to where its target lies, and say what the target is now."""
     target, made = tensors[0], plan.outputs[0]
-    old = spec_of(target, made.mesh)
+    old = spec_of(target, made.mesh).with_()  # what was known of the value is no more
     elsewhere = plan.back is not None or plan.local is not None  # a local function may compute the new value
     value = result if elsewhere and isinstance(result, Tensor) else written
     with _as_plain(value) as new:
@@ -197,7 +220,7 @@ def _run_local(
     if plan.alias:
         locals_ = [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
     if (plan.local is None or plan.native is not None) and not plan.gathered:
-        if plan.conversions or plan.alias or plan.back is not None:
+        if plan.conversions or plan.known or plan.alias or plan.back is not None:
             given = iter(locals_)
             args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return func(*args, **kwargs) if plan.native is None else plan.native(args[0])
@@ -306,6 +329,9 @@ def relayout(x: Tensor, target: Spec, stamp: Stamp) -> Tensor:
     if x.requires_grad and spec.undecided:
         settle(x, spec.with_(undecided=0))
     source = x.__dict__["_spec"].with_(undecided=0)
+    if spec.known is not None and not target.layout.partial and not _saving():
+        x = convert_tensor(x, reshard.plan(source, spec.known.with_(undecided=0)))
+        source = spec.known.with_(undecided=0)
     plan = reshard.plan(source, target)
     record.asked("reshard", plan, "asked for by name")
     made = convert.apply(plan.steps, x)

@@ -36,9 +36,10 @@ class Plan:
     says.  ``untyped``: leaves that require grad are tied together (1) or get their type (2) by this call.
     ``retypes``: plain but for conversions that only change types, which do nothing where no gradient is recorded.
     ``native``: run this call instead of the op.  ``swift``: conversions of plain positional arguments around one
-    native op: no nested arguments to walk.  ``alias``: a custom op, whose backward may look at the inputs that it
-    saved: it gets plain aliases.  ``back``: a write that cannot be made in the layout of its target: it is made in a
-    copy of another layout, which is then brought back and copied into the target.
+    native op: no nested arguments to walk.  ``known``: Partial inputs and how each was reduced before: the reduced
+    value is taken in its place.  ``alias``: a custom op, whose backward may look at the inputs that it saved: it gets
+    plain aliases.  ``back``: a write that cannot be made in the layout of its target: it is made in a copy of another
+    layout, which is then brought back and copied into the target.
     """
 
     op: Op
@@ -52,6 +53,7 @@ class Plan:
     spec: Spec | None = None
     outputs: tuple[Spec, ...] = ()
     conversions: tuple[tuple[int, reshard.Plan], ...] = ()
+    known: tuple[tuple[int, reshard.Plan], ...] = ()
     decide: tuple[tuple[int, Spec], ...] = ()
     local: Callable[..., Any] | None = None
     run: Callable[..., Any] | None = None
@@ -68,11 +70,17 @@ class Plan:
 
 
 def plan_call(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], strategies: Sequence[Strategy] | None = None
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    strategies: Sequence[Strategy] | None = None,
+    *,
+    known: bool = True,
 ) -> Plan:
     """Decide how to run a call.  Reads specs, shapes and dtypes only, so that all ranks decide alike.
 
-    ``strategies``, one per mesh axis, are taken instead of the cheapest ones (for tests of a rule).
+    ``strategies``, one per mesh axis, are taken instead of the cheapest ones (for tests of a rule).  ``known``: take
+    Partial values that were reduced before as what they were reduced to.
     """
     op = resolve(func)
     if op.inplace:
@@ -87,14 +95,22 @@ def plan_call(
         tensors = tensors_in((args, kwargs))
         mesh = mesh_of(tensors, op.name)
         specs = [spec_of(t, mesh) for t in tensors]
+    instead, written = [], op.inplace and specs[0].known is not None
+    for i, s in enumerate(specs):
+        if s.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
+            instead.append((i, reshard.plan(s.with_(undecided=0), s.known.with_(undecided=0))))
+            specs[i] = s.known
     with mw_context(op, specs):
-        plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies)
+        plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies, bool(instead))
     if bound and plan.run is not None:
         plan.run = bound.around(plan.run)
     if bound and plan.local is not None:
         plan.local = bound.around(plan.local)
     if not (args and isinstance(args[0], Tensor)) and plan.native is not None:
         plan.native, plan.plain, plan.retypes, plan.swift = None, False, False, False
+    plan.known = tuple(instead)
+    if instead or written:
+        plan.plain = plan.retypes = plan.swift = False
     return plan
 
 
@@ -122,6 +138,7 @@ def _plan_ruled(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     strategies: Sequence[Strategy] | None = None,
+    replaced: bool = False,
 ) -> Plan:
     made = _run_meta(func, specs, args, kwargs, [])
     if made is _REFUSED and op.python:
@@ -136,7 +153,7 @@ def _plan_ruled(
     if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
         return Plan(op, redispatch=True)
     if rule is None or (like is None and not rule.outputs):
-        return _mark_copies(_gather_plan(op, mesh, specs), func, specs, args, kwargs)
+        return _mark_copies(_gather_plan(op, mesh, specs), func, specs, args, kwargs, replaced)
     if like is None:
         like = [(torch.Size(rule.out_shape(i)), specs[0].dtype) for i in range(len(rule.outputs))]
     else:
@@ -147,7 +164,7 @@ def _plan_ruled(
         choice = choose(rule, specs, like, inplace=op.inplace, strategies=strategies)
     except DispatchError:
         choice = choose(rule, specs, like, strategies=strategies)
-    return _mark_copies(_plan_from(op, mesh, rule, specs, choice), func, specs, args, kwargs)
+    return _mark_copies(_plan_from(op, mesh, rule, specs, choice), func, specs, args, kwargs, replaced)
 
 
 def refuse_copy(what: str, t: Tensor) -> None:
@@ -161,9 +178,11 @@ def refuse_copy(what: str, t: Tensor) -> None:
         )
 
 
-def _mark_copies(plan: Plan, func: Any, specs: list[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """Views of converted inputs, or of copies, do not alias what the caller holds: their specs say so."""
-    moved = any(s.kind != "retype" for _, c in plan.conversions for s in c.steps)
+def _mark_copies(
+    plan: Plan, func: Any, specs: list[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: bool
+) -> Plan:
+    """Views of converted or replaced inputs, or of copies, do not alias what the caller holds: their specs say so."""
+    moved = replaced or any(s.kind != "retype" for _, c in plan.conversions for s in c.steps)
     if not plan.op.inplace and (moved or any(s.copied for s in specs)) and _is_view(func, specs, args, kwargs):
         plan.outputs = tuple(s.with_(copied=True) for s in plan.outputs)
         plan.spec = plan.outputs[0] if plan.outputs else None
