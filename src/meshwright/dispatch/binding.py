@@ -84,6 +84,7 @@ def signatures(func: Any, name: str) -> tuple[Signature, ...]:
 def _signatures(func: Any, name: str) -> Iterator[Signature]:
     if isinstance(func, torch._library.custom_ops.CustomOpDef):
         func = func._opoverload
+    func = inspect.unwrap(func) if inspect.isfunction(func) else func
     if isinstance(func, torch._ops.OpOverload):
         yield _of_schema(func._schema)
     elif isinstance(func, torch._ops.OpOverloadPacket):
