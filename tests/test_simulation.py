@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import signal
 import threading
 import time
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -321,3 +326,61 @@ def test_a_single_process_is_told_what_to_do() -> None:
         meet(FOUR, 1)
     with pytest.raises(CollectiveError, match="this is a single process"):
         collective.connect(FOUR)
+
+
+# -- left before the end --------------------------------------------------------------------------------
+
+
+def simulated_threads() -> list[str]:
+    end = time.monotonic() + 3
+    while time.monotonic() < end and (found := [t.name for t in threading.enumerate() if "simulated" in t.name]):
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize("what", ["loops", "sleeps", "meets", "swallows"])
+def test_ctrl_c_ends_all_ranks_and_the_next_run_works(what: str) -> None:
+    held = weakref.WeakSet[torch.nn.Module]()
+
+    def fn() -> None:
+        model = torch.nn.Linear(2, 2)
+        held.add(model)
+        meet(FOUR, 1)
+        if rank() == 3:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            if what == "meets":
+                meet(FOUR, 1)
+            elif what == "sleeps":
+                time.sleep(2.5)
+            elif what == "swallows":
+                with contextlib.suppress(Exception):
+                    meet(FOUR, 1)
+
+    outer, start = runtime.RT, time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        simulate(fn, FOUR)
+    assert runtime.RT is outer
+    assert [t.item() for t in simulate(lambda: meet(FOUR, 1).sum(), FOUR)] == [4.0] * 4
+    assert time.monotonic() - start < 5
+    assert simulated_threads() == []
+    gc.collect()
+    assert not held
+
+
+def test_a_rank_of_a_run_that_was_left_cannot_disturb_the_next_one() -> None:
+    reached: list[str] = []
+
+    def orphan() -> None:
+        if rank() == 0:
+            time.sleep(0.5)
+            reached.append("woke")
+            meet(TWO, 1)
+            reached.append("met")
+
+    with pytest.raises(DesyncError, match="has been running for"), mock.patch("meshwright.simulation.LEAVE", 0.05):
+        simulate(orphan, TWO, timeout=0.05)
+    assert simulate(lambda: [time.sleep(0.4), meet(TWO, 1).item()][1], TWO) == [2.0, 2.0]
+    assert simulated_threads() == []
+    assert "met" not in reached

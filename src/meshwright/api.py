@@ -94,20 +94,21 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
         mesh: the mesh.
         placements: axis name to placement (axes not named: Replicate), or one per axis.
         order: dim to the axes that split it, major first.
-        check: compare shapes, dtypes and placements between ranks (one small exchange).
+        check: compare shapes, dtypes, placements and, by digest, values between ranks (one small exchange).
 
     Returns:
         A leaf that holds a copy of this rank's part; requires grad if ``t`` does.
 
     Raises:
         LayoutError: a placement for a dim that does not exist.
-        DesyncError: ranks that pass different shapes or placements.
+        DesyncError: ranks that pass different shapes, placements or values.
     """
     if isinstance(t, DistTensor):
         raise LayoutError("shard_tensor takes a plain tensor; mw.reshard changes the layout of a DistTensor")
     spec = _spec_for(t.shape, t.dtype, mesh, placements, order)
     if check:
-        agree("shard_tensor", (tuple(t.shape), str(t.dtype), repr(spec.layout)), mesh)
+        values = f"values of digest {collective.digests([t])[0]:x}" if mesh.size > 1 and not t.is_meta else ""
+        agree("shard_tensor", (tuple(t.shape), str(t.dtype), repr(spec.layout), values), mesh)
     source = Spec(t.shape, t.dtype, Layout(mesh))
     with torch.no_grad():
         local = convert.apply(_reshard.plan(source, spec.with_(undecided=0)).steps, t.detach())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ import torch
 from . import runtime
 from .errors import CollectiveError, DesyncError, MeshwrightError
 from .mesh import Mesh
+
+LEAVE = 1.0  # seconds that ranks have to end in, at each step, where a simulation is left before its end
+_HOME = threading.local()  # of the thread of a simulated rank: its simulation
 
 READY, WAITING, DONE, FAILED = "ready", "waiting", "done", "failed"
 
@@ -48,6 +52,10 @@ class Call(NamedTuple):
         if self.dtype is not None:
             text += f" of {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         return f"{text}, for the value read at {self.tag}" if self.tag else text
+
+
+class _Left(BaseException):
+    """Ends a rank of a simulation that nobody waits for any more."""
 
 
 @dataclass
@@ -81,6 +89,9 @@ class Simulation:
         self.failures: list[tuple[int, BaseException]] = []
         self.aborted = ""
         self.finished = threading.Event()
+        self.threads: dict[int, threading.Thread] = {}
+        self.leaving = False  # every rank is to end where it meets others
+        self.left = False  # the caller has gone on: the module-level state is its own again
         self.switches = 0
         self.running = self.ranks[0]
 
@@ -88,8 +99,8 @@ class Simulation:
 
     def _pass_on(self, rank: int) -> None:
         """Hand the baton from ``rank`` to the next rank that can run; end the simulation if all ended."""
-        if self.aborted and self.finished.is_set():
-            return  # the caller gave up waiting: the module-level state is the caller's again
+        if self.left:
+            return
         self.rng[rank] = torch.random.get_rng_state()
         following = self._next(rank)
         if following is None and self.waits:
@@ -138,6 +149,8 @@ class Simulation:
             DesyncError: on every rank that takes part, if the calls disagree, a rank failed or finished, or
                 every rank waits.
         """
+        if getattr(_HOME, "simulation", self) is not self or self.leaving:
+            raise _Left("this rank belongs to a simulation that was left")
         rank = runtime.RT.rank  # not the thread: a backward may run in another one
         self._refuse(ranks, call)
         meeting = self.meetings.setdefault(ranks, _Meeting(ranks))
@@ -147,6 +160,8 @@ class Simulation:
             self.waits[rank] = meeting
             self._pass_on(rank)
             self.turns[rank].acquire()
+            if self.leaving:
+                raise _Left(self.aborted)
         else:
             self._complete(meeting, compute)
         if meeting.error:
@@ -190,11 +205,16 @@ class Simulation:
     def _live(self, rank: int, fn: Callable[[], Any], modes: Callable[[], Any]) -> None:
         """Body of the thread of one rank."""
         self.turns[rank].acquire()
+        _HOME.simulation = self
         try:
+            if self.leaving:
+                raise _Left
             with modes():
                 self.results[rank] = fn()
             self.state[rank] = DONE
         except BaseException as e:
+            if self.left:
+                return
             self.failures.append((rank, e))
             self.state[rank] = FAILED
         if self.state[rank] == FAILED:
@@ -214,7 +234,8 @@ class Simulation:
             # Each thread gets its own copy of the caller's context variables.
             run = contextvars.copy_context().run
             name = f"simulated rank {r}"
-            threading.Thread(target=run, args=(self._live, r, fn, modes), name=name, daemon=True).start()
+            self.threads[r] = threading.Thread(target=run, args=(self._live, r, fn, modes), name=name, daemon=True)
+            self.threads[r].start()
         outer = runtime.RT
         for rt in self.runtimes.values():
             rt.explicit = outer.explicit
@@ -223,9 +244,10 @@ class Simulation:
         try:
             self.turns[self.ranks[0]].release()
             self._wait(timeout)
+        except BaseException as e:
+            self._leave(self.aborted or f"the simulation was left: {type(e).__name__}")
+            raise
         finally:
-            self.aborted = self.aborted or "the simulation was left"
-            self.finished.set()
             runtime.RT = outer
             torch.random.set_rng_state(self.rng[self.ranks[0]])
         self._raise()
@@ -238,6 +260,23 @@ class Simulation:
                 self.aborted = f"rank {self.running} has been running for {timeout:g} s without a collective"
                 raise DesyncError(f"{self.aborted}: raise simulate's timeout if that is meant")
             seen = self.switches
+
+    def _leave(self, why: str) -> None:
+        """End all ranks before their time; the one that runs is asked where it meets others, then interrupted.
+
+        What is left of a rank that does not end (it sleeps, say) can do nothing to what the caller does next.
+        """
+        self.aborted, self.leaving = why, True
+        with contextlib.suppress(KeyboardInterrupt):  # again: at once
+            if not self.finished.wait(LEAVE):
+                thread = self.threads[self.running]
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Left))
+                self.finished.wait(LEAVE)
+        self.left = True
+        for turn in self.turns.values():
+            turn.release()
+        self.failures.clear()
+        self.results.clear()
 
     def _raise(self) -> None:
         if not self.failures:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 
 from .. import collective, runtime
 from ..api import from_local, shard_tensor
-from ..dispatch import tensors_in
 from ..errors import DesyncError, LayoutError, ShardError
-from ..layout import Layout, Placements, Shard
+from ..layout import Layout, Placements, Replicate, Shard
 from ..mesh import Mesh
 from ..tensor import DistTensor
 
@@ -48,25 +47,28 @@ class ShardedLoader:
                 tell(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        first = True
+        count = 0
         for batch in self.loader:
-            if first:
-                self._check(batch)
-                first = False
-            yield self._sharded(batch, self.placements if not self._by_key else None, ())
+            if self.mesh.size > 1 and (not count or runtime.RT.check):
+                self._check(batch, count)
+            count += 1
+            yield self._sharded(batch, self.placements if not self._by_key else None, (), self._laid)
+        if self.mesh.size > 1 and (not count or runtime.RT.check):
+            self._check(None, count)
 
     # -- one batch ------------------------------------------------------------------------------------
 
-    def _sharded(self, value: Any, placements: Any, path: tuple[Any, ...]) -> Any:
+    def _sharded(self, value: Any, placements: Any, path: tuple[Any, ...], leaf: Callable[..., Any]) -> Any:
+        """The batch with ``leaf(tensor, placements, path)`` in place of each tensor."""
         if isinstance(value, Tensor):
-            return self._laid(value, placements, path)
+            return leaf(value, placements, path)
         if isinstance(value, Mapping):
-            made = {k: self._sharded(v, self._for(k, placements), (*path, k)) for k, v in value.items()}
+            made = {k: self._sharded(v, self._for(k, placements), (*path, k), leaf) for k, v in value.items()}
             return made if type(value) is dict else _like(value, made)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._sharded(v, placements, (*path, i)) for i, v in enumerate(value)))
+            return type(value)(*(self._sharded(v, placements, (*path, i), leaf) for i, v in enumerate(value)))
         if isinstance(value, (tuple, list)):
-            return type(value)(self._sharded(v, placements, (*path, i)) for i, v in enumerate(value))
+            return type(value)(self._sharded(v, placements, (*path, i), leaf) for i, v in enumerate(value))
         return value
 
     def _for(self, key: Any, placements: Any) -> Any:
@@ -106,22 +108,59 @@ class ShardedLoader:
             return from_local(t, self.mesh, layout, shape=shape, check=False)
         return shard_tensor(collective.all_gather(t, dim, sizes, group), self.mesh, layout, check=False)
 
-    def _check(self, batch: Any) -> None:
-        """Ranks must have batches of the same form; once per pass over the data."""
-        if self.mesh.size == 1:
-            return
-        form = [(tuple(t.shape[1:] if self.local else t.shape), str(t.dtype)) for t in tensors_in(batch)]
+    def _check(self, batch: Any, count: int) -> None:
+        """Ranks must have batches of the same form, and the same values where they have the same part.
+
+        Once per pass over the data, and in check mode for each batch; ``batch`` is None where the data ended.
+        """
+        form, tensors, parts = [], [], []
+
+        def note(t: Tensor, placements: Any, path: tuple[Any, ...]) -> Tensor:
+            if not isinstance(t, DistTensor):
+                form.append((path, tuple(t.shape[1:] if self.local else t.shape), str(t.dtype)))
+                tensors.append(t)
+                parts.append(self._part(t, placements))
+            return t
+
+        self._sharded(batch, self.placements if not self._by_key else None, (), note)
+        length = len(self.loader) if isinstance(self.loader, Sized) else None
+        own = (form if batch is not None else "no more batch", length, parts, collective.digests(tensors))
         group = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
-        seen = collective.all_gather_object(form, group)
-        if any(s != seen[0] for s in seen):
-            listed = "; ".join(f"rank {r}: {s}" for r, s in zip(self.mesh.ranks, seen, strict=True))
+        seen = collective.all_gather_object(own, group)
+        what = self._difference(seen)
+        if what:
             fix = (
                 "each rank must bring its own part of the same batch"
                 if self.local
                 else "each rank must load the same global batch: use the same seed in the sampler, or local=True if "
                 "each rank loads its own part (DistributedSampler)"
             )
-            raise DesyncError(f"shard_dataloader: the ranks loaded different batches ({listed}); {fix}")
+            raise DesyncError(f"shard_dataloader: the ranks loaded different batches (batch {count}: {what}); {fix}")
+
+    def _part(self, t: Tensor, placements: Any) -> tuple[int, ...]:
+        """Which part of the batch this rank brings: the same on ranks that must bring the same values."""
+        if not self.local or placements is None or not t.dim():
+            return ()
+        try:
+            layout = Layout(self.mesh, placements, ndim=t.dim())
+        except LayoutError:  # said where the batch is laid out
+            return (runtime.RT.rank,)
+        here = self.mesh.coordinate(runtime.RT.rank)
+        return tuple(-1 if isinstance(p, Replicate) else i for p, i in zip(layout.placements, here, strict=True))
+
+    def _difference(self, seen: list[Any]) -> str:
+        for index in (0, 1):
+            if any(s[index] != seen[0][index] for s in seen):
+                texts = [s[0] if not index else f"{s[1]} batches in all" for s in seen]
+                return "; ".join(f"rank {r}: {text}" for r, text in zip(self.mesh.ranks, texts, strict=True))
+        first: dict[Any, tuple[int, int]] = {}
+        for rank, (form, _, parts, marks) in zip(self.mesh.ranks, seen, strict=True):
+            for i, (part, mark) in enumerate(zip(parts, marks, strict=True)):
+                other, known = first.setdefault((i, part), (rank, mark))
+                if known != mark:
+                    where = "".join(f"[{k!r}]" for k in form[i][0]) or "the tensor"
+                    return f"values of {where}, digest {known:x} on rank {other}, {mark:x} on rank {rank}"
+        return ""
 
 
 def _is_placements(given: Mapping[Any, Any], mesh: Mesh) -> bool:
@@ -151,7 +190,8 @@ def shard_dataloader(
 
     Raises:
         ShardError: (while iterating) a tensor that cannot be laid out so.
-        DesyncError: (while iterating) ranks that load batches of different shapes.
+        DesyncError: (while iterating) ranks that load batches of different shapes or numbers, or different values
+            of the same part: compared for the first batch of each pass, in check mode for all.
     """
     if placements is None:
         placements = {mesh.axes[0]: Shard(0)}

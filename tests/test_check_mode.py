@@ -1,0 +1,192 @@
+"""What ranks compare: digests of what must be the same, always; everything, in check mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwright as mw
+from meshwright import runtime
+from meshwright.errors import DesyncError
+
+TWO = mw.Mesh({"dp": 2})
+SQUARE = mw.Mesh({"dp": 2, "tp": 2})
+UNEVEN = mw.Mesh({"dp": 3})
+
+
+def rank() -> int:
+    return runtime.RT.rank
+
+
+def told(fn: Any, mesh: mw.Mesh = TWO, **options: Any) -> str:
+    """The error that every rank gets."""
+    errors: dict[int, str] = {}
+
+    def caught() -> None:
+        try:
+            fn()
+        except DesyncError as error:
+            errors[rank()] = str(error)
+
+    mw.simulate(caught, mesh, **options)
+    if not errors:
+        return ""
+    assert set(errors) == set(mesh.ranks), errors
+    assert len(set(errors.values())) == 1, errors
+    return errors[0]
+
+
+# -- always ---------------------------------------------------------------------------------------------
+
+
+def test_replicas_from_other_seeds_are_refused() -> None:
+    def fn() -> None:
+        torch.manual_seed(7 + rank())
+        mw.shard_module(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)), UNEVEN, {"0.weight": {"dp": mw.Shard(0)}})
+
+    message = told(fn, UNEVEN)
+    assert "different values of 0.weight (and 3 more differ): digest" in message
+    assert "on rank 0" in message
+    assert "on rank 1; call torch.manual_seed with the same seed" in message
+
+
+@pytest.mark.parametrize("what", ["element", "order", "buffer", "dtype"])
+def test_any_difference_in_a_model_is_seen(what: str) -> None:
+    def fn() -> None:
+        torch.manual_seed(0)
+        model = nn.BatchNorm1d(6)
+        with torch.no_grad():
+            nn.init.normal_(model.weight)
+            if what == "dtype":
+                model.to(torch.bfloat16)
+            if rank() == 1:
+                if what == "order":
+                    model.weight.copy_(model.weight.flip(0))
+                elif what == "buffer":
+                    model.running_mean[3] = 1e-6
+                else:
+                    model.weight[5] += 0.1
+        mw.shard_module(model, TWO)
+
+    assert f"different values of {'running_mean' if what == 'buffer' else 'weight'}:" in told(fn)
+
+
+def test_a_model_from_the_meta_device_needs_the_same_generator() -> None:
+    def fn(step: int) -> None:
+        torch.manual_seed(step * rank())
+        with torch.device("meta"):
+            model = nn.Linear(3, 2)
+        mw.shard_module(model, TWO, {"weight": {"dp": mw.Shard(0)}})
+
+    assert "different values of the default random generator" in told(lambda: fn(1))
+    assert told(lambda: fn(0)) == ""
+
+
+def test_shard_tensor_of_other_values() -> None:
+    message = told(lambda: mw.shard_tensor(torch.full((3,), float(rank())), TWO, {"dp": mw.Shard(0)}))
+    assert "shard_tensor: the ranks disagree (rank 0:" in message
+    assert "values of digest" in message
+
+
+def loader(seed: int, rows: int = 7) -> Any:
+    data = TensorDataset(torch.arange(rows * 2.0).view(rows, 2), torch.arange(rows))
+    return DataLoader(data, 3, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+
+def test_loaders_of_another_shuffle() -> None:
+    def fn(seed: int) -> None:
+        for _ in mw.shard_dataloader(loader(seed * rank()), TWO):
+            pass
+
+    message = told(lambda: fn(1))
+    assert "the ranks loaded different batches (batch 0: values of [0], digest" in message
+    assert "or local=True if each rank loads its own part" in message
+    assert told(lambda: fn(0)) == ""
+
+
+def test_loaders_of_other_lengths() -> None:
+    class Rows:  # no __len__
+        def __iter__(self) -> Any:
+            yield from (torch.ones(2, 2) for _ in range(2 + rank()))
+
+    def fn(made: Any) -> None:
+        for x in mw.shard_dataloader(made(), TWO):
+            x.sum().item()
+
+    assert "rank 0: 3 batches in all; rank 1: 2 batches in all" in told(lambda: fn(lambda: loader(0, 7 - rank())))
+    assert "rank 0: no more batch; rank 1: [((), (2, 2)" in told(lambda: fn(Rows), check=True)
+
+
+def test_local_loaders_agree_where_they_bring_the_same_part() -> None:
+    def fn(broken: bool) -> float:
+        dp, tp = SQUARE.coordinate(rank())
+        batches = [torch.full((2, 3), float(dp + 5 * tp * broken))]
+        (x,) = mw.shard_dataloader(batches, SQUARE, {"dp": mw.Shard(0)}, local=True)
+        return x.sum().item()
+
+    assert "values of the tensor, digest" in told(lambda: fn(True), SQUARE)
+    assert mw.simulate(lambda: fn(False), SQUARE) == [6.0] * 4
+
+
+def test_reading_different_values_is_an_error() -> None:
+    def fn() -> None:
+        x = mw.shard_tensor(torch.arange(4.0), TWO, {"dp": mw.Shard(0)})
+        loss, accuracy = x.sum(), x.mean()
+        float(loss) if rank() else float(accuracy)
+
+    assert "for the value read at test_check_mode.py" in told(fn)
+
+
+# -- check mode -----------------------------------------------------------------------------------------
+
+
+def one_line() -> None:
+    x = mw.shard_tensor(torch.arange(4.0), TWO, {"dp": mw.Shard(0)})
+    if rank():
+        mw.unshard(x)
+    else:
+        mw.unshard(x + 1)
+
+
+def test_lines_and_layouts_are_compared() -> None:
+    message = told(one_line, check=True)
+    line = one_line.__code__.co_firstlineno + 3
+    assert "are about to run different collectives" in message
+    assert "rank 0: all_gather(dim=0, sizes=(2, 2)) of float32[2] for" in message
+    assert f"over dp at test_check_mode.py:{line + 2}\n  rank 1:" in message
+    assert f":{line}" in message
+    assert told(one_line) == ""  # two programs that happen to fit
+
+
+def test_replicated_values_are_compared() -> None:
+    def fn() -> None:
+        w = mw.shard_tensor(torch.ones(4), SQUARE, ())
+        w.to_local()[0] += float(rank() == 2)  # one replica goes astray
+        mw.reshard(w, {"tp": mw.Shard(0)})
+
+    message = told(fn, SQUARE, check=True)
+    assert "hold different values of a tensor that is the same on dp,tp" in message
+    assert "other values of float32[4]" in message
+    assert "test_check_mode.py" in message
+
+
+def test_a_right_program_runs_in_check_mode() -> None:
+    def fn() -> list[Any]:
+        torch.manual_seed(3)
+        placements = {"0.weight": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
+        model = mw.shard_module(nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)), SQUARE, placements)
+        opt = mw.shard_optimizer(torch.optim.AdamW(model.parameters()), states_over="dp")
+        data = TensorDataset(torch.randn(7, 5), torch.randn(7, 3))
+        for x, y in mw.shard_dataloader(DataLoader(data, 3), SQUARE, {"dp": mw.Shard(0)}):
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            opt.step()
+            opt.zero_grad()
+        return [loss.item(), *(mw.unshard(p).tolist() for p in model.parameters())]
+
+    assert mw.simulate(fn, SQUARE, check=True) == mw.simulate(fn, SQUARE)
