@@ -38,7 +38,8 @@ def loss_in(dtype: torch.dtype) -> Callable[[nn.Module, Tensor], Tensor]:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=dtype):
             out = model(x.clamp(-3.0, 3.0))  # what overflows is the weight of an example
-        return (out.float().square().mean(1) * x.abs().amax(1).clamp(min=1.0) ** 3).mean()
+        wanted = (x[:, :3] * 37).sin()  # nothing that can be learned: losses stay of one size
+        return ((out.float() - wanted).square().mean(1) * x.abs().amax(1).clamp(min=1.0) ** 3).mean()
 
     return loss
 

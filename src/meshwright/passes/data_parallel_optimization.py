@@ -16,6 +16,7 @@ from .buckets import Bucket, Network, by_limit, by_time, in_order
 from .core import Pass, PassRecord, register
 from .fusing import Fusing
 from .gradients import Gradients, Reduction
+from .levels import flattened
 from .scaling import Pruned, prune
 from .slicing import copied
 
@@ -76,7 +77,7 @@ class DataParallelOptimization(Pass):
         return made, record
 
     def _one(self, program: Program) -> tuple[Program, PassRecord]:
-        made = copied(program)
+        made, joined = flattened(copied(program))
         pruned = prune(made) if self.prune else Pruned()
         gradients = Gradients(made)
         buckets = self._buckets(gradients)
@@ -85,7 +86,7 @@ class DataParallelOptimization(Pass):
             fusing.run(bucket)
         made = fusing.program()
         follow(made.graph)
-        return made, _record(gradients.reductions, buckets, pruned, fusing.in_place)
+        return made, _record(gradients.reductions, buckets, pruned, fusing.in_place, joined)
 
     def _buckets(self, gradients: Gradients) -> list[Bucket]:
         reductions = gradients.reductions
@@ -107,12 +108,15 @@ class DataParallelOptimization(Pass):
             )
 
 
-def _record(reductions: list[Reduction], buckets: list[Bucket], pruned: Pruned, in_place: int) -> PassRecord:
+def _record(
+    reductions: list[Reduction], buckets: list[Bucket], pruned: Pruned, in_place: int, joined: int
+) -> PassRecord:
     alone = [(b.members[0].name, b.why) for b in buckets if len(b.members) == 1]
     fused = [b for b in buckets if len(b.members) > 1]
     if not reductions:
         return PassRecord("no gradient is summed over ranks: nothing to do", details={"before": 0, "after": 0})
-    lines = [pruned.text()] if pruned.text() else []
+    lines = [f"{joined} sums over one axis after another became one over all"] if joined else []
+    lines += [pruned.text()] if pruned.text() else []
     for b in fused:
         first = b.members[0]
         axes = first.node.args[-2]
@@ -120,7 +124,7 @@ def _record(reductions: list[Reduction], buckets: list[Bucket], pruned: Pruned, 
     lines += [f"alone: {name} ({why})" for name, why in alone]
     details: dict[str, Any] = {
         "before": len(reductions), "after": len(buckets), "alone": dict(alone), "pruned": pruned.removed,
-        "folded": pruned.folded, "rescaled": dict(pruned.rescaled), "written_in_place": in_place,
+        "folded": pruned.folded, "rescaled": dict(pruned.rescaled), "written_in_place": in_place, "joined": joined,
         "buckets": [{"gradients": [r.name for r in b.members], "bytes": b.nbytes} for b in buckets],
     }  # fmt: skip
     summary = (

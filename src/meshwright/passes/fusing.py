@@ -23,6 +23,8 @@ from .splitting import split_updates
 
 aten = torch.ops.aten
 
+ALIGNED = 256  # bytes: at multiples of them gradients begin in a buffer, as memory of their own does
+
 
 class Fusing:
     """Puts buckets into a program.
@@ -62,24 +64,21 @@ class Fusing:
 
     def run(self, bucket: Bucket) -> None:
         """Let the reductions of a bucket run as one."""
-        members = list(bucket.members)
+        members = bucket.members
         if members[0].kind == "reduce_scatter":
             self._scatter(members[0])
             return
-        # Large ones first: what a matrix is written to is then aligned as it is itself.
-        members.sort(key=lambda r: (-_numel(r.gradient), r.key))
         place = self._place(bucket.members)
-        buffer, dtype = self._buffer(members)
-        offset = 0
-        for r in members:
+        offsets, count = _offsets(members)
+        buffer = self._buffer(members, count)
+        for r, offset in zip(members, offsets, strict=True):
             self._write(r, buffer, offset, place)
-            offset += _numel(r.gradient)
         first = members[0].node
         started = self._behind(place, STARTS[first.target], (buffer, *first.args[1:]), buffer.meta["value"], first)
         started.meta["cause"] = self._cause(bucket.members, started)
         if len(members) > 1:
             started.meta["sync"] = ", ".join(r.name for r in bucket.members)
-        self._wait(started, members, dtype)
+        self._wait(started, members, offsets)
 
     # -- where ----------------------------------------------------------------------------------------
 
@@ -113,18 +112,17 @@ class Fusing:
 
     # -- buffers --------------------------------------------------------------------------------------
 
-    def _buffer(self, members: Sequence[Reduction]) -> tuple[fx.Node, torch.dtype]:
+    def _buffer(self, members: Sequence[Reduction], count: int) -> fx.Node:
         """Memory for all gradients of a bucket, made right before the first of them."""
         value = value_of(members[0].gradient)
         assert value is not None
-        count = sum(_numel(r.gradient) for r in members)
         self.storage += 1
         made = Value((count,), value.dtype, self.storage, count * value.dtype.itemsize)
         origins = [_origin(r.gradient) for r in members]
         at = min(self.gradients.place[n] for n in origins)
         first = self.gradients.order[max(at, self.gradients.inputs)]
         options = {"dtype": value.dtype, "device": torch.device(self._program.mesh.device)}
-        return self._ahead(first, aten.empty.memory_format, ([count],), options, made), value.dtype
+        return self._ahead(first, aten.empty.memory_format, ([count],), options, made)
 
     def _write(self, r: Reduction, buffer: fx.Node, offset: int, place: int) -> None:
         """Have a gradient written into its part of the buffer: by what makes it, or copied."""
@@ -172,14 +170,14 @@ class Fusing:
 
     # -- starts and waits -----------------------------------------------------------------------------
 
-    def _wait(self, started: fx.Node, members: Sequence[Reduction], dtype: torch.dtype) -> None:
+    def _wait(self, started: fx.Node, members: Sequence[Reduction], offsets: Sequence[int]) -> None:
         """Wait at the first use of one of the sums; each is a part of what was sent."""
         whole = started.meta["value"]
         readers = {u for r in members for u in r.node.users}
         first = min(readers) if self.overlap and readers else None
         waited = self._waited(started, first, whole)
-        at, offset = waited, 0
-        for r in members:
+        at = waited
+        for r, offset in zip(members, offsets, strict=True):
             value = value_of(r.node)
             assert value is not None
             with self.graph.inserting_after(at):
@@ -190,7 +188,6 @@ class Fusing:
             part.meta = dict(r.node.meta)
             part.meta.pop("cause", None)
             part.meta["value"] = replace(whole, shape=value.shape)
-            offset += _numel(r.gradient)
             self.sums[r.node] = part
             self.waits[part] = waited
 
@@ -231,6 +228,18 @@ class Fusing:
 
 
 # ---------------------------------------------------------------------------------------------- values
+
+
+def _offsets(members: Sequence[Reduction]) -> tuple[list[int], int]:
+    """At which element of a buffer each gradient begins, and how many elements the buffer has."""
+    made, end = [], 0
+    for r in members:
+        value = value_of(r.gradient)
+        assert value is not None
+        step = ALIGNED // value.dtype.itemsize
+        made.append(-(-end // step) * step)
+        end = made[-1] + math.prod(value.shape)
+    return made, end
 
 
 def _numel(node: fx.Node) -> int:

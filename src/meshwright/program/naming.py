@@ -64,7 +64,7 @@ def mark(node: fx.Node, mesh: Mesh) -> None:
         if user.target in _SUMS:
             axes.update(dict.fromkeys(str(user.args[-2]).split(","), str(user.args[1])))
             user.meta.setdefault("sync", name)
-        elif user.target in _LINEAR:
+        if user.target in _SUMS | _LINEAR:  # one level of sums may follow another
             stack.extend(user.users)
     if axes:
         open_ = Layout(mesh, {a: Partial(op) for a, op in axes.items()})

@@ -1,0 +1,53 @@
+"""Sums over one axis after another (of a node, then between nodes) as one sum over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.fx as fx
+
+from ..collective import COLLECTIVES, bytes_of
+from ..program.core import Program, value_of
+from ..program.inplace import follow
+from .gradients import SUMS, is_linear, is_reduction
+
+
+def flattened(program: Program) -> tuple[Program, int]:
+    """The program, whose graph is changed, with one all-reduce where several in a row sum a gradient; how many went."""
+    causes, count = list(program.causes), 0
+    for node in list(program.graph.nodes):
+        while COLLECTIVES.get(node.target) == "all_reduce" and is_reduction(node):
+            inner = _inner(node)
+            if inner is None:
+                break
+            inner.replace_all_uses_with(inner.args[0])
+            _, op, axes, mesh = node.args
+            names = set(f"{axes},{inner.args[2]}".split(","))
+            together = ",".join(a for a in program.mesh.axes if a in names)
+            node.args = (node.args[0], op, together, mesh)
+            value, cause = value_of(node), program.cause(node)
+            if cause is not None and value is not None:
+                moved = bytes_of(node.target, value.shape, value.dtype, node.args[1:])
+                causes.append(replace(cause, axes=tuple(together.split(",")), bytes=moved))
+                node.meta["cause"] = len(causes) - 1
+            program.graph.erase_node(inner)
+            count += 1
+    if count:
+        follow(program.graph)
+    return replace(program, causes=tuple(causes)), count
+
+
+def _inner(node: fx.Node) -> fx.Node | None:
+    """The sum over other axes of which a sum is the only reader, through ops that may change places with it."""
+    at = node.args[0]
+    while isinstance(at, fx.Node) and len(at.users) == 1:
+        if at.target is node.target and at.args[1] == node.args[1] and at.args[1] in SUMS:
+            own, other = (set(str(n.args[2]).split(",")) for n in (node, at))
+            return at if own.isdisjoint(other) and not at.meta.get("grad_of") else None
+        if not is_linear(at):
+            return None
+        at = at.args[0]
+    return None
+
+
+__all__ = ["flattened"]
