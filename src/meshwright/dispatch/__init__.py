@@ -7,6 +7,7 @@ and the static program share both; neither knows which of them is calling.
 
 from __future__ import annotations
 
+from . import autocast
 from .calls import (
     QUESTIONS,
     Op,
@@ -53,6 +54,7 @@ __all__ = [
     "Inference",
     "Op",
     "Plan",
+    "autocast",
     "call_disabled",
     "convert_tensor",
     "disabled",

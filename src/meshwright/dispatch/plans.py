@@ -15,6 +15,7 @@ from ..errors import DispatchError, MeshwrightError, RuleError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..rules import Arg, Local, Native, Rule, Strategy
+from . import autocast
 from .calls import (
     Op,
     disabled,
@@ -101,7 +102,13 @@ def plan_call(
             instead.append((i, reshard.plan(s.with_(undecided=0), s.known.with_(undecided=0))))
             specs[i] = s.known
     with mw_context(op, specs):
+        dtypes = autocast.casts(func, specs, args, kwargs, mesh.device) if autocast.active() else {}
+        if dtypes and op.python:
+            return Plan(op, redispatch=True)
+        specs = [s.with_(dtype=dtypes[i]) if i in dtypes else s for i, s in enumerate(specs)]
         plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies, bool(instead))
+    if dtypes and (instead or not plan.plain):  # else the native op does it, in C++ and with autocast's own memo
+        return Plan(op, run=autocast.cast_first(func, dtypes, mesh.device))
     if bound and plan.run is not None:
         plan.run = bound.around(plan.run)
     if bound and plan.local is not None:

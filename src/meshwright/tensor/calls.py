@@ -13,6 +13,7 @@ from .. import runtime
 from ..dispatch import (
     QUESTIONS,
     Plan,
+    autocast,
     call_disabled,
     disabled,
     execute,
@@ -75,6 +76,8 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
 def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], typed: bool = True) -> Any:
     """A call that is not (yet) known to be one native op with one output."""
     plan = runtime.RT.plans.get(key)
+    if autocast.active() and (plan is None or not plan.plain):  # a plain native op is right with autocast or without
+        plan = runtime.RT.plans.get((autocast.state(), key))
     if plan is None:
         return _slow(key, func, types, args, kwargs)
     if (
@@ -142,14 +145,15 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     if len(plans) >= _MAX_PLANS:
         plans.clear()
         runtime.RT.fast.clear()
+    full = _full_key(func, args, kwargs)
     with contextlib.suppress(TypeError):  # an unhashable argument: planned anew each time
-        plans[(func, *[key_part(a, func) for a in args]) if not kwargs else _full_key(func, args, kwargs)] = plan
+        plans[(autocast.state(), full) if autocast.active() and not plan.plain else full] = plan
     return _run(plan, func, types, args, kwargs)
 
 
 def _full_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = (func, *[key_part(a, func) for a in args])
-    return (first, *[(k, key_part(v, func)) for k, v in kwargs.items()])
+    return (first, *[(k, key_part(v, func)) for k, v in kwargs.items()]) if kwargs else first
 
 
 def _run(plan: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
