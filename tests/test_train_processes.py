@@ -199,12 +199,12 @@ def test_a_rank_that_dies_ends_all(running: subprocess.Popen[str]) -> None:
 
 
 @LINUX
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_ends_all(running: subprocess.Popen[str], number: signal.Signals) -> None:
     ranks = ranks_of(running)
     os.killpg(running.pid, number)  # as a terminal does: to all of them
     _, shown = running.communicate(timeout=90)
-    assert running.returncode == 130
+    assert running.returncode == 128 + number
     assert shown == "interrupted: all processes are ended\n"
     assert gone(ranks)
 

@@ -6,7 +6,12 @@ The only reader of the environment: torchrun's RANK, WORLD_SIZE and LOCAL_RANK, 
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import errno
+import io
 import os
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -79,9 +84,43 @@ for _name, (_command, _settings) in COMMANDS.items():
 app.add_typer(check, name="check")
 
 
+_SPELLED = {"×": "x", "→": "->", "…": "...", "≤": "<=", "≥": ">=", "–": "-", "±": "+-", "·": "."}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+
+
+def _spell_out(error: UnicodeError) -> tuple[str, int]:
+    """For streams that cannot say it (LANG=C, latin-1): signs as ASCII has them."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_SPELLED.get(c, "?") for c in error.object[error.start : error.end]), error.end
+
+
+def _without(stream: int) -> None:
+    """Drop what could not be written, or Python tries again at its exit and ends with 120."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
 def main() -> None:
     """Entry point of the ``meshwright`` script."""
-    app()
+    codecs.register_error("meshwright", _spell_out)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="meshwright")
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _without(1)
+        try:
+            sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
+            sys.stderr.flush()
+        except OSError:
+            _without(2)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

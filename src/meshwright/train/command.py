@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from dataclasses import fields
@@ -25,6 +26,7 @@ from .plan import plan_for
 from .show import Show
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 PLOT = Path("runs/loss.png")
 DEFAULT = TrainConfig()
 
@@ -63,7 +65,7 @@ def train(
 
     Starts one process per place in the mesh on this machine, or joins those that torchrun started.
 
-    [dim]Exit codes: 0 done; 1 verification or a process failed; 2 bad input; 130 interrupted.[/]
+    [dim]Exit codes: 0 done; 1 verification or a process failed; 2 bad input; 130 interrupted, 143 terminated.[/]
     """
     joined: Joined | None = context.obj
     first = joined is None or joined.rank == 0
@@ -122,19 +124,21 @@ def _checked(context: typer.Context, joined: Joined | None) -> TrainConfig:
 
 
 def _run(config: TrainConfig, joined: Joined | None, show: Show, errors: Console) -> None:
-    """Train; shows a failure once and exits.  SIGTERM ends everything as Ctrl-C does."""
-    # Not in torchrun's processes: one that waits in a collective runs no handler, and would not end.
-    before = signal.signal(signal.SIGTERM, _interrupt if joined is None else signal.SIG_DFL)
+    """Train; shows a failure once and exits.  SIGTERM and SIGHUP end everything as Ctrl-C does."""
+    # Not in torchrun's processes: torchrun ends them itself, and is not to wait.
+    handler: Any = _interrupt if joined is None else signal.SIG_DFL
+    before = {n: signal.signal(n, handler) for n in ENDING}
     try:
         if joined is None:
             run_processes(config, show)
         else:
             run_joined(config, joined, show)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as end:
         show.close()
         if joined is None or joined.rank == 0:
-            errors.print("interrupted: all processes are ended")
-        raise typer.Exit(INTERRUPTED) from None
+            with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
+                errors.print("interrupted: all processes are ended")
+        raise typer.Exit(128 + end.args[0] if end.args else INTERRUPTED) from None
     except Exception as error:
         show.close()
         if joined is not None and not first_to_fail():
@@ -145,11 +149,12 @@ def _run(config: TrainConfig, joined: Joined | None, show: Show, errors: Console
         raise
     finally:
         show.close()
-        signal.signal(signal.SIGTERM, before)
+        for number, handled in before.items():
+            signal.signal(number, handled)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(number)
 
 
 def _complain(console: Console, error: Exception) -> None:

@@ -28,6 +28,8 @@ from meshwright.errors import MeshError, MeshwrightError
 from .config import OptionError, TrainConfig
 from .loop import Emit, train
 
+LOOK = 1.0  # seconds between two looks whether a rank is stopped
+STOPPED = 10.0  # seconds after which one that is counts as failed: the others wait for it
 GRACE = 0.5  # seconds for the other ranks to say what happened to them, once one failed
 
 
@@ -117,11 +119,15 @@ def _listen(started: list[tuple[Any, Any]], emit: Emit) -> None:
     pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(started)}
     failures: list[_Failure] = []
     deadline = None
+    since: dict[int, float] = {}
     while pipes:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        left = LOOK if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait(list(pipes), left)
         if not ready:
-            break
+            failures += _stopped([(rank, started[rank][0].pid) for rank in pipes.values()], since)
+            if failures:
+                break
+            continue
         for pipe in ready:
             rank = pipes[pipe]
             kind, values = _received(pipe, started[rank][0], rank)
@@ -134,6 +140,21 @@ def _listen(started: list[tuple[Any, Any]], emit: Emit) -> None:
                 emit(kind, values)
     if failures:
         raise _root(failures).error(len(started))
+
+
+def _stopped(ranks: list[tuple[int, int]], since: dict[int, float]) -> list[_Failure]:
+    """The ranks that have been stopped for too long; ``since`` is kept from look to look."""
+    for rank, pid in ranks:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # gone, or a system that does not say
+            state = ""
+        if state == "T":
+            since.setdefault(rank, time.monotonic())
+        else:
+            since.pop(rank, None)
+    text = f"the process was stopped (SIGSTOP or SIGTSTP) for {STOPPED:g} s while the others waited for it"
+    return [_Failure(rank, "", text) for rank, at in since.items() if time.monotonic() - at >= STOPPED]
 
 
 def _received(pipe: Any, process: Any, rank: int) -> tuple[str, Any]:

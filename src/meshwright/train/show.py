@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -50,7 +51,11 @@ class Show:
         for text in values["passes"]:
             self.console.print(Text(text), soft_wrap=True)
         self.console.print(Padding(mesh_grid(self.config), (1, 0, 0, 2), expand=False))
-        self.console.print(Padding(layout_table(self.config, values["parameters"]), (1, 0, 1, 2), expand=False))
+        table = layout_table(self.config, values["parameters"])
+        if Measurement.get(self.console, self.console.options, table).maximum + 2 > self.console.width:
+            self.console.print(Text(f"\n{listed(table)}\n"), soft_wrap=True)
+        else:
+            self.console.print(Padding(table, (1, 0, 1, 2), expand=False))
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
@@ -189,6 +194,13 @@ def layout_table(config: TrainConfig, rows: list[dict[str, Any]]) -> Table:
             cells.append(Text("replicate" if quiet else p, style="dim" if quiet else "green"))
         table.add_row(*cells, Text(by(local)))
     return table
+
+
+def listed(table: Table) -> str:
+    """A table that is wider than the terminal: a line for each row, with nothing cut off."""
+    heads = [str(c.header) for c in table.columns]
+    rows = zip(*(c.cells for c in table.columns), strict=True)
+    return "\n".join(", ".join(f"{h} {cell}" for h, cell in zip(heads, row, strict=True)) for row in rows)
 
 
 def by(shape: tuple[int, ...]) -> str:

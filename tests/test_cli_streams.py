@@ -1,0 +1,68 @@
+"""The command line where output is narrow, of another encoding, or cannot be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from meshwright.train.config import TrainConfig
+from meshwright.train.launch import STOPPED, _stopped
+from meshwright.train.show import Show
+
+EXPLAIN = [sys.executable, "-m", "meshwright", "explain", "--layers", "1", "--hidden", "16", "--mesh", "dp=2"]
+
+
+def shown(command: list[str], stdout: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    settings = {"env": os.environ | environment, "stderr": subprocess.PIPE, "timeout": 120}
+    if stdout == "pipe":
+        return subprocess.run(command, stdout=subprocess.PIPE, **settings)  # type: ignore[call-overload]
+    with open(stdout, "w") as file:
+        return subprocess.run(command, stdout=file, **settings)  # type: ignore[call-overload]
+
+
+def test_signs_are_spelled_out_where_the_encoding_has_none() -> None:
+    done = shown(EXPLAIN, "pipe", LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode("ascii")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    done = shown([*EXPLAIN[:3], "--version"], "/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.decode() == "error: the output cannot be written: No space left on device\n"
+
+
+def test_a_narrow_terminal_cuts_nothing() -> None:
+    console = Console(width=40, force_terminal=True, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    row = {"name": "blocks.0.attention.qkv.weight", "shape": (192, 64), "local": (96, 64)}
+    config = TrainConfig(mesh=(("dp", 2), ("tp", 2)))
+    show = Show(config, console)
+    rows = [{**row, "placements": ("Replicate()", "Shard(0)")}]
+    show("start", {"parameters": rows, "source": "text", "passes": []})
+    show.close()
+    text = console.export_text()
+    assert "blocks.*.attention.qkv.weight" in text or "blocks.0.attention.qkv.weight" in text
+    assert "dp replicate, tp Shard(0), local 96 × 64" in text
+    assert "…" not in text
+
+
+def test_a_rank_that_is_stopped_counts_as_failed_after_a_while() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    since: dict[int, float] = {}
+    try:
+        assert _stopped([(1, child.pid)], since) == []
+        child.send_signal(19)
+        while not since:
+            assert _stopped([(1, child.pid)], since) == []
+        since[1] -= STOPPED
+        (failure,) = _stopped([(1, child.pid)], since)
+        assert failure.message.startswith("the process was stopped (SIGSTOP")
+    finally:
+        child.kill()
+        child.wait()
