@@ -335,9 +335,9 @@ def test_order_of_buckets_follows_the_first_backward() -> None:
         once(model, split(IDS, DP))
         model.zero_grad()
         once(model, split(IDS, DP))
-        names = [sync.names[b.members[0]] for b in sync.buckets]
+        names = [sync.names[b.members[0]] for b in sync.buckets().buckets]
         assert names[0].startswith("blocks.1"), names
-        return sync.followed
+        return sync.order
 
     orders = mw.simulate(fn, DP)
     assert orders[0] == orders[1]

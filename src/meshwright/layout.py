@@ -376,6 +376,7 @@ class Spec:
     clear: the gradient is replicated.  ``undecided`` axes (leaves that no op has used yet) may become either.
     ``copied`` marks the result of a view that had to be a copy: writing to it would not reach its base.
     ``known`` is set on the spec of a Partial that was reduced: its value is at hand in that spec too.
+    ``stored`` marks a parameter for which another tensor may stand in (see ``tensor.standin``).
     """
 
     __slots__ = (
@@ -389,6 +390,7 @@ class Spec:
         "ndim",
         "reduced",
         "shape",
+        "stored",
         "undecided",
     )
 
@@ -401,6 +403,7 @@ class Spec:
     undecided: int
     copied: bool
     known: Spec | None
+    stored: bool
     _grad: Spec | None
 
     _made: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
@@ -414,12 +417,13 @@ class Spec:
         undecided: int = 0,
         copied: bool = False,
         known: Spec | None = None,
+        stored: bool = False,
     ) -> Spec:
         layout = layout.with_ndim(len(shape))
         mask = sum(1 << a for a, p in enumerate(layout.placements) if isinstance(p, Replicate))
         reduced &= mask
         undecided &= mask & ~reduced
-        key = (tuple(shape), dtype, layout, reduced, undecided, copied, known)
+        key = (tuple(shape), dtype, layout, reduced, undecided, copied, known, stored)
         found = cls._made.get(key)
         if found is None:
             for op in layout.partial.values():
@@ -429,7 +433,7 @@ class Spec:
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
             found.reduced, found.undecided, found.copied = reduced, undecided, copied
-            found.known, found._grad = known, None
+            found.known, found.stored, found._grad = known, stored, None
             cls._made[key] = found
         return found
 
@@ -479,6 +483,7 @@ class Spec:
         undecided: int | None = None,
         copied: bool | None = None,
         known: Spec | None = None,
+        stored: bool | None = None,
     ) -> Spec:
         """The same spec with some parts replaced; what is known of the value is forgotten unless it is given."""
         return Spec(
@@ -489,6 +494,7 @@ class Spec:
             self.undecided if undecided is None else undecided,
             self.copied if copied is None else copied,
             known,
+            self.stored if stored is None else stored,
         )
 
     def __repr__(self) -> str:

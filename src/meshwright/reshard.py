@@ -71,7 +71,8 @@ def plan(src: Spec, dst: Spec) -> Plan:
 
 
 def _decided(spec: Spec) -> Spec:
-    return spec.with_(undecided=0, copied=False) if spec.undecided or spec.copied or spec.known else spec
+    marked = spec.undecided or spec.copied or spec.known or spec.stored
+    return spec.with_(undecided=0, copied=False, stored=False) if marked else spec
 
 
 # ---------------------------------------------------------------------------------------------- the search

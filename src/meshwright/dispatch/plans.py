@@ -36,6 +36,7 @@ class Plan:
     ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule
     says.  ``untyped``: leaves that require grad are tied together (1) or get their type (2) by this call.
     ``retypes``: plain but for conversions that only change types, which do nothing where no gradient is recorded.
+    ``stored``: an argument is marked so in its spec: for each call it is asked what stands in for it.
     ``native``: run this call instead of the op.  ``swift``: conversions of plain positional arguments around one
     native op: no nested arguments to walk.  ``known``: Partial inputs and how each was reduced before: the reduced
     value is taken in its place.  ``alias``: a custom op, whose backward may look at the inputs that it saved: it gets
@@ -48,6 +49,7 @@ class Plan:
     plain: bool = False
     untyped: int = 0
     retypes: bool = False
+    stored: bool = False
     native: Native | None = None
     swift: bool = False
     alias: bool = False

@@ -7,19 +7,60 @@ from collections.abc import Sequence
 import torch
 
 from .. import collective
+from ..dispatch import disabled
 from ..layout import Partial, Spec
 from ..mesh import Mesh
-from ..tensor import DistTensor, held, hold, in_spec, stamp
+from ..tensor import Coming, DistTensor, held, hold, in_spec, stamp
 from .packing import Packing
 from .raw import get_grad, set_grad
 
 Tensor = torch.Tensor
 
 
-class Reduction:
-    """An all-reduce: afterwards each gradient is a view of the buffer, in the layout of its parameter."""
+class Flight:
+    """One collective with the gradients of some parameters, each of which holds it in the place of its gradient."""
 
-    __slots__ = ("params", "pending", "specs", "views")
+    def __init__(self, params: Sequence[DistTensor], specs: Sequence[Spec]) -> None:
+        self.specs = {id(p): (k, spec) for k, (p, spec) in enumerate(zip(params, specs, strict=True))}
+        for p in params:
+            hold(p, _Seat(self, p.__dict__.get("_held")))
+
+    def arrived(self, k: int) -> Tensor:
+        """The reduced gradient of the ``k``-th parameter, after a wait.  Dispatch must be disabled."""
+        raise NotImplementedError
+
+
+class _Seat:
+    """The gradient of one parameter on its way, and what its parameter held beside its slot before."""
+
+    __slots__ = ("flight", "kept")
+
+    def __init__(self, flight: Flight, kept: DistTensor | Coming | None) -> None:
+        self.flight, self.kept = flight, kept
+
+    def land(self, p: DistTensor) -> None:
+        """Wait, and add it to what is there."""
+        k, spec = self.flight.specs[id(p)]
+        with torch.no_grad(), disabled():
+            made = self.flight.arrived(k)
+            hold(p, self.kept)
+            fits = Tensor.size(made) == Tensor.size(p)
+            before = get_grad(p) if fits else held(p)
+            if before is not None:
+                own: Spec = before.__dict__.get("_spec") or p._spec.grad()
+                if own.layout == spec.layout:
+                    Tensor.add_(before, made)
+                    return
+                # Contributions that came meanwhile: the sum is one more of them, which sends nothing.
+                spec, made = own, Tensor.add(before, in_spec(made, spec, own))
+            if fits:
+                set_grad(p, stamp(made, spec))
+            else:
+                hold(p, stamp(made, spec))
+
+
+class Reduction(Flight):
+    """An all-reduce: afterwards each gradient is a view of the buffer, in the layout of its parameter."""
 
     def __init__(
         self,
@@ -28,16 +69,15 @@ class Reduction:
         views: Sequence[Tensor],
         pending: collective.Pending,
     ) -> None:
-        self.params, self.specs, self.views, self.pending = params, specs, views, pending
+        self.views, self.pending = views, pending
+        super().__init__(params, specs)
 
-    def land(self) -> None:
-        """Wait, and put the gradients in place.  Dispatch must be disabled."""
+    def arrived(self, k: int) -> Tensor:
         self.pending.wait()
-        for p, spec, view in zip(self.params, self.specs, self.views, strict=True):
-            set_grad(p, stamp(view, spec))
+        return self.views[k]
 
 
-class Scattering:
+class Scattering(Flight):
     """A reduce-scatter: afterwards each rank has its chunk of each gradient.
 
     Args:
@@ -45,11 +85,8 @@ class Scattering:
         grads: their gradients, Partial on ``axis`` (and on ``others``).
         specs: of the chunks.
         axis: the axis that is scattered over.
-        others: further axes to reduce over, once the chunks are there.
-        beside: the chunks do not fit the parameters' gradient slots and are held beside them.
+        others: further axes to reduce over, once the chunks are there (every rank must then read one).
     """
-
-    __slots__ = ("beside", "group", "others", "packing", "params", "pending", "specs")
 
     def __init__(
         self,
@@ -59,34 +96,22 @@ class Scattering:
         packing: Packing,
         axis: int,
         others: tuple[int, ...],
-        beside: bool,
     ) -> None:
         mesh: Mesh = specs[0].mesh
-        self.params, self.specs, self.packing, self.beside = params, specs, packing, beside
+        self.packing, self.chunks = packing, list[Tensor]()
         self.group = collective.group(mesh, (axis,))
         self.others = collective.group(mesh, others) if others else None
         flat = packing.pack(grads)
         self.pending = collective.reduce_scatter_async(flat, 0, packing.sizes, "sum", self.group)
+        super().__init__(params, specs)
 
-    def land(self) -> None:
-        """Wait, and put the gradients in place.  Dispatch must be disabled."""
-        row = self.pending.wait()
-        if self.others is not None:
-            collective.all_reduce(row, "sum", self.others, out_of_place=False)
-        chunks = self.packing.chunks(row, self.group.index)
-        for p, spec, chunk in zip(self.params, self.specs, chunks, strict=True):
-            before = held(p) if self.beside else get_grad(p)
-            if before is not None:
-                own: Spec = before.__dict__.get("_spec") or p._spec.grad()
-                if own.layout == spec.layout:
-                    Tensor.add_(before, chunk)
-                    continue
-                chunk = Tensor.add(in_spec(before, own, spec), chunk)
-                hold(p, None)
-            if self.beside:
-                hold(p, stamp(chunk, spec))
-            else:
-                set_grad(p, stamp(chunk, spec))
+    def arrived(self, k: int) -> Tensor:
+        if not self.chunks:
+            row = self.pending.wait()
+            if self.others is not None:
+                collective.all_reduce(row, "sum", self.others, out_of_place=False)
+            self.chunks = self.packing.chunks(row, self.group.index)
+        return self.chunks[k]
 
 
 def partial_axes(spec: Spec) -> tuple[int, ...]:
@@ -95,4 +120,4 @@ def partial_axes(spec: Spec) -> tuple[int, ...]:
     return tuple(a for a, p in enumerate(spec.layout.placements) if isinstance(p, Partial) and sizes[a] > 1)
 
 
-__all__ = ["Reduction", "Scattering", "partial_axes"]
+__all__ = ["Flight", "Reduction", "Scattering", "partial_axes"]

@@ -21,7 +21,7 @@ from ..errors import DesyncError, LayoutError, MeshwrightError, ShardError
 from ..layout import Layout, Placements, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES
-from ..tensor import DistTensor, stamp
+from ..tensor import DistTensor, GradientHook, stamp
 from . import zero
 from .packing import chunk_dim
 from .sync import BUCKET_BYTES, GradSync
@@ -103,7 +103,6 @@ def shard_module(
         axes = {id(params[name]): axis for name, axis in stored.items()}
         zero.install(model, mesh, made, axes, regather=regather)
     model.__dict__["_gradient_sync"] = made
-    model.register_forward_pre_hook(_Reset(made))
     return model
 
 
@@ -363,6 +362,8 @@ def _lay(names: _Names, name: str, spec: Spec) -> None:
         t.grad = None
         t.data = Tensor.to(local, mesh.device).as_subclass(Tensor)
     stamp(t, spec)
+    for key, hook in (t._backward_hooks or {}).items():  # autograd would call them with local gradients
+        t._backward_hooks[key] = GradientHook(t, hook)
     if param:
         t._is_param = True
 
@@ -430,17 +431,6 @@ def _construction_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 # ---------------------------------------------------------------------------------------------- hooks
-
-
-@dataclass
-class _Reset:
-    """Forward pre-hook: a backward that raised half-way must not confuse the next one."""
-
-    sync: GradSync
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.sync.active and torch._C._current_graph_task_id() == -1:
-            self.sync.abandon()
 
 
 @dataclass

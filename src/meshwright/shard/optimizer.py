@@ -122,7 +122,7 @@ class Binding:
         wanted = self.wanted[i]
         if own.layout == wanted.layout:
             return stamp(g, wanted)
-        if not self.reshards:
+        if not self.reshards and not _interrupted(p):
             raise ShardError(_unfit(p, own))
         plan = plan_conversion(own.with_(undecided=0), wanted.with_(dtype=own.dtype))
         with torch.no_grad():
@@ -133,7 +133,13 @@ class Binding:
 
 
 def _own(spec: Spec) -> Spec:
-    return spec.with_(reduced=0, undecided=0)
+    return spec.with_(reduced=0, undecided=0, stored=False)
+
+
+def _interrupted(p: DistTensor) -> bool:
+    """Whether the last backward raised: a gradient may then be left Partial, which nobody could have seen to."""
+    sync = p.__dict__["_sync"]() if "_sync" in p.__dict__ else None
+    return sync is not None and sync.interrupted
 
 
 def name_of(p: Tensor) -> str:

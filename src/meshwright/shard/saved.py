@@ -22,6 +22,7 @@ class Gathered(Protocol):
     """Parameters that can be gathered again."""
 
     what: str
+    params: list[DistTensor]
 
     def regathered(self) -> list[Tensor]:
         """The whole parameters, for the backward."""
@@ -43,6 +44,7 @@ class Saved:
 
     unit: Gathered
     index: int
+    version: int  # of the parameter, when it was gathered
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
@@ -51,9 +53,14 @@ class Saved:
 class Saver:
     """Saved-tensor hooks of one forward of a unit."""
 
-    def __init__(self, unit: Gathered, wholes: Sequence[Tensor]) -> None:
+    def __init__(self, unit: Gathered) -> None:
         self.unit = unit
-        self.at = {t.untyped_storage().data_ptr(): (i, t.dtype) for i, t in enumerate(wholes) if t.numel()}
+        self.at: dict[int, tuple[int, torch.dtype, int]] = {}
+
+    def note(self, wholes: Sequence[Tensor]) -> None:
+        """These were gathered, of the parameters as they are now."""
+        versions = [p._version for p in self.unit.params]
+        self.at = {t.untyped_storage().data_ptr(): (i, t.dtype, versions[i]) for i, t in enumerate(wholes) if t.numel()}
 
     def pack(self, t: Tensor) -> Any:
         """A reference, if ``t`` looks at a gathered parameter."""
@@ -67,11 +74,18 @@ class Saver:
                         "ModuleList or Sequential), or shard_module(..., regather=False)"
                     )
                 return t
-            return Saved(self.unit, found[0], Tensor.size(t), t.stride(), t.storage_offset())
+            return Saved(self.unit, found[0], found[2], Tensor.size(t), t.stride(), t.storage_offset())
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor again."""
         if isinstance(saved, Saved):
+            p = saved.unit.params[saved.index]
+            if p._version != saved.version:
+                name = p.__dict__.get("_param_name", "a parameter")
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name} is at version {p._version}; expected version {saved.version} instead"
+                )
             whole = saved.unit.regathered()[saved.index]
             with torch.no_grad():
                 return whole.as_strided(saved.size, saved.stride, saved.offset)
@@ -82,10 +96,12 @@ class Saver:
         """From now on autograd saves through these hooks."""
         _hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
-    @staticmethod
-    def pop() -> None:
-        """No longer."""
-        _hooks._pop_saved_tensors_default_hooks()
+    def pop(self) -> None:
+        """No longer (and not at all, below hooks of others that are still there)."""
+        self.at = {}
+        top = _hooks._top_saved_tensors_default_hooks(True)
+        if top is not None and getattr(top[0], "__self__", None) is self:
+            _hooks._pop_saved_tensors_default_hooks()
 
 
 __all__ = ["Saver", "may_save_references"]

@@ -12,9 +12,11 @@ After Rajbhandari et al., ZeRO (2020), and PyTorch's FSDP (Zhao et al., 2023).
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -24,15 +26,23 @@ from ..dispatch import disabled, tie
 from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, held, hold, stamp
-from .flights import Scattering, partial_axes
+from ..tensor import OPEN, DistTensor, GradientHook, held, hold, stamp
+from .flights import Flight, Scattering, partial_axes
 from .packing import Packing, whole_over
 from .raw import bare
 from .saved import Saver, may_save_references
 from .sync import GradSync
 
 Tensor = torch.Tensor
-_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class _Way(threading.local):
+    """A forward on its way through the units, in one thread."""
+
+    def __init__(self) -> None:
+        self.cursor = 0
+        self.seen: list[Unit] = []
+        self.ahead: dict[Unit, Any] = {}  # gathers under way
 
 
 class Zero:
@@ -46,19 +56,16 @@ class Zero:
     def __init__(self, mesh: Mesh, sync: GradSync, regather: bool) -> None:
         self.mesh, self.sync, self.regather = mesh, sync, regather
         self.units: list[Unit] = []
-        self.order: list[Unit] = []
-        self.recorded = False
+        self.order: list[Unit] = []  # of the first forward
         self._start()
 
     def _start(self) -> None:
-        self.cursor = 0
-        self.active = False  # inside a backward
-        self.flights: list[Scattering] = []
-        self.outstanding: dict[int, int] = {}  # id of a parameter to the forwards whose backward is to come
+        self.way = _Way()
         self.packings: dict[Any, Packing] = {}
+        self.sync.scatter = self.scatter
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("mesh", "sync", "regather", "units", "order", "recorded")}
+        return {k: self.__dict__[k] for k in ("mesh", "sync", "regather", "units", "order")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -68,71 +75,58 @@ class Zero:
 
     def begin_forward(self) -> None:
         """The whole model's forward begins."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return
-        if self.active:
-            self._abandon()
-        self.recorded = self.recorded or bool(self.order)
-        self.cursor = 0
-        for unit in self.units:
-            unit.forget()
+        way = self.way
+        self.order = self.order or way.seen
+        way.cursor, way.seen = 0, []
+        for unit in list(way.ahead):
+            unit.forget(way.ahead)
 
     def follow(self, unit: Unit) -> None:
         """A unit's forward begins: start the gather of the one that followed it before."""
-        if not self.recorded:
-            self.order.append(unit)
+        way = self.way
+        if not self.order:
+            way.seen.append(unit)
             return
-        if torch._C._current_graph_task_id() != -1 or self.cursor >= len(self.order):
+        if in_backward() or way.cursor >= len(self.order):
             return
-        if self.order[self.cursor] is not unit:  # another way through the model than in the first forward
-            self.cursor = len(self.order)
+        if self.order[way.cursor] is not unit:  # another way through the model than in the first forward
+            way.cursor = len(self.order)
             return
-        self.cursor += 1
-        if self.cursor < len(self.order):
-            self.order[self.cursor].start()
+        way.cursor += 1
+        if way.cursor < len(self.order):
+            self.order[way.cursor].start()
 
     def before(self, unit: Unit) -> Unit | None:
         """The unit whose backward comes after that of ``unit``."""
         place = self.order.index(unit) if unit in self.order else 0
         return self.order[place - 1] if place else None
 
+    def ahead(self) -> dict[Unit, Any]:
+        """Gathers under way: those of the backward that runs in this thread, else of its forward."""
+        return self.sync.backward().ahead if in_backward() else self.way.ahead
+
     # -- gradients ------------------------------------------------------------------------------------
 
-    def touch(self) -> None:
-        """Something happens inside a backward: be called at its end."""
-        if not self.active and torch._C._current_graph_task_id() != -1:
-            self.active = True
-            _engine.queue_callback(self._finish)
-
-    def collect(self, params: Sequence[DistTensor], specs: Sequence[Spec], grads: Sequence[Tensor | None]) -> None:
-        """Contributions of one unit: add them up; reduce what no further contribution is expected for."""
-        self.touch()
-        for p, spec, g in zip(params, specs, grads, strict=True):
-            self.outstanding[id(p)] = self.outstanding.get(id(p), 0) - 1
-            if g is None:
-                continue
-            before = held(p)
-            with torch.no_grad(), disabled():
-                hold(p, stamp(g.detach() if before is None else Tensor.add(before, g), spec))
-        if self.sync.enabled:
-            self._launch([p for p in params if self.outstanding[id(p)] <= 0])
-
-    def _launch(self, params: Sequence[DistTensor]) -> None:
-        """Start the reduce-scatter of what is held for these parameters."""
+    def scatter(self, params: Sequence[DistTensor]) -> list[Flight]:
+        """Start the reduce-scatter of the contributions that are held for these parameters."""
         groups: dict[Any, list[DistTensor]] = {}
         for p in params:
             g = held(p)
             if g is not None and g._spec.layout.partial:
                 groups.setdefault((stored_axis(p), partial_axes(g._spec), g.dtype), []).append(p)
+        flights: list[Flight] = []
         for (axis, axes, _), members in groups.items():
             grads = [bare(g) for g in map(held, members) if g is not None]
-            with torch.no_grad(), disabled():
-                packing = self.packing(axis, members, [g.shape for g in grads])
-                specs = [p._spec.with_(reduced=0, undecided=0) for p in members]
-                others = tuple(a for a in axes if a != axis)
-                self.flights.append(Scattering(members, grads, specs, packing, axis, others, False))
             for p in members:
                 hold(p, None)
+            with torch.no_grad(), disabled():
+                packing = self.packing(axis, members, [g.shape for g in grads])
+                specs = [p._spec.with_(reduced=0, undecided=0, stored=False) for p in members]
+                others = tuple(a for a in axes if a != axis)
+                flights.append(Scattering(members, grads, specs, packing, axis, others))
+        return flights
 
     def packing(self, axis: int, params: Sequence[DistTensor], shapes: Sequence[Sequence[int]]) -> Packing:
         """How these parameters travel together."""
@@ -143,30 +137,10 @@ class Zero:
             self.packings[key] = found
         return found
 
-    def _finish(self) -> None:
-        """End of the backward."""
-        self.active = False
-        self.outstanding.clear()
-        if self.sync.enabled:
-            seen: dict[int, DistTensor] = {id(p): p for u in self.units for p in u.params}
-            self._launch(list(seen.values()))
-        flights, self.flights = self.flights, []
-        with torch.no_grad(), disabled():
-            for flight in flights:
-                flight.land()
-        for unit in self.units:
-            unit.back = None
-            unit.forget()
 
-    def _abandon(self) -> None:
-        """Forget a backward that did not end (it raised)."""
-        for flight in self.flights:
-            flight.pending.wait()
-        self._start()
-        for unit in self.units:
-            unit.back = None
-            for p in unit.params:
-                hold(p, None)
+def in_backward() -> bool:
+    """Whether this thread runs a node of a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 _AXIS = "_stored_over"
@@ -197,7 +171,7 @@ class Unit:
 
     Args:
         zero: the model's.
-        places: (module, attribute, parameter) for every place where the modules hold a stored parameter.
+        params: the stored parameters of its modules.
         stored: id of a parameter to the axis that it is stored over.
         spans: all modules that run inside the unit's forward belong to it.  Only then may references be
             saved: what else runs inside (a checkpoint, say) must not meet our hooks.
@@ -207,30 +181,25 @@ class Unit:
     def __init__(
         self,
         zero: Zero,
-        places: Sequence[tuple[nn.Module, str, DistTensor]],
+        params: Sequence[DistTensor],
         stored: Mapping[int, int],
         spans: bool,
         what: str,
     ) -> None:
         self.zero = zero
-        unique = {id(p): p for _, _, p in places}
-        self.params = list(unique.values())
+        self.params = list({id(p): p for p in params}.values())
         self.axes = [stored[id(p)] for p in self.params]
         self.spans, self.what = spans, what
-        at = {key: i for i, key in enumerate(unique)}
-        self.places = [(module, key, at[id(p)]) for module, key, p in places]
         self._start()
 
     def _start(self) -> None:
-        self.depth = 0
-        self.pending: tuple[Any, list[Any]] | None = None  # a gather under way, and what it was started for
-        self.back: list[Tensor] | None = None  # gathered for the backward
-        self.saver: Saver | None = None
+        self.index = {id(p): i for i, p in enumerate(self.params)}
         for p, axis in zip(self.params, self.axes, strict=True):
             p.__dict__[_AXIS] = axis
+            p._spec = p._spec.with_(stored=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "places", "spans", "what")}
+        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "spans", "what")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -239,13 +208,18 @@ class Unit:
     # -- gathering ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start to gather, unless that is under way."""
-        if self.pending is None:
-            with torch.no_grad(), disabled():
-                self.pending = self._version(), [self._send(axis, members) for axis, members in self._parts()]
+        """Start to gather ahead of use, unless that is under way or may be in vain."""
+        ahead = self.zero.ahead()
+        if self not in ahead and not any(aliased(p) for p in self.params):
+            ahead[self] = self._begin()
 
-    def _version(self) -> Any:
-        return [(p._version, p._spec) for p in self.params]
+    def _begin(self) -> tuple[Any, list[Any]]:
+        with torch.no_grad(), disabled():
+            return self.state(), [self._send(axis, members) for axis, members in self._parts()]
+
+    def state(self) -> list[Any]:
+        """What changes when a parameter is written to."""
+        return [state_of(p) for p in self.params]
 
     def _parts(self) -> list[tuple[int, list[DistTensor]]]:
         """Parameters that travel together: same axis, same dtype."""
@@ -264,13 +238,13 @@ class Unit:
 
     def gather(self) -> list[Tensor]:
         """The whole parameters, as new plain tensors."""
+        ahead = self.zero.ahead()
+        if self in ahead and ahead[self][0] != self.state():
+            self.forget(ahead)  # the parameters have changed since
+        _, parts = ahead.pop(self, None) or self._begin()
         with torch.no_grad(), disabled():
-            if self.pending is not None and self.pending[0] != self._version():
-                self.forget()  # the parameters have changed since
-            self.start()
-            assert self.pending is not None
             made: dict[int, Tensor] = {}
-            for members, packing, pending in self.pending[1]:
+            for members, packing, pending in parts:
                 flat = pending.wait()
                 if len(members) == 1 and packing.dims[0] == 0 and math.prod(packing.shapes[0]) == flat.numel():
                     wholes = [flat.view(packing.shapes[0])]
@@ -278,73 +252,127 @@ class Unit:
                     wholes = [flat.new_empty(shape) for shape in packing.shapes]
                     packing.unpack(flat, wholes)
                 made |= {id(p): t for p, t in zip(members, wholes, strict=True)}
-            self.pending = None
             return [made[id(p)] for p in self.params]
 
-    def forget(self) -> None:
+    def forget(self, ahead: dict[Unit, Any]) -> None:
         """Drop a gather that nobody asked for after all."""
-        if self.pending is not None:
-            for _, _, pending in self.pending[1]:
-                pending.wait()
-            self.pending = None
+        for _, _, pending in ahead.pop(self)[1]:
+            pending.wait()
 
     def regathered(self) -> list[Tensor]:
         """The whole parameters, for the backward."""
-        if self.back is None:
-            self.zero.touch()
-            self.back = self.gather()
+        if not in_backward():
+            return self.gather()
+        backward = self.zero.sync.backward()
+        if self not in backward.wholes:
+            backward.wholes[self] = self.gather()
             before = self.zero.before(self)
-            if before is not None and before.back is None and torch._C._current_graph_task_id() != -1:
+            if before is not None and before not in backward.wholes:
                 before.start()
-        return self.back
+        return backward.wholes[self]
 
     # -- the forward ----------------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Gathered tensors take the place of the parameters."""
-        self.depth += 1
-        if self.depth > 1:
-            return
-        again = self.back is not None and torch._C._current_graph_task_id() != -1
-        wholes = [t.detach() for t in self.back or ()] if again else self.gather()
-        if not again:
+    def enter(self, frame: Any) -> None:
+        """The forward begins, in a call with this frame: gathered tensors stand in for the parameters."""
+        running = _frames() if OPEN.scopes else ()
+        while OPEN.scopes and id(OPEN.scopes[-1].frame) not in running:
+            OPEN.scopes.pop().close()  # of a forward that was interrupted
+        found = next((s for s in OPEN.scopes if s.unit is self), None)
+        if found is None:
             self.zero.follow(self)
-        for (module, key, i), t in zip(self.places, self._seen(wholes), strict=True):
-            module._parameters[key] = t  # type: ignore[assignment]
-            assert i >= 0
-        if self.spans and self.zero.regather and torch.is_grad_enabled() and may_save_references():
-            self.saver = Saver(self, wholes)
-            self.saver.push()
-
-    def _seen(self, wholes: list[Tensor]) -> Iterator[Tensor]:
-        """What each place gets."""
-        learning = [i for i, p in enumerate(self.params) if p.requires_grad and torch.is_grad_enabled()]
-        specs = [seen_spec(p, i in learning) for i, p in enumerate(self.params)]
-        made: list[Tensor] = list(wholes)
-        if learning:
-            params = [self.params[i] for i in learning]
-            with disabled():
-                out = _Gather.apply(self, params, [wholes[i] for i in learning], *params)
-            for i, t in zip(learning, out, strict=True):
-                made[i] = t
-                out_of = self.zero.outstanding
-                out_of[id(self.params[i])] = out_of.get(id(self.params[i]), 0) + 1
-        for i, t in enumerate(made):
-            stamp(t, specs[i])
-            if specs[i].undecided and i in learning:
-                tie([self.params[i], t])
-        return (made[i] for _, _, i in self.places)
+        OPEN.scopes.append(found or Seen(self, frame))
 
     def leave(self) -> None:
-        """The parameters come back."""
-        self.depth -= 1
-        if self.depth:
-            return
+        """The forward ends."""
+        while OPEN.scopes:
+            scope = OPEN.scopes.pop()
+            if scope not in OPEN.scopes:
+                scope.close()
+            if scope.unit is self:
+                return
+
+
+def _frames() -> set[int]:
+    found, frame = set(), sys._getframe()
+    while frame is not None:
+        found.add(id(frame))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def state_of(p: Tensor) -> tuple[int, int, Any]:
+    """What changes when a tensor is written to, or could have been by a tensor that shares its memory."""
+    return p._version, p.__dict__.get("_shared", 0), p._spec.layout  # type: ignore[attr-defined]
+
+
+def aliased(p: Tensor) -> bool:
+    """Whether writes to a tensor may go uncounted: somebody holds one that shares its memory (``p.data``)."""
+    if "_shared" not in p.__dict__:
+        return False
+    storage = p.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor and ``storage``
+
+
+class Seen:
+    """One forward of a unit in one thread: what stands in for its parameters, gathered at their first use.
+
+    Args:
+        frame: of the call of the module: while that runs, so does the forward.
+    """
+
+    def __init__(self, unit: Unit, frame: Any) -> None:
+        self.unit, self.frame = unit, frame
+        self.wholes: list[Tensor] = []
+        self.states: list[Any] = []
+        self.made: dict[bool, list[Tensor]] = {}  # by whether gradients are recorded
+        self.saver: Saver | None = None
+        if unit.spans and unit.zero.regather and torch.is_grad_enabled() and may_save_references():
+            self.saver = Saver(unit)
+            self.saver.push()
+
+    def find(self, p: Tensor) -> Tensor | None:
+        """What stands in for a parameter, if it is one of the unit's."""
+        i = self.unit.index.get(id(p))
+        if i is None or self.unit.params[i] is not p:
+            return None
+        if not self.wholes or self.states[i] != state_of(p) or aliased(p):
+            self._gather()
+        recorded = torch.is_grad_enabled()
+        made = self.made.get(recorded)
+        if made is None or made[i].requires_grad != (recorded and p.requires_grad):
+            made = self.made[recorded] = self._stand_ins(recorded)
+        return made[i]
+
+    def _gather(self) -> None:
+        unit = self.unit
+        known = unit.zero.sync.backward().wholes.get(unit) if in_backward() and not self.wholes else None
+        self.states, self.made = unit.state(), {}
+        self.wholes = unit.gather() if known is None else known
+        if self.saver is not None:
+            self.saver.note(self.wholes)
+
+    def _stand_ins(self, recorded: bool) -> list[Tensor]:
+        unit = self.unit
+        made = [t.detach() for t in self.wholes]
+        learning = [i for i, p in enumerate(unit.params) if recorded and p.requires_grad]
+        if learning:
+            params = [unit.params[i] for i in learning]
+            with disabled():
+                out = _Gather.apply(unit, params, [made[i] for i in learning], *params)
+            for i, t in zip(learning, out, strict=True):
+                made[i] = t
+        for i, (p, t) in enumerate(zip(unit.params, made, strict=True)):
+            spec = seen_spec(p, i in learning)
+            stamp(t, spec)
+            if spec.undecided and i in learning:
+                tie([p, t])
+        return made
+
+    def close(self) -> None:
+        """The forward is over."""
         if self.saver is not None:
             self.saver.pop()
-            self.saver = None
-        for module, key, i in self.places:
-            module._parameters[key] = self.params[i]  # type: ignore[assignment]
 
 
 class _Gather(torch.autograd.Function):
@@ -361,14 +389,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         unit: Unit = ctx.unit
-        unit.back = None
+        backward = unit.zero.sync.backward()
+        backward.wholes.pop(unit, None)
         nodes = [node for node, _ in ctx.next_functions if node is not None]
         back: list[Tensor | None] = [None] * len(grads)
         params, specs, kept = [], [], []
         for i, (p, g, node) in enumerate(zip(ctx.params, grads, nodes, strict=True)):
             spec = seen_spec(p).grad()  # only now: the forward may have been what decided the types
             how = _wanted(node)
-            if g is not None and (how == "returned" or (how == "kept" and torch.is_grad_enabled())):
+            # Hooks of the user are autograd's business: they get the gradient as it is stored.
+            native = torch.is_grad_enabled() or p.__dict__["_after"] or _hooked(p)
+            if g is not None and (how == "returned" or (how == "kept" and native)):
                 source, target = spec.with_(dtype=g.dtype), p._spec.with_(undecided=0).grad()
                 with disabled():
                     back[i] = convert.apply(plan_conversion(source, target.with_(dtype=g.dtype)).steps, g)
@@ -376,8 +407,13 @@ class _Gather(torch.autograd.Function):
             params.append(p)
             specs.append(spec)
             kept.append(g if how == "kept" else None)
-        unit.zero.collect(params, specs, kept)
+        backward.collect(params, specs, kept)
         return (None, None, None, *back)
+
+
+def _hooked(p: Tensor) -> bool:
+    with disabled():
+        return any(isinstance(h, GradientHook) for h in (p._backward_hooks or {}).values())
 
 
 def _wanted(node: Any) -> str:
@@ -396,7 +432,7 @@ class _Enter:
     unit: Unit
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.unit.enter()
+        self.unit.enter(sys._getframe(1))
 
 
 @dataclass
@@ -426,19 +462,15 @@ def install(model: nn.Module, mesh: Mesh, sync: GradSync, stored: Mapping[int, i
         regather: gather again for the backward, instead of keeping what was gathered.
     """
     zero = Zero(mesh, sync, regather)
-    model.register_forward_pre_hook(_Begin(zero), prepend=True)
     for module, members in _units(model):
-        places: list[tuple[nn.Module, str, DistTensor]] = []
-        for m in members:
-            for key, p in cast("dict[str, Any]", m._parameters).items():
-                if isinstance(p, DistTensor) and id(p) in stored:
-                    places.append((m, key, p))
-        if places:
+        params = [p for m in members for p in m._parameters.values() if isinstance(p, DistTensor) and id(p) in stored]
+        if params:
             spans = len(members) == sum(1 for _ in module.modules())
-            unit = Unit(zero, places, stored, spans, type(module).__name__)
+            unit = Unit(zero, params, stored, spans, type(module).__name__)
             zero.units.append(unit)
-            module.register_forward_pre_hook(_Enter(unit))
+            module.register_forward_pre_hook(_Enter(unit), prepend=True)  # other hooks may use parameters
             module.register_forward_hook(_Leave(unit), always_call=True)
+    model.register_forward_pre_hook(_Begin(zero), prepend=True)
     return zero
 
 

@@ -5,12 +5,13 @@ node.  Calls are intercepted above autograd (``__torch_function__``), so autogra
 backward only transposed conversions run Python.  Making, moving and reading distributed tensors is in ``api``.
 
 ``carrier`` has the class, and the other modules put in place what it does: ``gradients`` its ``.grad``, ``autograd``
-the way into autograd's engine and back, ``special`` what is no op, ``calls`` the way from a call to its plan,
-``methods`` shortcuts to that for the commonest ones.
+the way into autograd's engine and back, ``standin`` what ops read in the place of a tensor, ``special`` what is no op,
+``calls`` the way from a call to its plan, ``methods`` shortcuts to that for the commonest ones.
 """
 
 from . import methods as methods
-from .carrier import DistTensor, stamp, whole
-from .gradients import held, hold, in_spec
+from .carrier import DistTensor, GradientHook, stamp, whole
+from .gradients import Coming, held, hold, in_spec
+from .standin import OPEN, stands_in
 
-__all__ = ["DistTensor", "held", "hold", "in_spec", "stamp", "whole"]
+__all__ = ["OPEN", "Coming", "DistTensor", "GradientHook", "held", "hold", "in_spec", "stamp", "stands_in", "whole"]

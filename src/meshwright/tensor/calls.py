@@ -31,6 +31,7 @@ from ..errors import DispatchError
 from .carrier import NO, DistTensor, local_of, stamp
 from .memory import into_plain
 from .special import SPECIAL
+from .standin import with_stand_ins
 
 Tensor = torch.Tensor
 _MAX_PLANS = 16384
@@ -80,6 +81,8 @@ def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
         plan = runtime.RT.plans.get((autocast.state(), key))
     if plan is None:
         return _slow(key, func, types, args, kwargs)
+    if plan.stored:
+        return _stored(plan, func, types, args, kwargs)
     if (
         typed
         and plan.fast
@@ -119,6 +122,18 @@ def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
     return _run(plan, func, types, args, kwargs)
 
 
+def _stored(plan: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call on tensors for which others may stand in: here and now, so that it is never one known native op."""
+    found = with_stand_ins(func, args, kwargs)
+    if found is not None:
+        return dispatch(func, types, *found)
+    written = args[0] if plan.op.inplace and args[0].__class__ is DistTensor and args[0]._spec.stored else None
+    made = _run(plan, func, types, args, kwargs)
+    if written is not None:
+        written._spec = written._spec.with_(stored=True)
+    return made
+
+
 def _any_tied(args: Any) -> bool:
     return any(a.__class__ is DistTensor and "_tied" in a.__dict__ for a in args)
 
@@ -133,6 +148,11 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     if kwargs.get("out") is not None:
         return _with_out(func, args, kwargs)
     swift = all(isinstance(a, Tensor) for a in args[: len(tensors_in(args))]) and not tensors_in(kwargs)
+    stored = any(isinstance(t, DistTensor) and t._spec.stored for t in tensors_in((args, kwargs)))
+    if stored:
+        found = with_stand_ins(func, args, kwargs)
+        if found is not None:
+            return dispatch(func, types, *found)
     op = resolve(func)  # here, so that the key of the next call knows whether the op is pointwise
     if op.inplace and not op.python and args and isinstance(args[0], Tensor) and not isinstance(args[0], DistTensor):
         plan = Plan(op, run=into_plain(func))
@@ -140,7 +160,7 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
         plan = plan_call(func, args, kwargs)
     if plan.run is not None and plan.run is op.composite and args and args[0].__class__ is list:
         LISTED[func] = plan.run
-    plan.swift = plan.swift and swift
+    plan.swift, plan.stored = plan.swift and swift, stored
     plans = runtime.RT.plans
     if len(plans) >= _MAX_PLANS:
         plans.clear()
@@ -148,7 +168,7 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     full = _full_key(func, args, kwargs)
     with contextlib.suppress(TypeError):  # an unhashable argument: planned anew each time
         plans[(autocast.state(), full) if autocast.active() and not plan.plain else full] = plan
-    return _run(plan, func, types, args, kwargs)
+    return (_stored if stored else _run)(plan, func, types, args, kwargs)
 
 
 def _full_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .. import convert, reshard, runtime
 from ..dispatch import call_disabled, disabled, settle
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
+from .standin import stands_in
 
 Tensor = torch.Tensor
 NO: dict[str, Any] = {}
@@ -107,6 +109,7 @@ class DistTensor(torch.Tensor):
         Its gradient must have the layout of this tensor's gradient: whole on each rank where the tensor is
         replicated or Partial, the own shard where it is sharded.
         """
+        self = stands_in(self)
         with disabled():
             if self._spec.undecided and self.requires_grad:
                 settle(self, self._spec.with_(undecided=0))
@@ -202,19 +205,22 @@ class DistTensor(torch.Tensor):
     @property
     def data(self) -> DistTensor:
         """The tensor without its history, sharing memory (writes to one are not counted for the other)."""
-        made = stamp(call_disabled(_GET_DATA, (), (self,), NO), self._spec.with_(undecided=every_axis(self._spec)))
+        spec = self._spec.with_(undecided=every_axis(self._spec), stored=False)
+        made = stamp(call_disabled(_GET_DATA, (), (self,), NO), spec)
         share(self, made)
         return made
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        old = self._spec
         if not isinstance(value, DistTensor):
-            value = as_layout_of(value, self._spec)
+            value = as_layout_of(value, old)
+        elif old.stored and value._spec.layout != old.layout and value._spec.shape == old.shape:
+            value = stamp(local_of(value, old.with_(reduced=0)), old.with_(dtype=value.dtype))  # stays stored split
         with disabled():
             _SET_DATA(self, value)
         share(self, value)
-        old = self._spec
-        self._spec = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
+        self._spec = value._spec.with_(reduced=old.reduced, undecided=old.undecided, stored=old.stored)
 
     def detach(self) -> DistTensor:
         """The tensor without its history, sharing memory.
@@ -223,28 +229,24 @@ class DistTensor(torch.Tensor):
         runs inside native ops (checkpoints) detaches what they save and compares the shapes.
         """
         spec = self._spec
-        return stamp(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=every_axis(spec)))
+        undecided = every_axis(spec)
+        return stamp(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=undecided, stored=False))
 
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
         """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
         self._spec.grad()  # complain now
 
-        def on_local(grad: Tensor | None) -> Tensor | None:
-            if grad is None:
-                return None
-            spec = self._spec.grad().with_(dtype=grad.dtype)
-            with disabled():
-                given = stamp(grad.view_as(grad), spec)
-            made = hook(given)
-            return None if made is None else plain(local_of(made, spec.with_(dtype=made.dtype)))
-
         with disabled():
-            return Tensor.register_hook(self, on_local)
+            return Tensor.register_hook(self, GradientHook(self, hook))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[DistTensor], None]) -> Any:
-        """``hook(tensor)`` after the gradient was accumulated into ``tensor.grad``."""
+        """``hook(tensor)`` after the gradient was accumulated into ``tensor.grad``, and synchronised there."""
         with disabled():
-            return Tensor.register_post_accumulate_grad_hook(self, hook)
+            if "_after" not in self.__dict__:
+                return Tensor.register_post_accumulate_grad_hook(self, hook)
+            handle = RemovableHandle(self.__dict__["_after"])
+            self.__dict__["_after"][handle.id] = hook
+            return handle
 
     # -- properties of torch.Tensor that are ops ----------------------------------------------------------
 
@@ -279,6 +281,25 @@ class DistTensor(torch.Tensor):
         return torch.imag(self)
 
 
+class GradientHook:
+    """A user's hook on the gradient of a tensor, as autograd calls it, with a local gradient.
+
+    It knows the attributes of the tensor and not the tensor, which holds it: a cycle through C++ is never collected.
+    """
+
+    def __init__(self, of: Tensor, hook: Callable[[DistTensor], DistTensor | None]) -> None:
+        self.space, self.hook = of.__dict__, hook
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        spec = self.space["_spec"].grad().with_(dtype=grad.dtype)
+        with disabled():
+            given = stamp(grad.view_as(grad), spec)
+        made = self.hook(given)
+        return None if made is None else plain(local_of(made, spec.with_(dtype=made.dtype)))
+
+
 def stamp(local: Tensor, spec: Spec) -> DistTensor:
     """Make ``local`` the DistTensor of ``spec``, in place: the object stays the same."""
     if local.dtype is not spec.dtype and type(local) is Tensor:
@@ -303,9 +324,12 @@ def raw_grad(t: Tensor) -> Tensor | None:
 
 
 def share(*tensors: Tensor) -> None:
-    """These have the same memory and their own version counters: what is converted from them cannot be kept."""
+    """These have the same memory and their own version counters: what is converted from them cannot be kept.
+
+    How often is counted: what is kept of a tensor for the time of a forward is made anew after each.
+    """
     for t in tensors:
-        t.__dict__["_shared"] = True
+        t.__dict__["_shared"] = t.__dict__.get("_shared", 0) + 1
         t.__dict__.pop("_memo", None)
 
 

@@ -4,12 +4,15 @@ The slot takes gradients of the tensor's local shape only.  A gradient of anothe
 reduce-scattered while the tensor is whole, the contributions to a tensor that is stored split but used whole, one that
 was assigned in another layout.  A gradient that fits the slot and has another layout than the backward's is converted
 before the backward adds to it.
+
+What is held may also be on its way, reduced while a backward goes on: reading waits for it, clearing or assigning drops
+it.  So it needs no end of that backward, which may never come (it may raise).
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -22,12 +25,24 @@ from .carrier import GET_GRAD, NO, SET_GRAD, DistTensor, as_layout_of, raw_grad,
 Tensor = torch.Tensor
 
 
+class Coming(Protocol):
+    """A gradient on its way."""
+
+    def land(self, p: DistTensor) -> None:
+        """Wait, and put it where it belongs: into the slot or beside it."""
+        ...
+
+
 def held(p: Tensor) -> DistTensor | None:
     """The gradient that is held beside the slot, if any."""
-    return cast("DistTensor | None", p.__dict__.get("_held"))
+    kept = p.__dict__.get("_held")
+    if kept is not None and kept.__class__ is not DistTensor:
+        kept.land(p)
+        return held(p)
+    return cast("DistTensor | None", kept)
 
 
-def hold(p: Tensor, g: DistTensor | None) -> None:
+def hold(p: Tensor, g: DistTensor | Coming | None) -> None:
     """Hold a gradient beside the slot."""
     if g is None:
         p.__dict__.pop("_held", None)
@@ -64,9 +79,10 @@ def _get(self: DistTensor) -> DistTensor | None:
     # Optimizers and clipping read it several times a step for each parameter: no more than must be here.
     found: Any = call_disabled(GET_GRAD, (), (self,), NO)
     if "_held" in self.__dict__:
-        kept: DistTensor = self.__dict__["_held"]
-        if found is None:
-            return kept
+        kept = held(self)
+        found = call_disabled(GET_GRAD, (), (self,), NO)  # another one, if what was held came into the slot
+        if kept is None or found is None:
+            return kept if found is None else found
         _merge(self, kept, found)
         return _get(self)
     if found is not None and found.__class__ is not DistTensor:
@@ -152,4 +168,4 @@ def _delete(self: DistTensor) -> None:
 _DOC = "The gradient so far, in the layout that the backward gave it (Partial before it is synchronised)."
 DistTensor.grad = property(_get, _set, _delete, _DOC)  # type: ignore[assignment]
 
-__all__ = ["held", "hold", "in_spec"]
+__all__ = ["Coming", "held", "hold", "in_spec"]

@@ -1,0 +1,114 @@
+"""Which gradients travel together: buckets, divided by the order in which the backward brings gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..layout import Shard, Spec
+from ..tensor import DistTensor
+
+Tensor = torch.Tensor
+
+
+def bits(mask: int) -> tuple[int, ...]:
+    """Indices of the bits that are set."""
+    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+class Bucket:
+    """Gradients that travel together: same axes, same dtype.
+
+    The flat buffer is kept from one backward to the next, and reused when nobody holds a view of it any more.
+    """
+
+    __slots__ = ("axes", "flat", "members", "scatter")
+
+    def __init__(self, axes: tuple[int, ...], members: Sequence[int], scatter: int | None = None) -> None:
+        self.axes, self.members = axes, tuple(members)
+        self.scatter = scatter  # the axis that is reduce-scattered over, if one is
+        self.flat: Tensor | None = None
+
+    def buffer(self, grads: Sequence[Tensor]) -> Tensor:
+        """A flat tensor with room for ``grads`` that nobody else looks at."""
+        size, like = sum(Tensor.numel(g) for g in grads), grads[0]
+        flat = self.flat
+        if flat is None or flat.numel() < size or flat.dtype is not like.dtype or flat.device != like.device:
+            flat = self.flat = like.new_empty(size)
+        elif _users(flat) > 1:  # gradients of an earlier backward are still alive
+            flat = self.flat = torch.empty_like(flat)
+        return flat if flat.numel() == size else flat[:size]
+
+
+def _users(flat: Tensor) -> int:
+    storage = flat.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # one of them is ``storage``
+
+
+class Buckets:
+    """A division of parameters into buckets, for the specs that they have now.
+
+    Args:
+        params: the parameters.
+        order: their indices, as the backward brings their gradients.
+        bucket_bytes: gradients are collected up to this size; larger ones travel alone.
+        apart: parameters whose gradients come another way too (see zero): each has a bucket of its own, and these
+            come last.
+    """
+
+    def __init__(self, params: Sequence[DistTensor], order: Sequence[int], bucket_bytes: int, apart: set[int]) -> None:
+        self.params = params
+        self.specs = [p._spec for p in params]  # those that this was made for
+        self.synced = [s.with_(reduced=0, undecided=0, stored=False) for s in self.specs]  # of reduced gradients
+        self.partial = [s.grad() for s in self.specs]  # of gradients that wait for it
+        self.where: list[int | None] = [None] * len(self.specs)
+        self.buckets = self._divide(order, bucket_bytes, apart)
+        for k, bucket in enumerate(self.buckets):
+            for i in bucket.members:
+                self.where[i] = k
+
+    def fits(self) -> bool:
+        """Whether the parameters still have the specs that this was made for."""
+        return all(p._spec is s for p, s in zip(self.params, self.specs, strict=True))
+
+    def _divide(self, order: Sequence[int], bucket_bytes: int, apart: set[int]) -> list[Bucket]:
+        made: list[Bucket] = []
+        open_: dict[Any, list[int]] = {}
+        filled: dict[Any, int] = {}
+        for i in order:
+            spec = self.specs[i]
+            if not spec.reduced:
+                continue
+            axes = tuple(a for a in bits(spec.reduced) if spec.mesh.sizes[a] > 1)
+            # Sizes of the first rank, so that uneven shards cannot make the ranks divide differently.
+            size = math.prod(spec.local_shape((0,) * spec.mesh.ndim)) * spec.dtype.itemsize
+            scatter = self._scatter(i, axes)
+            key = (axes, scatter, spec.dtype)
+            if size >= bucket_bytes or not axes or i in apart:
+                made.append(Bucket(axes, [i], scatter))
+                continue
+            open_.setdefault(key, []).append(i)
+            filled[key] = filled.get(key, 0) + size
+            if filled[key] >= bucket_bytes:
+                made.append(Bucket(axes, open_.pop(key), scatter))
+                del filled[key]
+        made += [Bucket(axes, members, scatter) for (axes, scatter, _), members in open_.items()]
+        # A bucket is complete when its last gradient is there: launch in that order.
+        place = {i: k + len(order) * (i in apart) for k, i in enumerate(order)}
+        return sorted(made, key=lambda b: max(place[i] for i in b.members))
+
+    def _scatter(self, i: int, axes: tuple[int, ...]) -> int | None:
+        """The axis over which the gradient of a parameter is wanted in chunks, if it has to be reduced there."""
+        chunk: Spec | None = self.params[i].__dict__.get("_chunk")
+        if chunk is not None:
+            for a in axes:
+                if isinstance(chunk.layout.placements[a], Shard):
+                    self.synced[i] = chunk.with_(dtype=self.specs[i].dtype)
+                    return a
+        return None
+
+
+__all__ = ["Bucket", "Buckets", "bits"]
