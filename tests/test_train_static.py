@@ -57,6 +57,27 @@ def test_bytes_are_those_of_the_eager_step(more: dict[str, Any], text: str) -> N
     assert static.bytes_per_step == pytest.approx(eager.bytes_per_step, abs=128)
 
 
+@pytest.mark.parametrize(
+    ("passes", "more"),
+    [
+        (("gradient-merge:k_steps=4",), {}),
+        (("gradient-merge:k_steps=3,avg=False",), {"clip": 0.5}),
+        (("data-parallel-optimization",), {"accumulate": 2}),
+    ],
+    ids=str,
+)
+def test_passes_that_merge_calls_are_verified_as_such(passes: tuple[str, ...], more: dict[str, Any], text: str) -> None:
+    updates = []
+
+    def emit(kind: str, values: dict[str, Any]) -> None:
+        if kind == "step":
+            updates.append("rel_grad_diff" in values)
+
+    close(simulated(config_for("dp=2,tp=2", text, static=True, passes=passes, steps=8, **more), emit), "float64")
+    every = 4 if "k_steps=4" in passes[0] else 3 if "k_steps=3" in passes[0] else 1
+    assert updates == [(i + 1) % every == 0 for i in range(8)]
+
+
 # ---------------------------------------------------------------------------------------------- options
 
 

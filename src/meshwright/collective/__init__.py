@@ -37,7 +37,7 @@ from .ops import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from .wire import OPS, Pending
+from .wire import OPS, Pending, row_major
 
 __all__ = [
     "COLLECTIVES",
@@ -69,5 +69,6 @@ __all__ = [
     "recording",
     "reduce_scatter",
     "reduce_scatter_async",
+    "row_major",
     "same_values",
 ]

@@ -97,6 +97,11 @@ def _like(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _row_major(x: Tensor, *_: Any) -> Tensor:
+    """What comes out of every collective of its own memory (see ``ops``)."""
+    return x.new_empty(x.shape)
+
+
 def _fake_all_gather(x: Tensor, dim: int, sizes: Sequence[int], axes: str, mesh: str) -> Tensor:
     return x.new_empty(resized(x.shape, dim, sum(sizes)))
 
@@ -118,7 +123,7 @@ def _fake_exchange(
     return x.new_empty(resized(resized(x.shape, split_dim, give[index]), concat_dim, sum(take)))
 
 
-ALL_REDUCE = operator("all_reduce(Tensor x, str op, str axes, str mesh) -> Tensor", _all_reduce, _like)
+ALL_REDUCE = operator("all_reduce(Tensor x, str op, str axes, str mesh) -> Tensor", _all_reduce, _row_major)
 ALL_GATHER = operator(
     "all_gather(Tensor x, int dim, int[] sizes, str axes, str mesh) -> Tensor", _all_gather, _fake_all_gather
 )
@@ -133,7 +138,7 @@ ALL_TO_ALL = operator(
     _all_to_all,
     _fake_exchange,
 )
-BROADCAST = operator("broadcast(Tensor x, int src_index, str axes, str mesh) -> Tensor", _broadcast, _like)
+BROADCAST = operator("broadcast(Tensor x, int src_index, str axes, str mesh) -> Tensor", _broadcast, _row_major)
 # A collective under way: between the start and the wait nobody may touch what it works on.  A program runs them on the
 # asynchronous collectives, with what is under way in place of the tensor; called as operators, the start does it all.
 ALL_REDUCE_START = operator(

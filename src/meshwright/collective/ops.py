@@ -1,4 +1,4 @@
-"""The collectives."""
+"""The collectives.  What is not written in place comes out contiguous, however what goes in lies in memory."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from .wire import (
     carrier,
     check_sizes,
     checked_dim,
+    contiguous,
     even,
     from_wire,
     numel,
@@ -112,10 +113,10 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
     runtime.RT.counts.add("all_reduce", group.axes, ring_bytes("all_reduce", nbytes, n))
     call = _call(group, "all_reduce", op, x)
     if group.pg is None:
-        out = _meet(group, call, x, lambda parts: _copies(reduced(parts, op), n))
+        out = _meet(group, call, x, lambda parts: _copies(contiguous(reduced(parts, op)), n))
         return Pending(None, out if fresh else _into(t, out))
     if not nbytes:  # same shape everywhere: nothing moves on any rank
-        return Pending(None, x.clone() if fresh else t)
+        return Pending(None, _fresh(x) if fresh else t)
     if sync and group.gloo and nbytes <= SMALL and dtype in SIGNED and direct:
         value = checking.small_all_reduce(x, op, group, call)
         return Pending(None, value if fresh else _into(t, value))
@@ -130,7 +131,7 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
 
     def finish(filled: Tensor) -> Tensor:
         value = from_wire(filled, dtype, op, n)
-        return value if fresh else _into(t, value)
+        return contiguous(value) if fresh else _into(t, value)
 
     return Pending(work, wire, finish)
 
@@ -143,7 +144,7 @@ def _into(t: Tensor, value: Tensor) -> Tensor:
 
 def _copies(t: Tensor, n: int) -> list[Tensor]:
     """One tensor per simulated rank: nobody may write into another rank's result."""
-    return [t, *(t.clone() for _ in range(n - 1))]
+    return [t, *(_fresh(t) for _ in range(n - 1))]
 
 
 # -- all-gather ------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
     runtime.RT.counts.add("all_gather", group.axes, ring_bytes("all_gather", nbytes, n))
     call = _call(group, "all_gather", "", x, (("dim", dim), ("sizes", tuple(sizes))), (dim,))
     if group.pg is None:
-        return Pending(None, _meet(group, call, x, lambda parts: _copies(torch.cat(parts, dim), n)))
+        return Pending(None, _meet(group, call, x, lambda parts: _copies(contiguous(torch.cat(parts, dim)), n)))
     if not nbytes:
         return Pending(None, x.new_empty(full))
     if dim == 0 and group.plain and x.dtype in MOVABLE and even(sizes):  # nothing to rearrange
@@ -189,7 +190,7 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
     if x.dtype not in MOVABLE:
         dtype = x.dtype
         work, out, finish = _gather_parts(as_bytes(x), dim, sizes, group, sync, call)
-        return Pending(work, out, lambda o: finish(o).view(dtype).squeeze(-1))
+        return Pending(work, out, lambda o: contiguous(finish(o).view(dtype).squeeze(-1)))
     return Pending(*_gather_parts(x, dim, sizes, group, sync, call))
 
 
@@ -204,7 +205,7 @@ def _gather_parts(
         work = _gather_flat(out, x, group, sync, call)
         full = resized(shape, dim, sum(sizes))
         # Where parts have one element in a dim, reshape would give a view with odd strides.
-        return work, out, lambda o: o.view(n, *shape).movedim(0, dim).reshape(full).contiguous()
+        return work, out, lambda o: contiguous(o.view(n, *shape).movedim(0, dim).reshape(full))
     # Uneven: each part is sent flat, padded to the largest; the padding is never read.
     numels = [numel(shape, dim, s) for s in sizes]
     longest = max(numels)
@@ -217,7 +218,7 @@ def _gather_parts(
     def cut(o: Tensor) -> Tensor:
         rows = o.view(n, longest)
         parts = [rows[i, : numels[i]].view(resized(shape, dim, s)) for i, s in enumerate(sizes)]
-        return torch.cat(parts, dim)
+        return contiguous(torch.cat(parts, dim))
 
     return _gather_flat(out, padded, group, sync, call), out, cut
 
@@ -283,12 +284,12 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
         work = started(group, call, group.pg.allreduce, [wire], REDUCE[sync][backend_op])
         # A copy, so that the part does not keep the whole alive.
         part = wire.narrow(dim, sum(sizes[: group.index]), own)
-        return Pending(work, part, lambda o: from_wire(_fresh(o), dtype, op, n))
+        return Pending(work, part, lambda o: contiguous(from_wire(_fresh(o), dtype, op, n)))
     packed, longest = _packed(wire, dim, sizes)
     out = wire.new_empty(longest)
     shape = resized(wire.shape, dim, own)
     work = started(group, call, group.pg._reduce_scatter_base, out, packed, SCATTER[sync][backend_op])
-    return Pending(work, out, lambda o: from_wire(o[: math.prod(shape)].view(shape), dtype, op, n))
+    return Pending(work, out, lambda o: contiguous(from_wire(o[: math.prod(shape)].view(shape), dtype, op, n)))
 
 
 def _fresh(t: Tensor) -> Tensor:
@@ -356,7 +357,7 @@ def all_to_all(
 
         def exchange(parts: list[Tensor]) -> list[Tensor]:
             pieces = [p.split(list(split_sizes), split_dim) for p in parts]
-            return [torch.cat([row[j] for row in pieces], concat_dim) for j in range(n)]
+            return [contiguous(torch.cat([row[j] for row in pieces], concat_dim)) for j in range(n)]
 
         received: Tensor = _meet(group, call, x, exchange)
         return received
@@ -366,7 +367,7 @@ def all_to_all(
     if x.dtype in MOVABLE:
         return _exchange(x, split_dim, split_sizes, concat_dim, concat_sizes, group, call)
     raw = _exchange(as_bytes(x), split_dim, split_sizes, concat_dim, concat_sizes, group, call)
-    return raw.view(x.dtype).squeeze(-1)
+    return contiguous(raw.view(x.dtype).squeeze(-1))
 
 
 def _exchange(
@@ -376,7 +377,7 @@ def _exchange(
     if not group.plain:  # a Python group: gather everything, keep the own slice
         whole = _gather_now(x, concat_dim, concat_sizes, group, call)
         start = sum(split_sizes[: group.index])
-        return whole.narrow(split_dim, start, split_sizes[group.index]).contiguous()
+        return contiguous(whole.narrow(split_dim, start, split_sizes[group.index]))
     if split_dim == 0:
         flat = x.contiguous().view(-1)
     else:
@@ -388,7 +389,7 @@ def _exchange(
     if concat_dim == 0:
         return out.view(resized(shape, 0, sum(concat_sizes)))
     pieces = zip(out.split(incoming), concat_sizes, strict=True)
-    return torch.cat([p.view(resized(shape, concat_dim, s)) for p, s in pieces], concat_dim)
+    return contiguous(torch.cat([p.view(resized(shape, concat_dim, s)) for p, s in pieces], concat_dim))
 
 
 def _gather_now(x: Tensor, dim: int, sizes: Sizes, group: Group, call: Call) -> Tensor:
@@ -418,16 +419,16 @@ def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
     runtime.RT.counts.add("broadcast", group.axes, ring_bytes("broadcast", x.nbytes, n))
     call = _call(group, "broadcast", "", x, (("src_index", src_index),))
     if group.pg is None:
-        sent: Tensor = _meet(group, call, x, lambda parts: [parts[src_index].clone() for _ in parts])
+        sent: Tensor = _meet(group, call, x, lambda parts: [_fresh(parts[src_index]) for _ in parts])
         return sent
     if not x.nbytes:
-        return x.clone()
-    out = x.clone(memory_format=torch.contiguous_format)
+        return _fresh(x)
+    out = _fresh(x)
     wire = out if x.dtype in MOVABLE else as_bytes(out)
     options = BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = src_index, 0, False
     started(group, call, group.pg.broadcast, [wire], options).wait()
-    return out if wire is out else wire.view(x.dtype).squeeze(-1)
+    return out if wire is out else contiguous(wire.view(x.dtype).squeeze(-1))
 
 
 def barrier(group: Group) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -134,6 +135,21 @@ def numel(shape: Sequence[int], dim: int, size: int) -> int:
 
 def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+@lru_cache(maxsize=4096)
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    made, step = [], 1
+    for n in reversed(shape):
+        made.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(made))
+
+
+def contiguous(t: Tensor) -> Tensor:
+    """``t`` with the strides of its shape, in dims of one element too: what operators say of what they give."""
+    return t if t.stride() == row_major(t.shape) else t.clone(memory_format=torch.contiguous_format)
 
 
 def even(sizes: Sizes) -> bool:

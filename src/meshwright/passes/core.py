@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
 import re
 import time
 import types
@@ -69,6 +70,16 @@ class Pass:
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()
     conflicts_with: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def calls_per_update(self) -> int:
+        """How many calls of the step the pass makes one update of: what compares steps must do so too."""
+        return 1
+
+    @property
+    def averages(self) -> bool:
+        """Whether an update is by the mean of the gradients of its calls, else by their sum."""
+        return True
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         """The program after the pass, and what was done.  The program that is given stays as it is.
@@ -249,6 +260,16 @@ class PassManager:
                     raise PassError(f"{p.name} and {other} cannot be used together: leave one out")
         self.passes: tuple[Pass, ...] = tuple(_ordered(made, keep_order))
         self.after_each = after_each
+
+    @property
+    def calls_per_update(self) -> int:
+        """How many calls of the step make one update, with all passes."""
+        return math.prod(p.calls_per_update for p in self.passes)
+
+    @property
+    def averages(self) -> bool:
+        """Whether an update is by the mean of the gradients of its calls, else by their sum."""
+        return all(p.averages for p in self.passes)
 
     def __call__(self, program: Program) -> Program:
         """The program after all passes."""

@@ -159,9 +159,15 @@ class Fusing:
     def _out(self, r: Reduction, origin: fx.Node, place: int) -> Any:
         """The overload of the producer that writes into given memory, where it may be used."""
         value, given = value_of(origin), value_of(r.gradient)
+        # What is written to lies row-major, and what is recorded of the gradient and its views must stay true.
         if origin.op != "call_function" or value is None or given is None or is_view(origin):
             return None
-        if value.dtype is not given.dtype or _numel(origin) != _numel(r.gradient) or not _row_major(r.gradient, origin):
+        if (
+            value.given is not None
+            or value.dtype is not given.dtype
+            or _numel(origin) != _numel(r.gradient)
+            or not _row_major(r.gradient, origin)
+        ):
             return None
         made_here = value.nbytes == _numel(origin) * value.dtype.itemsize
         if not made_here or not self.gradients.alone_after(origin, r.ready, r.node):

@@ -59,6 +59,16 @@ class GradientMerge(Pass):
         if not isinstance(self.avg, bool):
             raise PassError(f"gradient-merge: avg={self.avg!r}: True or False was expected")
 
+    @property
+    def calls_per_update(self) -> int:
+        """Micro-steps."""
+        return self.k_steps
+
+    @property
+    def averages(self) -> bool:
+        """As asked for."""
+        return self.avg
+
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         """The program of the last micro-step, with those of the others as its ``merged``."""
         if self.k_steps == 1:
@@ -176,10 +186,8 @@ class _Merge:
     def _value_like(self, node: fx.Node, dtype: torch.dtype | None = None) -> Value:
         value = value_of(node)
         assert value is not None
-        dtype = dtype or value.dtype
         self.storage += 1
-        size = int(torch.Size(value.shape).numel()) * dtype.itemsize
-        return Value(value.shape, dtype, self.storage, size)
+        return value.fresh(self.storage, dtype)
 
     def _sum(self, node: fx.Node) -> Sum:
         """An input for the sum of a gradient."""

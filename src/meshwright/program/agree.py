@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import collective
 from ..collective import COLLECTIVES
@@ -36,26 +37,72 @@ class together:
                     raise DesyncError(f"{self.what} failed on rank {rank}: {text}")
 
 
-def meetings(program: Program) -> list[str]:
+class Meeting(NamedTuple):
+    """One thing that ranks must do alike.
+
+    Attributes:
+        everywhere: what all ranks of the mesh have alike.
+        along: axes of the group that the collective runs over, and what its ranks have alike besides: where a dim is
+            split over other axes too, sizes differ from group to group.
+    """
+
+    everywhere: str
+    along: str = ""
+    sizes: str = ""
+
+
+def meetings(program: Program) -> list[Meeting]:
     """What ranks must do alike: the inputs and outputs, and every collective in order with all that they agree on.
 
     Local ops may differ: a rank with an empty shard takes other kernels.
     """
-    lines = [f"input {i.kind} {i.name}" for i in program.inputs]
+    found = [Meeting(f"input {i.kind} {i.name}") for i in program.inputs]
     for node in program.collectives():
         value = node.all_input_nodes[0].meta.get("value")
         dtype = value.dtype if isinstance(value, Value) else None
         kind = COLLECTIVES[node.target]
-        options = [a for i, a in enumerate(node.args[1:-1]) if (kind, i) not in _OWN_PLACE]
-        lines.append(f"{kind}{options} of {dtype}")
-    lines += [f"output {o.kind} {o.name}" for o in program.outputs]
+        *options, axes, _ = node.args[1:]
+        fixed = [a for a in options[: _PLACES.get(kind)] if not isinstance(a, (list, tuple))]
+        sizes = [a for a in options if isinstance(a, (list, tuple))]
+        found.append(Meeting(f"{kind}{[*fixed, axes]} of {dtype}", str(axes), str(sizes)))
+    found += [Meeting(f"output {o.kind} {o.name}") for o in program.outputs]
     merged = program.merged
     if merged is not None:
-        lines += [f"an update every {merged.k_steps} calls", *meetings(merged.accumulate), *meetings(merged.flush)]
-    return lines
+        found.append(Meeting(f"an update every {merged.k_steps} calls"))
+        found += [*meetings(merged.accumulate), *meetings(merged.flush)]
+    return found
 
 
-_OWN_PLACE = {("reduce_scatter", 3), ("all_to_all", 4)}  # the argument that says which rank this is
+_PLACES = {"reduce_scatter": -1, "all_to_all": -1}  # their last option says which rank this is
+
+
+def compare(mesh: Mesh, everyone: Mapping[int, Sequence[Meeting]]) -> None:
+    """Raise DesyncError where ranks would not meet: the same on every rank, as all compare all.
+
+    Args:
+        everyone: rank to what it does.
+    """
+    first = mesh.ranks[0]
+    for rank in mesh.ranks[1:]:
+        for i, (a, b) in enumerate(zip_longest(everyone[first], everyone[rank], fillvalue=_NOTHING)):
+            if a.everywhere != b.everywhere:
+                raise _apart(first, a.everywhere, rank, b.everywhere)
+            if a.along:
+                axes = sorted(mesh.axis_index(x) for x in a.along.split(","))
+                lead = mesh.group_ranks(rank, axes)[0]
+                wanted = everyone[lead][i]
+                if wanted != b:
+                    raise _apart(lead, f"{wanted.everywhere}{wanted.sizes}", rank, f"{b.everywhere}{b.sizes}")
+
+
+_NOTHING = Meeting("nothing more")
+
+
+def _apart(one: int, a: str, other: int, b: str) -> DesyncError:
+    return DesyncError(
+        f"the ranks captured different steps: where rank {one} has {a}, rank {other} has {b}; "
+        "build the same model, loss and batch shapes on all ranks"
+    )
 
 
 def agree(program: Program) -> None:
@@ -63,19 +110,11 @@ def agree(program: Program) -> None:
     mesh = program.mesh
     if mesh.size == 1:
         return
-    lines = meetings(program)
+    found = meetings(program)
     group = collective.group(mesh, tuple(range(mesh.ndim)))
-    seen = collective.all_gather_object(hashlib.sha1("\n".join(lines).encode()).hexdigest(), group)
-    if len(set(seen)) == 1:
-        return
-    everyone = collective.all_gather_object(lines, group)
-    for rank, other in zip(mesh.ranks[1:], everyone[1:], strict=True):
-        for a, b in zip_longest(everyone[0], other, fillvalue="nothing more"):
-            if a != b:
-                raise DesyncError(
-                    f"the ranks captured different steps: where rank {mesh.ranks[0]} has {a}, rank {rank} has {b}; "
-                    "build the same model, loss and batch shapes on all ranks"
-                )
+    seen = collective.all_gather_object(hashlib.sha1("\n".join(map(str, found)).encode()).hexdigest(), group)
+    if len(set(seen)) > 1:
+        compare(mesh, dict(zip(mesh.ranks, collective.all_gather_object(found, group), strict=True)))
 
 
-__all__ = ["agree", "meetings", "together"]
+__all__ = ["Meeting", "agree", "compare", "meetings", "together"]

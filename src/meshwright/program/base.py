@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..mesh import Mesh
 from .agree import together
 from .bind import Carrier, Ready
 from .core import Program
+from .guard import Guard
 from .scale import SCALE
 
 Tensor = torch.Tensor
@@ -23,12 +24,15 @@ Tensor = torch.Tensor
 class BaseStep:
     """A step that can be called with a batch.  Subclasses say how a batch of a new shape is captured.
 
+    Args:
+        hooks: whether captures hold hooks of parameters.
+
     Attributes:
         model, optimizer, mesh: what it trains, and where; of several optimizers ``optimizer.parts``.
         training: whether calls train or only compute the loss.
     """
 
-    def __init__(self, mesh: Mesh, carrier: Carrier, example_batch: Any) -> None:
+    def __init__(self, mesh: Mesh, carrier: Carrier, example_batch: Any, *, hooks: bool = False) -> None:
         self.mesh, self.carrier = mesh, carrier
         self.model: nn.Module = carrier.model
         self.optimizer = carrier.optimizer
@@ -38,6 +42,7 @@ class BaseStep:
         self._micro = 0
         self._tree = pytree.tree_flatten(example_batch)[1]
         self._numbers = numbers_of(self.optimizer)
+        self._guard = Guard(self.model, hooks)
 
     # -- compiling ------------------------------------------------------------------------------------
 
@@ -55,27 +60,41 @@ class BaseStep:
         """What each pass did to :attr:`program`, in order: a :class:`~meshwright.passes.PassRecord` each."""
         return self.program.passes
 
-    def _install(self, batch: Any, made: Ready) -> Ready:
-        self._ready[self._signature(batch)] = self._current = made
+    def _install(self, leaves: Sequence[Any], made: Ready) -> Ready:
+        if self._micro and self._merged is not None and made.sums != self._merged.sums:
+            other = sorted(set(made.sums) ^ set(self._merged.sums))[0]
+            raise ProgramError(
+                f"{other} has a gradient in one micro-step of a merge and none in another (requires_grad was changed "
+                "between them): call step.flush() before the change"
+            )
+        self._ready[self._signature(leaves)] = self._current = made
         if made.flush is not None:
             self._merged = made
         return made
 
-    def _signature(self, batch: Any) -> Any:
-        leaves = pytree.tree_leaves(batch)
-        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-        return (self.training, shapes)
+    def _signature(self, leaves: Sequence[Any]) -> Any:
+        shapes = tuple([(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves])
+        return (self._guard.number, self.training, shapes)
 
-    def _for(self, batch: Any) -> Ready:
-        found = self._ready.get(self._signature(batch))
-        if found is not None:
-            return found
+    def _leaves(self, batch: Any) -> list[Any]:
+        """The leaves of a batch in the order of the example's, whatever the order of a dict's keys."""
         leaves, tree = pytree.tree_flatten(batch)
-        if tree != self._tree:
+        if tree == self._tree:
+            return leaves
+        try:
+            return self._tree.flatten_up_to(batch)
+        except ValueError:
             raise ProgramError(
                 f"the batch is {tree}, the step was captured for {self._tree}: give it what it was captured for"
-            )
-        first = next(iter(self._ready))[1]
+            ) from None
+
+    def _for(self, leaves: list[Any]) -> Ready:
+        self._guard.check()
+        found = self._ready.get(self._signature(leaves))
+        if found is not None and found.follow():
+            return found
+        batch = pytree.tree_unflatten(leaves, self._tree)
+        first = next(iter(self._ready))[-1]
         for i, (leaf, old) in enumerate(zip(leaves, first, strict=True)):
             if isinstance(leaf, Tensor) and (leaf.dtype != old[1] or leaf.ndim != len(old[0])):
                 raise ProgramError(
@@ -83,7 +102,7 @@ class BaseStep:
                     f"{old[1]} of shape {old[0]}: dtype and number of dims must be the same (sizes may differ: the "
                     "step is then captured again)"
                 )
-        return self._install(batch, self._capture(batch))
+        return self._install(leaves, self._capture(batch))
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -98,16 +117,17 @@ class BaseStep:
         Raises:
             ProgramError: a batch that does not fit, an optimizer that was changed; before anything runs, on all ranks.
         """
-        ready = self._current = self._for(batch)
-        if not self.training:
-            return ready.cycle[0](batch)
         self._unchanged()
-        made = ready.cycle[self._micro](batch)
+        leaves = self._leaves(batch)
+        ready = self._current = self._for(leaves)
+        if not self.training:
+            return ready.cycle[0](leaves)
+        made = ready.cycle[self._micro](leaves)
         self._micro = (self._micro + 1) % len(ready.cycle)
         return made
 
     def _unchanged(self) -> None:
-        if self.optimizer is None or not self.carrier.updates:
+        if self.optimizer is None or not self.carrier.updates or not self.training:
             return
         numbers = numbers_of(self.optimizer)
         if numbers != self._numbers:
@@ -115,12 +135,6 @@ class BaseStep:
                 f"the optimizer was changed after the step was captured: it had {_difference(self._numbers, numbers)}. "
                 "The learning rate may change; for anything else capture the step again"
             )
-
-    def _follow_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """States were loaded into the optimizer: bind to them."""
-        for ready in self._ready.values():
-            for bound in (*ready.cycle, *((ready.flush,) if ready.flush is not None else ())):
-                bound.follow()
 
     # -- merged micro-steps ---------------------------------------------------------------------------
 
@@ -147,8 +161,11 @@ class BaseStep:
         assert self._merged is not None
         assert self._merged.flush is not None
         self._unchanged()
+        self._guard.check()
+        if not self._merged.follow():
+            raise ProgramError("parameters lie otherwise in memory than in the last micro-step: flush, then move them")
         self.carrier.leftover.fill_(len(self._merged.cycle) / self._micro)
-        self._merged.flush(None)
+        self._merged.flush([])
         self._micro = 0
         return True
 
@@ -231,7 +248,8 @@ def numbers_of(optimizer: Any) -> list[dict[str, Any]]:
         return []
     skip = {"params", "lr", "initial_lr"}
     return [
-        {"params": len(g["params"]), **{k: v for k, v in g.items() if k not in skip}} for g in optimizer.param_groups
+        {"params": [id(p) for p in g["params"]], **{k: v for k, v in g.items() if k not in skip}}
+        for g in optimizer.param_groups
     ]
 
 
@@ -239,6 +257,8 @@ def _difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
     if len(old) != len(new):
         return f"{len(old)} parameter groups and has {len(new)}"
     for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        if a["params"] != b["params"]:
+            return f"{len(a['params'])} parameters in group {i} and has {len(b['params'])}, or others"
         for k in a:
             if a[k] != b.get(k):
                 return f"{k}={a[k]!r} in group {i} and has {b.get(k)!r}"

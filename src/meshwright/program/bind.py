@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,12 @@ from ..errors import ProgramError
 from ..layout import Layout, Spec
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, stamp
-from .core import Input, Program, value_of
+from .core import Input, Program
 from .inductor import with_inductor
+from .memory import laid, same
 from .optimizers import parts_of
 from .run import Runner, compile_program
-from .trace import Value
+from .trace import Value, checked_value
 
 Tensor = torch.Tensor
 
@@ -63,33 +64,35 @@ class Bound:
     def __init__(self, program: Program, carrier: Carrier, leaves: Mapping[str, int], tree: Any) -> None:
         self.program, self.carrier, self.tree = program, carrier, tree
         self.run: Runner = compile_program(BACKENDS[carrier.backend](program))
-        self.batch: list[tuple[int, int, Spec | None]] = []  # place among the inputs, leaf of the batch, its spec
+        self.batch: list[tuple[int, int, Spec | None, Value]] = []  # place among the inputs, leaf of the batch, what
         self.numbers: list[tuple[int, Tensor]] = []  # group of the optimizer, its learning rate
-        self.states: list[tuple[int, Input, fx.Node, Tensor]] = []  # place among the inputs, what it is, its parameter
+        self.owned: list[_Owned] = []
+        self.states: list[_State] = []
+        # The optimizers' states, and of how many parameters.
+        self.known: list[tuple[Any, int]] = [({}, 0) for _ in parts_of(carrier.optimizer)]
         self.inputs: list[Any] = []
         tensors = dict((*carrier.model.named_parameters(), *carrier.model.named_buffers()))
         for i, (given, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
             if given.kind == "batch":
-                self.batch.append((i, leaves[given.name], given.spec))
+                self.batch.append((i, leaves[given.name], given.spec, checked_value(node)))
                 self.inputs.append(None)
             elif given.kind == "accumulator":
                 self.inputs.append(self._sum(given, node))
             else:
                 self.inputs.append(self._held(given, node, tensors))
-        self.written = [t for t, given in zip(self.inputs, program.inputs, strict=True) if given.kind in _OWNED]
         self.grads = [(k, tensors[o.name], o.spec) for k, o in enumerate(program.outputs) if o.kind == "grad"]
         self.returned = [(k, o.spec) for k, o in enumerate(program.outputs) if o.kind in ("loss", "aux")]
 
     def _held(self, given: Input, node: fx.Node, tensors: Mapping[str, Tensor]) -> Tensor:
         """A tensor that stays the same from step to step."""
         if given.kind in _OWNED:
-            return local(tensors[given.name])
+            return self._own(given, node)
         if given.kind == "constant":
             value = self.program.constants[given.name]  # global values, as those of a plain batch
-            return value if given.spec is None else part(value, given.spec).clone()
+            return value if given.spec is None else laid(part(value, given.spec), checked_value(node).strides)
         if given.kind == "state":
-            self.states.append((len(self.inputs), given, node, tensors[given.owner]))
-            return self._state(given, node, tensors[given.owner])
+            self.states.append(_State(len(self.inputs), given, node, tensors[given.owner]))
+            return self._state(self.states[-1])
         if given.kind == "scale":
             return self.carrier.scale[given.name]
         if given.name == "leftover":
@@ -98,48 +101,79 @@ class Bound:
         self.numbers.append((int(given.name.rpartition(".")[2]), number))
         return number
 
-    def _state(self, given: Input, node: fx.Node, p: Tensor) -> Tensor:
+    def _state(self, s: _State) -> Tensor:
         """A state of the optimizer, made if it is not there; the optimizer keeps it as its own."""
         optimizer = self.carrier.optimizer
         assert optimizer is not None
-        name = given.name.rpartition(".")[2]
-        states = optimizer.state[p]
-        if name not in states:
-            value, like = checked_value(node), local(p)
-            same = value.shape == tuple(like.shape)  # then also in memory: updates go through both side by side
-            made = torch.zeros_like(like, dtype=value.dtype) if same else torch.zeros(value.shape, dtype=value.dtype)
-            states[name] = made.to(like.device)
-        found: Tensor = states[name]
+        states = s.listed = optimizer.state[s.param]
+        value, known = checked_value(s.node), states.get(s.key)
+        # Loaded ones may lie otherwise.
+        found: Tensor = zeros(value, s.param.device) if known is None else lying(known, value)
+        states[s.key] = found
         return found
 
     def _sum(self, given: Input, node: fx.Node) -> Tensor:
         """A sum of gradients, made if no other program of the step has it."""
         sums = self.carrier.sums
         if given.name not in sums:
-            value = checked_value(node)
-            sums[given.name] = torch.zeros(value.shape, dtype=value.dtype, device=self.program.mesh.device)
+            sums[given.name] = zeros(checked_value(node), self.program.mesh.device)
         return sums[given.name]
 
-    def follow(self) -> None:
-        """Look for the optimizer's states again: others were loaded."""
-        for i, given, node, p in self.states:
-            self.inputs[i] = self._state(given, node, p)
+    def _own(self, given: Input, node: fx.Node) -> Tensor:
+        """The local part of a parameter or buffer."""
+        prefix, _, key = given.name.rpartition(".")
+        module = self.carrier.model.get_submodule(prefix)
+        table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+        value, found = checked_value(node), local(table[key])
+        if not same(value.shape, tuple(found.stride()), value.strides):
+            with torch.no_grad(), disabled():  # a buffer that was laid on the mesh otherwise than it was
+                table[key].data = laid(found, value.strides)
+            found = local(table[key])
+        held = isinstance(table[key], DistTensor)
+        self.owned.append(_Owned(len(self.inputs), given, value, table, key, held, table[key], _memory(found)))
+        return found
 
-    def __call__(self, batch: Any) -> Any:
-        """Run it; the loss and what comes with it, None for a program that returns neither."""
+    def follow(self) -> bool:
+        """Bind to what took the place of buffers, of the memory of parameters (``p.data = ...``) and of states.
+
+        Returns:
+            False where it lies in memory as the program cannot take it: then another one is to be captured.
+
+        Raises:
+            ProgramError: of another shape, dtype or layout; the same on all ranks.
+        """
+        inputs = self.inputs
+        with disabled():
+            for o in self.owned:
+                t = o.table.get(o.key)
+                if t is o.tensor and _memory(t) == o.memory:
+                    continue
+                found = _replaced(o, t)
+                if not same(o.value.shape, tuple(found.stride()), o.value.strides):
+                    return False
+                inputs[o.place], o.tensor, o.memory = found, t, _memory(found)
+            known = [(part.state, len(part.state)) for part in parts_of(self.carrier.optimizer)]
+            anew = any(a is not b or m != n for (a, m), (b, n) in zip(known, self.known, strict=True))
+            for s in self.states:
+                if anew or s.listed.get(s.key) is not inputs[s.place]:
+                    inputs[s.place] = self._state(s)
+            self.known = [(s, len(s)) for s, _ in known]
+        return True
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """Run it on the leaves of a batch; the loss and what comes with it, None for a program that returns neither."""
         inputs, optimizer = self.inputs, self.carrier.optimizer
         if self.batch:
-            leaves = pytree.tree_leaves(batch)
-            for i, leaf, spec in self.batch:
-                inputs[i] = leaves[leaf] if spec is None else part(leaves[leaf], spec)
+            for i, leaf, spec, value in self.batch:
+                inputs[i] = lying(leaves[leaf] if spec is None else part(leaves[leaf], spec), value)
         for group, number in self.numbers:
             number.fill_(float(optimizer.param_groups[group]["lr"]))
         made = self.run(inputs)
         if self.numbers:
             for one in parts_of(optimizer):
                 one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
-        torch.autograd.graph.increment_version(self.written)
-        for i, _, _ in self.batch:
+        torch.autograd.graph.increment_version([inputs[x.place] for x in self.owned])
+        for i, *_ in self.batch:
             inputs[i] = None
         if self.grads:
             self._give_gradients(made)
@@ -161,12 +195,49 @@ class Bound:
 _OWNED = ("param", "buffer")
 
 
-def checked_value(node: fx.Node) -> Value:
-    """Shape and dtype of what a node gives.  Raises ProgramError where it is not one tensor."""
-    value = value_of(node)
-    if value is None:
-        raise ProgramError(f"{node.name} is not one tensor")
-    return value
+@dataclass(slots=True)
+class _Owned:
+    """A parameter or buffer: its place among the inputs, where it is registered, and what was bound."""
+
+    place: int
+    given: Input
+    value: Value
+    table: dict[str, Any]
+    key: str
+    distributed: bool
+    tensor: Tensor
+    memory: tuple[Any, ...]
+
+
+class _State:
+    """A state of the optimizer: its place among the inputs, whose it is, and the dict that has it."""
+
+    def __init__(self, place: int, given: Input, node: fx.Node, param: Tensor) -> None:
+        self.place, self.node, self.param = place, node, param
+        self.key = given.name.rpartition(".")[2]
+        self.listed: dict[str, Any] = {}
+
+
+def _memory(t: Tensor) -> tuple[Any, ...]:
+    """Where a tensor is, while its memory is held."""
+    return Tensor.data_ptr(t), Tensor.stride(t), t.shape
+
+
+def _replaced(o: _Owned, t: Any) -> Tensor:
+    """The local part of what took the place of a parameter or buffer, or of its memory."""
+    given, value, spec = o.given, o.value, o.given.spec if o.distributed else None
+    wanted = (value.dtype, tuple(spec.shape if spec else value.shape), spec and spec.layout)
+    now: Any = repr(t)
+    if isinstance(t, Tensor):
+        on = t._spec if isinstance(t, DistTensor) else None
+        now = (t.dtype, tuple(on.shape if on else t.shape), on and on.layout)
+    if now != wanted:
+        kind = "parameter" if given.kind == "param" else given.kind
+        raise ProgramError(
+            f"the {kind} {given.name} is {now} now, the step was captured for {wanted}: give it back its dtype, shape "
+            "and layout, or capture the step again"
+        )
+    return local(t)
 
 
 class Ready:
@@ -182,11 +253,27 @@ class Ready:
         self.program = program
         self.cycle: list[Bound] = []
         self.flush: Bound | None = None
+        self.sums = [i.name for i in program.inputs if i.kind == "accumulator"]
         merged = program.merged
         if merged is not None:
             self.cycle = [Bound(merged.accumulate, carrier, leaves, tree)] * (merged.k_steps - 1)
             self.flush = Bound(merged.flush, carrier, {}, None)
         self.cycle.append(Bound(program, carrier, leaves, tree))
+        self._bound = (*dict.fromkeys(self.cycle), *((self.flush,) if self.flush is not None else ()))
+
+    def follow(self) -> bool:
+        """As :meth:`Bound.follow`, for all."""
+        return False not in [b.follow() for b in self._bound]
+
+
+def zeros(value: Value, device: Any) -> Tensor:
+    """Memory for a value, filled with zeros."""
+    return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=device).zero_()
+
+
+def lying(t: Tensor, value: Value) -> Tensor:
+    """``t`` with the strides that a program was recorded with; ``t`` itself where it has them."""
+    return t if same(value.shape, tuple(t.stride()), value.strides) else laid(t.detach(), value.strides)
 
 
 def local(t: Tensor) -> Tensor:

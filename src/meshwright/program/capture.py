@@ -30,6 +30,8 @@ from ..dispatch import disabled
 from ..errors import CaptureError
 from ..marks import gradients_marked
 from ..runtime import is_users
+from ..tensor import DistTensor
+from .memory import Strides, dense
 
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
@@ -46,6 +48,8 @@ class Source:
         fake: stand-in of global shape.
         value: the tensor itself, of constants only.
         leaf: of a batch tensor, its place among the leaves of the batch.
+        strides: of the tensor that stands behind it (its local part where it lies on a mesh); None where it is laid
+            anew, row-major.
     """
 
     node: str
@@ -54,6 +58,7 @@ class Source:
     fake: Tensor
     value: Tensor | None = None
     leaf: int = 0
+    strides: Strides | None = None
 
 
 @dataclass(frozen=True)
@@ -140,10 +145,12 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target) in fakes:
             kind = "param" if spec.kind is InputKind.PARAMETER else "buffer"
             name = str(spec.target).removeprefix("model.")
-            sources.append(Source(node.name, kind, tied.get(name, name), fakes[str(spec.target)]))
+            fake = fakes[str(spec.target)]
+            sources.append(Source(node.name, kind, tied.get(name, name), fake, strides=_held(step, str(spec.target))))
         elif spec.kind is InputKind.USER_INPUT:
             i = len([s for s in sources if s.kind == "batch"])
-            sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i]))
+            where = _strides(leaves[i])
+            sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i], strides=where))
         else:
             value = {**exported.state_dict, **exported.constants}[str(spec.target)]
             if isinstance(value, FakeTensor):
@@ -161,9 +168,22 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
 
 
 def _fake_of(t: Tensor, mode: FakeTensorMode, device: str) -> Tensor:
-    shape, dtype = tuple(t.shape), t.dtype
+    shape, dtype, strides = tuple(t.shape), t.dtype, _strides(t)
     with mode, disabled():
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty_strided(shape, dense(shape, strides), dtype=dtype, device=device)
+
+
+def _strides(t: Tensor) -> Strides:
+    """How a tensor lies in memory: of one that lies on a mesh, its local part."""
+    with disabled():
+        return tuple(t.stride())
+
+
+def _held(step: nn.Module, name: str) -> Strides | None:
+    """Strides of a parameter or buffer, where it stays as it is."""
+    owner, _, key = name.rpartition(".")
+    t = getattr(step.get_submodule(owner), key)
+    return _strides(t) if isinstance(t, DistTensor) or not isinstance(t, nn.Parameter) else None
 
 
 def _fake_state(step: nn.Module, mode: FakeTensorMode, device: str) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -15,6 +15,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import ProgramError
+from .memory import same
 from .trace import Value, target_name
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def check_values(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op == "placeholder":
             value = node.meta["value"]
-            known[node] = Local(value.shape, _contiguous(value.shape), value.dtype)
+            known[node] = Local(value.shape, value.strides, value.dtype)
         elif node.op == "call_function":
             known[node] = _checked(node, known, device)
 
@@ -112,6 +113,11 @@ def _compare(node: fx.Node, said: Any, made: Given | None, tensors: list[fx.Node
     if said.shape != made.local.shape or said.dtype is not made.local.dtype:
         raise ProgramError(
             f"{described(node)} is said to give {_text(said)}, but with these arguments it gives {_text(made)}"
+        )
+    if not same(said.shape, said.strides, made.local.stride):
+        raise ProgramError(
+            f"{described(node)} is said to lie in memory with strides {list(said.strides)}, but with these arguments "
+            f"it lies with {list(made.local.stride)}"
         )
     if made.alias is not None:
         source = tensors[made.alias]
@@ -190,20 +196,11 @@ def _thawed(a: Any, stand_ins: list[Tensor], device: str) -> Any:
 # ---------------------------------------------------------------------------------------------- parts
 
 
-@lru_cache(maxsize=4096)
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    made, step = [], 1
-    for n in reversed(shape):
-        made.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(made))
-
-
 def _said(value: Any) -> Any:
     """What a node is said to give, for what is not an op."""
     if isinstance(value, tuple):
         return tuple(_said(v) for v in value)
-    return Local(value.shape, _contiguous(value.shape), value.dtype) if isinstance(value, Value) else None
+    return Local(value.shape, value.strides, value.dtype) if isinstance(value, Value) else None
 
 
 def described(node: fx.Node) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .memory import same
 from .trace import VIEWS, Value, is_mutating
 
 aten = torch.ops.aten
@@ -180,16 +181,16 @@ class _Functional:
         return made
 
     def _new(self, node: fx.Node, like: fx.Node) -> None:
-        value = like.meta["value"]
-        size = int(torch.Size(value.shape).numel()) * value.dtype.itemsize
-        node.meta["value"] = Value(value.shape, value.dtype, self.next, size)
+        node.meta["value"] = like.meta["value"].fresh(self.next)
         self.aliases[self.next] = [node]
         self.next += 1
 
     @staticmethod
     def _same(a: fx.Node, b: fx.Node) -> bool:
         x, y = a.meta.get("value"), b.meta.get("value")
-        return isinstance(x, Value) and isinstance(y, Value) and (x.shape, x.dtype) == (y.shape, y.dtype)
+        if not isinstance(x, Value) or not isinstance(y, Value) or (x.shape, x.dtype) != (y.shape, y.dtype):
+            return False
+        return same(x.shape, x.strides, y.strides)
 
     def _written_later(self, source: fx.Node, write: fx.Node) -> bool:
         """Whether the memory of ``source`` may change after the write that copies it."""

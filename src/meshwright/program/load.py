@@ -124,8 +124,8 @@ class _Reader:
         if word == "dict":
             return {k: self._decoded(v, named) for k, v in given.items()}
         if word == "value":
-            shape, dtype, storage, nbytes = given
-            return Value(tuple(shape), dtype_from(dtype), storage, nbytes)
+            shape, dtype, storage, nbytes, *strides = given
+            return Value(tuple(shape), dtype_from(dtype), storage, nbytes, *map(tuple, strides))
         if word == "spec":
             return spec_from(given, self.mesh)
         if word == "device":

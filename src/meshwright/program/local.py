@@ -34,6 +34,7 @@ from .core import Input, Output, Program
 from .distcalls import DistCalls
 from .flow import updates
 from .inplace import functional
+from .memory import dense
 from .naming import join, mark
 from .optimizers import Given, as_one, parts_of
 from .partition import as_rank
@@ -67,10 +68,9 @@ class LocalStep(BaseStep):
         with together(mesh, "capture_local"):
             optimizer = as_one(optimizer)
         self.update = update_of(optimizer, {id(p): n for n, p in _named(model, optimizer).items()})
-        super().__init__(mesh, Carrier(model, optimizer, self.update is not None, backend=backend), batch)
-        for part in parts_of(optimizer):
-            part.register_load_state_dict_post_hook(self._follow_states)
-        self._install(batch, self._capture(batch))
+        carrier = Carrier(model, optimizer, self.update is not None, backend=backend)
+        super().__init__(mesh, carrier, batch, hooks=True)
+        self._install(pytree.tree_leaves(batch), self._capture(batch))
 
     def _capture(self, batch: Any) -> Ready:
         assert self.optimizer is not None
@@ -202,7 +202,7 @@ class _Recording:
             self._inputs(tensors)
             leaves, structure = pytree.tree_flatten(local.batch)
             with mode:
-                fakes = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in leaves]
+                fakes = [_like(x) if isinstance(x, Tensor) else x for x in leaves]
             for i, (x, fake) in enumerate(zip(leaves, fakes, strict=True)):
                 if isinstance(x, Tensor):
                     self._input(fake, f"batch_{i}", Input(f"batch.{i}", "batch"))
@@ -460,6 +460,11 @@ def _swap(a: Tensor, b: Tensor) -> None:
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     torch._C._swap_tensor_impl(a, b)
+
+
+def _like(x: Tensor) -> Tensor:
+    """A batch tensor's stand-in: as it lies in memory, or will when it comes in."""
+    return torch.empty_strided(x.shape, dense(x.shape, tuple(x.stride())), dtype=x.dtype, device=x.device)
 
 
 def _fake(name: str, t: Tensor, mode: FakeTensorMode, born: Born) -> Tensor:

@@ -26,6 +26,7 @@ from .capture import VALUES, Captured, Source
 from .core import Input, Origin, Output, Program, without_unserved
 from .inplace import storages
 from .interpret import Interpreter, spec_at, stamp
+from .memory import LAID, Strides, dense, is_dense, same
 from .regather import regather
 from .scale import LossScale, Scaling
 from .trace import Recorder, remove_dead
@@ -152,7 +153,8 @@ class _Partition:
         node = self.recorder.graph.placeholder(source.node)
         shape = spec.local_shape(self.here)
         with self.captured.mode:
-            local = torch.empty(shape, dtype=spec.dtype, device=self.mesh.device)
+            strides = _lies(source, shape, spec)
+            local = torch.empty_strided(shape, strides, dtype=spec.dtype, device=self.mesh.device)
         if source.kind == "param":
             local.requires_grad_(source.fake.requires_grad)
             self.params[source.name] = local
@@ -270,6 +272,8 @@ class _Partition:
             grads = scaling.unscale(grads, {s for _, node in self.outputs for s in storages(node)})
         if max_norm is not None:
             grads = clip(grads, max_norm, self.mesh)
+        if gradients or update is None:
+            grads = {n: g if n in self.chunks else as_gradient(g, self.params[n]) for n, g in grads.items()}
         nodes = {n: self.recorder.node_of(g) for n, g in grads.items()}
         if gradients or update is None:
             for name, node in nodes.items():
@@ -288,12 +292,12 @@ class _Partition:
         """What this rank updates of a parameter: memory of it, or a copy where a part of it is not contiguous."""
         p, chunk = self.params[name].detach(), self.chunks.get(name)
         if chunk is None:
-            return p
+            return p  # the update copies what has gaps
         for d, (have, want) in enumerate(zip(p.shape, chunk.local_shape(self.here), strict=True)):
             if have != want:
                 lo = chunk.local_offset(self.here)[d] - self.params[name].__dict__["_spec"].local_offset(self.here)[d]
                 p = p.narrow(d, lo, want)
-        return p if p.is_contiguous() else p.clone(memory_format=torch.contiguous_format)
+        return p if is_dense(p.shape, p.stride()) else p.clone(memory_format=torch.contiguous_format)
 
     def _spread(self, name: str, own: Tensor, chunk: Spec, whole: Spec) -> None:
         """Bring the updated parts of a parameter to all ranks."""
@@ -318,6 +322,22 @@ class _Partition:
             self.laid.origins, dict(self.recorder.constants), text,
         )  # fmt: skip
         return without_unserved(made)
+
+
+def as_gradient(g: Tensor, p: Tensor) -> Tensor:
+    """A gradient that lies in memory as its parameter, as autograd accumulates it; it keeps its spec."""
+    want = dense(p.shape, tuple(p.stride()))
+    return g if same(g.shape, tuple(g.stride()), want) else stamp(LAID(g, want), g.__dict__["_spec"])
+
+
+def _lies(source: Source, shape: torch.Size, spec: Spec) -> Strides:
+    """Strides of an input's local part: those that it has, or that it is given when it comes in."""
+    found = source.strides
+    if found is None or (source.kind == "buffer" and not spec.layout.is_replicated()):
+        return collective.row_major(shape)
+    if source.kind in ("param", "buffer") and is_dense(shape, found, gaps=True):
+        return found
+    return dense(shape, found)
 
 
 def _in_order(graph: fx.Graph, listed: Sequence[Input], held: set[str], brought: Sequence[Input]) -> tuple[Input, ...]:

@@ -15,7 +15,10 @@ import torch.fx as fx
 
 from .. import collective
 from ..collective import COLLECTIVES, STARTS, WAIT_OP
-from .core import Program
+from .core import Program, value_of
+from .inplace import storages
+from .memory import LAID, laid, same
+from .trace import Value, is_mutating
 
 Tensor = torch.Tensor
 Runner = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -28,21 +31,58 @@ def compile_program(program: Program) -> Runner:
 
     Parameters, buffers and states are updated in place.  Process groups are made here, so all ranks call it together.
     """
-    source, names = python_of(program)
-    scope: dict[str, Any] = {}
-    exec(compile(source, f"<program of rank {program.rank}>", "exec"), names, scope)
-    body: Runner = scope["step"]
+    odd: dict[str, tuple[int, ...]] = {}  # nodes whose kernel gave other strides than its stand-in said
+
+    def laid_as_recorded(t: Tensor, name: str, value: Value) -> Tensor:
+        if same(value.shape, t.stride(), value.strides):
+            return t
+        odd[name] = value.strides
+        return laid(t, value.strides)
+
+    first: Runner | None = _compiled(program, lambda node: (laid_as_recorded, node.name, value_of(node)))
+    body = first
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         # Below autograd, but no inference tensors: users may go on computing with what comes out.
+        nonlocal body, first
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-            return body(inputs)
+            made = body(inputs)
+            if first is not None:
+                # Which kernels do so depends on strides and shapes only: what the first run has seen holds for all.
+                body = _compiled(program, lambda node: (laid, odd[node.name]) if node.name in odd else None)
+                first = None
+        return made
 
     return run
 
 
-def python_of(program: Program) -> tuple[str, dict[str, Any]]:
-    """Source of ``step(inputs)`` and the names that it uses."""
+Watch = Callable[[fx.Node], "tuple[Any, ...] | None"]
+
+
+def _compiled(program: Program, watch: Watch) -> Runner:
+    source, names = python_of(program, watch)
+    scope: dict[str, Any] = {}
+    exec(compile(source, f"<program of rank {program.rank}>", "exec"), names, scope)
+    body: Runner = scope["step"]
+    return body
+
+
+def _makes(node: fx.Node) -> bool:
+    """Whether a node gives one tensor in memory of its own."""
+    value = value_of(node)
+    if value is None or node.target in STARTS.values() or node.target is WAIT_OP or not node.users:
+        return False
+    if node.target is operator.getitem:
+        return True
+    return not is_mutating(node) and all(value.storage not in storages(n) for n in node.all_input_nodes)
+
+
+def python_of(program: Program, watch: Watch = lambda node: None) -> tuple[str, dict[str, Any]]:
+    """Source of ``step(inputs)`` and the names that it uses.
+
+    Args:
+        watch: of a node that makes memory, a function that its tensor goes through, and further arguments; or None.
+    """
     names: dict[str, Any] = {"getitem": operator.getitem}
     bound: dict[Any, str] = {}
     last = last_uses(program.graph)
@@ -52,6 +92,10 @@ def python_of(program: Program) -> tuple[str, dict[str, Any]]:
     for node in program.graph.nodes:
         if node.op == "call_function":
             lines.append(f"    {_assigned(node)}{_call(node, names, bound)}")
+            through = watch(node) if _makes(node) else None
+            if through is not None:
+                fn, *rest = [_text(a, names) for a in through]
+                lines.append(f"    {node.name} = {fn}({', '.join((node.name, *rest))})")
         elif node.op == "output":
             lines.append(f"    return [{', '.join(_text(a, names) for a in node.args[0])}]")
         dead = [n.name for n in last.get(node, ()) if n.op != "placeholder"]
@@ -86,6 +130,9 @@ def _call(node: fx.Node, names: dict[str, Any], bound: dict[Any, str]) -> str:
         x, *rest = node.args
         name = _bind(("collective", node.target, _hashable(rest)), lambda: _collective(node.target, rest), names, bound)
         return f"{name}({_text(x, names)})"
+    if node.target is LAID.default:
+        names["laid"] = laid
+        return f"laid({', '.join(_text(a, names) for a in node.args)})"
     if node.target is WAIT_OP:
         return f"{_text(node.args[0], names)}.wait()"
     name = _bind(node.target, lambda: _callable(node.target), names, bound)

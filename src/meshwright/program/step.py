@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.utils._pytree as pytree
 
 from .. import runtime
 from ..errors import ProgramError
@@ -20,6 +21,7 @@ from .bind import BACKENDS, Carrier, Ready
 from .build import Built, Plan, build
 from .capture import LossFn, batch_sources
 from .core import Program
+from .guard import check_hooks
 from .optimizers import Given, as_one, parts_of
 from .update import update_of
 
@@ -52,6 +54,7 @@ class Step(BaseStep):
         self.loss_fn, self.plan, self.transform = loss_fn, plan, transform
         names = {id(p): n for n, p in model.named_parameters()}
         with together(mesh, "compile_step"):
+            check_hooks(model)
             optimizer = as_one(optimizer)
             self.built = self._transformed(
                 build(model, loss_fn, optimizer, example_batch, mesh, plan, rank=runtime.RT.rank)
@@ -60,20 +63,19 @@ class Step(BaseStep):
         for part in parts_of(optimizer):
             _follow(part, names, dict(model.named_parameters()))
             shard_optimizer(part, states_over=plan.states_over)
-            part.register_load_state_dict_post_hook(self._follow_states)
         updates = update_of(optimizer, {id(p): n for n, p in model.named_parameters()}) is not None
         carrier = Carrier(model, optimizer, updates, plan.gradients, backend)
         if plan.loss_scale is not None:
             carrier.scale = plan.loss_scale.state(mesh.device)
         super().__init__(mesh, carrier, example_batch)
-        self._install(example_batch, self._bind(self.built))
+        self._install(pytree.tree_leaves(example_batch), self._bind(self.built))
 
     def _bind(self, built: Built) -> Ready:
         agree(built.program)
         return Ready(built.program, self.carrier, _leaf_places(built), built.captured.out_tree)
 
     def _capture(self, batch: Any) -> Ready:
-        with together(self.mesh, "a batch of another shape"):
+        with together(self.mesh, "capturing the step again"):
             built = build(
                 self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
                 rank=runtime.RT.rank, train=self.training,

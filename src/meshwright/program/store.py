@@ -26,7 +26,7 @@ from .trace import Value, target_name
 if TYPE_CHECKING:
     from .core import Program
 
-FORMAT, VERSION = "meshwright program", 1
+FORMAT, VERSION = "meshwright program", 2
 TEXT, TENSORS = "program.json", "constants.pt"
 # Attributes of torch that stand for themselves, by the word that marks them.
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -120,7 +120,8 @@ def encoded(a: Any) -> Any:
     if isinstance(a, Mapping):
         return {"dict": {str(k): encoded(v) for k, v in a.items()}}
     if isinstance(a, Value):
-        return {"value": [list(a.shape), str(a.dtype).removeprefix("torch."), a.storage, a.nbytes]}
+        strides = [] if a.given is None else [list(a.given)]
+        return {"value": [list(a.shape), str(a.dtype).removeprefix("torch."), a.storage, a.nbytes, *strides]}
     if isinstance(a, Spec):
         return {"spec": spec_data(a)}
     if isinstance(a, torch.device):

@@ -6,6 +6,7 @@ recorded alike.  Views and no-ops that repeat are recorded once.
 
 from __future__ import annotations
 
+import math
 import operator
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -18,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import runtime
 from ..collective import COLLECTIVES
-from ..errors import CaptureError
+from ..errors import CaptureError, ProgramError
 from ..record import Record
+from .memory import Strides, dense, row_major, unless_row_major
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -30,7 +32,7 @@ VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
     aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
     aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
-    aten.as_strided.default, aten._reshape_alias.default,
+    aten.as_strided.default, aten._reshape_alias.default, aten.view_as_real.default,
 }  # fmt: skip
 
 
@@ -39,12 +41,24 @@ class Value:
     """What a node gives: a local tensor of this shape and dtype in some storage.
 
     ``storage`` numbers the storages of a program; views share one.  ``nbytes`` is the size of the whole storage.
+    ``given`` are its strides where it is not row-major.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     storage: int
     nbytes: int
+    given: Strides | None = None
+
+    @property
+    def strides(self) -> Strides:
+        """How it lies in its storage."""
+        return row_major(self.shape) if self.given is None else self.given
+
+    def fresh(self, storage: int, dtype: torch.dtype | None = None) -> Value:
+        """What an elementwise op makes of it: as it, in memory of its own and without gaps."""
+        dtype, given = dtype or self.dtype, self.given and dense(self.shape, self.given)
+        return Value(self.shape, dtype, storage, math.prod(self.shape) * dtype.itemsize, given)
 
 
 class Recorder(TorchDispatchMode):
@@ -164,7 +178,8 @@ class Recorder(TorchDispatchMode):
         known = self._storages.get(storage._cdata)
         if known is None:
             known = self._storages[storage._cdata] = (storage, len(self._storages))
-        return Value(tuple(t.shape), t.dtype, known[1], storage.nbytes())
+        shape = tuple(t.shape)
+        return Value(shape, t.dtype, known[1], storage.nbytes(), unless_row_major(shape, tuple(t.stride())))
 
     def node_of(self, t: Tensor) -> fx.Node:
         """The node that gives ``t``."""
@@ -261,6 +276,14 @@ def value_of(node: fx.Node) -> Value | None:
     """Shape, dtype and storage of what a node gives; None for several tensors or none."""
     found = node.meta.get("value")
     return found if isinstance(found, Value) else None
+
+
+def checked_value(node: fx.Node) -> Value:
+    """What a node gives.  Raises ProgramError where it is not one tensor."""
+    value = value_of(node)
+    if value is None:
+        raise ProgramError(f"{node.name} is not one tensor")
+    return value
 
 
 def target_name(target: Any) -> str:

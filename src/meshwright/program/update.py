@@ -6,7 +6,6 @@ scheduler may change (the learning rate) is an input of the program, everything 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +19,10 @@ from ..layout import Layout, Partial, Shard, Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from .core import Input
+from .memory import LAID, Strides, dense, is_dense, same, unless_row_major
 from .optimizers import parts_of
 from .scale import Scaling
-from .trace import Recorder, Value
+from .trace import Recorder, Value, checked_value
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -145,20 +145,63 @@ def emit_update(
             given.update(found_inf=scaling.found_inf())
         if "step" in made:
             _count(recorder, made["step"], scaling)
-        listed = [params[n] for n in names], [grads[n] for n in names]
-        _EMIT[group.kind](recorder, group, *listed, made, given)
+        own = [_without_gaps(recorder, params[n]) for n in names]
+        beside = [_beside(recorder, grads[n], p) for n, p in zip(names, own, strict=True)]
+        lists = {k: [_real(recorder, n) for n in v] for k, v in made.items()}
+        _EMIT[group.kind](recorder, group, *([_real(recorder, n) for n in v] for v in (own, beside)), lists, given)
+        for n, p in zip(names, own, strict=True):
+            if p is not params[n]:
+                recorder.emit(aten.copy_.default, (params[n], p)).meta["value"] = params[n].meta["value"]
     return inputs
+
+
+# A fused update walks through the memory of parameters, gradients and states side by side: all lie as the parameter.
+
+
+def _without_gaps(recorder: Recorder, node: fx.Node) -> fx.Node:
+    """A parameter, or a copy of one that does not fill its memory."""
+    value = checked_value(node)
+    return node if is_dense(value.shape, value.strides) else _laid(recorder, node, dense(value.shape, value.strides))
+
+
+def _beside(recorder: Recorder, grad: fx.Node, param: fx.Node) -> fx.Node:
+    """A gradient that lies in memory as its parameter."""
+    value, want = checked_value(grad), checked_value(param).strides
+    if same(value.shape, value.strides, want) and not value.dtype.is_complex:  # which may be conjugate by name only
+        return grad
+    return _laid(recorder, grad, want)
+
+
+def _laid(recorder: Recorder, node: fx.Node, strides: Strides) -> fx.Node:
+    made = recorder.emit(LAID.default, (node, list(strides)))
+    value = checked_value(node).fresh(_number(recorder))
+    made.meta["value"] = replace(value, given=unless_row_major(value.shape, strides))
+    return made
+
+
+def _real(recorder: Recorder, node: fx.Node) -> fx.Node:
+    """Complex numbers as pairs: their parts are updated one by one, as torch's optimizers do."""
+    value = checked_value(node)
+    if not value.dtype.is_complex:
+        return node
+    made = recorder.emit(aten.view_as_real.default, (node,))
+    strides = value.given and (*(2 * s for s in value.given), 1)
+    made.meta["value"] = replace(value, shape=(*value.shape, 2), dtype=value.dtype.to_real(), given=strides)
+    return made
+
+
+def _number(recorder: Recorder) -> int:
+    """A number for a storage of its own."""
+    return len(recorder.graph.nodes) + (1 << 40)
 
 
 def _input(recorder: Recorder, given: Input, like: fx.Node | None, inputs: list[Input]) -> fx.Node:
     node = recorder.late_placeholder(given.name.replace(".", "_"))
-    number = len(recorder.graph.nodes) + (1 << 40)  # a storage of its own
+    number = _number(recorder)
     if like is None or given.name.endswith(".step"):
         node.meta["value"] = Value((), torch.float32, number, 4)
     else:
-        value = like.meta["value"]
-        nbytes = math.prod(value.shape) * value.dtype.itemsize
-        node.meta["value"] = Value(value.shape, value.dtype, number, nbytes)
+        node.meta["value"] = checked_value(like).fresh(number)
     inputs.append(given)
     return node
 

@@ -22,7 +22,7 @@ from ..errors import DesyncError, ProgramError
 from ..layout import REDUCE_OPS, Spec
 from ..mesh import Mesh
 from ..record import Record
-from .agree import meetings
+from .agree import compare, meetings
 from .derive import check_values, described
 from .flow import check_gradients
 from .inplace import written
@@ -319,14 +319,9 @@ def _by_extremum(cause: Record) -> bool:
 
 def _check_meetings(programs: Sequence[Program]) -> None:
     """All ranks reach the same collectives in one order, with shapes that fit."""
-    first, *others = programs
-    wanted = meetings(first)
-    for other in others:
-        for a, b in zip_longest(wanted, meetings(other), fillvalue="nothing more"):
-            if a != b:
-                raise DesyncError(f"where rank {first.rank} has {a}, rank {other.rank} has {b}")
+    mesh = programs[0].mesh
+    compare(mesh, {p.rank: meetings(p) for p in programs})
     nodes = {p.rank: list(p.collectives()) for p in programs}
-    mesh = first.mesh
     for p in programs:
         for i, node in enumerate(nodes[p.rank]):
             kind, axes = COLLECTIVES[node.target], str(node.args[-2])

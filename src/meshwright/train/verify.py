@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.passes import PassManager
 from meshwright.rules.random import reproducible_random
 
 from .config import TrainConfig
@@ -46,7 +47,10 @@ class Verdict:
 
 
 class Reference:
-    """The model on one device: same seed, same batches, native optimizer, no distributed tensor anywhere."""
+    """The model on one device: same seed, same batches, native optimizer, no distributed tensor anywhere.
+
+    Where passes merge calls of a captured step into one update, so does this.
+    """
 
     def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
         self.config = config
@@ -54,26 +58,37 @@ class Reference:
         self.model = GPT(config, config.device)
         self.optimizer = config.make_optimizer(self.model)
         self.batches = iter(Windows(corpus, config.batch, config.seq, config.seed))
+        passes = config.pass_manager() if config.static else PassManager(())
+        self.calls = passes.calls_per_update if config.static else config.accumulate
+        self.weight = 1 / self.calls if passes.averages else 1.0
+        self.count = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the gradients are those of an update."""
+        return self.count % self.calls == 0
 
     def backward(self, seed: int) -> float:
-        """Gradients of one step, clipped; its loss."""
+        """Gradients of one step, added to those since the last update and clipped if complete; its loss."""
         torch.manual_seed(seed)
         total = 0.0
         for _ in range(self.config.accumulate):
             x, y = (t.to(self.config.device) for t in next(self.batches))
             # Masks of dropout belong to elements, not to ranks: inside, plain tensors get the same ones.
             with reproducible_random():
-                loss = loss_of(self.model, x, y) / self.config.accumulate
-            loss.backward()
-            total += loss.item()
-        if self.config.clip is not None:
+                loss = loss_of(self.model, x, y)
+            (loss * self.weight).backward()
+            total += loss.item() / self.config.accumulate
+            self.count += 1
+        if self.config.clip is not None and self.complete:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         return total
 
     def update(self) -> None:
-        """One step of the optimizer."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        """One step of the optimizer, if the gradients are complete."""
+        if self.complete:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
 
 class Verifier:
@@ -89,23 +104,24 @@ class Verifier:
         self._verdict = Verdict(*TOLERANCES[config.dtype])
 
     def check(self, step: int, loss: float, model: nn.Module, seed: int) -> dict[str, float]:
-        """Compare loss and gradients, those that the optimizer gets, and let the reference step too.
+        """Compare loss and, where there are any, the gradients that the optimizer gets; let the reference step too.
 
         Returns:
-            ``rel_loss_diff`` and ``rel_grad_diff`` of this step; empty on the ranks that do not compare.
+            ``rel_loss_diff`` and, of a step that updates, ``rel_grad_diff``; empty on the ranks that do not compare.
         """
         expected = self.reference.backward(seed) if self.reference else 0.0
         wanted = {n: p.grad for n, p in self.reference.model.named_parameters()} if self.reference else {}
         worst, worst_name = 0.0, ""
         for name, parameter in model.named_parameters():
             got = mw.unshard(parameter.grad) if parameter.grad is not None else None
-            if self.reference is None:
+            if self.reference is None or not self.reference.complete:
                 continue
             difference = relative(got, wanted[name])
             if worse(difference, worst):
                 worst, worst_name = difference, name
         if self.reference is None:
             return {}
+        complete = {"rel_grad_diff": worst} if self.reference.complete else {}
         self.reference.update()
         off = abs(loss - expected) / abs(expected) if expected else abs(loss)
         found = self._verdict
@@ -113,7 +129,7 @@ class Verifier:
             found.loss, found.loss_step = off, step
         if worse(worst, found.grad):
             found.grad, found.grad_step, found.grad_name = worst, step, worst_name
-        return {"reference": expected, "rel_loss_diff": off, "rel_grad_diff": worst}
+        return {"reference": expected, "rel_loss_diff": off, **complete}
 
     def verdict(self) -> Verdict:
         """The largest differences over all steps (on the ranks that do not compare: none)."""

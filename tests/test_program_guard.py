@@ -1,0 +1,265 @@
+"""What changes after a step was captured: it is followed, or refused by name, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from programs import DP, MESH, MLP, TP, pairs, squares
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.compile import capture_local
+from meshwright.errors import CaptureError, ProgramError
+from meshwright.rules.random import reproducible_random
+
+Change = Callable[[Any, Any], Any]
+BATCHES = pairs(5)
+OTHER = {n: t + 0.5 for n, t in MLP().state_dict().items()}
+
+
+def start() -> tuple[MLP, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = MLP(dropout=0.5)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def eager(changes: dict[int, Change]) -> list[float]:
+    model, optimizer = start()
+    losses = []
+    for i, batch in enumerate(BATCHES):
+        if i in changes:
+            changes[i](model, optimizer)
+        torch.manual_seed(i)
+        with reproducible_random():
+            loss = squares(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def captured(changes: dict[int, Change]) -> tuple[list[float], int]:
+    """Losses, and how many programs were made."""
+
+    def rank() -> tuple[list[float], int]:
+        model, optimizer = start()
+        step = mw.compile_step(model, squares, optimizer, BATCHES[0], mesh=MESH, layouts=TP, batch=DP)
+        losses, programs = [], set()
+        for i, batch in enumerate(BATCHES):
+            if i in changes:
+                changes[i](model, optimizer)
+            torch.manual_seed(i)
+            losses.append(step(batch).item())
+            programs.add(id(step.program))
+        return losses, len(programs)
+
+    found: list[tuple[list[float], int]] = mw.simulate(rank, MESH)
+    assert all(f == found[0] for f in found)
+    return found[0]
+
+
+def halve(model: Any, optimizer: Any) -> None:
+    model.up.weight.data = model.up.weight.data.clone() * 0.5
+
+
+def hooked(model: Any, optimizer: Any) -> None:
+    model.up.register_forward_hook(lambda module, args, out: out * 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "programs"),
+    [
+        ({2: lambda m, o: m.up.weight.requires_grad_(False), 4: lambda m, o: m.up.weight.requires_grad_(True)}, 2),
+        ({2: lambda m, o: m.eval(), 4: lambda m, o: m.train()}, 2),
+        ({1: lambda m, o: m.drop.eval()}, 2),
+        ({2: hooked}, 2),
+        ({1: lambda m, o: setattr(m, "drop", nn.Tanh())}, 2),
+        ({2: halve}, 1),
+        ({2: lambda m, o: m.load_state_dict(OTHER)}, 1),
+        ({2: lambda m, o: o.state.clear()}, 1),
+        ({2: lambda m, o: o.param_groups[0].__setitem__("lr", 0.1)}, 1),
+    ],
+    ids=["freeze", "eval", "eval part", "hook", "module", "data", "load", "states", "lr"],
+)
+def test_followed(changes: dict[int, Change], programs: int) -> None:
+    got, made = captured(changes)
+    assert got == pytest.approx(eager(changes), rel=1e-9)
+    assert made == programs
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m, o: m.load_state_dict(OTHER, assign=True), "up.weight was replaced since the step was captured"),
+        (lambda m, o: setattr(m, "up", nn.Linear(8, 32)), "up.weight was replaced .* optimizer anew"),
+        (lambda m, o: setattr(m, "more", nn.Linear(8, 32)), "more.weight is new"),
+        (lambda m, o: delattr(m, "up"), "up.weight is gone"),
+        (lambda m, o: m.up.weight.register_hook(lambda g: g * 2), "parameter up.weight has a hook"),
+        (lambda m, o: m.up.weight.register_post_accumulate_grad_hook(print), "parameter up.weight has a hook"),
+        (lambda m, o: m.up.register_full_backward_hook(lambda *a: None), "module up has a backward hook"),
+        (lambda m, o: o.param_groups[0].__setitem__("betas", (0.5, 0.6)), "betas=.* and has"),
+        (lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), "1 parameter groups and has 2"),
+        (lambda m, o: o.param_groups[0]["params"].pop(), "4 parameters in group 0 and has 3"),
+    ],
+    ids=["assign", "module", "added", "removed", "hook", "post hook", "backward hook", "betas", "group", "params"],
+)
+def test_refused(change: Change, text: str) -> None:
+    with pytest.raises(ProgramError, match=text):
+        captured({2: change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.up.weight.register_hook(lambda g: g * 2),
+        lambda m: m.up.register_full_backward_hook(lambda *a: None),
+    ],
+)
+def test_hooks_before_capture(change: Callable[[Any], Any]) -> None:
+    def rank() -> None:
+        model, optimizer = start()
+        change(model)
+        mw.compile_step(model, squares, optimizer, BATCHES[0], mesh=MESH)
+
+    with pytest.raises(CaptureError, match=r"has a .*hook, which a captured step does not run"):
+        mw.simulate(rank, MESH)
+
+
+def test_buffers() -> None:
+    """A buffer that was replaced by one like it is followed, another is refused."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8, 8, dtype=torch.float64))
+            self.register_buffer("by", torch.full((8,), 2.0, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w * self.by
+
+    def rank() -> tuple[float, float]:
+        model: Any = Scaled()
+        step = mw.compile_step(model, squares, torch.optim.SGD(model.parameters(), lr=0.0), BATCHES[0], mesh=MESH)
+        first = step((BATCHES[0][0], BATCHES[0][0] * 0)).item()
+        model.by = torch.ones(8, dtype=torch.float64)
+        second = step((BATCHES[0][0], BATCHES[0][0] * 0)).item()
+        model.by = torch.ones(8)
+        with pytest.raises(ProgramError, match=r"the buffer by is .*float32.* now, the step was captured for"):
+            step(BATCHES[0])
+        return first, second
+
+    for first, second in mw.simulate(rank, MESH):
+        assert first == pytest.approx(4 * second)
+
+
+def test_batches_by_key() -> None:
+    """Keys are matched by name, whatever their order; other keys and structures are refused."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return ((model(batch["x"]) - batch["y"]) ** 2).mean() * batch["k"]
+
+    x, y = BATCHES[0]
+
+    def rank() -> list[float]:
+        torch.manual_seed(0)
+        model = MLP()
+        step = mw.compile_step(
+            model, loss, torch.optim.SGD(model.parameters(), lr=0.0), {"x": x, "y": y, "k": 1}, mesh=MESH
+        )
+        found = [
+            step(b).item() for b in ({"x": x, "y": y, "k": 1}, {"y": y, "k": 1, "x": x}, {"k": 2.0, "x": x, "y": y})
+        ]
+        for wrong in ({"x": x, "z": y, "k": 1}, {"x": x, "k": 1}, (x, y, 1)):
+            with pytest.raises(ProgramError, match="give it what it was captured for"):
+                step(wrong)
+        return found
+
+    for a, b, c in mw.simulate(rank, MESH):
+        assert a == b
+        assert c == pytest.approx(2 * a)
+
+
+def test_a_merge_under_way() -> None:
+    def rank() -> None:
+        model, optimizer = start()
+        step = mw.compile_step(model, squares, optimizer, BATCHES[0], mesh=MESH, passes=["gradient-merge:k_steps=2"])
+        step(BATCHES[0])
+        model.up.weight.requires_grad_(False)
+        with pytest.raises(ProgramError, match=r"up.weight has a gradient in one micro-step .* step.flush"):
+            step(BATCHES[1])
+
+    mw.simulate(rank, MESH)
+
+
+def test_steps_by_hand() -> None:
+    """Hooks are part of what is captured there, and of what is captured again."""
+    one = mw.Mesh({"dp": 1})
+
+    def run(capture: bool) -> list[float]:
+        model, optimizer = start()
+        model.eval()
+
+        def by_hand(batch: Any) -> Tensor:
+            loss = squares(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step: Any = by_hand
+        if capture:
+            step = capture_local(by_hand, one, model=model, optimizer=optimizer, batch=BATCHES[0])
+        found = [step(BATCHES[0]).item()]
+        model.up.weight.register_hook(lambda g: g * 0)
+        found.append(step(BATCHES[1]).item())
+        model.down.weight.requires_grad_(False)
+        found.append(step(BATCHES[2]).item())
+        halve(model, optimizer)
+        return [*found, step(BATCHES[3]).item()]
+
+    assert mw.simulate(lambda: run(True), one)[0] == pytest.approx(run(False), rel=1e-9)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0)])
+@pytest.mark.parametrize("states_over", [None, "a"])
+def test_uneven_layouts_agree_group_by_group(order: tuple[int, int], states_over: str | None) -> None:
+    """Where two axes split a weight unevenly, sizes differ from group to group, and that is right."""
+    mesh = mw.Mesh({"a": 2, "b": 3})
+    x = torch.randn(6, 5, dtype=torch.float64)
+
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.arange(20, dtype=torch.float64).reshape(5, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) ** 2).mean()
+
+    one = Times()
+    wanted = loss(one, x)
+    wanted.backward()
+
+    def rank() -> tuple[float, Tensor]:
+        model = Times()
+        step = mw.compile_step(
+            model,
+            loss,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            x,
+            mesh=mesh,
+            layouts={"w": {"a": mw.Shard(order[0]), "b": mw.Shard(order[1])}},
+            states_over=states_over,
+        )
+        return step(x).item(), mw.unshard(model.w).detach().clone()
+
+    for value, w in mw.simulate(rank, mesh):
+        assert value == pytest.approx(wanted.item())
+        torch.testing.assert_close(w, (one.w - one.w.grad).detach())
