@@ -205,3 +205,80 @@ def test_several_backwards() -> None:
         for kind in KINDS:
             starts = [] if kind is decayed else [0.5] if kind in FOLDED else [1.0]  # sums of other things stay
             assert found[kind.__name__, "optimized"][1] == starts, kind
+
+
+# -- sums over one axis after another, through views -----------------------------------------------------
+
+
+def level_by_level(p: Tensor, dp: Any, ep: Any) -> None:
+    for group in (dp, ep):
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= 2
+
+
+def through_a_view(p: Tensor, dp: Any, ep: Any) -> None:
+    flat = p.grad.view(-1)
+    dist.all_reduce(flat)
+    flat /= 4
+
+
+def scattered_within(p: Tensor, dp: Any, ep: Any) -> None:
+    """Scattered within a node, summed between nodes, gathered within the node."""
+    n = p.numel()
+    flat = nn.functional.pad(p.grad.view(-1), (0, -n % 2))
+    own = flat.new_empty(flat.numel() // 2)
+    dist.reduce_scatter_tensor(own, flat, group=dp)
+    dist.all_reduce(own, group=ep)
+    own /= 4
+    dist.all_gather_into_tensor(flat, own, group=dp)
+    p.grad.copy_(flat[:n].view_as(p))
+
+
+def levels() -> dict[tuple[str, str], Any]:
+    mesh, rank = mw.init_mesh({"dp": 2, "ep": 2}), dist.get_rank()
+    dp = [dist.new_group([i, i + 2]) for i in range(2)][rank % 2]
+    ep = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)][rank // 2]
+    made = {}
+    for sync in (level_by_level, through_a_view, scattered_within):
+        for name, passes in {"none": [], "fused": [FUSED], "merged": [MERGED, FUSED]}.items():
+            results, k = [], 2 if name == "merged" else 1
+            for captured in (False, True):
+                model = network()
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+
+                def step(
+                    *micro: Tensor, model: nn.Module = model, optimizer: Any = optimizer, sync: Any = sync
+                ) -> None:
+                    optimizer.zero_grad()
+                    for x in micro:
+                        two = torch.tensor(2.0, dtype=x.dtype)  # a constant that is written to
+                        two += x.mean().detach() ** 2
+                        (model(x).square().mean() * two / len(micro)).backward()
+                    for p in model.parameters():
+                        sync(p, dp, ep)
+                    optimizer.step()
+
+                if captured:
+                    run: Any = mw.capture_local(
+                        step, mesh, model=model, optimizer=optimizer, batch=data(0), passes=passes
+                    )  # fmt: skip
+                    for i in range(4):
+                        run(data(i))
+                else:
+                    for i in range(0, 4, k):
+                        step(*(data(j) for j in range(i, i + k)))
+                results.append([p.detach() for p in model.parameters()])
+            worst = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+            starts = [n.args[3] for n in run.program.graph.nodes if "as_strided" in str(n.target)]
+            made[sync.__name__, name] = (worst, run.program.kinds, {8 * int(a) % 256 for a in starts})
+    return made
+
+
+@pytest.mark.processes
+def test_sums_level_by_level_and_through_views() -> None:
+    for found in run_processes(levels, 4):
+        assert not {k: v for k, v in found.items() if v[0] > 1e-12}
+        for sync in ("level_by_level", "through_a_view"):
+            assert found[sync, "fused"][1] == {"all_reduce": 1}
+            assert found[sync, "fused"][2] == {0}  # where gradients begin in the buffer, in bytes
+        assert found["level_by_level", "none"][1] == {"all_reduce": 8}

@@ -17,7 +17,7 @@ from meshwright.passes import DataParallelOptimization, GradientMerge
 Tensor = torch.Tensor
 TP = {"0.weight": {"tp": mw.Shard(0)}, "0.bias": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
 ADAM: Callable[[Any], Any] = lambda ps: torch.optim.AdamW(ps, lr=0.01)  # noqa: E731
-SGD: Callable[[Any], Any] = lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9)  # noqa: E731
+SGD: Callable[[Any], Any] = lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9)  # noqa: E731
 BUCKETS, MERGE = DataParallelOptimization(bucket_bytes=1 << 20), GradientMerge(k_steps=4)
 
 

@@ -16,7 +16,7 @@ import torch.fx as fx
 from ..collective import COLLECTIVES, STARTS
 from ..errors import PassError
 from ..program.core import Input, Merged, Program, value_of
-from ..program.inplace import storages, written
+from ..program.inplace import follow, storages, written
 from ..program.trace import VIEWS, Value, ancestors, draws
 from .core import Pass, PassRecord, register
 from .slicing import copied, needed, new_storage, part_of
@@ -244,6 +244,7 @@ class _Merge:
             s.node.replace_all_uses_with(total, delete_user_cb=later)
             s.node.meta.pop("grad_of", None)
             self.totals[added] = s.place
+        follow(self.graph)  # views of gradients, which the step may write through, are views of sums
         (output,) = self.graph.find_nodes(op="output")
         self._apart(output, {x for s in sums for x in storages(s.place)})
         with self.graph.inserting_before(output):

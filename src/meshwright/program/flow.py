@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES
@@ -14,7 +15,7 @@ from ..errors import ProgramError
 from ..layout import Partial, Spec
 from .derive import described
 from .inplace import storages, written
-from .trace import is_mutating
+from .trace import is_mutating, value_of
 
 if TYPE_CHECKING:
     from .core import Input, Output, Program
@@ -47,7 +48,7 @@ class _Flow:
         self.found: dict[fx.Node, Owed] = {}
         self.given: dict[fx.Node, Owed] = {}  # what a node that writes a gradient adds to the memory it writes to
         self.writers: dict[int, list[fx.Node]] = {}  # storage to the nodes that write to it, in order
-        self.sums: dict[int, list[fx.Node]] = {}  # of these, the sums over ranks
+        self.sums: dict[int, list[fx.Node]] = {}  # of these, the sums over ranks and what replaces all that was there
 
     def check(self) -> None:
         """Look at every use of a gradient."""
@@ -58,17 +59,19 @@ class _Flow:
             for param, gradient in updates(node):
                 name = self._owner(param)
                 if name is not None:
-                    self._check(name, gradient, frozenset(), f"{described(node)}, the update of {name},")
+                    self._check(
+                        name, gradient, self.order[node], frozenset(), f"{described(node)}, the update of {name},"
+                    )
         for out, node in zip(self.program.outputs, self.program.results, strict=True):
             if out.kind == "grad":
                 self._check_output(out, node)
 
     def _check_output(self, out: Output, node: fx.Node) -> None:
         left = _partial(out.spec) if out.spec is not None else frozenset()
-        self._check(out.name, node, left, f"output grad {out.name} (%{node.name})")
+        self._check(out.name, node, len(self.order), left, f"output grad {out.name} (%{node.name})")
 
-    def _check(self, name: str, gradient: fx.Node, left: frozenset[str], where: str) -> None:
-        owed = self._owed(gradient)
+    def _check(self, name: str, gradient: fx.Node, at: int, left: frozenset[str], where: str) -> None:
+        owed = self._made(gradient, [self._owed(s) for s in self._latest(gradient, at)], sums=False)
         if name not in owed:
             other = f"that of {', '.join(sorted(owed)[:3])}" if owed else "not one that autograd gave"
             raise ProgramError(f"{where} gets %{gradient.name} as gradient of {name}; it is {other}")
@@ -97,7 +100,7 @@ class _Flow:
             if node.op == "call_function" and is_mutating(node):
                 for storage in written(node):
                     self.writers.setdefault(storage, []).append(node)
-                    if _sums(node):
+                    if _sums(node) or _replaces(node):
                         self.sums.setdefault(storage, []).append(node)
 
     def _declared(self, node: fx.Node, name: str, spec: Spec) -> frozenset[str]:
@@ -145,6 +148,8 @@ class _Flow:
         if node.op != "call_function" or node.meta.get("role") == "forward":
             return
         given = _entry(node)
+        if _replaces(node):
+            given = [n for n in node.all_input_nodes if n is not node.args[0]]
         for source in node.all_input_nodes if given is None else given:
             yield from self._latest(source, self.order[node])
 
@@ -170,7 +175,7 @@ class _Flow:
             yield last
 
     @staticmethod
-    def _made(node: fx.Node, sources: list[Owed]) -> Owed:
+    def _made(node: fx.Node, sources: list[Owed], sums: bool = True) -> Owed:
         full = [s for s in sources if s]
         if not full:
             return _NOTHING
@@ -181,7 +186,7 @@ class _Flow:
                 for name, axes in source.items():
                     merged[name] = merged.get(name, frozenset()) | axes
             made = merged
-        if _sums(node):
+        if sums and _sums(node):
             done = frozenset(str(node.args[-2]).split(","))
             return {name: axes - done for name, axes in made.items()}
         return made
@@ -200,6 +205,12 @@ def _writer(node: fx.Node) -> fx.Node | None:
 def _sums(node: fx.Node) -> bool:
     """Whether a node sums over ranks."""
     return COLLECTIVES.get(node.target) in _REDUCING and node.args[1] in ("sum", "avg")
+
+
+def _replaces(node: fx.Node) -> bool:
+    """Whether a node copies over all that some memory holds: through a view of a gradient, say."""
+    value = value_of(node.args[0]) if node.target is torch.ops.aten.copy_.default else None  # type: ignore[arg-type]
+    return value is not None and value.nbytes == torch.Size(value.shape).numel() * value.dtype.itemsize
 
 
 def _partial(spec: Spec) -> frozenset[str]:

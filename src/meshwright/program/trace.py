@@ -28,6 +28,7 @@ aten = torch.ops.aten
 
 # The same memory and value: no node is needed.
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
+_LIFTS = {aten.lift_fresh.default, aten.lift.default}
 VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
     aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
@@ -114,6 +115,8 @@ class Recorder(TorchDispatchMode):
             if known is not None:
                 out.__dict__["_node"] = known
                 return out
+            if func in _LIFTS:  # a constant of the code (torch.tensor(2.0)) is new in every step
+                func = aten.clone.default
         if isinstance(out, Tensor):
             node = self._record(func, args, kwargs)
             self.bind(out, node)
