@@ -121,6 +121,32 @@ def test_loaders_of_other_lengths() -> None:
     assert "rank 0: no more batch; rank 1: [((), (2, 2)" in told(lambda: fn(Rows), check=True)
 
 
+def test_a_loader_that_does_not_know_its_length() -> None:
+    class Rows(torch.utils.data.Dataset[torch.Tensor]):
+        def __getitem__(self, i: int) -> torch.Tensor:
+            if i > 2:
+                raise IndexError
+            return torch.ones(2, 2)
+
+    def fn() -> int:
+        return len(list(mw.shard_dataloader(Unsure(Rows()), TWO)))
+
+    assert mw.simulate(fn, TWO) == [3, 3]
+
+
+class Unsure:
+    """Has ``__len__``, as a DataLoader has, and does not know it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        return iter([torch.ones(2, 2)] * 3)
+
+
 def test_local_loaders_agree_where_they_bring_the_same_part() -> None:
     def fn(broken: bool) -> float:
         dp, tp = SQUARE.coordinate(rank())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,7 +124,9 @@ class ShardedLoader:
             return t
 
         self._sharded(batch, self.placements if not self._by_key else None, (), note)
-        length = len(self.loader) if isinstance(self.loader, Sized) else None
+        length = None
+        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # a DataLoader may not know it
+            length = len(self)
         own = (form if batch is not None else "no more batch", length, parts, collective.digests(tensors))
         group = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
         seen = collective.all_gather_object(own, group)
