@@ -287,3 +287,36 @@ def test_only_own_elements_are_computed() -> None:
 
 def test_gumbel_softmax_agrees_with_one_device() -> None:
     sweep(lambda x: F.gumbel_softmax(x, dim=1), X, cases=8, same_each_time=2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["uniform_", "normal_", "random_", "exponential_", "rand_like", "randn_like", "complex"]
+)
+@pytest.mark.parametrize("dims", [(1, 0, 2), (2, 0, 1), (0, 2, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fills_follow_the_memory(kind: str, dims: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A tensor of permuted strides is filled in another order than a contiguous one, as on one device."""
+    mesh = mw.Mesh({"x": 2})
+    base = torch.zeros(6, 5, 7, dtype=dtype)
+
+    def fill(t: Any) -> Any:
+        t = t.permute(dims)
+        if kind == "cplx":
+            return torch.randn_like(t, dtype=torch.complex64)
+        return getattr(t, kind)() if kind.endswith("_") else getattr(torch, kind)(t)
+
+    torch.manual_seed(3)
+    want = fill(base.clone())
+    for placement in (mw.Replicate(), mw.Shard(0), mw.Shard(1), mw.Shard(2)):
+
+        def run(placement: Any = placement) -> Any:
+            torch.manual_seed(3)
+            x = mw.shard_tensor(base.clone(), mesh, [placement])
+            return mw.unshard(fill(x)), torch.rand(1)
+
+        torch.manual_seed(3)
+        fill(base.clone())
+        after = torch.rand(1)
+        for got, next_number in mw.simulate(run, mesh):
+            assert torch.equal(got, want), placement
+            assert torch.equal(next_number, after)

@@ -34,8 +34,8 @@ def log_softmax(input: Arg, dim: int, dtype: torch.dtype | None = None) -> Rule:
 def _along(x: Arg, dim: int, decompose: Any) -> Rule:
     letters = x.letters
     dims = " ".join(letters)
-    whole = letters[x.dim(dim)] if letters else ""
-    return notation(f"{dims} -> {dims}", x, whole="" if whole == "1" else whole, decompose=decompose)
+    whole = letters[x.dim(dim)] if x.ndim and x.shape[x.dim(dim)] > 1 else ""  # of nothing there is no maximum
+    return notation(f"{dims} -> {dims}", x, whole=whole, decompose=decompose)
 
 
 def _softmax_by_sums(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -57,7 +57,12 @@ def _draw_own(
     local: Tensor, spec: Spec, here: Sequence[int], draw: Draw, kind: str, generator: Generator | None
 ) -> Tensor:
     shape, bounds = tuple(spec.shape), spec.layout.local_bounds(spec.shape, here)
-    return _fill(local, shape, bounds, draw, kind, generator)
+    order = _memory_order(local, spec)
+    if order != list(range(local.ndim)) and kind == "normal_":
+        draw, kind = _strided(draw), "strided"  # what is not in the order of its elements gets its numbers otherwise
+    shape, bounds = tuple(shape[d] for d in order), [bounds[d] for d in order]
+    _fill(local.permute(order), shape, bounds, draw, kind, generator)
+    return local
 
 
 def _one_holder(local: Tensor, spec: Spec, here: Sequence[int]) -> Tensor:
@@ -89,6 +94,27 @@ def _fill(
             for start, values in _stream(math.prod(shape), local, draw, kind, generator, own):
                 _place(values, start, shape, bounds, local)
     return local
+
+
+def _memory_order(local: Tensor, spec: Spec) -> list[int]:
+    """The dims from the slowest to the fastest in memory, in which a device fills a tensor.
+
+    Of dims of one element or none strides tell nothing.  Where any rank may have such a part, all take the order of
+    the elements: they must use up the generator alike.
+    """
+    smallest = spec.local_shape(tuple(n - 1 for n in spec.mesh.sizes))
+    if any(n != 1 and part < 2 for n, part in zip(spec.shape, smallest, strict=True)):
+        return list(range(local.ndim))
+    return sorted(range(local.ndim), key=lambda d: -local.stride(d))
+
+
+def _strided(draw: Draw) -> Draw:
+    def run(scratch: Tensor, generator: Generator | None) -> Any:
+        apart = scratch.new_empty((*scratch.shape, 2))[..., 0]
+        draw(apart, generator)
+        return scratch.copy_(apart)
+
+    return run
 
 
 def _stream(
@@ -298,7 +324,8 @@ def _like(kind: str, args: Callable[[tuple[int, ...]], tuple[Any, ...]] = lambda
         def run(x: Tensor, *given: int, generator: Generator | None = None, **named: Any) -> Tensor:
             numbers = args((*given, *[named[k] for k in ("low", "high") if k in named]))
             dtype, device = named.get("dtype") or x.dtype, named.get("device") or x.device
-            made = torch.empty(ctx.out_shape(), dtype=dtype, device=device)
+            kept = named.get("memory_format") or torch.preserve_format
+            made = torch.empty_like(x, dtype=dtype, device=device, requires_grad=False, memory_format=kept)
             draw = _drawing(kind, numbers, made.is_complex())
             fill(made, ctx.outputs[0], ctx.here, draw, kind, generator)
             return made.requires_grad_(bool(named.get("requires_grad")))

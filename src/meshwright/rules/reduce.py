@@ -355,6 +355,8 @@ def _logsumexp_composed(x: Any, dim: Any, keepdim: bool = False, **kwargs: Any) 
     dim, keepdim = _named(kwargs, dim, keepdim)
     dims = dims_of(x.ndim, dim)
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    if any(x.shape[d] == 0 for d in dims):  # of nothing there is no maximum
+        return torch.log(torch.sum(torch.exp(x), dims, keepdim=keepdim))
     top = _best(x, dims, True)
     top = top.masked_fill(torch.isinf(top), 0.0)
     made = torch.log(torch.sum(torch.exp(x - top), dims, keepdim=True)) + top

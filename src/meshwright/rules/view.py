@@ -55,6 +55,16 @@ def match(
             place[k].append(f)
         return f
 
+    if 0 in have:  # no element, so none has a place: equal dims at both ends correspond, the rest need not
+        most = min(len(have), len(want))
+        lead = next((k for k in range(most) if have[k] != want[k]), most)
+        tail = next((k for k in range(most - lead) if have[-1 - k] != want[-1 - k]), most - lead)
+        for k in [*range(lead), *range(-tail, 0)]:
+            if have[k] != 1:
+                add([ins, outs], [k, k], have[k])
+        for dims, shape in ((ins, have), (outs, want)):
+            whole |= {add([dims], [k], shape[k]) for k in range(lead, len(shape) - tail) if shape[k] != 1}
+        return ins, outs, sizes, whole
     while True:
         while a == 1 and i < len(have):
             a, i = have[i], i + 1
@@ -62,12 +72,9 @@ def match(
             b, j = want[j], j + 1
         if a == 1 and b == 1:
             return ins, outs, sizes, whole
-        shared = a if a == b else math.gcd(a, b) if a and b else 0
-        if shared > 1 or (a == b == 0 and math.prod(have[:i]) == 0 == math.prod(want[:j])):
+        shared = math.gcd(a, b)
+        if shared > 1:
             add([ins, outs], [i - 1, j - 1], shared)
-            if not shared:
-                a, b = 1, 1
-                continue
             a, b = a // shared, b // shared
             if a == 1 or b == 1:
                 continue
@@ -75,7 +82,7 @@ def match(
         left, right = a, b
         whole.add(add([ins], [i - 1], a))
         whole.add(add([outs], [j - 1], b))
-        while left != right or (left == 0 and (i < len(have) or j < len(want))):
+        while left != right:
             if i < len(have) and (left <= right or j == len(want)):
                 left *= have[i]
                 if have[i] != 1:

@@ -1,0 +1,97 @@
+"""Tensors without elements, and dims of one element or fewer than ranks: as on one device, alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import meshwright as mw
+
+OPS: dict[str, Callable[[Any], Any]] = {
+    "flatten": lambda x: x.flatten(),
+    "flatten two": lambda x: x.flatten(0, 1),
+    "view": lambda x: x.view(x.shape[0], x.shape[1] * x.shape[2]),
+    "view, first dims": lambda x: x.view(x.shape[0] * x.shape[1], x.shape[2]),
+    "view to more": lambda x: x.view(*x.shape[:2], 1, x.shape[2]),
+    "reshape": lambda x: x.reshape(x.shape[2], x.shape[0] * x.shape[1]),
+    "unflatten": lambda x: x.unflatten(0, (x.shape[0], 1)),
+    "softmax 0": lambda x: x.softmax(0),
+    "softmax 1": lambda x: x.softmax(1),
+    "log_softmax 2": lambda x: x.log_softmax(2),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "take_along_dim": lambda x: torch.take_along_dim(x, torch.zeros(x.shape, dtype=torch.int64), 1),
+    "take_along_dim flat": lambda x: torch.take_along_dim(x, torch.zeros(x.numel(), dtype=torch.int64)),
+    "embedding": lambda x: F.embedding(torch.zeros(0 if 0 in x.shape else 2, dtype=torch.int64), x.flatten(1)),
+    "sum": lambda x: x.sum(1),
+    "mean": lambda x: x.mean(0),
+    "cat": lambda x: torch.cat([x, x], 1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[2:]),
+    "slice": lambda x: x[:, 1:],
+    "cumsum": lambda x: x.cumsum(0),
+    "chunk": lambda x: x.chunk(2, 0)[0],
+    "expand": lambda x: x[None].expand(2, *x.shape),
+    "matmul": lambda x: x @ x.transpose(1, 2),
+    "pad": lambda x: F.pad(x, (1, 1)),
+    "repeat": lambda x: x.repeat(1, 2, 1),
+}
+SHAPES = [(0, 2, 3), (4, 0, 3), (2, 3, 0), (0, 0, 2), (1, 2, 3), (2, 1, 2), (4, 4, 2)]
+
+
+def _outcome(fn: Callable[[Any], Any], x: Any) -> Any:
+    try:
+        y = fn(x)
+        (g,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        return y, g
+    except (RuntimeError, IndexError, ValueError) as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_value_and_gradient(shape: tuple[int, ...]) -> None:
+    mesh = mw.Mesh({"x": 3})
+    base = torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+
+    def run() -> list[str]:
+        wrong = []
+        for name, fn in OPS.items():
+            want = _outcome(fn, base.clone().requires_grad_())
+            for d in range(3):
+                got = _outcome(fn, mw.shard_tensor(base.clone(), mesh, [mw.Shard(d)]).requires_grad_())
+                if isinstance(want, type) or isinstance(got, type):
+                    if want is not got:
+                        wrong.append(f"{name}, Shard({d}): {got} for {want}")
+                    continue
+                for g, w, what in zip(got, want, ("value", "gradient"), strict=True):
+                    if g.shape != w.shape or not torch.allclose(mw.unshard(g), w, equal_nan=True):
+                        wrong.append(f"{name}, Shard({d}): {what}")
+                if got[0].requires_grad != want[0].requires_grad:
+                    wrong.append(f"{name}, Shard({d}): requires_grad")
+        return wrong
+
+    for found in mw.simulate(run, mesh):
+        assert found == []
+
+
+def test_embedding_of_empty_shards_twice() -> None:
+    """The backward of a backward has the same structure on a rank that holds no row."""
+    mesh = mw.Mesh({"x": 4})
+    w, ids, v = torch.randn(3, 2).double(), torch.tensor([0, 2, 2]), torch.randn(3, 2).double()
+
+    def twice(w: Any, ids: Any) -> Any:
+        y = F.embedding(ids, w)
+        (g,) = torch.autograd.grad((y**3).sum(), w, create_graph=True)
+        return g.requires_grad, torch.autograd.grad((g * v).sum(), w)[0]
+
+    want = twice(w.clone().requires_grad_(), ids)
+
+    def run() -> Any:
+        tracked, g = twice(mw.shard_tensor(w.clone(), mesh, [mw.Shard(0)]).requires_grad_(), ids)
+        return tracked, mw.unshard(g)
+
+    for tracked, g in mw.simulate(run, mesh):
+        assert tracked == want[0]
+        torch.testing.assert_close(g, want[1])
