@@ -282,6 +282,37 @@ def test_other_reductions_are_not_added():
         same(run, (X, (S0,)), (Y, (q,)))
 
 
+def test_operands_without_a_gradient_and_zeros_leave_it_partial():
+    c, s, m = ramp(8, 4), ramp(8, 4).cos(), ramp(8, 4) > 0
+
+    def fn(p, q):
+        return (
+            (p * c + q * s).relu(),
+            (p.masked_fill(m, 0) + torch.where(m, q, 0.0) / c.exp() + 0).sin(),
+            p + 0.0,
+            p + 2.0,
+        )
+
+    def run():
+        p, q = (dist(t.clone().requires_grad_(), P) * 1 for t in (X, Y))
+        made, sent = kinds(lambda: fn(p, q)[:3])
+        assert sent == {"all_reduce": 3}  # one for each of relu, sin and + 2.0
+        assert made[2].placements == (P,)
+        # A number that is not zero must not find the plan of one that is.
+        return mw.unshard((p + 2).detach()), mw.unshard((p + 2.0).detach()), mw.unshard(p.masked_fill(m, 1).detach())
+
+    for a, b, c_ in on_ranks(run):
+        torch.testing.assert_close(a, X + 2)
+        torch.testing.assert_close(b, X + 2)
+        torch.testing.assert_close(c_, X.masked_fill(m, 1))
+
+    def both(p, q):
+        made = fn(p, q)
+        return *made, *torch.autograd.grad(sum(t.sum() for t in made), [p, q])
+
+    same(both, (X.clone().requires_grad_(), (P,)), (Y.clone().requires_grad_(), (P,)))
+
+
 # ------------------------------------------------------------------------------------------ reduced once
 
 

@@ -9,7 +9,7 @@ keep the larger operand where it is, then the leftmost.  Everything follows from
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
 
@@ -57,6 +57,7 @@ def choose(
     inplace: bool = False,
     wish: Wish | None = None,
     strategies: Sequence[Strategy] | None = None,
+    constants: Collection[int] = (),
 ) -> Choice:
     """The cheapest way to run an op on inputs of these specs.
 
@@ -67,6 +68,7 @@ def choose(
         inplace: the first input is written to: it must keep its layout, and the output must have the same.
         wish: layouts that outputs should have, where the caller has one (backward inference).
         strategies: one per axis: take these instead of choosing (for tests of a rule).
+        constants: the inputs that have no gradient to be reduced.
 
     Raises:
         DispatchError: in-place, and no strategy keeps the first input as it is.
@@ -84,7 +86,7 @@ def choose(
         # Work stays divided where that moves nothing forward; for an op that contracts, wherever it can.
         divided = any(c.factor and (rule.heavy or not _moves(c, a, ins)) for c in candidates)
         split = [_split_elsewhere(rule, ins, chosen, a, k) for k in range(len(outs))]
-        priced = [_price(c, a, ins, outs, split, divided, wish, i) for i, c in enumerate(candidates)]
+        priced = [_price(c, a, ins, outs, split, divided, wish, i, constants) for i, c in enumerate(candidates)]
         best = min(range(len(candidates)), key=lambda i: priced[i])
         strategy = candidates[best]
         total += priced[best][1]
@@ -207,15 +209,17 @@ def _price(
     divided: bool,
     wish: Wish | None,
     index: int,
+    constants: Collection[int],
 ) -> Price:
     """(work thrown away, bytes, largest operand moved, position): smaller is better."""
     n = ins[0].mesh.sizes[axis]
     part = (n - 1) / n
     dependent = any(p is not REPLICATE and not isinstance(p, Replicate) for p in c.outputs)
     cost, moved = 0.0, 0.0
-    for spec, want in zip(ins, c.inputs, strict=True):
+    for i, (spec, want) in enumerate(zip(ins, c.inputs, strict=True)):
         held = held_bytes(spec, without=(axis,))
-        step = _axis_bytes(spec, axis, want, dependent, n) * part * held
+        grad = 1.0 if carries_grad(spec.dtype) and i not in constants else 0.0
+        step = _axis_bytes(spec, axis, want, dependent, n, grad) * part * held
         cost += step
         if spec.layout.placements[axis] != want:
             moved = max(moved, held)
@@ -259,10 +263,9 @@ def _leads(rule: Rule, i: int, k: int, p: Placement) -> bool:
     return any(f in dim for f in rule.inputs[i][p.dim][:1] for dim in rule.outputs[k])
 
 
-def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, n: int) -> float:
+def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, n: int, grad: float) -> float:
     """Forward and backward bytes to bring one axis to ``want``, in units of (n-1)/n of the gathered bytes."""
     have = spec.layout.placements[axis]
-    grad = 1.0 if carries_grad(spec.dtype) else 0.0
     if isinstance(have, Replicate):
         if isinstance(want, Replicate):
             reduced, undecided = spec.reduced >> axis & 1, spec.undecided >> axis & 1

@@ -5,7 +5,10 @@ Nothing is looked up unless somebody listens: finding the user's line walks the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from . import reshard, runtime
 from .convert import Step
@@ -69,8 +72,18 @@ def make(op: str, argument: int, plan: reshard.Plan, reason: str) -> Record:
     )  # fmt: skip
 
 
-def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool) -> None:
+def produced(t: torch.Tensor, op: str, factors: str, inputs: Sequence[torch.Tensor]) -> None:
+    """Note on a Partial value which op made it so, where and why: this one, or what made an input of it Partial."""
+    own = [f"{op} at {user_line()}, where {factors} is split"] if factors else []
+    before = [x.__dict__["_producer"] for x in inputs if "_producer" in getattr(x, "__dict__", ())]
+    if own or before:
+        t.__dict__["_producer"] = " and ".join(dict.fromkeys([*own, *before][:2]))
+
+
+def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool, producer: str = "") -> None:
     """Note communication that an op implies now or, if no data moves yet, in its backward.
+
+    ``producer``: what made a Partial value one.
 
     Raises ExplicitError inside ``mw.explicit()`` where data moves.
     """
@@ -82,6 +95,8 @@ def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool) 
     else:
         reason = "each rank uses the value for its own part of "
     reason += op + (f" ({why})" if why else " (no rule: gathered)")
+    if moves and partial and producer:
+        reason += f"; it is Partial since {producer}"
     made = make(op, argument, plan, reason)
     if runtime.RT.records is not None:
         runtime.RT.cause = made

@@ -129,7 +129,7 @@ QUESTIONS = {
 
 # ---------------------------------------------------------------------------------------------- keys
 
-_T, _F = object(), object()
+_T, _F, _ZERO = object(), object(), object()
 
 
 def _key_bool(a: bool, func: Any) -> Any:
@@ -138,7 +138,11 @@ def _key_bool(a: bool, func: Any) -> Any:
 
 def _key_int(a: int, func: Any) -> Any:
     op = _OPS.get(func)
-    return int if op is not None and op.pointwise else a
+    return int if op is not None and op.pointwise and a else a  # zero is a part of a sum, other numbers are not
+
+
+def _key_float(a: float, func: Any) -> Any:
+    return float if a else _ZERO
 
 
 def _key_type(a: Any, func: Any) -> Any:
@@ -163,7 +167,7 @@ def _key_plain(a: Tensor, func: Any) -> Any:
 
 
 _KEYS: dict[type, Callable[[Any, Any], Any]] = {
-    bool: _key_bool, int: _key_int, float: _key_type, complex: _key_type, tuple: _key_sequence, list: _key_sequence,
+    bool: _key_bool, int: _key_int, float: _key_float, complex: _key_type, tuple: _key_sequence, list: _key_sequence,
     torch.Size: _key_sequence, slice: _key_slice, Tensor: _key_plain, torch.nn.Parameter: _key_plain,
     torch.Generator: _key_type,
 }  # fmt: skip

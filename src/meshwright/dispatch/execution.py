@@ -192,8 +192,9 @@ def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan, make: 
     rt = runtime.RT
     if rt.records is None and not (steps.moves and rt.explicit):
         return make(t, steps, None)
+    producer = t.__dict__.get("_producer", "")
     try:
-        return make(t, steps, lambda moved: record.implicit(plan.op.name, i, steps, plan.why, moved))
+        return make(t, steps, lambda moved: record.implicit(plan.op.name, i, steps, plan.why, moved, producer))
     finally:
         rt.cause = None
 
@@ -259,6 +260,10 @@ def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, gr
         plan.fast = flat and (plan.plain or plan.retypes) and all(t.__class__ is Tensor for t in made)
     for t, spec in zip(made, plan.outputs, strict=True):
         stamp(t, spec)
+        if runtime.RT.records is not None and spec.layout.partial:
+            chosen = plan.choice.strategies if plan.choice is not None else ()
+            split = [c.factor for a, c in enumerate(chosen) if c.factor and a in spec.layout.partial]
+            record.produced(t, plan.op.name, f"{', '.join(split)} of {plan.why}" if split else "", tensors)
         if plan.open and grad_on and t.requires_grad and spec.undecided:
             tie([*tensors, t])
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,7 @@ def plan_call(
         tensors = tensors_in((args, kwargs))
         mesh = mesh_of(tensors, op.name)
         specs = [spec_of(t, mesh) for t in tensors]
+        constants = {i for i, t in enumerate(tensors) if "_spec" not in t.__dict__ and not t.requires_grad}
     instead, written = [], op.inplace and specs[0].known is not None
     for i, s in enumerate(specs):
         if s.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
@@ -108,7 +109,7 @@ def plan_call(
         if dtypes and op.python:
             return Plan(op, redispatch=True)
         specs = [s.with_(dtype=dtypes[i]) if i in dtypes else s for i, s in enumerate(specs)]
-        plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies, bool(instead))
+        plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies, constants, bool(instead))
     if dtypes and (instead or not plan.plain):  # else the native op does it, in C++ and with autocast's own memo
         return Plan(op, run=autocast.cast_first(func, dtypes, mesh.device))
     if bound and plan.run is not None:
@@ -146,8 +147,9 @@ def _plan_ruled(
     specs: list[Spec],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    strategies: Sequence[Strategy] | None = None,
-    replaced: bool = False,
+    strategies: Sequence[Strategy] | None,
+    constants: Collection[int],
+    replaced: bool,
 ) -> Plan:
     made = _run_meta(func, specs, args, kwargs, [])
     if made is _REFUSED and op.python:
@@ -170,9 +172,9 @@ def _plan_ruled(
     if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
         return Plan(op, run=rule.decompose, mesh=mesh)
     try:
-        choice = choose(rule, specs, like, inplace=op.inplace, strategies=strategies)
+        choice = choose(rule, specs, like, inplace=op.inplace, strategies=strategies, constants=constants)
     except DispatchError:
-        choice = choose(rule, specs, like, strategies=strategies)
+        choice = choose(rule, specs, like, strategies=strategies, constants=constants)
     return _mark_copies(_plan_from(op, mesh, rule, specs, choice), func, specs, args, kwargs, replaced)
 
 

@@ -17,6 +17,7 @@ from .explanation import Explanation
 def _explaining() -> Iterator[Explanation]:
     made = Explanation()
     before, runtime.RT.records = runtime.RT.records, made.records
+    runtime.RT.fast.clear()  # calls that note nothing
     try:
         with collective.counting() as counts:
             yield made

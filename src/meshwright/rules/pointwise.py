@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -47,16 +48,17 @@ def pointwise_rule(*args: Any, **kwargs: Any) -> Rule | None:
     return _together(list(args_in((args, kwargs))))
 
 
-def _together(tensors: list[Arg], *linear: list[Arg | None], outputs: int = 1, moves: bool = False) -> Rule | None:
+def _together(tensors: list[Arg], *linear: Sequence[Arg | None], outputs: int = 1, moves: bool = False) -> Rule | None:
     if not tensors:
         return None
     text = f"{', '.join(['...'] * len(tensors))} -> {', '.join(['...'] * outputs)}"
     return notation(text, *tensors, linear=bool_free(*linear), moves=moves)
 
 
-def _tensor(*values: Any) -> list[Arg | None]:
-    """A linear group; empty (so none) as soon as one of the terms is a number, which all ranks would add."""
-    return list(values) if all(isinstance(v, Arg) for v in values) else []
+def _tensor(*values: Any) -> Sequence[Arg | None]:
+    """A linear group; empty (so none) as soon as one of the terms is a number but zero, which all ranks would add."""
+    tensors = [v for v in values if isinstance(v, Arg)]
+    return tensors if all(isinstance(v, Arg) or v == 0 for v in values) else []
 
 
 @rule("frexp")
@@ -139,7 +141,7 @@ def copy(x: Arg, src: Any, non_blocking: bool = False) -> Rule | None:
 
 @rule("add", "sub", "subtract", "rsub")
 def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Rule | None:
-    """Jointly linear; a number would be added on every rank, so with one a Partial is reduced first."""
+    """Jointly linear; a number but zero would be added on every rank, so with one a Partial is reduced first."""
     return _together(list(args_in((x, other))), _tensor(x, other))
 
 

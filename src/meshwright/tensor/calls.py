@@ -86,6 +86,7 @@ def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
     if (
         typed
         and plan.fast
+        and runtime.RT.records is None  # somebody listens: what makes a value Partial is noted
         and (plan.plain or not torch.is_grad_enabled())
         and not (plan.untyped == 2 and _any_tied(args))
     ):
@@ -109,7 +110,7 @@ def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
         for t, spec in zip(many, plan.outputs, strict=True):
             stamp(t, spec)
         return out
-    if plan.swift and plan.checked:
+    if plan.swift and plan.checked and runtime.RT.records is None:
         with disabled():
             out = execute_swift(plan, func, args, kwargs)
         if out.__class__ is Tensor:
