@@ -362,8 +362,9 @@ def _lay(names: _Names, name: str, spec: Spec) -> None:
         t.grad = None
         t.data = Tensor.to(local, mesh.device).as_subclass(Tensor)
     stamp(t, spec)
-    for key, hook in (t._backward_hooks or {}).items():  # autograd would call them with local gradients
-        t._backward_hooks[key] = GradientHook(t, hook)
+    hooks: Any = t._backward_hooks or {}
+    for at, hook in hooks.items():  # autograd would call them with local gradients
+        hooks[at] = GradientHook(t, hook)
     if param:
         t._is_param = True
 

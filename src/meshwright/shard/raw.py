@@ -29,4 +29,17 @@ def bare(t: Tensor) -> Tensor:
         return local
 
 
-__all__ = ["bare", "become", "get_grad", "set_grad"]
+def state_of(p: Tensor) -> tuple[int, int, Any]:
+    """What changes when a tensor is written to, or could have been by a tensor that shares its memory."""
+    return p._version, p.__dict__.get("_shared", 0), p._spec.layout  # type: ignore[attr-defined]
+
+
+def aliased(p: Tensor) -> bool:
+    """Whether writes to a tensor may go uncounted: somebody holds one that shares its memory (``p.data``)."""
+    if "_shared" not in p.__dict__:
+        return False
+    storage = p.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor and ``storage``
+
+
+__all__ = ["aliased", "bare", "become", "get_grad", "set_grad", "state_of"]

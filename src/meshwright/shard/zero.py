@@ -29,7 +29,7 @@ from ..reshard import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, held, hold, stamp
 from .flights import Flight, Scattering, partial_axes
 from .packing import Packing, whole_over
-from .raw import bare
+from .raw import aliased, bare, state_of
 from .saved import Saver, may_save_references
 from .sync import GradSync
 
@@ -294,24 +294,12 @@ class Unit:
 
 
 def _frames() -> set[int]:
-    found, frame = set(), sys._getframe()
+    found: set[int] = set()
+    frame: Any = sys._getframe()
     while frame is not None:
         found.add(id(frame))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found
-
-
-def state_of(p: Tensor) -> tuple[int, int, Any]:
-    """What changes when a tensor is written to, or could have been by a tensor that shares its memory."""
-    return p._version, p.__dict__.get("_shared", 0), p._spec.layout  # type: ignore[attr-defined]
-
-
-def aliased(p: Tensor) -> bool:
-    """Whether writes to a tensor may go uncounted: somebody holds one that shares its memory (``p.data``)."""
-    if "_shared" not in p.__dict__:
-        return False
-    storage = p.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor and ``storage``
 
 
 class Seen:
@@ -463,7 +451,7 @@ def install(model: nn.Module, mesh: Mesh, sync: GradSync, stored: Mapping[int, i
     """
     zero = Zero(mesh, sync, regather)
     for module, members in _units(model):
-        params = [p for m in members for p in m._parameters.values() if isinstance(p, DistTensor) and id(p) in stored]
+        params: list[Any] = [p for m in members for p in m._parameters.values() if id(p) in stored]
         if params:
             spans = len(members) == sum(1 for _ in module.modules())
             unit = Unit(zero, params, stored, spans, type(module).__name__)

@@ -35,7 +35,7 @@ class Coming(Protocol):
 
 def held(p: Tensor) -> DistTensor | None:
     """The gradient that is held beside the slot, if any."""
-    kept = p.__dict__.get("_held")
+    kept: Any = p.__dict__.get("_held")
     if kept is not None and kept.__class__ is not DistTensor:
         kept.land(p)
         return held(p)
