@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -151,7 +151,7 @@ class Bound:
                 found = _replaced(o, t)
                 if not same(o.value.shape, tuple(found.stride()), o.value.strides):
                     return False
-                inputs[o.place], o.tensor, o.memory = found, t, _memory(found)
+                inputs[o.place], o.tensor, o.memory = found, cast("Tensor", t), _memory(found)
             known = [(part.state, len(part.state)) for part in parts_of(self.carrier.optimizer)]
             anew = any(a is not b or m != n for (a, m), (b, n) in zip(known, self.known, strict=True))
             for s in self.states:

@@ -39,18 +39,18 @@ def compile_program(program: Program) -> Runner:
         odd[name] = value.strides
         return laid(t, value.strides)
 
-    first: Runner | None = _compiled(program, lambda node: (laid_as_recorded, node.name, value_of(node)))
-    body = first
+    body: Runner = _compiled(program, lambda node: (laid_as_recorded, node.name, value_of(node)))
+    first = True
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         # Below autograd, but no inference tensors: users may go on computing with what comes out.
         nonlocal body, first
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             made = body(inputs)
-            if first is not None:
+            if first:
                 # Which kernels do so depends on strides and shapes only: what the first run has seen holds for all.
                 body = _compiled(program, lambda node: (laid, odd[node.name]) if node.name in odd else None)
-                first = None
+                first = False
         return made
 
     return run
