@@ -105,7 +105,8 @@ def _memory_order(local: Tensor, spec: Spec) -> list[int]:
     smallest = spec.local_shape(tuple(n - 1 for n in spec.mesh.sizes))
     if any(n != 1 and part < 2 for n, part in zip(spec.shape, smallest, strict=True)):
         return list(range(local.ndim))
-    return sorted(range(local.ndim), key=lambda d: -local.stride(d))
+    strides = local.stride()
+    return sorted(range(local.ndim), key=lambda d: -strides[d])
 
 
 def _strided(draw: Draw) -> Draw:
