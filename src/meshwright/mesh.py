@@ -150,7 +150,7 @@ def mesh_data(mesh: Mesh) -> dict[str, Any]:
 
 def mesh_from(data: Mapping[str, Any]) -> Mesh:
     """The mesh that :func:`mesh_data` wrote."""
-    return Mesh(data["axes"], device=data["device"], ranks=data["ranks"])
+    return Mesh(data["axes"], device=data["device"], ranks=list(data["ranks"]))
 
 
 def parse_mesh(text: str, *, device: str = "cpu") -> Mesh:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
+import keyword
+import math
 import operator
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,18 @@ import torch
 import torch.fx as fx
 
 from ..errors import MeshwrightError, ProgramError
-from ..layout import dtype_from, spec_from
+from ..layout import Spec, dtype_from, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..record import Record
+from ..rules import RULES
 from .core import Input, Merged, Origin, Output, Program
-from .store import FORMAT, NAMED, TENSORS, TEXT, VERSION, torch_version
+from .store import DIGEST, FORMAT, NAMED, TENSORS, TEXT, VERSION, digest, torch_version
 from .trace import Value
+
+# Bounds on what reading a file may cost; a program of a model of many billions of parameters is far below them.
+_MOST_TEXT, _MOST_NODES, _MOST_STEPS, _DEEPEST, _LONGEST = 1 << 27, 1 << 20, 1 << 16, 32, 1024
+_OPS = ("placeholder", "call_function", "output")
+_TEXTS = ("role", "line", "source", "sync", "gather")
 
 
 def load_program(path: str | Path, *, mesh: Mesh | None = None, rank: int | None = None) -> Program:
@@ -33,24 +42,34 @@ def load_program(path: str | Path, *, mesh: Mesh | None = None, rank: int | None
     """
     try:
         with zipfile.ZipFile(path) as file:
-            data = json.loads(file.read(TEXT))
-            constants = torch.load(io.BytesIO(file.read(TENSORS)), weights_only=True)
+            text, tensors, said = _read(file, TEXT, _MOST_TEXT), _read(file, TENSORS), _read(file, DIGEST, 64)
+        data = json.loads(text)
     except FileNotFoundError:
         raise ProgramError(f"{path}: there is no such file") from None
-    except (OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # whatever a damaged file makes zipfile and json raise
         raise ProgramError(f"{path} holds no program: {error}") from error
     _check_origin(path, data, mesh, rank)
     try:
-        made = _Reader(data, constants).program(data)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ProgramError(f"{path} is damaged: {error!r}") from error
+        made = _Reader(data, tensors).program(data)
     except MeshwrightError as error:
         raise ProgramError(f"{path}: {error}") from error
+    except Exception as error:
+        raise ProgramError(f"{path} is damaged: {error!r}") from error
     try:
         made.verify()
-    except ProgramError as error:
+    except Exception as error:
         raise ProgramError(f"{path} was changed after it was saved: {error}") from error
+    if said.decode(errors="replace") != digest(text, tensors):
+        raise ProgramError(f"{path} was changed after it was saved: its digest is that of another file")
     return made
+
+
+def _read(file: zipfile.ZipFile, name: str, most: int | None = None) -> bytes:
+    """A member of the file, of a size that the file itself has or of ``most`` bytes."""
+    about = file.getinfo(name)
+    if about.file_size > (about.compress_size if most is None else most):
+        raise ValueError(f"{name} has {about.file_size} bytes, which is more than a program has")
+    return file.read(name)
 
 
 def _check_origin(path: str | Path, data: Any, mesh: Mesh | None, rank: int | None) -> None:
@@ -77,54 +96,83 @@ def _check_origin(path: str | Path, data: Any, mesh: Mesh | None, rank: int | No
 class _Reader:
     """The values of one file."""
 
-    def __init__(self, data: Mapping[str, Any], constants: dict[str, torch.Tensor]) -> None:
+    def __init__(self, data: Mapping[str, Any], tensors: bytes) -> None:
         self.mesh = mesh_from(data["mesh"])
-        self.rank, self.constants = int(data["rank"]), constants
+        self.rank, self.constants = int(data["rank"]), self._tensors(data["constants"], tensors)
+
+    def _tensors(self, listed: Any, held: bytes) -> dict[str, torch.Tensor]:
+        made, start = {}, 0
+        for name, dtype, device, shape, stride in listed:
+            kind = dtype_from(dtype)
+            if device not in ("cpu", self.mesh.device) or min((0, *shape, *stride)) < 0:
+                raise ValueError(f"the constant {name!r} cannot be on {device!r} with sizes {shape}, strides {stride}")
+            stop = start + math.prod(shape) * kind.itemsize
+            if stop > len(held):
+                raise ValueError(f"the constant {name!r} has more bytes than the file")
+            flat = torch.frombuffer(bytearray(held[start:stop]), dtype=torch.uint8) if stop > start else torch.empty(0)
+            flat = flat.ne(0) if kind is torch.bool else flat.to(torch.uint8).view(kind)
+            made[_word(name)] = flat.as_strided(shape, stride).to(device)
+            start = stop
+        if start != len(held):
+            raise ValueError("the file has more bytes than its constants")
+        return made
 
     def program(self, data: Mapping[str, Any]) -> Program:
         """A program, and those that belong to it."""
         graph, named = fx.Graph(), dict[str, fx.Node]()
+        if len(data["nodes"]) > _MOST_NODES:
+            raise ValueError(f"{len(data['nodes'])} nodes")
         for given in data["nodes"]:
+            name, op = _identifier(given["name"]), given["op"]
+            if op not in _OPS or name in named:
+                raise ValueError(f"node {name!r} is a {op!r}, or the second of its name")
             args = self._decoded(given["args"], named)
-            kwargs = {k: self._decoded(v, named) for k, v in given.get("kwargs", {}).items()}
-            target = _operator(given["target"]) if given["op"] == "call_function" else given["target"]
-            node = graph.create_node(given["op"], target, args, kwargs, name=given["name"])
-            node.name = given["name"]
-            node.meta = {k: self._decoded(v, named) for k, v in given["meta"].items()}
-            named[node.name] = node
+            kwargs = {_identifier(k): self._decoded(v, named) for k, v in given.get("kwargs", {}).items()}
+            target = _operator(given["target"]) if op == "call_function" else _identifier(given["target"])
+            node = graph.create_node(op, target, args, kwargs, name=name)
+            node.name = name
+            node.meta = {k: _note(k, self._decoded(v, named)) for k, v in given["meta"].items()}
+            named[name] = node
         merged = None
         if data["merged"] is not None:
             parts = data["merged"]
+            if type(parts["k_steps"]) is not int or not 1 < parts["k_steps"] <= _MOST_STEPS:
+                raise ValueError(f"k_steps={parts['k_steps']!r}")
             merged = Merged(parts["k_steps"], self.program(parts["accumulate"]), self.program(parts["flush"]))
         return Program(
             self.mesh,
             self.rank,
             graph,
-            tuple(Input(**{**i, "spec": self._decoded(i["spec"], named)}) for i in data["inputs"]),
-            tuple(Output(**{**o, "spec": self._decoded(o["spec"], named)}) for o in data["outputs"]),
-            tuple(Record(**{k: _tupled(v) for k, v in c.items()}) for c in data["causes"]),
-            tuple(Origin(**{k: _tupled(v) for k, v in o.items()}) for o in data["origins"]),
+            tuple(_made(Input, {**i, "spec": self._decoded(i["spec"], named)}) for i in data["inputs"]),
+            tuple(_made(Output, {**o, "spec": self._decoded(o["spec"], named)}) for o in data["outputs"]),
+            tuple(_made(Record, c) for c in data["causes"]),
+            tuple(_made(Origin, o) for o in data["origins"]),
             self.constants,
-            data["update"],
+            _word(data["update"]),
             merged,
-            tuple(data["passes"]),
+            tuple(map(_word, data["passes"])),
         )
 
-    def _decoded(self, a: Any, named: Mapping[str, fx.Node]) -> Any:
+    def _decoded(self, a: Any, named: Mapping[str, fx.Node], depth: int = 0) -> Any:
         """What :func:`~meshwright.program.store.encoded` was given."""
+        if depth > _DEEPEST:
+            raise ValueError("values within values within values")
+        depth += 1
         if isinstance(a, list):
-            return [self._decoded(x, named) for x in a]
+            return [self._decoded(x, named, depth) for x in a]
         if not isinstance(a, dict):
             return a
         ((word, given),) = a.items()
         if word == "node":
             return named[given]
         if word == "tuple":
-            return tuple([self._decoded(x, named) for x in given])
+            return tuple([self._decoded(x, named, depth) for x in given])
         if word == "dict":
-            return {k: self._decoded(v, named) for k, v in given.items()}
+            return {k: self._decoded(v, named, depth) for k, v in given.items()}
         if word == "value":
             shape, dtype, storage, nbytes, *strides = given
+            if not all(type(n) is int and n >= 0 for n in (*shape, storage, nbytes, *itertools.chain(*strides))):
+                raise ValueError(f"sizes {shape}, storage {storage!r} of {nbytes!r} bytes, strides {strides}")
             return Value(tuple(shape), dtype_from(dtype), storage, nbytes, *map(tuple, strides))
         if word == "spec":
             return spec_from(given, self.mesh)
@@ -139,15 +187,65 @@ class _Reader:
 
 
 def _operator(name: str) -> Any:
-    """An operator by its name.  Raises ProgramError where there is none."""
+    """An operator by its name.  Raises ProgramError where there is none, or none that a program may call."""
     if name == "operator.getitem":
         return operator.getitem
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    space, packet, overload = name.split(".")
+    found: Any = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
     if not isinstance(found, torch._ops.OpOverload):
         raise ProgramError(f"there is no operator {name!r} here; import what defines it first")
+    ruled = space == "meshwright" or f"{space}::{packet}" in RULES
+    # TorchScript's own functions, which print and save, have no kernel.
+    kernel = space in ("aten", "prims") and torch._C._dispatch_has_kernel(found.name())
+    if not ruled and (not kernel or any(a.name == "filename" for a in found._schema.arguments)):
+        raise ProgramError(
+            f"a program may not call {name!r}: operators of PyTorch that compute are allowed, and those that have a "
+            "rule here (@mw.rule)"
+        )
     return found
+
+
+def _word(a: Any) -> str:
+    if not isinstance(a, str):
+        raise TypeError(f"a word was expected, not {a!r}")
+    return a
+
+
+def _identifier(a: Any) -> str:
+    """Names in a program are words: graphs are written as Python elsewhere too."""
+    if not _word(a).isidentifier() or keyword.iskeyword(a) or len(a) > _LONGEST:
+        raise ValueError(f"{a!r} is not a name")
+    return a
+
+
+def _note(key: str, a: Any) -> Any:
+    """What a node's meta has under a key, if it is of the key's type."""
+    tests = {
+        "spec": lambda: a is None or isinstance(a, Spec),
+        "cause": lambda: a is None or type(a) is int,
+        "value": lambda: a is None or isinstance(a, Value) or _all(a, lambda v: v is None or isinstance(v, Value)),
+        "grad_of": lambda: _all(a, lambda p: _all(p, bool) and [type(x) for x in p] == [str, Spec]),
+    }
+    if not tests.get(key, lambda: True)() or (key in _TEXTS and not isinstance(a, str)):
+        raise TypeError(f"{key} cannot be {a!r}")
+    return a
+
+
+def _all(a: Any, test: Callable[[Any], bool]) -> bool:
+    return isinstance(a, tuple) and all(map(test, a))
+
+
+def _made(kind: Any, given: Mapping[str, Any]) -> Any:
+    made = kind(**{k: _tupled(v) for k, v in given.items()})
+    for f in fields(made):
+        value = getattr(made, f.name)
+        if f.type == "str":
+            _word(value)
+        elif f.type == "Spec | None":
+            _note("spec", value)
+        elif str(f.type).startswith("tuple") and not isinstance(value, tuple):
+            raise TypeError(f"{f.name}={value!r} is no list")
+    return made
 
 
 def _tupled(a: Any) -> Any:

@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from .. import collective
 from ..collective import COLLECTIVES, STARTS, WAIT_OP
+from ..errors import ProgramError
 from .core import Program, value_of
 from .inplace import storages
 from .memory import LAID, laid, same
@@ -80,32 +81,32 @@ def _makes(node: fx.Node) -> bool:
 def python_of(program: Program, watch: Watch = lambda node: None) -> tuple[str, dict[str, Any]]:
     """Source of ``step(inputs)`` and the names that it uses.
 
+    All names in it are made here: those of the nodes may come from a file.
+
     Args:
         watch: of a node that makes memory, a function that its tensor goes through, and further arguments; or None.
     """
-    names: dict[str, Any] = {"getitem": operator.getitem}
+    names: dict[str, Any] = {}
+    nodes = {n: f"v{i}" for i, n in enumerate(program.graph.nodes)}
     bound: dict[Any, str] = {}
     last = last_uses(program.graph)
     lines = ["def step(inputs):"]
-    given = [n.name for n in program.placeholders]
+    given = [nodes[n] for n in program.placeholders]
     lines.append(f"    ({', '.join(given)},) = inputs" if given else "    pass")
     for node in program.graph.nodes:
         if node.op == "call_function":
-            lines.append(f"    {_assigned(node)}{_call(node, names, bound)}")
+            assigned = f"{nodes[node]} = " if node.users else ""
+            lines.append(f"    {assigned}{_call(node, nodes, names, bound)}")
             through = watch(node) if _makes(node) else None
             if through is not None:
-                fn, *rest = [_text(a, names) for a in through]
-                lines.append(f"    {node.name} = {fn}({', '.join((node.name, *rest))})")
+                fn, *rest = [_text(a, nodes, names) for a in through]
+                lines.append(f"    {nodes[node]} = {fn}({', '.join((nodes[node], *rest))})")
         elif node.op == "output":
-            lines.append(f"    return [{', '.join(_text(a, names) for a in node.args[0])}]")
-        dead = [n.name for n in last.get(node, ()) if n.op != "placeholder"]
+            lines.append(f"    return [{', '.join(_text(a, nodes, names) for a in node.args[0])}]")
+        dead = [nodes[n] for n in last.get(node, ()) if n.op != "placeholder"]
         for i in range(0, len(dead), _PER_LINE):
             lines.append(f"    del {', '.join(dead[i : i + _PER_LINE])}")
     return "\n".join(lines) + "\n", names
-
-
-def _assigned(node: fx.Node) -> str:
-    return f"{node.name} = " if node.users else ""
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -123,20 +124,24 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _call(node: fx.Node, names: dict[str, Any], bound: dict[Any, str]) -> str:
+def _call(node: fx.Node, nodes: dict[fx.Node, str], names: dict[str, Any], bound: dict[Any, str]) -> str:
     if node.target is operator.getitem:
-        return f"{_text(node.args[0], names)}[{node.args[1]!r}]"
+        return f"{_text(node.args[0], nodes, names)}[{_text(node.args[1], nodes, names)}]"
     if node.target in COLLECTIVES:
         x, *rest = node.args
         name = _bind(("collective", node.target, _hashable(rest)), lambda: _collective(node.target, rest), names, bound)
-        return f"{name}({_text(x, names)})"
+        return f"{name}({_text(x, nodes, names)})"
     if node.target is LAID.default:
         names["laid"] = laid
-        return f"laid({', '.join(_text(a, names) for a in node.args)})"
+        return f"laid({', '.join(_text(a, nodes, names) for a in node.args)})"
     if node.target is WAIT_OP:
-        return f"{_text(node.args[0], names)}.wait()"
+        return f"{_text(node.args[0], nodes, names)}.wait()"
     name = _bind(node.target, lambda: _callable(node.target), names, bound)
-    args = [_text(a, names) for a in node.args] + [f"{k}={_text(v, names)}" for k, v in node.kwargs.items()]
+    args = [_text(a, nodes, names) for a in node.args]
+    strange = [k for k in node.kwargs if not k.isidentifier()]
+    if strange:
+        raise ProgramError(f"%{node.name} is given an argument of the name {strange[0]!r}")
+    args += [f"{k}={_text(v, nodes, names)}" for k, v in node.kwargs.items()]
     return f"{name}({', '.join(args)})"
 
 
@@ -179,15 +184,14 @@ def _hashable(a: Any) -> Any:
     return tuple(_hashable(x) for x in a) if isinstance(a, (list, tuple)) else a
 
 
-def _text(a: Any, names: dict[str, Any]) -> str:
+def _text(a: Any, nodes: dict[fx.Node, str], names: dict[str, Any]) -> str:
     """An argument as source."""
     if isinstance(a, fx.Node):
-        return a.name
-    if isinstance(a, tuple):
-        return f"({', '.join(_text(x, names) for x in a)}{',' if len(a) == 1 else ''})"
-    if isinstance(a, list):
-        return f"[{', '.join(_text(x, names) for x in a)}]"
-    if a is None or isinstance(a, (bool, int, str)):
+        return nodes[a]
+    if isinstance(a, (tuple, list)):
+        inner = ", ".join(_text(x, nodes, names) for x in a)
+        return f"[{inner}]" if isinstance(a, list) else f"({inner}{',' if len(a) == 1 else ''})"
+    if a is None or type(a) in (bool, int, str):
         return repr(a)
     if isinstance(a, float) and a == a and abs(a) != float("inf"):
         return repr(a)

@@ -1,12 +1,12 @@
 """A program as a file: JSON text that can be read and compared, and the constants as tensors.
 
-The file is a zip of ``program.json`` and ``constants.pt``.  Nothing in it is code: ops are named, and are looked up
-when the program is loaded.
+The file is a zip of ``program.json``, ``constants.bin`` (their bytes, one after the other) and a digest of both.
+Nothing in it is code: ops are named, and are looked up when the program is loaded.
 """
 
 from __future__ import annotations
 
-import io
+import hashlib
 import json
 import math
 import zipfile
@@ -26,8 +26,8 @@ from .trace import Value, target_name
 if TYPE_CHECKING:
     from .core import Program
 
-FORMAT, VERSION = "meshwright program", 2
-TEXT, TENSORS = "program.json", "constants.pt"
+FORMAT, VERSION = "meshwright program", 3
+TEXT, TENSORS, DIGEST = "program.json", "constants.bin", "sha256"
 # Attributes of torch that stand for themselves, by the word that marks them.
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
@@ -38,6 +38,7 @@ def save(program: Program, path: str | Path) -> None:
     Raises:
         ProgramError: a node calls or is given what has no name in a file.
     """
+    held = {name: _dense(t) for name, t in program.constants.items()}
     text = _pretty(
         {
             "format": FORMAT,
@@ -45,23 +46,36 @@ def save(program: Program, path: str | Path) -> None:
             "torch": torch_version(),
             "mesh": mesh_data(program.mesh),
             "rank": program.rank,
+            "constants": [
+                [name, str(t.dtype).removeprefix("torch."), t.device.type, list(t.shape), list(t.stride())]
+                for name, t in held.items()
+            ],
             **_data(program),
         }
+    ).encode()
+    tensors = b"".join(
+        t.cpu().as_strided((t.numel(),), (1,)).view(torch.uint8).numpy().tobytes() for t in held.values()
     )
-    held = io.BytesIO()
-    torch.save(_constants(program), held)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(TEXT, text)
-        file.writestr(TENSORS, held.getvalue())
+        file.writestr(TENSORS, tensors, zipfile.ZIP_STORED)
+        file.writestr(DIGEST, digest(text, tensors))
+
+
+def digest(text: bytes, tensors: bytes) -> str:
+    """What tells a file that is as it was saved."""
+    return hashlib.sha256(hashlib.sha256(text).digest() + tensors).hexdigest()
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    """A constant without gaps or overlaps in its memory, in the order that it has where it has none."""
+    t = t.detach().resolve_conj().resolve_neg()
+    return t.clone() if torch.empty_like(t).stride() == t.stride() else t.contiguous()
 
 
 def torch_version() -> str:
     """Major and minor version of torch: ops may differ between them."""
     return ".".join(torch.__version__.split(".")[:2])
-
-
-def _constants(program: Program) -> dict[str, torch.Tensor]:
-    return {name: t.detach() for name, t in program.constants.items()}
 
 
 def _data(program: Program) -> dict[str, Any]:
@@ -146,4 +160,4 @@ def _pretty(a: Any, depth: int = 0) -> str:
     return json.dumps(a)
 
 
-__all__ = ["encoded", "save", "torch_version"]
+__all__ = ["digest", "encoded", "save", "torch_version"]
