@@ -27,9 +27,9 @@ GIB = 1 << 30
 CODE = '[][__import__("os").system("touch canary")]'
 WORDS: list[Any] = [
     CODE, "x y", "v0", "class", "", "é", "a" * 5000, "__import__", "aten.from_file.default", "aten.save.default",
-    "aten.mm.default", "operator.getitem", "operator.attrgetter", "os.system", "aten.tensor_split.sections", "float32", "float64",
-    "cuda", "meta", "canary", "placeholder", "get_attr", "call_method", "output", None, True, 0, 1, -1, 7, 2**31, 2**63,
-    -(2**63), 10**30,
+    "aten.mm.default", "operator.getitem", "operator.attrgetter", "os.system", "aten.tensor_split.sections",
+    "float32", "float64", "cuda", "meta", "canary", "placeholder", "get_attr", "call_method", "output",
+    None, True, 0, 1, -1, 7, 2**31, 2**63, -(2**63), 10**30,
     0.5, 1e308, [], {}, [[]], {"node": CODE}, {"tuple": []}, {"dict": {CODE: 1}}, {"device": "cuda"}, {"float": "nan"},
     {"dtype": "float16"}, {"dtype": CODE}, {"value": [[2**40], "float32", 0, 0]}, {"layout": "strided"}, {"other": 1},
     {"spec": {"shape": [4], "dtype": "float32", "placements": [["shard", 0]]}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn as nn
 from . import collective, convert, marks, runtime
 from . import reshard as _reshard
 from .dispatch import Inference, disabled, forget_ops, infer, relayout, wanted
-from .errors import DesyncError, LayoutError, MeshError
+from .errors import DesyncError, LayoutError, MeshError, RuleError, takes
 from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh
 from .rules import rule as _rule
@@ -21,6 +22,11 @@ from .rules.random import materialize
 from .tensor import DistTensor, stamp, whole
 
 Tensor = torch.Tensor
+
+
+MESH_WANTED = (Mesh, "take mw.init_mesh({...}), or mw.Mesh({...}) without processes")
+_DIST = (DistTensor, "mw.shard_tensor(t, mesh, placements) lays a plain tensor on a mesh; of several, one at a time")
+_TENSOR = (Tensor, "torch.as_tensor(x) makes a tensor of numbers and arrays; of several, one at a time")
 
 
 def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | None = None, check: bool = False) -> Mesh:
@@ -86,6 +92,7 @@ def agree(what: str, value: Any, mesh: Mesh) -> None:
         raise DesyncError(f"{what}: the ranks disagree ({listed}); every rank must make the same call")
 
 
+@takes(LayoutError, t=_TENSOR, mesh=MESH_WANTED)
 def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = None, check: bool = True) -> DistTensor:
     """Lay a global tensor on a mesh.
 
@@ -120,6 +127,7 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
     return made
 
 
+@takes(LayoutError, local=_TENSOR, mesh=MESH_WANTED, shape=((tuple, list, NoneType), "give one size per dim"))
 def from_local(
     local: Tensor,
     mesh: Mesh,
@@ -141,6 +149,8 @@ def from_local(
         LayoutError: parts whose sizes are not those of ``torch.chunk``.
         DesyncError: ranks that pass different dtypes or placements.
     """
+    if isinstance(local, DistTensor):
+        raise LayoutError("from_local takes the plain tensor that this rank holds: mw.reshard changes a DistTensor")
     layout = Layout(mesh, placements, order=order, ndim=local.dim())
     if check:
         agree("from_local", (local.dim(), str(local.dtype), repr(layout)), mesh)
@@ -178,6 +188,12 @@ def _global_shape(local: Tensor, layout: Layout, check: bool) -> list[int]:
     return shape
 
 
+@takes(
+    LayoutError,
+    factory=(Callable, "take what makes a tensor, e.g. torch.randn"),
+    shape=((tuple, list), "give one size per dim"),
+    mesh=MESH_WANTED,
+)
 def sharded(
     factory: Callable[..., Tensor],
     shape: Any,
@@ -200,6 +216,7 @@ def sharded(
     return made
 
 
+@takes(LayoutError, x=_DIST)
 def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> DistTensor:
     """``x`` in another layout, by the cheapest sequence of conversions; differentiable (the backward is its transpose).
 
@@ -218,11 +235,13 @@ def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> Dist
         return cast(DistTensor, relayout(x, target, stamp))
 
 
+@takes(LayoutError, x=(Tensor, "of several, one at a time, e.g. {k: mw.unshard(t) for k, t in state.items()}"))
 def unshard(x: Tensor) -> Tensor:
     """The global value as a plain tensor, on every rank; differentiable.  Every rank must call it."""
     return whole(x) if isinstance(x, DistTensor) else x
 
 
+@takes(LayoutError, x=_TENSOR)
 def constrain(x: Tensor, placements: Placements) -> Tensor:
     """A wish about a layout inside a model: reshards a DistTensor; a plain tensor is returned as it is.
 
@@ -233,6 +252,7 @@ def constrain(x: Tensor, placements: Placements) -> Tensor:
     return marks.mark(x, placements) if marks.exporting() else x
 
 
+@takes(LayoutError, x=_DIST)
 def to_dtensor(x: DistTensor) -> Any:
     """The same data as torch's DTensor (no copy), for torch's checkpointing and friends."""
     from torch.distributed.tensor import DTensor
@@ -245,6 +265,8 @@ def to_dtensor(x: DistTensor) -> Any:
 
 def from_dtensor(d: Any, mesh: Mesh | None = None) -> DistTensor:
     """A DistTensor on the data of torch's DTensor (no copy)."""
+    if not hasattr(d, "device_mesh"):
+        raise LayoutError(f"from_dtensor takes a DTensor of PyTorch, not {type(d).__name__}: see mw.shard_tensor")
     device_mesh = d.device_mesh
     if mesh is None:
         names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim))
@@ -294,6 +316,10 @@ DistTensor.__create_chunk_list__ = _chunks  # type: ignore[attr-defined]
 DistTensor.__get_tensor_shard__ = _shard_at  # type: ignore[attr-defined]
 
 
+_OP = (str, 'give the name of the op before autograd, e.g. "linear"')
+
+
+@takes(RuleError, op=_OP)
 def infer_forward(op: str, *args: Any, **kwargs: Any) -> Inference:
     """What the rule of ``op`` answers for inputs of these specs: layouts wanted, layouts made, bytes.
 
@@ -307,6 +333,7 @@ def infer_forward(op: str, *args: Any, **kwargs: Any) -> Inference:
     return infer(op, args, kwargs, None)
 
 
+@takes(RuleError, op=_OP, outputs=(list, "give a Spec for each output, in a list"))
 def infer_backward(op: str, *args: Any, outputs: list[Spec], **kwargs: Any) -> Inference:
     """What the inputs should be, given the layouts that the outputs should have (and the inputs' own)."""
     return infer(op, args, kwargs, outputs)
@@ -314,6 +341,8 @@ def infer_backward(op: str, *args: Any, outputs: list[Spec], **kwargs: Any) -> I
 
 def rule(*names: str) -> Callable[[Callable[..., Rule | None]], Callable[..., Rule | None]]:
     """Give ops a rule: ``@mw.rule("mylib::op")``.  See ``meshwright.rules.notation`` for what it returns."""
+    if not names or not all(isinstance(n, str) for n in names):
+        raise RuleError(f'rule takes names of ops, not {names!r}: @mw.rule("mylib::op")')
     register = _rule(*names)
 
     def wrap(fn: Callable[..., Rule | None]) -> Callable[..., Rule | None]:

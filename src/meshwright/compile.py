@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from .errors import ProgramError, takes
 from .explain import Explanation, explain_program
 from .layout import Placements
 from .mesh import Mesh
@@ -34,6 +36,13 @@ class CapturedStep(LocalStep):
         return explain_program(self.program)
 
 
+_MODEL = (nn.Module, "give the nn.Module that is trained")
+_OPTIMIZER = ((torch.optim.Optimizer, NoneType), "give an optimizer of the model's parameters, or None")
+_GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}')
+_PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names")
+
+
+@takes(ProgramError, model=_MODEL, optimizer=_OPTIMIZER, layouts=_GLOBS, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES)
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn | None,
@@ -102,6 +111,9 @@ def compile_step(
     )  # fmt: skip
 
 
+@takes(
+    ProgramError, step_fn=(Callable, "give a function of a batch"), model=_MODEL, optimizer=_OPTIMIZER, passes=_PASSES
+)
 def capture_local(
     step_fn: StepFn,
     mesh: Mesh,

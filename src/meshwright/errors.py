@@ -7,6 +7,13 @@ Messages name the culprit, say what was expected and end with the call that fixe
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class MeshwrightError(Exception):
     """Root of all errors of this package."""
@@ -62,3 +69,34 @@ class PassError(ProgramError):
 
 class DataError(MeshwrightError, ValueError):
     """Training data that cannot be used."""
+
+
+def takes(error: type[MeshwrightError], **wanted: tuple[Any, str]) -> Callable[[F], F]:
+    """Check arguments of a public function before anything else: name to (types, what to do about others).
+
+    Raises ``error``, the same on every rank that makes the mistake, naming the function and the argument.
+    """
+
+    def wrap(fn: F) -> F:
+        given = inspect.signature(fn).parameters
+        places = {p.name: i for i, p in enumerate(given.values()) if p.kind is not p.KEYWORD_ONLY}
+        checks = [(places.get(name, len(given)), name, kinds, fix) for name, (kinds, fix) in wanted.items()]
+
+        last = len(given)
+
+        @functools.wraps(fn)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for i, name, kinds, fix in checks:
+                value = args[i] if i < min(len(args), last) else kwargs.get(name, checks)
+                if value is not checks and not isinstance(value, kinds):
+                    kind = type(value).__name__
+                    raise error(f"{fn.__name__}: {name} cannot be {_article(kind)}: {fix}")
+            return fn(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return wrap
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

@@ -117,11 +117,29 @@ class _Later(importlib.abc.MetaPathFinder):
         _guard_wrapper(getattr(module, name), _STORED, "fully_shard" if name == "FSDPParam" else "")
 
 
+def _guard_compile() -> None:
+    """Dynamo traces what a DistTensor holds, and would take it for the whole."""
+    compiling = torch.compile
+
+    @functools.wraps(compiling)
+    def guarded(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(model, "__self__", model)  # Module.compile compiles a method
+        if isinstance(module, torch.nn.Module) and any(map(_is_dist, (*module.parameters(), *module.buffers()))):
+            raise ShardError(
+                "torch.compile was given a module with DistTensors, which it cannot trace: mw.compile_step(..., "
+                'backend="inductor") captures the whole step and compiles what lies between collectives'
+            )
+        return compiling(model, *args, **kwargs)
+
+    torch.compile = guarded
+
+
 def install() -> None:
     """Guard them; plain tensors pass through."""
     torch.autograd.Function.apply = classmethod(_guarded)  # type: ignore[assignment,method-assign]
     _guard_wrapper(torch.nn.parallel.DistributedDataParallel, _SYNC)
     _guard_wrapper(torch.nn.DataParallel, _SYNC)
+    _guard_compile()
     later = _Later()
     sys.meta_path.insert(0, later)
     for name in later.classes:

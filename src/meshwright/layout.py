@@ -148,6 +148,10 @@ class Layout:
         order: Mapping[int, Sequence[str | int]] | None = None,
         ndim: int | None = None,
     ) -> None:
+        if not isinstance(mesh, Mesh):
+            raise LayoutError(f"{mesh!r} is no mesh: take mw.init_mesh({{...}}), or mw.Mesh({{...}}) without processes")
+        if order is not None and not isinstance(order, Mapping):
+            raise LayoutError(f"order={order!r}: dim to the axes that split it was expected, major first")
         if isinstance(placements, Layout):
             order = order or dict(placements.order)
             placements = placements.placements
@@ -419,13 +423,20 @@ class Spec:
         known: Spec | None = None,
         stored: bool = False,
     ) -> Spec:
-        layout = layout.with_ndim(len(shape))
+        try:
+            layout = layout.with_ndim(len(shape))
+        except (AttributeError, TypeError):
+            raise LayoutError(
+                f"Spec({shape!r}, {dtype!r}, {layout!r}): a tuple, a torch.dtype and a mw.Layout were expected"
+            ) from None
         mask = sum(1 << a for a, p in enumerate(layout.placements) if isinstance(p, Replicate))
         reduced &= mask
         undecided &= mask & ~reduced
         key = (tuple(shape), dtype, layout, reduced, undecided, copied, known, stored)
         found = cls._made.get(key)
         if found is None:
+            if not isinstance(dtype, torch.dtype):
+                raise LayoutError(f"Spec: {dtype!r} is no dtype: take one of torch's, e.g. torch.float32")
             for op in layout.partial.values():
                 if why := unreducible(op, dtype):
                     raise LayoutError(f"{layout!r}: {why}")

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from .errors import MeshError
@@ -31,6 +32,12 @@ class Mesh:
     __slots__ = ("__dict__", "_hash", "axes", "device", "ranks", "size", "sizes")
 
     def __init__(self, axes: Mapping[str, int], *, device: str = "cpu", ranks: Sequence[int] | None = None) -> None:
+        if not isinstance(axes, Mapping):
+            raise MeshError(f'{axes!r} names no axes: give each a name and a size, e.g. Mesh({{"dp": 2, "tp": 2}})')
+        if not isinstance(ranks, (Sequence, NoneType)):
+            raise MeshError(f"ranks={ranks!r}: the global ranks in row-major order were expected, e.g. ranks=[0, 1]")
+        if not isinstance(device, str):
+            raise MeshError(f'device={device!r}: the type of device as a word was expected, e.g. "cpu" or "cuda"')
         if not axes:
             raise MeshError('a mesh needs at least one axis, e.g. Mesh({"dp": 2})')
         for name, n in axes.items():
@@ -87,7 +94,7 @@ class Mesh:
         if isinstance(axis, str):
             if axis in self.axes:
                 return self.axes.index(axis)
-        elif -self.ndim <= axis < self.ndim:
+        elif isinstance(axis, int) and -self.ndim <= axis < self.ndim:
             return axis % self.ndim
         raise MeshError(f"unknown axis {axis!r}: {self!r} has the axes {', '.join(self.axes)}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import runtime
-from .errors import CollectiveError, DesyncError, MeshwrightError
+from .errors import CollectiveError, DesyncError, MeshError, MeshwrightError, takes
 from .mesh import Mesh
 
 LEAVE = 1.0  # seconds that ranks have to end in, at each step, where a simulation is left before its end
@@ -311,6 +312,32 @@ def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return modes
 
 
+_PROFILER = (
+    "torch.profiler follows one thread and simulated ranks are several, which crashes it: profile real processes "
+    "(torchrun), or see mw.explain for what is sent"
+)
+
+
+def _refuse_profiler() -> None:
+    prepare = torch.autograd.profiler.profile._prepare_trace
+
+    @functools.wraps(prepare)
+    def guarded(self: Any) -> Any:
+        if runtime.RT.sim is not None:
+            raise CollectiveError(_PROFILER)
+        return prepare(self)
+
+    torch.autograd.profiler.profile._prepare_trace = guarded  # type: ignore[method-assign]
+
+
+_refuse_profiler()
+
+
+@takes(
+    MeshError,
+    fn=(Callable, "give a function without arguments: simulate(lambda: step(batch), mesh)"),
+    mesh=(Mesh, 'give a mesh: mw.Mesh({"dp": 2})'),
+)
 def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0, check: bool = False) -> list[Any]:
     """Run ``fn()`` once per rank of ``mesh`` in this process; the results, in the order of the ranks.
 
@@ -336,3 +363,6 @@ def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0, check:
     for rt in simulation.runtimes.values():
         rt.check = check
     return simulation.run(fn, timeout)
+    if torch._C._autograd._profiler_enabled():
+        raise CollectiveError(_PROFILER)
+    return Simulation(mesh).run(fn, timeout)

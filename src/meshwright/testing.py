@@ -27,7 +27,7 @@ from .dispatch import (
     resolve,
     tensors_in,
 )
-from .errors import ConversionError, MeshwrightError, RuleError
+from .errors import ConversionError, MeshwrightError, ProgramError, RuleError, takes
 from .layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec, commute, unreducible
 from .mesh import Mesh
 from .program import Program
@@ -485,6 +485,9 @@ def _random_finding(outputs: list[Any], want: _Reference, case: _Case) -> _Findi
 # ---------------------------------------------------------------------------------------------- conversions
 
 
+@takes(
+    ConversionError, src=(Spec, "give mw.Spec(shape, dtype, layout)"), dst=(Spec, "give mw.Spec(shape, dtype, layout)")
+)
 def check_conversion(src: Spec, dst: Spec) -> None:
     """Check the conversion from one spec to another: its value, and ⟨A x, y⟩ = ⟨x, Aᵀ y⟩ for its backward A​ᵀ.
 
@@ -575,6 +578,7 @@ def _dot(x: Tensor, spec: Spec, y: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- programs
 
 
+@takes(ProgramError, programs=((Program, list, tuple), "give a program, step.program, or those of all ranks"))
 def check_program(programs: Program | Sequence[Program]) -> None:
     """Check one rank's program, or the programs of all ranks of a mesh together.
 
@@ -582,6 +586,8 @@ def check_program(programs: Program | Sequence[Program]) -> None:
         ProgramError: what is wrong in which program, and at which node.
         DesyncError: ranks that would not meet in the same collectives.
     """
+    if not isinstance(programs, Program) and not all(isinstance(p, Program) for p in programs):
+        raise ProgramError("check_program takes programs: step.program, or those of all ranks")
     if isinstance(programs, Program):
         programs.verify()
     else:

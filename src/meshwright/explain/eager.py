@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import NoneType
 from typing import Any
 
 from .. import collective, runtime
+from ..errors import MeshwrightError, takes
 from .explanation import Explanation
 
 
@@ -26,6 +28,7 @@ def _explaining() -> Iterator[Explanation]:
         made.counts = counts
 
 
+@takes(MeshwrightError, fn=((Callable, NoneType), "give a function and its arguments, or write with mw.explain()"))
 def explain(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
     """Explain the communication of eager code.
 

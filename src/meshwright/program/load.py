@@ -11,12 +11,13 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ..errors import MeshwrightError, ProgramError
+from ..errors import MeshwrightError, ProgramError, takes
 from ..layout import Spec, dtype_from, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..record import Record
@@ -31,6 +32,7 @@ _OPS = ("placeholder", "call_function", "output")
 _TEXTS = ("role", "line", "source", "sync", "gather")
 
 
+@takes(ProgramError, path=((str, Path), "give the path of a file"), mesh=((Mesh, NoneType), "give a mw.Mesh"))
 def load_program(path: str | Path, *, mesh: Mesh | None = None, rank: int | None = None) -> Program:
     """Read the program that a rank saved, and verify it.
 

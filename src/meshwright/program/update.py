@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from .. import convert, record, runtime
+from ..errors import ProgramError
 from ..layout import Layout, Partial, Shard, Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
@@ -108,6 +109,13 @@ def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> li
         return None  # its first step is another one than the others
     if any(g.get("decoupled_weight_decay") for g in optimizer.param_groups) and kind == "adam":
         kind = "adamw"
+    for group in optimizer.param_groups:
+        for i, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise ProgramError(
+                    f"parameter {i} of a group of the optimizer, of shape {tuple(p.shape)}, is none of the model's: "
+                    "make the optimizer from the parameters of the model that is passed, after what replaces them (PEFT)"
+                )
     return [
         Group(tuple(names[id(p)] for p in g["params"]), tuple((k, g[k]) for k in keys), kind)
         for g in optimizer.param_groups

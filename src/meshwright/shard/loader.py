@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import NoneType
 from typing import Any
 
 import torch
 
 from .. import collective, runtime
-from ..api import from_local, shard_tensor
-from ..errors import DesyncError, LayoutError, ShardError
-from ..layout import Layout, Placements, Replicate, Shard
+from ..api import MESH_WANTED, from_local, shard_tensor
+from ..errors import DesyncError, LayoutError, ShardError, takes
+from ..layout import Layout, Partial, Placements, Replicate, Shard
 from ..mesh import Mesh
 from ..tensor import DistTensor
 
@@ -50,6 +51,8 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         count = 0
         for batch in self.loader:
+            if not count:
+                self._check_keys(batch)
             if self.mesh.size > 1 and (not count or runtime.RT.check):
                 self._check(batch, count)
             count += 1
@@ -109,6 +112,19 @@ class ShardedLoader:
             return from_local(t, self.mesh, layout, shape=shape, check=False)
         return shard_tensor(collective.all_gather(t, dim, sizes, group), self.mesh, layout, check=False)
 
+    def _check_keys(self, batch: Any) -> None:
+        """Names that are neither axes nor keys of the batch would lay nothing, without a word."""
+        if not self._by_key:
+            return
+        keys = set(_keys(batch))
+        unknown = [k for k in self.placements if k not in keys]
+        if unknown:
+            has = f"has the keys {', '.join(map(repr, sorted(keys, key=str)))}" if keys else "has no keys"
+            raise ShardError(
+                f"shard_dataloader: {unknown[0]!r} is no axis of {self.mesh!r}, and the batch {has}: placements are "
+                f'{{"{self.mesh.axes[0]}": mw.Shard(0)}} for all tensors, or key to placements'
+            )
+
     def _check(self, batch: Any, count: int) -> None:
         """Ranks must have batches of the same form, and the same values where they have the same part.
 
@@ -166,6 +182,15 @@ class ShardedLoader:
         return ""
 
 
+def _keys(batch: Any) -> Iterator[Any]:
+    """The keys of a batch, nested ones too."""
+    if isinstance(batch, Mapping):
+        yield from batch
+    if isinstance(batch, (Mapping, tuple, list)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _keys(value)
+
+
 def _is_placements(given: Mapping[Any, Any], mesh: Mesh) -> bool:
     return all(k in mesh.axes for k in given)
 
@@ -177,6 +202,14 @@ def _like(value: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
         return made
 
 
+@takes(
+    ShardError,
+    mesh=MESH_WANTED,
+    placements=(
+        (Mapping, list, tuple, Layout, Shard, Replicate, Partial, NoneType),
+        'give axis to placement, e.g. {"dp": mw.Shard(0)}, or key of the batch to such placements',
+    ),
+)
 def shard_dataloader(
     loader: Iterable[Any], mesh: Mesh, placements: Any = None, *, local: bool = False
 ) -> ShardedLoader:

@@ -9,15 +9,16 @@ import fnmatch
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from .. import collective, runtime
-from ..api import constrain, shard_tensor
+from ..api import MESH_WANTED, constrain, shard_tensor
 from ..dispatch import disabled, map_tensors
-from ..errors import DesyncError, LayoutError, MeshwrightError, ShardError
+from ..errors import DesyncError, LayoutError, MeshwrightError, ShardError, takes
 from ..layout import Layout, Placements, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES
@@ -30,6 +31,18 @@ Tensor = torch.Tensor
 Globs = Mapping[str, Placements]
 
 
+_GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}')
+
+
+@takes(
+    ShardError,
+    mesh=MESH_WANTED,
+    placements=_GLOBS,
+    inputs=_GLOBS,
+    outputs=_GLOBS,
+    stored_over=((str, Mapping, NoneType), "give an axis, or a dict, glob of names to axis"),
+    bucket_bytes=((int, float), "give a number of bytes"),
+)
 def shard_module(
     model: nn.Module,
     mesh: Mesh,
@@ -220,7 +233,9 @@ def _plan(names: _Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
     chosen: dict[str, Placements] = {}
     for glob, matched in matching(placements, names.all, "parameter or buffer").items():
         for name in matched:
-            chosen[names.all[name]] = placements[glob]
+            # A pattern for weights meets counters too (num_batches_tracked), of which there is nothing to split.
+            if names.tensors[names.all[name]].ndim or name == glob:
+                chosen[names.all[name]] = placements[glob]
     plan = {}
     for name, t in names.tensors.items():
         if isinstance(t, DistTensor):

@@ -9,6 +9,7 @@ needs to be asked for.
 from __future__ import annotations
 
 import types
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.optim.optimizer import (
 
 from .. import convert, runtime
 from ..dispatch import disabled
-from ..errors import LayoutError, ShardError
+from ..errors import LayoutError, ShardError, takes
 from ..layout import Layout, Partial, Spec
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, hold, stamp
@@ -253,6 +254,7 @@ register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 
 
+@takes(ShardError, states_over=((str, NoneType), "give one axis of the mesh"))
 def shard_optimizer(opt: Optimizer, *, states_over: str | None = None, elementwise: bool = False) -> Optimizer:
     """Prepare an optimizer for distributed parameters; the same object is returned.
 
@@ -276,9 +278,9 @@ def shard_optimizer(opt: Optimizer, *, states_over: str | None = None, elementwi
         raise ShardError(f"shard_optimizer takes a torch.optim.Optimizer, not {type(opt).__name__}")
     if not any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
         raise ShardError(
-            "none of the optimizer's parameters is distributed: call mw.shard_module(model, mesh, ...) "
-            "first, and on the "
-            "meta device make the optimizer after it"
+            "none of the optimizer's parameters is distributed: call mw.shard_module(model, mesh, ...) first, and make "
+            "the optimizer after it from the model's own parameters; what replaces or adds parameters (PEFT, the meta "
+            "device) comes before both"
         )
     found: Binding | None = opt.__dict__.pop("_meshwright", None)
     made = Binding(

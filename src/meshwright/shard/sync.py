@@ -28,7 +28,7 @@ import torch.nn as nn
 
 from .. import collective, convert, runtime
 from ..dispatch import disabled
-from ..errors import ShardError
+from ..errors import ShardError, takes
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, stamp
@@ -183,6 +183,7 @@ def syncs_of(model: nn.Module) -> list[GradSync]:
     return found
 
 
+@takes(ShardError, model=(torch.nn.Module, "give the model that mw.shard_module returned"))
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, gradients stay Partial and accumulate on each rank; nothing is sent.

@@ -43,6 +43,12 @@ class DistTensor(torch.Tensor):
     _spec: Spec
     grad: DistTensor | None  # the property is in gradients
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> DistTensor:
+        raise LayoutError(
+            "a DistTensor is not made by its class: take mw.shard_tensor(t, mesh, placements), mw.from_local or "
+            "mw.sharded"
+        )
+
     # -- what the tensor is -------------------------------------------------------------------------------
 
     @property
