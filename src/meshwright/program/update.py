@@ -114,7 +114,7 @@ def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> li
             if id(p) not in names:
                 raise ProgramError(
                     f"parameter {i} of a group of the optimizer, of shape {tuple(p.shape)}, is none of the model's: "
-                    "make the optimizer from the parameters of the model that is passed, after what replaces them (PEFT)"
+                    "make the optimizer from the parameters of the model that is passed, after PEFT and the like"
                 )
     return [
         Group(tuple(names[id(p)] for p in g["params"]), tuple((k, g[k]) for k in keys), kind)
