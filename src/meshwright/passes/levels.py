@@ -20,7 +20,7 @@ def flattened(program: Program) -> tuple[Program, int]:
             inner = _inner(node)
             if inner is None:
                 break
-            inner.replace_all_uses_with(inner.args[0])
+            inner.replace_all_uses_with(inner.all_input_nodes[0])
             _, op, axes, mesh = node.args
             names = set(f"{axes},{inner.args[2]}".split(","))
             together = ",".join(a for a in program.mesh.axes if a in names)

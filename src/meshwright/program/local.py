@@ -272,11 +272,13 @@ class _Recording:
         """What a backward starts from: the same 1 as autograd's own, as a node that says so; cotangents of the step's
         own stay what they are."""
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        grads = [given] * len(listed) if given is None or isinstance(given, Tensor) else list(given)
-        for i, t in enumerate(listed):
-            if grads[i] is None and isinstance(t, Tensor) and t.numel() == 1:
-                grads[i] = torch.full(t.shape, 1.0, dtype=t.dtype, device=t.device)
-                self.recorder.node_of(grads[i]).meta["seed"] = True
+        grads: list[Any] = (
+            [None] * len(listed) if given is None else [given] if isinstance(given, Tensor) else list(given)
+        )
+        for i, (t, grad) in enumerate(zip(listed, grads, strict=False)):  # torch itself says what is missing
+            if grad is None and isinstance(t, Tensor) and t.numel() == 1:
+                grads[i] = seed = torch.full(t.shape, 1.0, dtype=t.dtype, device=t.device)
+                self.recorder.node_of(seed).meta["seed"] = True
         return grads
 
     def _step(self, part: int, closure: Any = None) -> None:
@@ -418,7 +420,7 @@ def _refused() -> Iterator[None]:
 
     scaler = torch.amp.GradScaler
     names = ("scale", "unscale_", "step", "update")
-    changed = {n: partialmethod(partial(scales, getattr(scaler, n))) for n in names}
+    changed: dict[str, Any] = {n: partialmethod(partial(scales, getattr(scaler, n))) for n in names}
     handle = register_optimizer_step_pre_hook(unknown)
     try:
         with mock.patch.multiple(scaler, **changed):
