@@ -53,7 +53,7 @@ def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | Non
     if runtime.RT.sim is None:
         started = dist.is_initialized()
         if not started and dist.is_torchelastic_launched():
-            limit = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+            limit: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
             dist.init_process_group("nccl" if device == "cuda" else "gloo", **limit)
             started = True
         world = dist.get_world_size() if started else 1

@@ -17,7 +17,7 @@ from .watch import disagreement, mark, started
 from .wire import GATHER
 
 Tensor = torch.Tensor
-_FOLD = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
+_FOLD: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
 _ABOUT = Call("check")
 _OBJECTS = Call("all_gather_object")
 
@@ -60,7 +60,8 @@ def small_all_reduce(x: Tensor, op: str, group: Group, call: Call) -> Tensor:
     rows = gathered(row, group, call)
     same_so_far(rows[:, 0].tolist(), group)
     parts = rows[:, 1:].view(x.dtype)[:, : x.numel()]
-    return _FOLD[op](parts, 0).to(x.dtype).view(x.shape)
+    made: Tensor = _FOLD[op](parts, 0).to(x.dtype).view(x.shape)
+    return made
 
 
 def same_so_far(traces: Sequence[int], group: Group) -> None:

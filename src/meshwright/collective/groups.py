@@ -144,7 +144,7 @@ def _new_group(parts: tuple[tuple[int, ...], ...], device: str) -> Link:
             own = pg, ranks
     sockets = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
     gloo = type(own[0]) is dist.ProcessGroup and backend_name(own[0], device) == "gloo"
-    return Link(*own, gloo, sockets)
+    return Link(own[0], own[1], gloo, sockets)
 
 
 def connect(mesh: Mesh) -> None:

@@ -126,7 +126,7 @@ def _ask(question: Callable[[Any], Any]) -> Any:
 
     def ask() -> None:
         try:
-            store = dist.PrefixStore("meshwright", dist.distributed_c10d._get_default_store())
+            store = dist.distributed_c10d.PrefixStore("meshwright", dist.distributed_c10d._get_default_store())
             answer.append(question(store))
         except Exception:  # the store is gone with the rank that held it: then nothing is known
             answer.append(None)
