@@ -24,8 +24,7 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 del CASES["fractional_max_pool2d"]  # draws from a generator of its own while it runs
 del CASES["vector_norm dtype"]  # in float32 inside: its gradient has an error of its own
-# Refused with an error: masks that say how much is taken, and writes through a view that is a copy on the mesh (in the
-# captured graph x[i] = y is a view and a copy_).
+# Refused with an error: masks that say how much is taken.
 NOT_CAPTURED = 3  # in one part of the cases
 
 

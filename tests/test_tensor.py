@@ -153,34 +153,19 @@ def test_writing_to_a_view_writes_to_the_base(p):
         same(run, (ramp(10, 4), p))
 
 
-COPIES = {
-    "row": lambda x: x[0],
-    "rows": lambda x: x[1:3],
-    "select": lambda x: x.select(0, 1),
-    "narrow": lambda x: x.narrow(0, 2, 3),
-    "chunk": lambda x: x.chunk(3)[0],
-    "flat": lambda x: x.t().reshape(-1),
-    "view of a view": lambda x: x[0].view(2, 2)[1],
-    "detached": lambda x: x[0].detach(),
-}
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_writing_to_a_view_that_had_to_be_a_copy_is_refused(name):
+def test_what_may_be_a_view_or_a_copy_is_not_written():
     def run():
         x = sharded()
-        part = COPIES[name](x)
-        with pytest.raises(DispatchError, match="in place on a view") as caught:
-            part.zero_()
-        with pytest.raises(DispatchError, match="in place on a view"):
-            part += 1.0
-        with pytest.raises(DispatchError):
-            torch.add(part, part, out=part)
-        free = part.clone()
-        free.zero_()  # a copy by name is one's own
-        (part * 2).zero_()
-        assert torch.equal(mw.unshard(x), ramp(10, 4))
-        return str(caught.value)
+        flat = x.t().reshape(-1)
+        with pytest.raises(
+            DispatchError, match=r"whether reshape makes a view is not known here. Say .view\(...\)"
+        ) as one:
+            flat.zero_()
+        x.mul_(2.0)
+        with pytest.raises(DispatchError, match="reshape") as other:
+            flat.sum()
+        assert torch.equal(mw.unshard(x), ramp(10, 4) * 2.0)
+        return str(one.value), str(other.value)
 
     assert len(set(on_ranks(run))) == 1
 
@@ -252,8 +237,6 @@ def test_out():
 def test_out_that_cannot_be():
     def run():
         x = sharded()
-        with pytest.raises(DispatchError, match="out= is a plain tensor and the result is distributed"):
-            torch.add(x, x, out=torch.empty(10, 4, dtype=torch.float64))
         with pytest.raises(DispatchError, match=r"out= has shape \(3, 4\), the result \(10, 4\)"):
             torch.add(x, x, out=mw.shard_tensor(ramp(3, 4), FOUR, (S0,)))
 

@@ -12,14 +12,14 @@ import torch.nn as nn
 
 from . import collective, convert, marks, runtime
 from . import reshard as _reshard
-from .dispatch import Inference, disabled, forget_ops, infer, relayout, wanted
+from .dispatch import Inference, disabled, forget_ops, infer, refresh, relayout, wanted
 from .errors import DesyncError, LayoutError, MeshError, RuleError, takes
 from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh
 from .rules import rule as _rule
 from .rules.core import Rule
 from .rules.random import materialize
-from .tensor import DistTensor, stamp, whole
+from .tensor import DistTensor, call_enabled, stamp, whole
 
 Tensor = torch.Tensor
 
@@ -231,6 +231,7 @@ def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> Dist
     target = wanted(x._spec, placements, order)
     if target is x._spec:
         return x
+    refresh(x, call_enabled)
     with disabled():
         return cast(DistTensor, relayout(x, target, stamp))
 

@@ -45,8 +45,14 @@ from .plans import (
     global_outputs,
     make_rule,
     plan_call,
-    refuse_copy,
     warn_gathered,
+)
+from .views import (
+    before,
+    refresh,
+    refuse_leaf,
+    remember_detached,
+    write_through,
 )
 
 __all__ = [
@@ -55,6 +61,7 @@ __all__ = [
     "Op",
     "Plan",
     "autocast",
+    "before",
     "call_disabled",
     "convert_tensor",
     "disabled",
@@ -69,8 +76,10 @@ __all__ = [
     "mesh_of",
     "op_name",
     "plan_call",
-    "refuse_copy",
+    "refresh",
+    "refuse_leaf",
     "relayout",
+    "remember_detached",
     "resolve",
     "root",
     "settle",
@@ -81,4 +90,5 @@ __all__ = [
     "unit_cotangent",
     "wanted",
     "warn_gathered",
+    "write_through",
 ]

@@ -251,3 +251,19 @@ def mesh_of(tensors: Sequence[Tensor], name: str) -> Mesh:
     if mesh is None:
         raise LayoutError(f"{name}: no argument is a DistTensor")
     return mesh
+
+
+class as_plain:
+    """A distributed tensor seen as its plain local tensor for a while."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.t, self.kind = t, type(t)
+
+    def __enter__(self) -> Tensor:
+        if getattr(self.kind, "class_set", False):
+            self.t.__class__ = Tensor
+        return self.t
+
+    def __exit__(self, *_: object) -> None:
+        if self.t.__class__ is not self.kind:
+            self.t.__class__ = self.kind

@@ -11,6 +11,7 @@ from .. import convert, record, reshard, runtime
 from ..errors import RuleError
 from ..layout import REPLICATE, Layout, Partial, Placements, Spec
 from .calls import (
+    as_plain,
     disabled,
     map_tensors,
     spec_of,
@@ -22,6 +23,7 @@ from .plans import (
     plan_call,
     written_spec,
 )
+from .views import remember
 
 Tensor = torch.Tensor
 
@@ -149,15 +151,19 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     for i, steps in (*plan.known, *plan.conversions):
         locals_[i] = _convert_recorded(plan, i, locals_[i], steps)
     if plan.back is not None:
-        with _as_plain(locals_[0]) as local:
+        with as_plain(locals_[0]) as local:
             locals_[0] = local.clone()  # what was converted may be kept for its next use
     result = _run_local(plan, func, args, kwargs, tensors, locals_)
     if plan.op.inplace:
         return _finish_write(plan, tensors, locals_[0], result, stamp)
     result = _own(plan, result, tensors, locals_)
     if plan.gathered:
-        return _finish_gathered(plan, tensors, result, stamp)
-    return _finish(plan, tensors, result, stamp, grad_on)
+        result = _finish_gathered(plan, tensors, result, stamp)
+    else:
+        result = _finish(plan, tensors, result, stamp, grad_on)
+    if plan.copies:
+        remember(func, args, kwargs, tensors[0], tensors_in(result))
+    return result
 
 
 def _finish_write(plan: Plan, tensors: Sequence[Tensor], written: Tensor, result: Any, stamp: Stamp) -> Tensor:
@@ -166,10 +172,10 @@ def _finish_write(plan: Plan, tensors: Sequence[Tensor], written: Tensor, result
     old = spec_of(target, made.mesh).with_()  # what was known of the value is no more
     elsewhere = plan.back is not None or plan.local is not None  # a local function may compute the new value
     value = result if elsewhere and isinstance(result, Tensor) else written
-    with _as_plain(value) as new:
+    with as_plain(value) as new:
         if plan.gathered and new.shape != old.shape:  # resize_: what is left of the old layout is of no use
             if value is not target:
-                with _as_plain(target) as local:
+                with as_plain(target) as local:
                     local.set_(new)  # type: ignore[call-overload]
             return cast(
                 Tensor, stamp(target, Spec(new.shape, old.dtype, Layout(old.mesh), 0, (1 << old.mesh.ndim) - 1))
@@ -177,7 +183,7 @@ def _finish_write(plan: Plan, tensors: Sequence[Tensor], written: Tensor, result
     if plan.back is not None:
         value = _convert_recorded(plan, 0, value, plan.back, _bring_back)
     if value is not target:
-        with _as_plain(target) as local, _as_plain(value) as new:
+        with as_plain(target) as local, as_plain(value) as new:
             local.copy_(new)
     if torch.is_grad_enabled() and target.requires_grad:
         stamp(target, written_spec(old, made) if made.shape == old.shape else made)
@@ -369,19 +375,3 @@ def unit_cotangent(spec: Spec, device: Any) -> Tensor:
     value = 0.0 if any(spec.reduced >> a & 1 and here[a] for a in range(spec.mesh.ndim)) else 1.0
     with disabled():
         return torch.full(spec.local_shape(here), value, dtype=spec.dtype, device=device)
-
-
-class _as_plain:
-    """A distributed tensor seen as its plain local tensor for a while."""
-
-    def __init__(self, t: Tensor) -> None:
-        self.t, self.kind = t, type(t)
-
-    def __enter__(self) -> Tensor:
-        if getattr(self.kind, "class_set", False):
-            self.t.__class__ = Tensor
-        return self.t
-
-    def __exit__(self, *_: object) -> None:
-        if self.t.__class__ is not self.kind:
-            self.t.__class__ = self.kind

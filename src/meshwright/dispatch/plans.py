@@ -42,6 +42,7 @@ class Plan:
     value is taken in its place.  ``alias``: a custom op, whose backward may look at the inputs that it saved: it gets
     plain aliases.  ``back``: a write that cannot be made in the layout of its target: it is made in a copy of another
     layout, which is then brought back and copied into the target.
+    ``copies``: it makes views that are copies on the mesh; ``watched``: arguments are such copies (see ``views``).
     """
 
     op: Op
@@ -63,6 +64,7 @@ class Plan:
     redispatch: bool = False
     gathered: bool = False
     copies: bool = False
+    watched: bool = False
     back: reshard.Plan | None = None
     open: int = 0
     checked: bool = False
@@ -86,9 +88,6 @@ def plan_call(
     Partial values that were reduced before as what they were reduced to.
     """
     op = resolve(func)
-    if op.inplace:
-        for t in tensors_in(args[:1]):
-            refuse_copy(f"{op.name}_: ", t)
     bound = op.binding(args, kwargs)
     if op.composite is not None:
         return Plan(op, run=bound.around(op.composite) if bound else op.composite)
@@ -99,6 +98,7 @@ def plan_call(
         mesh = mesh_of(tensors, op.name)
         specs = [spec_of(t, mesh) for t in tensors]
         constants = {i for i, t in enumerate(tensors) if "_spec" not in t.__dict__ and not t.requires_grad}
+    watched = any(s.copied for s in specs)
     instead, written = [], op.inplace and specs[0].known is not None
     for i, s in enumerate(specs):
         if s.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
@@ -119,7 +119,8 @@ def plan_call(
     if not (args and isinstance(args[0], Tensor)) and plan.native is not None:
         plan.native, plan.plain, plan.retypes, plan.swift = None, False, False, False
     plan.known = tuple(instead)
-    if instead or written:
+    plan.watched = watched
+    if instead or written or plan.watched or plan.copies:
         plan.plain = plan.retypes = plan.swift = False
     return plan
 
@@ -178,22 +179,12 @@ def _plan_ruled(
     return _mark_copies(_plan_from(op, mesh, rule, specs, choice), func, specs, args, kwargs, replaced)
 
 
-def refuse_copy(what: str, t: Tensor) -> None:
-    """Raises DispatchError where a write to ``t`` would be lost: a view that needed communication is a copy."""
-    spec = getattr(t, "__dict__", {}).get("_spec")
-    if spec is not None and spec.copied:
-        raise DispatchError(
-            f"{what}in place on a view that is a copy here ({spec!r}): making it needed communication, so the write "
-            "would not reach the tensor that it was taken from. Write to that tensor itself, x[...] = x[...] + y; or "
-            "mw.reshard it first so that the view is local; or .clone() the view if it is to be a copy"
-        )
-
-
 def _mark_copies(
     plan: Plan, func: Any, specs: list[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: bool
 ) -> Plan:
     """Views of converted or replaced inputs, or of copies, do not alias what the caller holds: their specs say so."""
-    moved = replaced or any(s.kind != "retype" for _, c in plan.conversions for s in c.steps)
+    own = plan.local is not None and not isinstance(plan.local, Native)
+    moved = own or replaced or any(s.kind != "retype" for _, c in plan.conversions for s in c.steps)
     if not plan.op.inplace and (moved or any(s.copied for s in specs)) and _is_view(func, specs, args, kwargs):
         plan.outputs = tuple(s.with_(copied=True) for s in plan.outputs)
         plan.spec = plan.outputs[0] if plan.outputs else None

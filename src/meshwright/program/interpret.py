@@ -18,11 +18,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import runtime
 from ..dispatch import (
     QUESTIONS,
+    before,
     execute,
     key_part,
     op_name,
     plan_call,
+    refresh,
     relayout,
+    remember_detached,
     resolve,
     root,
     settle,
@@ -30,6 +33,7 @@ from ..dispatch import (
     unit_cotangent,
     wanted,
     warn_gathered,
+    write_through,
 )
 from ..errors import CaptureError, MeshwrightError
 from ..layout import Spec
@@ -175,6 +179,7 @@ class Interpreter:
         spec = spec_at(x)
         if spec is None or not (x.dtype.is_floating_point or x.dtype.is_complex):
             return x
+        refresh(x, self.call)
         target = wanted(spec, placements)
         return x if target is spec else relayout(x, target, stamp)
 
@@ -192,6 +197,7 @@ class Interpreter:
             (x,) = tensors
             spec = x.__dict__["_spec"]
             made = x.detach() if name == "detach" else x.detach_()
+            remember_detached(x, made)
             return stamp(made, spec.with_(reduced=0, undecided=(1 << spec.mesh.ndim) - 1))
         plan = self._plan(func, args, kwargs)
         if plan.run is not None:
@@ -202,7 +208,12 @@ class Interpreter:
                 return _redispatch(func, (), args, kwargs)
         if plan.gathered:
             warn_gathered(plan)
-        return execute(plan, func, args, kwargs, stamp)
+        if plan.watched:
+            before(plan, tensors, self.call)
+        made = execute(plan, func, args, kwargs, stamp)
+        if plan.watched and plan.op.inplace:
+            write_through(made, self.call)
+        return made
 
     def _plan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         resolve(func)  # so that the key knows whether the op is pointwise

@@ -249,9 +249,12 @@ def _put_here(shelves: Shelves) -> LocalFn:
 
 
 def _touch(x: Tensor, value: Any) -> None:
-    """Nothing to write here; x must still depend on the value, as it does on the other ranks."""
+    """Nothing to write here; x must still depend on the value, and count the write, as it does on the other ranks."""
+    nothing_of = x.narrow(0, 0, 0)
     if isinstance(value, Tensor) and value.requires_grad:
-        x.narrow(0, 0, 0).add_(value.flatten()[:0].sum())
+        nothing_of.add_(value.flatten()[:0].sum())
+    else:
+        nothing_of.zero_()
 
 
 @dataclass

@@ -79,6 +79,8 @@ def _fits(name: str, specs: tuple[Specs | Spec | None, ...]) -> bool:
     """Whether the lists hold tensors of the same layouts, on whose locals the op means what it says."""
     first, *rest = specs
     assert isinstance(first, tuple)
+    if any(s is not None and s.copied for listed in specs if isinstance(listed, tuple) for s in listed):
+        return False
     for other in rest:
         if isinstance(other, tuple):
             if len(other) != len(first):

@@ -20,11 +20,11 @@ from torch.optim.optimizer import (
 )
 
 from .. import convert, runtime
-from ..dispatch import disabled
+from ..dispatch import disabled, refresh, write_through
 from ..errors import LayoutError, ShardError, takes
 from ..layout import Layout, Partial, Spec
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, hold, stamp
+from ..tensor import DistTensor, call_enabled, hold, stamp
 from .raw import become, get_grad, set_grad
 from .states import Chunks, Shadow
 
@@ -64,6 +64,7 @@ class Binding:
         self.shadow: Shadow | None = None
         self.count: tuple[int, ...] = ()
         self.params: list[DistTensor] = []
+        self.copies: list[DistTensor] = []
         self.specs: list[Spec] = []
         self.wanted: list[Spec] = []
         self.swapped: list[Tensor] = []
@@ -84,6 +85,7 @@ class Binding:
             self.chunks.add(self.params)
             self.params = [p for p in self.params if self.chunks.spec(p) is None]
         self.specs = [p._spec for p in self.params]
+        self.copies = [p for p in self.params if p._spec.copied]  # views of others: those see the update too
         self.wanted = [_own(s) for s in self.specs]
 
     def state_spec(self, p: DistTensor) -> Spec:
@@ -210,6 +212,8 @@ def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     binding.restore()  # after a step that raised
     binding.follow(opt)
+    for p in binding.copies:
+        refresh(p, call_enabled)
     args, kwargs = _with_closure(opt, binding, args, kwargs)
     binding.swap()
     if binding.chunks is not None:
@@ -248,6 +252,9 @@ def _after_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
         shadow, binding.shadow = binding.shadow, None
         if shadow is not None:
             shadow.settle()
+        with torch.no_grad():
+            for p in binding.copies:
+                write_through(p, call_enabled)
 
 
 register_optimizer_step_pre_hook(_before_step)

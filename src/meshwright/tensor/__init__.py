@@ -10,8 +10,20 @@ the way into autograd's engine and back, ``standin`` what ops read in the place 
 """
 
 from . import methods as methods
-from .carrier import DistTensor, GradientHook, stamp, whole
+from .carrier import DistTensor, GradientHook, call_enabled, stamp, whole
 from .gradients import Coming, held, hold, in_spec
 from .standin import OPEN, stands_in
 
-__all__ = ["OPEN", "Coming", "DistTensor", "GradientHook", "held", "hold", "in_spec", "stamp", "stands_in", "whole"]
+__all__ = [
+    "OPEN",
+    "Coming",
+    "DistTensor",
+    "GradientHook",
+    "call_enabled",
+    "held",
+    "hold",
+    "in_spec",
+    "stamp",
+    "stands_in",
+    "whole",
+]

@@ -14,6 +14,7 @@ from ..dispatch import (
     QUESTIONS,
     Plan,
     autocast,
+    before,
     call_disabled,
     disabled,
     execute,
@@ -21,14 +22,14 @@ from ..dispatch import (
     key_part,
     op_name,
     plan_call,
-    refuse_copy,
     resolve,
     settle_after,
     tensors_in,
     warn_gathered,
+    write_through,
 )
 from ..errors import DispatchError
-from .carrier import NO, DistTensor, local_of, stamp
+from .carrier import NO, DistTensor, call_enabled, stamp
 from .memory import into_plain
 from .special import SPECIAL
 from .standin import with_stand_ins
@@ -148,6 +149,8 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
         return special(func, types, args, kwargs)
     if kwargs.get("out") is not None:
         return _with_out(func, args, kwargs)
+    if name == "__getitem__" and (index := _without_scalars(args[1])) is not None:
+        return func(args[0], index)
     swift = all(isinstance(a, Tensor) for a in args[: len(tensors_in(args))]) and not tensors_in(kwargs)
     stored = any(isinstance(t, DistTensor) and t._spec.stored for t in tensors_in((args, kwargs)))
     if stored:
@@ -184,29 +187,48 @@ def _run(plan: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
         return redispatch_function(func, types, args, kwargs)
     if plan.gathered:
         warn_gathered(plan)
+    if plan.watched:
+        before(plan, tensors_in((args, kwargs)), call_enabled)
     with disabled():
-        return execute(plan, func, args, kwargs, stamp)
+        out = execute(plan, func, args, kwargs, stamp)
+    if plan.watched and plan.op.inplace:
+        write_through(out, call_enabled)
+    return out
+
+
+def _without_scalars(index: Any) -> Any:
+    """An index with integer tensors of no dim as ints, which select as PyTorch has it; None where there are none."""
+    items = index if isinstance(index, tuple) else (index,)
+    scalar = [isinstance(a, Tensor) and not a.ndim and a.dtype not in _NO_INTS for a in items]
+    if not any(scalar) or any(isinstance(a, Tensor) and (a.is_floating_point() or a.is_complex()) for a in items):
+        return None
+    return tuple(int(a) if s else a for a, s in zip(items, scalar, strict=True))
+
+
+_NO_INTS = (torch.bool, torch.uint8)
 
 
 def _with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``out=``: compute, convert to the layout that ``out`` has, and copy into it."""
-    given = kwargs["out"]
+    given, name = kwargs["out"], op_name(func)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs))):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
     made = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
     for target, value in zip(tensors_in(given), tensors_in(made), strict=True):
-        if not isinstance(target, DistTensor):
-            raise DispatchError(
-                f"{op_name(func)}: out= is a plain tensor and the result is distributed; give a DistTensor, e.g. "
-                "torch.empty_like of an operand"
-            )
-        refuse_copy(f"{op_name(func)}: out=", target)
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise RuntimeError(f"{name}: result type {value.dtype} can't be cast to the desired type {target.dtype}")
         if target.shape != value.shape:
-            raise DispatchError(
-                f"{op_name(func)}: out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; distributed "
-                "tensors are not resized"
-            )
-        local = local_of(value, target._spec)
-        with disabled():
-            target.copy_(local)
+            if isinstance(target, DistTensor) or target.numel():
+                raise DispatchError(
+                    f"{name}: out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; only an empty "
+                    "plain tensor is resized"
+                )
+            target.resize_(value.shape)
+        with torch.no_grad():
+            target.copy_(value)
     return given
 
 

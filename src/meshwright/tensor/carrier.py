@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .. import convert, reshard, runtime
-from ..dispatch import call_disabled, disabled, settle
+from ..dispatch import call_disabled, disabled, refresh, remember_detached, settle
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
@@ -116,6 +116,7 @@ class DistTensor(torch.Tensor):
         replicated or Partial, the own shard where it is sharded.
         """
         self = stands_in(self)
+        refresh(self, call_enabled)
         with disabled():
             if self._spec.undecided and self.requires_grad:
                 settle(self, self._spec.with_(undecided=0))
@@ -168,6 +169,7 @@ class DistTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         if id(self) in memo:
             return cast(DistTensor, memo[id(self)])
+        refresh(self, call_enabled)
         with disabled():
             if not self.is_leaf:
                 raise RuntimeError("only leaf tensors can be deep-copied; use .detach().clone()")
@@ -182,6 +184,7 @@ class DistTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        refresh(self, call_enabled)
         with disabled():
             local = Tensor.detach(self)
         local.__class__ = Tensor
@@ -214,6 +217,7 @@ class DistTensor(torch.Tensor):
         spec = self._spec.with_(undecided=every_axis(self._spec), stored=False)
         made = stamp(call_disabled(_GET_DATA, (), (self,), NO), spec)
         share(self, made)
+        remember_detached(self, made)
         return made
 
     @data.setter
@@ -236,7 +240,9 @@ class DistTensor(torch.Tensor):
         """
         spec = self._spec
         undecided = every_axis(spec)
-        return stamp(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=undecided, stored=False))
+        made = stamp(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=undecided, stored=False))
+        remember_detached(self, made)
+        return made
 
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
         """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
@@ -304,6 +310,12 @@ class GradientHook:
             given = stamp(grad.view_as(grad), spec)
         made = self.hook(given)
         return None if made is None else plain(local_of(made, spec.with_(dtype=made.dtype)))
+
+
+def call_enabled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call on distributed tensors, from where dispatch may be disabled."""
+    with torch._C._EnableTorchFunction():
+        return func(*args, **kwargs)
 
 
 def stamp(local: Tensor, spec: Spec) -> DistTensor:
@@ -379,6 +391,7 @@ def local_of(value: Tensor, spec: Spec) -> Tensor:
     """Local part of ``value`` brought to the types of ``spec``."""
     if not isinstance(value, DistTensor):
         value = as_layout_of(value, spec)
+    refresh(value, call_enabled)
     with disabled():
         source = value._spec.with_(undecided=0)
         if value.requires_grad:

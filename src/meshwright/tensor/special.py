@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from ..dispatch import call_disabled
 from ..errors import DispatchError
 from .autograd import backward, grad
@@ -49,6 +51,17 @@ def _detach_in_place(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[
     return x
 
 
+def _set(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, *source = args
+    if kwargs or len(source) != 1 or not isinstance(x, DistTensor) or not isinstance(source[0], Tensor):
+        raise DispatchError(
+            "set_ of a DistTensor takes one tensor, whose memory and layout it gets: another storage or shape is of "
+            "this rank alone; give it to mw.from_local"
+        )
+    x.data = source[0]  # type: ignore[assignment]
+    return x
+
+
 def _no_forward_mode(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise DispatchError(
         "forward-mode differentiation does not support DistTensors: for a Jacobian-vector product differentiate "
@@ -63,4 +76,5 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "backward": backward,
     "detach": _detach,
     "detach_": _detach_in_place,
+    "set_": _set,
 }

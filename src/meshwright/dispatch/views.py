@@ -1,0 +1,203 @@
+"""Views that are copies on the mesh: reading one sees what was written to its base, writing to one reaches its base.
+
+On one device a view shares the memory of its base.  Where making it needs communication it is a copy here, and keeps a
+:class:`View` of where it came from.  Version counters, those of autograd, tell that a base was written since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .. import convert, reshard
+from ..errors import DispatchError
+from ..rules.parts import Internal
+from .calls import as_plain, disabled, op_name, tensors_in
+from .leaves import lead_root, settle
+from .plans import Plan, written_spec
+
+Tensor = torch.Tensor
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(slots=True)
+class View:
+    """How a copy was made: output ``index`` of ``func(*args, **kwargs)``, whose first tensor is ``base``.
+
+    ``version``: of the base, when the copy last held what the base holds; None where it does not count its writes.
+    ``alias``: it is the memory of the base, which is a copy itself.  ``recorded``: made with gradients on.
+    ``detached``: writes to it have no history.  ``writing``: what is written is on its way to the base.
+    """
+
+    base: Tensor
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int
+    version: int | None
+    alias: bool
+    recorded: bool
+    detached: bool = False
+    writing: bool = False
+
+
+def view_of(t: Tensor) -> View | None:
+    """Where a copy came from; None for a tensor that is no copy."""
+    space = getattr(t, "__dict__", {})
+    spec = space.get("_spec")
+    return space.get("_view") if spec is not None and spec.copied else None
+
+
+def remember(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, made: Sequence[Tensor]) -> None:
+    """Note of each of these copies how it was made.  Must run with dispatch disabled."""
+    for i, t in enumerate(made):
+        if t is base:
+            continue
+        alias = view_of(base) is not None and t.untyped_storage()._cdata == base.untyped_storage()._cdata
+        t.__dict__["_view"] = View(base, func, args, kwargs, i, _version(base), alias, torch.is_grad_enabled())
+
+
+def remember_detached(base: Tensor, made: Tensor) -> None:
+    """``made`` is the memory of ``base``, a copy, without its history."""
+    if view_of(base) is not None:
+        made.__dict__["_view"] = View(base, None, (), {}, 0, None, True, False, detached=True)
+
+
+def _version(t: Tensor) -> int | None:
+    untold = "_shared" in t.__dict__ or t.is_inference()
+    return None if untold else t._version
+
+
+def before(plan: Plan, tensors: Sequence[Tensor], call: Call) -> None:
+    """Bring the copies among the arguments of a call up to date, and refuse writes that autograd refuses."""
+    for t in tensors:
+        refresh(t, call)
+    if plan.op.inplace:
+        refuse_leaf(tensors[0])
+
+
+def refuse_leaf(t: Tensor) -> None:
+    """Raises RuntimeError, as PyTorch does, where a write would change a leaf that requires a gradient."""
+    view, recorded = view_of(t), torch.is_grad_enabled()
+    while view is not None:
+        if op_name(view.func) in _PERHAPS:
+            raise _unknown(view)
+        recorded = recorded and not view.detached
+        if recorded and view.base.requires_grad and view.base.is_leaf:
+            raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
+        view = view_of(view.base)
+
+
+_PERHAPS = {"reshape", "flatten", "ravel"}  # views or copies, as the strides of the whole would have it
+
+
+def _unknown(view: View) -> DispatchError:
+    name = op_name(view.func)
+    return DispatchError(
+        f"{name} of {view.base.__dict__['_spec']!r} needed communication, and was then written to, or its base was: "
+        f"whether {name} makes a view is not known here. Say .view(...), which does, or .{name}(...).clone()"
+    )
+
+
+def refresh(t: Tensor, call: Call) -> None:
+    """Make a copy anew where its base was written since."""
+    view = view_of(t)
+    if view is None or view.writing:
+        return
+    refresh(view.base, call)
+    now = _version(view.base)
+    if view.alias or (now is not None and now == view.version):
+        return
+    if op_name(view.func) in _PERHAPS:
+        raise _unknown(view)
+    with torch.set_grad_enabled(view.recorded and not (t.is_leaf and t.requires_grad)):
+        made = tensors_in(call(view.func, view.args, view.kwargs))[view.index]
+        with disabled():
+            _replace(t, made)
+    view.version = now
+
+
+def _replace(t: Tensor, made: Tensor) -> None:
+    """Give ``t`` the value, and the history, of ``made``."""
+    if made.requires_grad:
+        settle(made, made.__dict__["_spec"].with_(undecided=0))
+    source = made.__dict__["_spec"]
+    spec = written_spec(t.__dict__["_spec"], source)
+    local = convert.apply(reshard.plan(source, spec.with_(dtype=source.dtype)).steps, made)
+    with as_plain(t) as old, as_plain(local) as new:
+        old.copy_(new)
+    if torch.is_grad_enabled() and t.requires_grad:
+        t.__dict__["_spec"] = spec
+        lead_root(t, [t])
+
+
+def write_through(t: Tensor, call: Call) -> None:
+    """Bring what was written to a copy to its base, and from there on."""
+    view = view_of(t)
+    if view is None:
+        return
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not view.detached):
+        if view.alias:
+            write_through(view.base, call)
+            return
+        view.writing = True
+        try:
+            index = _slices(view, t)
+            if index is not None:
+                call(Tensor.__setitem__, (view.base, index, t), {})
+            else:
+                args, kwargs = _with_base(view.base, "base", view.args, view.kwargs)
+                call(_writer(op_name(view.func)), (view.base, t, view.func, args, kwargs, view.index), {})
+        finally:
+            view.writing = False
+        view.version = _version(view.base)
+
+
+def _with_base(old: Any, new: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments of a view with its base replaced."""
+    return tuple(new if a is old else a for a in args), {k: new if a is old else a for k, a in kwargs.items()}
+
+
+@lru_cache(maxsize=256)
+def _writer(name: str) -> Internal:
+    """An op in place that writes a value to a view of a whole tensor."""
+
+    def write(base: Tensor, value: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i: int) -> Tensor:
+        args, kwargs = _with_base("base", base, args, kwargs)
+        tensors_in(func(*args, **kwargs))[i].copy_(value)
+        return base
+
+    write.__name__ = f"write_through_{name}_"
+    return Internal(write)
+
+
+def _slices(view: View, t: Tensor) -> tuple[Any, ...] | None:
+    """The index with which ``base[index]`` is the view, read off its strides; None where no index with slices is."""
+    base = view.base.__dict__["_spec"]
+    meta = torch.empty(base.shape, device="meta")
+    with disabled():
+        args, kwargs = _with_base(view.base, meta, view.args, view.kwargs)
+        made = tensors_in(view.func(*args, **kwargs))[view.index]
+    starts, left = [], made.storage_offset()
+    for n, stride in zip(base.shape, meta.stride(), strict=True):
+        starts.append(left // stride if n > 1 else 0)
+        left -= starts[-1] * stride
+    index: list[Any] = []
+    at = 0  # the next dim of the base
+    for size, stride in zip(made.shape, made.stride(), strict=True):
+        if size == 1:
+            index.append(None)
+            continue
+        d = next((d for d in range(at, base.ndim) if base.shape[d] > 1 and stride >= meta.stride(d)), None)
+        if d is None or stride % meta.stride(d) or not size:
+            return None
+        step = stride // meta.stride(d)
+        if starts[d] + (size - 1) * step >= base.shape[d]:
+            return None
+        index += [*starts[at:d], slice(starts[d], starts[d] + (size - 1) * step + 1, step)]
+        at = d + 1
+    return (*index, *starts[at:])
