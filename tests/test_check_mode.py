@@ -216,3 +216,13 @@ def test_a_right_program_runs_in_check_mode() -> None:
         return [loss.item(), *(mw.unshard(p).tolist() for p in model.parameters())]
 
     assert mw.simulate(fn, SQUARE, check=True) == mw.simulate(fn, SQUARE)
+
+
+def test_where_a_value_is_read_does_not_depend_on_how_warm_the_code_is() -> None:
+    def here() -> str:
+        return runtime.user_line(exactly=True)
+
+    # One call is several instructions, and which one a frame shows changes when the interpreter specialises the code.
+    assert len({here() for _ in range(50)}) == 1
+    first, second = runtime.user_line(exactly=True), runtime.user_line(exactly=True)
+    assert first != second
