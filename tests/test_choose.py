@@ -129,7 +129,8 @@ def test_inference_says_what_eager_does(data):
     )
 
     def run():
-        tensors = [mw.shard_tensor(ramp(*s), mesh, p, check=False) for s, p in zip(shapes, given_layouts, strict=True)]
+        leaves = [ramp(*s).requires_grad_() for s in shapes]  # inference prices gradients
+        tensors = [mw.shard_tensor(t, mesh, p, check=False) for t, p in zip(leaves, given_layouts, strict=True)]
         return fn(*tensors, *rest).layout
 
     if not whole:  # there eager takes the composition instead

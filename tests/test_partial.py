@@ -412,3 +412,93 @@ def test_without_gradients_too_and_by_name():
     for square, sliced in on_ranks(run):
         torch.testing.assert_close(square, (X * 2) ** 2)
         torch.testing.assert_close(sliced, X * 2)
+
+
+# ------------------------------------------------------------------------- partners that need no gradient
+
+C = ramp(8, 4).add(0.5)
+BESIDE = {
+    "mul": lambda p, c: p * c,
+    "rmul": lambda p, c: c * p,
+    "matmul": lambda p, c: p @ c[:4].T,
+    "div": lambda p, c: p / (c.abs() + 1),
+    "mul_": lambda p, c: p.clone().mul_(c),
+    "addcmul": lambda p, c: torch.addcmul(p, p, c),
+}
+FROZEN = {
+    "never": lambda c: c,
+    "a buffer": lambda c: c.detach(),
+    "frozen": lambda c: c.requires_grad_().requires_grad_(False),
+    "a frozen parameter": lambda c: torch.nn.Parameter(c, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_a_partner_without_a_gradient_costs_nothing(name, frozen):
+    """Replicated, a DistTensor: the product stays Partial; once the partner needs a gradient all is right too."""
+    fn = BESIDE[name]
+
+    def run():
+        x, c = dist(X.clone().requires_grad_(), P), FROZEN[frozen](dist(C, R))
+        made, sent = kinds(lambda: fn(x, c))
+        assert sent == {} and made.placements == (P,), (sent, made.placements)
+        (g,) = torch.autograd.grad(made.sin().sum(), [x])
+        trained = dist(C.clone().requires_grad_(), R)
+        both = torch.autograd.grad(fn(x, trained).sin().sum(), [x, trained])
+        c.requires_grad_()
+        later = torch.autograd.grad(fn(x, c).sin().sum(), [x, c])
+        c.requires_grad_(False)
+        assert kinds(lambda: fn(x, c))[1] == {}
+        return [mw.unshard(t) for t in (made, g, *both, *later)]
+
+    x, c = X.clone().requires_grad_(), C.clone().requires_grad_()
+    made = fn(x, c)
+    gx, gc = torch.autograd.grad(made.sin().sum(), [x, c])
+    for got in on_ranks(run):
+        for t, expected in zip(got, (made, gx, gx, gc, gx, gc), strict=True):
+            torch.testing.assert_close(t, expected)
+
+
+class Rotated(torch.nn.Module):
+    """Position embeddings on a row-parallel product, with tables that need no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(ramp(4, 4) * 0.3)
+        self.register_buffer("c", C.cos())
+        self.register_buffer("s", C.sin())
+
+    def forward(self, x):
+        p = x @ self.w
+        return (p * self.c + p.roll(1, -1) * self.s).relu()
+
+
+def _rotated_eager():
+    model = mw.shard_module(Rotated(), FOUR, {"w": {"x": S0}})
+    made, sent = kinds(lambda: model(dist(X, S1)))
+    loss = made.square().sum()
+    loss.backward()
+    assert sent == {"all_reduce": 1}
+    return loss.item(), mw.unshard(model.w - 0.1 * model.w.grad)
+
+
+def _rotated_captured():
+    model = Rotated()
+    step = mw.compile_step(
+        model, lambda m, x: m(x).square().sum(), torch.optim.SGD(model.parameters(), lr=0.1), X, mesh=FOUR,
+        layouts={"w": {"x": S0}}, batch={"x": S1},
+    )  # fmt: skip
+    loss = step(X)
+    assert step.program.kinds == {"all_reduce": 1}
+    return loss.item(), mw.unshard(model.w)
+
+
+@pytest.mark.parametrize("rank", [_rotated_eager, _rotated_captured])
+def test_a_rotation_of_a_partial_is_one_all_reduce(rank):
+    one = Rotated()
+    loss = one(X).square().sum()
+    loss.backward()
+    for got, w in on_ranks(rank):
+        assert got == pytest.approx(loss.item(), rel=1e-12)
+        torch.testing.assert_close(w, one.w - 0.1 * one.w.grad)

@@ -42,6 +42,7 @@ from .leaves import (
 )
 from .plans import (
     Plan,
+    by_grad,
     global_outputs,
     make_rule,
     plan_call,
@@ -62,6 +63,7 @@ __all__ = [
     "Plan",
     "autocast",
     "before",
+    "by_grad",
     "call_disabled",
     "convert_tensor",
     "disabled",

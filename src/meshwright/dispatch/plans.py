@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import reshard, runtime
-from ..choose import Choice, choose
+from ..choose import Choice, carries_grad, choose
 from ..errors import DispatchError, MeshwrightError, RuleError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
@@ -43,6 +43,7 @@ class Plan:
     plain aliases.  ``back``: a write that cannot be made in the layout of its target: it is made in a copy of another
     layout, which is then brought back and copied into the target.
     ``copies``: it makes views that are copies on the mesh; ``watched``: arguments are such copies (see ``views``).
+    ``graded``: it holds for arguments of these ``requires_grad`` only: another choice is cheaper for others.
     """
 
     op: Op
@@ -65,6 +66,7 @@ class Plan:
     gathered: bool = False
     copies: bool = False
     watched: bool = False
+    graded: bool = False
     back: reshard.Plan | None = None
     open: int = 0
     checked: bool = False
@@ -97,7 +99,8 @@ def plan_call(
         tensors = tensors_in((args, kwargs))
         mesh = mesh_of(tensors, op.name)
         specs = [spec_of(t, mesh) for t in tensors]
-        constants = {i for i, t in enumerate(tensors) if "_spec" not in t.__dict__ and not t.requires_grad}
+        constants = {i for i, t in enumerate(tensors) if not t.requires_grad}
+        free = {i for i in constants if "_spec" not in tensors[i].__dict__}  # their keys say it
     watched = any(s.copied for s in specs)
     instead, written = [], op.inplace and specs[0].known is not None
     for i, s in enumerate(specs):
@@ -109,7 +112,7 @@ def plan_call(
         if dtypes and op.python:
             return Plan(op, redispatch=True)
         specs = [s.with_(dtype=dtypes[i]) if i in dtypes else s for i, s in enumerate(specs)]
-        plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies, constants, bool(instead))
+        plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies, (free, constants), bool(instead))
     if dtypes and (instead or not plan.plain):  # else the native op does it, in C++ and with autocast's own memo
         return Plan(op, run=autocast.cast_first(func, dtypes, mesh.device))
     if bound and plan.run is not None:
@@ -149,7 +152,7 @@ def _plan_ruled(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     strategies: Sequence[Strategy] | None,
-    constants: Collection[int],
+    constants: tuple[Collection[int], Collection[int]],
     replaced: bool,
 ) -> Plan:
     made = _run_meta(func, specs, args, kwargs, [])
@@ -173,10 +176,43 @@ def _plan_ruled(
     if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
         return Plan(op, run=rule.decompose, mesh=mesh)
     try:
-        choice = choose(rule, specs, like, inplace=op.inplace, strategies=strategies, constants=constants)
+        choice, graded = _choose_graded(rule, specs, like, op.inplace, strategies, *constants)
     except DispatchError:
-        choice = choose(rule, specs, like, strategies=strategies, constants=constants)
-    return _mark_copies(_plan_from(op, mesh, rule, specs, choice), func, specs, args, kwargs, replaced)
+        choice, graded = _choose_graded(rule, specs, like, False, strategies, *constants)
+    plan = _plan_from(op, mesh, rule, specs, choice)
+    plan.graded = graded
+    return _mark_copies(plan, func, specs, args, kwargs, replaced)
+
+
+def _choose_graded(
+    rule: Rule,
+    specs: list[Spec],
+    like: list[tuple[torch.Size, torch.dtype]],
+    inplace: bool,
+    strategies: Sequence[Strategy] | None,
+    free: Collection[int],
+    constants: Collection[int],
+) -> tuple[Choice, bool]:
+    """The choice, and whether it hangs on which distributed operands need a gradient.
+
+    Beside a Partial, a replicated operand has its gradient reduced, which may cost more than to reduce the Partial
+    first; one that needs none costs nothing.  ``free``: plain tensors without a gradient; ``constants``: all without.
+    """
+
+    def made(without: Collection[int]) -> Choice:
+        return choose(rule, specs, like, inplace=inplace, strategies=strategies, constants=without)
+
+    beside = [i for i, s in enumerate(specs) if i not in free and carries_grad(s.dtype) and not s.layout.partial]
+    if not beside or not rule.linear or not any(s.layout.partial for s in specs):
+        return made(free), False
+    choice = made([*free, *(i for i in beside if i in constants)])
+    others = [[], beside, *([i] for i in beside)] if len(beside) > 1 else [[], beside]
+    return choice, any(made([*free, *some]) != choice for some in others)
+
+
+def by_grad(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The key of a graded plan: which tensors need a gradient is part of it."""
+    return (key, *[t.requires_grad for t in tensors_in((args, kwargs))])
 
 
 def _mark_copies(

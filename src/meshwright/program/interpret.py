@@ -19,6 +19,7 @@ from .. import runtime
 from ..dispatch import (
     QUESTIONS,
     before,
+    by_grad,
     execute,
     key_part,
     op_name,
@@ -226,9 +227,13 @@ class Interpreter:
         except TypeError:  # an unhashable argument
             with _disable_current_modes():
                 return plan_call(func, args, kwargs)
+        if plan is not None and plan.graded:
+            plan = plans.get(by_grad(key, args, kwargs))
         if plan is None:
             with _disable_current_modes():
                 plan = plans[key] = plan_call(func, args, kwargs)
+            if plan.graded:
+                plans[by_grad(key, args, kwargs)] = plan
         return plan
 
 

@@ -15,6 +15,7 @@ from ..dispatch import (
     Plan,
     autocast,
     before,
+    by_grad,
     call_disabled,
     disabled,
     execute,
@@ -80,6 +81,8 @@ def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
     plan = runtime.RT.plans.get(key)
     if autocast.active() and (plan is None or not plan.plain):  # a plain native op is right with autocast or without
         plan = runtime.RT.plans.get((autocast.state(), key))
+    if plan is not None and plan.graded:
+        plan = runtime.RT.plans.get(by_grad(_in_autocast(key, plan), args, kwargs))
     if plan is None:
         return _slow(key, func, types, args, kwargs)
     if plan.stored:
@@ -100,10 +103,10 @@ def _general(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
         except (RuntimeError, IndexError, TypeError):
             return _run(plan, func, types, args, kwargs)
         if out.__class__ is DistTensor:
-            if plan.plain:
+            if plan.plain and not plan.graded:
                 runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
             return out
-        if plan.plain and out.__class__ is Tensor:
+        if plan.plain and not plan.graded and out.__class__ is Tensor:
             runtime.RT.fast[key] = (plan.spec, plan.untyped, native)
         many = out if out.__class__ is not Tensor else (out,)
         if plan.untyped and any(t.requires_grad for t in many):
@@ -171,8 +174,14 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
         runtime.RT.fast.clear()
     full = _full_key(func, args, kwargs)
     with contextlib.suppress(TypeError):  # an unhashable argument: planned anew each time
-        plans[(autocast.state(), full) if autocast.active() and not plan.plain else full] = plan
+        plans[full := _in_autocast(full, plan)] = plan  # of a graded one: only that the next key is asked for
+        if plan.graded:
+            plans[by_grad(full, args, kwargs)] = plan
     return (_stored if stored else _run)(plan, func, types, args, kwargs)
+
+
+def _in_autocast(key: Any, plan: Plan) -> Any:
+    return (autocast.state(), key) if autocast.active() and not plan.plain else key
 
 
 def _full_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
