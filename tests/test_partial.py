@@ -442,7 +442,8 @@ def test_a_partner_without_a_gradient_costs_nothing(name, frozen):
     def run():
         x, c = dist(X.clone().requires_grad_(), P), FROZEN[frozen](dist(C, R))
         made, sent = kinds(lambda: fn(x, c))
-        assert sent == {} and made.placements == (P,), (sent, made.placements)
+        assert sent == {}
+        assert made.placements == (P,)
         (g,) = torch.autograd.grad(made.sin().sum(), [x])
         trained = dist(C.clone().requires_grad_(), R)
         both = torch.autograd.grad(fn(x, trained).sin().sum(), [x, trained])
