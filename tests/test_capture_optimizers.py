@@ -228,7 +228,22 @@ def test_what_the_step_was_not_given(alone: mw.Mesh) -> None:
         model(x).backward()
         made[0].step()
 
+    def found_inf(x: Tensor) -> None:
+        model(x).backward()
+        for o in made:
+            o.found_inf = torch.zeros(())
+            o.step()
+            del o.found_inf
+
+    def grad_scale(x: Tensor) -> None:
+        model(x).backward()
+        made[1].grad_scale = torch.full((), 4.0)
+        for o in made:
+            o.step()
+
     for step, given, text in (
+        (found_inf, made, "found_inf is set, which a captured update does not read"),
+        (grad_scale, made, r"SGD.grad_scale is set.*loss_scale='dynamic'"),
         (both, made[0], "SGD, an optimizer that capture_local was not given"),
         (scaled, made, "loss_scale='dynamic'"),
         (one, made, r"did not call optimizer.step\(\).*SGD"),
@@ -236,7 +251,33 @@ def test_what_the_step_was_not_given(alone: mw.Mesh) -> None:
     ):
         with pytest.raises(CaptureError, match=text):
             mw.capture_local(step, alone, model=model, optimizer=given, batch=data(0))
-        assert all(not o.state for o in made)  # no fakes left
+        assert all(not o.state and "found_inf" not in vars(o) and "grad_scale" not in vars(o) for o in made)  # no fakes
     before = [p.detach().clone() for p in model.parameters()]
-    mw.capture_local(unscaled, alone, model=model, optimizer=made, batch=data(0))(data(0))
+    run = mw.capture_local(unscaled, alone, model=model, optimizer=made, batch=data(0))
+    run(data(0))
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    made[0].found_inf = torch.ones(())
+    with pytest.raises(CaptureError, match="found_inf is set"):
+        run(data(0))
+
+
+def test_gradients_summed_one_by_one_cannot_be_merged() -> None:
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step(x: Tensor) -> None:
+        for half in x.chunk(2):
+            grads = torch.autograd.grad(model(half).square().mean(), list(model.parameters()))
+            for p, g in zip(model.parameters(), grads, strict=True):
+                dist.all_reduce(g)
+                p.grad = g if p.grad is None else p.grad + g
+        optimizer.step()
+        optimizer.zero_grad()
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh, given = mw.Mesh({"dp": 2}), {"model": model, "optimizer": optimizer, "batch": data(0)}
+    try:
+        with pytest.raises(PassError, match="several gradients of bias over ranks.*sum once"):
+            mw.simulate(lambda: mw.capture_local(step, mesh, passes=[MERGED], **given), mesh)
+    finally:
+        dist.destroy_process_group()

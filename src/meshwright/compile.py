@@ -37,7 +37,7 @@ class CapturedStep(LocalStep):
 
 
 _MODEL = (nn.Module, "give the nn.Module that is trained")
-_OPTIMIZER = ((torch.optim.Optimizer, NoneType), "give an optimizer of the model's parameters, or None")
+_OPTIMIZER = ((torch.optim.Optimizer, list, tuple, NoneType), "give an optimizer of the model's parameters, or None")
 _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}')
 _PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names")
 

@@ -130,6 +130,7 @@ class _Merge:
         cuts = list(self._cuts())
         if not cuts:
             raise PassError("the program has no gradients to merge; it must be that of a training step")
+        self._one_sum_each(cuts)
         losses = [o for o in self.program.outputs if o.kind in ("loss", "aux")]
         values = dict(zip(self.program.outputs, self.program.results, strict=True))
         self._independent({o.name: values[o] for o in losses}, cuts)
@@ -154,6 +155,16 @@ class _Merge:
             if node.meta.get("grad_of"):
                 found.setdefault(_unsent(node))
         yield from found
+
+    def _one_sum_each(self, cuts: list[fx.Node]) -> None:
+        seen = set[str]()
+        for name in (n for cut in cuts for n in _names(cut)):
+            if name in seen:
+                raise PassError(
+                    f"the step sums several gradients of {name} over ranks, each on its own, and adds them afterwards: "
+                    "add them first and sum once, so that there is one gradient to merge"
+                )
+            seen.add(name)
 
     def _independent(self, outputs: dict[str, fx.Node], cuts: list[fx.Node]) -> None:
         for name, node in outputs.items():

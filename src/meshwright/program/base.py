@@ -16,6 +16,7 @@ from .agree import together
 from .bind import Carrier, Ready
 from .core import Program
 from .guard import Guard
+from .optimizers import check_unscaled
 from .scale import SCALE
 
 Tensor = torch.Tensor
@@ -129,6 +130,7 @@ class BaseStep:
     def _unchanged(self) -> None:
         if self.optimizer is None or not self.carrier.updates or not self.training:
             return
+        check_unscaled(self.optimizer)
         numbers = numbers_of(self.optimizer)
         if numbers != self._numbers:
             raise ProgramError(

@@ -36,7 +36,7 @@ from .flow import updates
 from .inplace import functional
 from .memory import dense
 from .naming import join, mark
-from .optimizers import Given, as_one, parts_of
+from .optimizers import Given, as_one, check_unscaled, parts_of
 from .partition import as_rank
 from .trace import Recorder, is_mutating, remove_dead
 from .update import Update, emit_update, update_of
@@ -287,6 +287,7 @@ class _Recording:
             raise CaptureError("optimizer.step(closure) may run the step many times: it cannot be captured")
         if part in self.updated:
             raise CaptureError("the step calls optimizer.step() more than once: capture one update at a time")
+        check_unscaled(parts_of(self.local.optimizer)[part])
         self.updated.add(part)
         own = {id(p) for g in parts_of(self.local.optimizer)[part].param_groups for p in g["params"]}
         grads = {n: p.grad for n, p in self.named.items() if p.grad is not None and id(p) in own}

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
 
@@ -95,4 +96,20 @@ def parts_of(optimizer: Any) -> tuple[Optimizer, ...]:
     return optimizer.parts if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
-__all__ = ["Given", "Optimizers", "as_one", "parts_of"]
+def check_unscaled(optimizer: Any) -> None:
+    """Raises CaptureError for what ``torch.amp.GradScaler`` leaves with an optimizer: a captured update ignores it."""
+    for part in parts_of(optimizer):
+        for name in ("grad_scale", "found_inf"):
+            given = getattr(part, name, None)
+            if given is None:
+                continue
+            if isinstance(given, FakeTensor):  # of the capture that ends here
+                delattr(part, name)
+            raise CaptureError(
+                f"{type(part).__name__}.{name} is set, which a captured update does not read: it would neither unscale "
+                "gradients nor skip what overflowed. Use compile_step(loss_scale='dynamic'), or unscale gradients in "
+                f"the step and del optimizer.{name}"
+            )
+
+
+__all__ = ["Given", "Optimizers", "as_one", "check_unscaled", "parts_of"]
