@@ -85,6 +85,57 @@ def test_a_write_in_any_layout(name: str) -> None:
         sweep(fn, *inputs, cases=5)
 
 
+# ------------------------------------------------------------------------------------------ indices in any layout
+
+I4 = torch.tensor([3, 0, 4, 1])
+INDEXED: dict[str, tuple[Any, ...]] = {
+    "index_put a number": (lambda x, i, v: x.index_put((i,), v, accumulate=True), r(5, 3), I4, r(seed=1)),
+    "index_put one row": (lambda x, i, v: x.index_put((i,), v, accumulate=True), r(5, 3), I4, r(1, 3, seed=1)),
+    "index_put rows": (lambda x, i, v: x.index_put((i,), v, accumulate=True), r(5, 3), I4, r(4, 3, seed=1)),
+    "index_put_": (lambda x, i, v: (x * 1.0).index_put_((i,), v, accumulate=True), r(5, 3), I4, r(seed=1)),
+    "index_add alpha": (lambda x, i, v: x.index_add(0, i, v, alpha=0.5), r(5, 3), I4, r(4, 3, seed=1)),
+    "index_copy": (lambda x, i, v: x.index_copy(0, i, v), r(5, 3), I4, r(4, 3, seed=1)),
+    "index_reduce": (lambda x, i, v: x.index_reduce(0, i, v, "mean"), r(5, 3), I4, r(4, 3, seed=1)),
+    "scatter_reduce": (lambda x, i, v: x.scatter_reduce(0, i, v, "sum"), r(5), I4, r(4, seed=1)),
+    "put": (lambda x, i, v: x.put(i, v, accumulate=True), r(5, 3), I4, r(4, seed=1)),
+    "to itself": (lambda x, i: x.index_add(0, i, x), r(5, 3), torch.tensor([3, 0, 4, 1, 2])),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_indices_and_values_in_any_layout(name: str) -> None:
+    fn, *inputs = INDEXED[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sweep(fn, *inputs, meshes=((3,),), cases=10)
+
+
+def test_a_tensor_that_is_two_operands_has_one_type() -> None:
+    """Added on one rank and cut on all: the gradient of a leaf, or of what is tied to it, is of one type."""
+
+    def run(i: Tensor, x: Tensor) -> list[Tensor]:
+        y = x.index_add(0, i, x.t().t()) * r(5, 1, seed=2)
+        return list(torch.autograd.grad(y[1:].sum(), [x]))
+
+    same(run, (torch.tensor([2, 1, 3, 0, 4]), (S0,)), (r(5, 1).requires_grad_(), (R,)))
+
+
+@pytest.mark.parametrize("p", [S0, S1])
+def test_what_gave_an_extremum_may_be_written_to(p: Any) -> None:
+    """On one device only positions are kept for the backward, of which dims ever are split."""
+
+    def run(x: Tensor) -> list[Tensor]:
+        made = []
+        for pick in ("max", "min", "median"):
+            y = x * 2.0
+            values = getattr(y, pick)(0).values
+            y.zero_()
+            made += [values, *torch.autograd.grad((values * values).sum(), [x])]
+        return made
+
+    same(run, (r(5, 3).requires_grad_(), (p,)))
+
+
 # ------------------------------------------------------------------------------------------ types of what is written
 
 

@@ -141,6 +141,9 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         replan = follow_roots(tensors)
         for i, spec in () if replan else plan.decide:
             t = tensors[i]
+            if _told_otherwise(t, spec):
+                replan = True
+                continue
             if t.requires_grad and "_spec" in t.__dict__:
                 if _leans_invariant(t, spec):
                     spec, replan = t.__dict__["_spec"].with_(undecided=0), True
@@ -192,6 +195,14 @@ def _finish_write(plan: Plan, tensors: Sequence[Tensor], written: Tensor, result
         stamp(target, old if made.shape == old.shape else made)
     plan.fast = (plan.plain or plan.retypes) and result is target
     return target
+
+
+def _told_otherwise(t: Tensor, spec: Spec) -> bool:
+    """Whether a tensor was just given other types than planned: it, or one tied to it, is another operand too."""
+    now: Spec | None = t.__dict__.get("_spec")
+    if now is None or now.layout != spec.layout:
+        return False
+    return bool((now.reduced ^ spec.reduced) & ~(now.undecided | spec.undecided))
 
 
 def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan, make: Converter = convert_tensor) -> Tensor:

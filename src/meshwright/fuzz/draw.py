@@ -96,6 +96,8 @@ def _with_lines(rng: random.Random, program: Program, count: int, static: bool) 
         try:
             for done in (*lines, line):
                 run_line(done, trial)
+            for t in tensors(trial).values():
+                t.view_as(t)  # one of several views whose base was written to: PyTorch refuses all that is done with it
         except _ERRORS:
             continue
         fresh = [trial[n] for n in filler.made]

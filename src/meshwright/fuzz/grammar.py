@@ -20,6 +20,7 @@ from ..mesh import Mesh
 
 Tensor = torch.Tensor
 
+# A source that is the target is not drawn: masked_scatter_ reads it while it writes, and PyTorch does not say what.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "pointwise": (
         "{new} = {x}.tanh()", "{new} = torch.sigmoid({x})", "{new} = -{x}", "{new} = {x} * {s}", "{new} = {x} + {s}",
@@ -112,7 +113,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "{w2}.diagonal().mul_({s})", "{w}.clamp_(min=-0.5)", "{w}.tanh_()",
         "{w1}.index_put_(({head},), {like {w1}[{head}]})",
         "{w1}.index_put_(({head},), {like {w1}[{head}]}, accumulate=True)",
-        "{w1}.t().mul_(2) if {w}.dim() < 3 else None", "{w1}.masked_scatter_({m}, {same})",
+        "{w1}.t().mul_(2) if {w}.dim() < 3 else None", "{w1}.masked_scatter_({m}, {same} * 1)",
         "{w1}.index_fill_({d}, {indices}, {s})", "{w1}.cumsum_({d})", "{w1}[0].copy_({like {w1}[0]})",
         "torch.add({w}, {same}, out={w})", "torch.mul({same}, {s}, out={w})", "{w}.view(-1)[0:1].add_({s})",
         "{w}.data.mul_({s})", "{w1}.scatter_add_({d}, {scattered}, {same})", "{new} = {w1}[{ix}]; {w}.mul_({s})",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -170,6 +171,8 @@ class Rule:
     def by_factor(self, factor: str) -> Strategy | None:
         """The strategy that splits one factor, or None where it cannot be split."""
         holders = {i for i, dims in enumerate(self.inputs) if any(factor in dim for dim in dims)}
+        if self.reduced.get(factor) == "sum" and not self._terms_told(holders):
+            return None
         inputs: list[Placement] = []
         for i, dims in enumerate(self.inputs):
             p = self._split(dims, factor)
@@ -194,6 +197,15 @@ class Rule:
                 p = Partial(self.reduced[factor])
             outputs.append(p)
         return Strategy(tuple(inputs), tuple(outputs), factor)
+
+    def _terms_told(self, holders: AbstractSet[int]) -> bool:
+        """Whether it is clear which terms the ranks add up.
+
+        In ``index_put(x, index, number, accumulate=True)`` only the index has the factor.  Nothing tells that the
+        number goes with it, and that x is added once.
+        """
+        added = set().union(*(g for g in self.linear if g & holders))
+        return all(len(g) == 1 or g & added for g in self.linear)
 
     def _split(self, dims: Dims, factor: str) -> Placement | None:
         """Shard where the factor leads a dim, Replicate where it is absent, None where it is inside one."""

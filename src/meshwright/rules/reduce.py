@@ -156,7 +156,8 @@ def _selected(x: Any, dim: int, keepdim: bool, largest: bool) -> tuple[Any, Any]
     best = _best(x, (d,), largest)
     with torch.no_grad():
         index = first_index(x.detach(), best, (d,))
-    values = torch.gather(x, d, index) if _tracks(x) else best
+    # What the backward keeps must not be x: that one may be written to, as on one device, where indices alone are kept.
+    values = best + torch.gather(carrier(x), d, index) if _tracks(x) else best
     return (values, index) if keepdim else (values.squeeze(d), index.squeeze(d))
 
 
