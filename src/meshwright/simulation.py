@@ -359,10 +359,9 @@ def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0, check:
     """
     if runtime.RT.sim is not None and not isinstance(runtime.RT.sim, runtime.Forked):
         raise CollectiveError("simulate was called inside simulate: call it from the outermost level only")
+    if torch._C._autograd._profiler_enabled():
+        raise CollectiveError(_PROFILER)
     simulation = Simulation(mesh)
     for rt in simulation.runtimes.values():
         rt.check = check
     return simulation.run(fn, timeout)
-    if torch._C._autograd._profiler_enabled():
-        raise CollectiveError(_PROFILER)
-    return Simulation(mesh).run(fn, timeout)

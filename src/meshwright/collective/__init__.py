@@ -37,11 +37,10 @@ from .ops import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from .wire import OPS, Pending, row_major
+from .wire import Pending, row_major
 
 __all__ = [
     "COLLECTIVES",
-    "OPS",
     "STARTS",
     "WAIT_OP",
     "Emitter",

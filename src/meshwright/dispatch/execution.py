@@ -79,7 +79,7 @@ def _learn(t: Tensor, steps: reshard.Plan, made: Tensor) -> None:
 
 def _saving() -> bool:
     """Whether a checkpoint may run this code again: then it must find its inputs as the first run found them."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and not str(top[0].__module__).startswith(_OWN)
 
 

@@ -151,7 +151,7 @@ class _Partition:
         seen = self.laid.specs[source.node]
         spec = self.laid.stored.get(source.node, seen)
         node = self.recorder.graph.placeholder(source.node)
-        shape = spec.local_shape(self.here)
+        shape = torch.Size(spec.local_shape(self.here))
         with self.captured.mode:
             strides = _lies(source, shape, spec)
             local = torch.empty_strided(shape, strides, dtype=spec.dtype, device=self.mesh.device)

@@ -12,7 +12,7 @@ it.  So it needs no end of that backward, which may never come (it may raise).
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -39,7 +39,7 @@ def held(p: Tensor) -> DistTensor | None:
     if kept is not None and kept.__class__ is not DistTensor:
         kept.land(p)
         return held(p)
-    return cast("DistTensor | None", kept)
+    return kept
 
 
 def hold(p: Tensor, g: DistTensor | Coming | None) -> None:

@@ -144,10 +144,10 @@ def _cuda_array_interface(self: DistTensor) -> Any:
     return call_disabled(BASE.__cuda_array_interface__.__get__, (), (self,), {})
 
 
-DistTensor.numpy = _numpy  # type: ignore[method-assign]
+DistTensor.numpy = _numpy  # type: ignore[method-assign,assignment]
 DistTensor.__cuda_array_interface__ = property(_cuda_array_interface)  # type: ignore[assignment]
-DistTensor.itemsize = property(lambda self: self.dtype.itemsize)  # type: ignore[assignment,method-assign]
-DistTensor.nbytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)  # type: ignore[assignment,method-assign]
+DistTensor.itemsize = property(lambda self: self.dtype.itemsize)  # type: ignore[assignment]
+DistTensor.nbytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)  # type: ignore[assignment]
 
 
 # ------------------------------------------------------------------------------------------------ below torch functions
@@ -180,7 +180,7 @@ def _give_values(module: Any, name: str, first: int = 0) -> None:
 
     setattr(module, name, reading)
     if module is torch and torch.jit._builtins._builtin_table is not None:  # TorchScript knows functions by identity
-        torch.jit._builtins._register_builtin(reading, f"aten::{name}")  # type: ignore[no-untyped-call]
+        torch.jit._builtins._register_builtin(reading, f"aten::{name}")
 
 
 def _detached(t: Tensor) -> Tensor:
@@ -213,5 +213,5 @@ def _as_subclass(self: Tensor, cls: type[Any]) -> Any:
 
 # The getter of Tensor.data stays PyTorch's own; a DistTensor has a property of its own.
 _data, _cast = BASE.data, BASE.as_subclass
-Tensor.data = property(_data.__get__, _set_data, _data.__delete__)  # type: ignore[assignment,method-assign]
-Tensor.as_subclass = functools.wraps(_cast)(_as_subclass)  # type: ignore[method-assign]
+Tensor.data = property(_data.__get__, _set_data, _data.__delete__)  # type: ignore[assignment]
+Tensor.as_subclass = functools.wraps(_cast)(_as_subclass)  # type: ignore[method-assign,assignment]

@@ -58,7 +58,7 @@ def _set(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "set_ of a DistTensor takes one tensor, whose memory and layout it gets: another storage or shape is of "
             "this rank alone; give it to mw.from_local"
         )
-    x.data = source[0]  # type: ignore[assignment]
+    x.data = source[0]
     return x
 
 
