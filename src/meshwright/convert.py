@@ -356,6 +356,8 @@ class _Convert(torch.autograd.Function):
 def _back(steps: tuple[Step, ...], grad: Tensor, cause: Any) -> Tensor:
     """The transposed steps, in the name of the record that the forward was made for."""
     back = transpose(steps)
+    if not back:  # differentiated past a conversion, to where the data already was
+        return grad
     if cause is not None:
         runtime.RT.cause = cause.transposed(back)
     made = apply(back, grad)

@@ -208,7 +208,7 @@ def shelf_of(ctx: Local, factor: str, size: int, wraps: bool = False) -> Shelf |
     return Shelf(*ctx.bounds(factor), size, wraps) if size and ctx.is_split(factor) else None
 
 
-def _widen(away: Tensor, after: int) -> Tensor:
+def widened(away: Tensor, after: int) -> Tensor:
     """A mask over the index dims, made to broadcast over the ``after`` dims that follow them."""
     return away.reshape([*away.shape, *[1] * after])
 
@@ -225,7 +225,7 @@ def _lookup_getitem(ctx: Local, factor: str, dim: int, size: int) -> LocalFn | N
         out = shelf.stocked(x, dim)[(*items[:at], inside, *items[at + 1 :])]
         # Dims that follow the looked up one in the result: those of x behind it, less ints, plus new ones.
         left = _dims_after(items[at + 1 :], x.ndim - dim - 1)
-        return out.masked_fill(_widen(away, left), 0)
+        return out.masked_fill(widened(away, left), 0)
 
     return shelf.checked(local)
 
@@ -256,7 +256,7 @@ def index_select(x: Arg, dim: int, index: Arg) -> Rule | None:
 def _lookup_select(shelf: Shelf, d: int) -> LocalFn:
     def local(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
         inside, away = shelf.find(index)
-        return torch.index_select(shelf.stocked(x, d), d, inside).masked_fill(_widen(away, x.ndim - d - 1), 0)
+        return torch.index_select(shelf.stocked(x, d), d, inside).masked_fill(widened(away, x.ndim - d - 1), 0)
 
     return shelf.checked(local)
 
@@ -333,11 +333,11 @@ def take_along_dim(x: Any, indices: Any, dim: int | None = None, **kwargs: Any) 
     indices = indices % max(x.shape[d], 1)  # as in PyTorch, where no index of this op is out of range
     shape = list(torch.broadcast_shapes(*[[1 if i == d else n for i, n in enumerate(t.shape)] for t in (x, indices)]))
 
-    def widened(t: Any) -> Any:
+    def expanded(t: Any) -> Any:
         want = [t.shape[d] if i == d else n for i, n in enumerate(shape)]
         return t if list(t.shape) == want else t.expand(want)
 
-    return torch.gather(widened(x), d, widened(indices))
+    return torch.gather(expanded(x), d, expanded(indices))
 
 
 # ------------------------------------------------------------------------------------------------ by value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .dims import aligned, bool_free, names
-from .index import Index, Shelf, full_slices, is_mask, items_of, paired, read_index, shelf_of, text_of
+from .index import Index, Shelf, full_slices, is_mask, items_of, paired, read_index, shelf_of, text_of, widened
 
 Tensor = torch.Tensor
 
@@ -23,7 +22,7 @@ def _spilled(op: str, factor: str, size: int, d: int) -> Callable[[Local], Local
 
     def made(ctx: Local) -> LocalFn | None:
         shelf = shelf_of(ctx, factor, size, wraps=op == "index_fill")
-        if shelf is None:
+        if shelf is None or shelf.stop - shelf.start == shelf.size:  # no other rank has rows
             return None
 
         def local(x: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -186,7 +185,7 @@ def _write(x: Arg, made: Index, value: Any, run: Callable[[Shelves], LocalFn], a
     def local(ctx: Local) -> LocalFn | None:
         shelves = {d: shelf_of(ctx, f, x.shape[d], wraps=True) for d, f in enumerate(made.source) if f in cut}
         found = {d: s for d, s in shelves.items() if s is not None}
-        return run(found) if found else None
+        return next(iter(found.values())).checked(run(found)) if found else None
 
     split = accumulate and isinstance(value, Arg)
     return notation(
@@ -227,25 +226,36 @@ Shelves = dict[int, Shelf]  # split dim to this rank's part of it
 
 def _set_here(shelves: Shelves) -> LocalFn:
     def local(x: Tensor, index: Any, value: Any) -> None:
-        part = _own_part(x, index, value, shelves)
-        if part is None:
+        into = _stocked(x, shelves)
+        part = _own_part(into, index, value, shelves)
+        if part is not None:
+            into[part[0]] = part[1]
+        if part is None or into is not x:
             _touch(x, value)
-        else:
-            x[part[0]] = part[1]
 
     return local
 
 
 def _put_here(shelves: Shelves) -> LocalFn:
     def local(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
-        part = _own_part(x, full_slices(indices), values, shelves)
+        into = _stocked(x, shelves)
+        part = _own_part(into, full_slices(indices), values, shelves, accumulate)
         if part is None:
-            raise AssertionError("index tensors always have a part, if an empty one")
+            raise AssertionError("index tensors always have a part")
         where = [a if isinstance(a, Tensor) else None for a in part[0]]
-        made: Tensor = torch.ops.aten.index_put.default(x, where, part[1], accumulate)
+        made: Tensor = torch.ops.aten.index_put.default(into, where, part[1], accumulate)
+        for d, n in enumerate(x.shape):
+            made = made.narrow(d, 0, n) if made.shape[d] != n else made
         return made
 
     return local
+
+
+def _stocked(x: Tensor, shelves: Shelves) -> Tensor:
+    """``x`` with a row where this rank has none, so that its index tensors are checked as those of the others."""
+    for d, shelf in shelves.items():
+        x = shelf.stocked(x, d)
+    return x
 
 
 def _touch(x: Tensor, value: Any) -> None:
@@ -283,7 +293,9 @@ def _cut(a: slice, n: int, shelf: Shelf | None) -> _Cut:
     )
 
 
-def _own_part(x: Tensor, index: Any, value: Any, shelves: Shelves) -> tuple[tuple[Any, ...], Any] | None:
+def _own_part(
+    x: Tensor, index: Any, value: Any, shelves: Shelves, accumulate: bool = False
+) -> tuple[tuple[Any, ...], Any] | None:
     """Index into the shard, and the part of the value for it; None where an int is on another rank."""
     d = 0
     cuts: list[_Cut] = []  # one per dim of the result that is not looked up
@@ -315,7 +327,10 @@ def _own_part(x: Tensor, index: Any, value: Any, shelves: Shelves) -> tuple[tupl
         d += 1
     adjacent = looked == list(range(looked[0], looked[-1] + 1)) if looked else True
     at = places[0] if places and adjacent and len(set(places)) == 1 else 0
-    return _select(local, looked, shelf_at, _narrowed(value, cuts, at, [local[i].shape for i in looked]), at)
+    value, width = _narrowed(value, cuts, at, [local[i].shape for i in looked])
+    if not shelf_at:
+        return tuple(local), value
+    return _select(x, local, looked, shelf_at, value, width, at, accumulate)
 
 
 def _narrowed(value: Any, cuts: list[_Cut], at: int, shapes: Sequence[Sequence[int]]) -> tuple[Any, int]:
@@ -333,22 +348,32 @@ def _narrowed(value: Any, cuts: list[_Cut], at: int, shapes: Sequence[Sequence[i
 
 
 def _select(
-    local: list[Any], looked: list[int], shelf_at: dict[int, Shelf], narrowed: tuple[Any, int], at: int
-) -> tuple[tuple[Any, ...], Any]:
-    """Keep the entries of the index tensors that are in this shard."""
-    value, width = narrowed
-    if not shelf_at:
-        return tuple(local), value
+    x: Tensor, local: list[Any], looked: list[int], shelf_at: dict[int, Shelf], value: Any, width: int, at: int,
+    accumulate: bool,
+) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
+    """Have the entries of the index tensors that are in other ranks' shards change nothing in this one.
+
+    They stay, so that shapes do not depend on values: they add nothing, or write once more what the last entry of this
+    shard writes, or what is there.
+    """
     tensors = [t.flatten() for t in torch.broadcast_tensors(*[local[i] for i in looked])]
-    inside = torch.ones_like(tensors[0], dtype=torch.bool)
+    away = torch.zeros_like(tensors[0], dtype=torch.bool)
     for k, i in enumerate(looked):
         if i in shelf_at:
-            tensors[k], away = shelf_at[i].find(tensors[k])
-            inside &= ~away
-    for k, i in enumerate(looked):
-        local[i] = tensors[k][inside]
+            tensors[k], elsewhere = shelf_at[i].find(tensors[k])
+            away = away | elsewhere
     if isinstance(value, Tensor) and value.ndim:
         front = value.movedim(list(range(at, at + width)), list(range(width)))
-        rest = front.shape[width:]
-        value = front.reshape([math.prod(front.shape[:width]), *rest])[inside].movedim(0, at)
-    return tuple(local), value
+        value = front.reshape([away.numel(), *front.shape[width:]]).movedim(0, at)
+    numbers = torch.arange(away.numel(), device=away.device)
+    last = torch.where(away, 0, numbers).amax() if away.numel() else 0
+    instead = numbers if accumulate else torch.where(away, last, numbers)
+    for k, i in enumerate(looked):
+        local[i] = tensors[k][instead]
+    now = x[tuple(local)]
+    value = (value.to(x.dtype) if isinstance(value, Tensor) else now.new_full((), value)).expand_as(now)
+    gone, only = (widened(m, now.ndim - at - 1) for m in (away, away.all() & (numbers == 0)))
+    if accumulate:
+        return tuple(local), value.masked_fill(gone, 0)
+    again = torch.where(away.all(), now, value.index_select(at, instead)).detach()  # has its gradient already
+    return tuple(local), torch.where(only, now, torch.where(gone, again, value))
