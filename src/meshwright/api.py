@@ -329,7 +329,8 @@ def infer_forward(op: str, *args: Any, **kwargs: Any) -> Inference:
         args, kwargs: the op's arguments with a ``Spec`` for each tensor.
 
     Raises:
-        RuleError: no rule, or arguments that it cannot read.
+        RuleError: no op of this name, or arguments that it cannot read.  An op without a rule answers as it would
+            run, on whole inputs: ``kind`` of the answer is then ``"gathered"``.
     """
     return infer(op, args, kwargs, None)
 

@@ -21,6 +21,7 @@ import typer
 
 from meshwright.check.command import check
 from meshwright.explain_cli import explain
+from meshwright.rules_cli import rules
 from meshwright.train.command import train
 from meshwright.train.launch import Joined
 
@@ -28,6 +29,7 @@ from meshwright.train.launch import Joined
 COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "train": (train, {"allow_extra_args": True}),  # the second and later files of --data FILE...
     "explain": (explain, {}),
+    "rules": (rules, {}),
 }
 
 app = typer.Typer(

@@ -20,6 +20,7 @@ from .choose import carries_grad
 from .dispatch import (
     disabled,
     execute,
+    function_named,
     global_outputs,
     make_rule,
     map_tensors,
@@ -42,7 +43,6 @@ MESHES = (Mesh({"x": 4}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2}), Mesh({"x": 2, 
 _TOLERANCE = {
     torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 2e-2, torch.complex32: 2e-2, torch.bfloat16: 5e-2
 }  # fmt: skip
-_SPACES = ("nn.functional.", "special.", "linalg.", "fft.", "F.")
 
 
 @dataclass
@@ -166,36 +166,6 @@ def check_rule(
         for case in _cases(call, m, rule, most):
             _check_case(call, case, want, report)
     return report
-
-
-def function_named(name: str) -> Callable[..., Any]:
-    """The function that a name stands for: ``"gelu"``, ``"F.cross_entropy"``, ``"linalg.inv"``, ``"ns::op"``.
-
-    Raises RuleError if there is none.
-    """
-    if "::" in name:
-        space, _, rest = name.partition("::")
-        found = getattr(getattr(torch.ops, space), rest.split(".")[0], None)
-    elif name in ("getitem", "setitem"):
-        found = getattr(Tensor, f"__{name}__")
-    elif name.startswith(_SPACES):
-        space, _, rest = name.rpartition(".")
-        home: Any = torch.nn.functional if space in ("F", "nn.functional") else getattr(torch, space)
-        found = getattr(home, rest, None)
-    else:
-        homes = (
-            torch,
-            torch._C._nn,
-            torch.nn.functional,
-            Tensor,
-            torch.special,
-            torch.linalg,
-            torch.ops.aten,
-        )
-        found = next((getattr(h, name) for h in homes if hasattr(h, name)), None)
-    if found is None:
-        raise RuleError(f"check_rule: no function is known by the name {name!r}; pass the function itself")
-    return found
 
 
 def _described(s: Strategy) -> str:

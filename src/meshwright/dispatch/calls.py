@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import runtime
-from ..errors import LayoutError
+from ..errors import LayoutError, RuleError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES, RULES, Rule
@@ -116,6 +116,39 @@ def op_name(func: Any) -> str:
     if isinstance(func, torch._library.custom_ops.CustomOpDef):
         return str(func._qualname)
     return str(getattr(func, "__name__", type(func).__name__))
+
+
+_SPACES = ("nn.functional.", "special.", "linalg.", "fft.", "F.")
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """The function that a name stands for: ``"gelu"``, ``"F.cross_entropy"``, ``"linalg.inv"``, ``"ns::op"``.
+
+    Raises RuleError if there is none.
+    """
+    if "::" in name:
+        space, _, rest = name.partition("::")
+        found = getattr(getattr(torch.ops, space), rest.split(".")[0], None)
+    elif name in ("getitem", "setitem"):
+        found = getattr(Tensor, f"__{name}__")
+    elif name.startswith(_SPACES):
+        space, _, rest = name.rpartition(".")
+        home: Any = torch.nn.functional if space in ("F", "nn.functional") else getattr(torch, space)
+        found = getattr(home, rest, None)
+    else:
+        homes = (
+            torch,
+            torch._C._nn,
+            torch.nn.functional,
+            Tensor,
+            torch.special,
+            torch.linalg,
+            torch.ops.aten,
+        )
+        found = next((getattr(h, name) for h in homes if hasattr(h, name)), None)
+    if found is None:
+        raise RuleError(f"no function is known by the name {name!r}")
+    return found
 
 
 # Questions about the object or its memory, and autograd's own bookkeeping: the same for local and global.

@@ -1,0 +1,34 @@
+"""``meshwright rules``: the book of rules on the command line."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .errors import RuleError
+from .rules import partial_table
+from .rules import rules as listed
+
+BAD_INPUT = 2
+
+
+def rules(
+    pattern: Annotated[str, typer.Argument(metavar="PATTERN", help="A name of an op, or a glob.")] = "*",
+    partial: Annotated[
+        bool, typer.Option("--partial", help="The table of which reductions pass which ops, in Markdown.")
+    ] = False,
+) -> None:
+    """List the rules: op, kind, notation for an example, linear groups, where it is written.
+
+    [dim]Exit codes: 0 done; 2 nothing has such a name.[/]
+    """
+    if partial:
+        typer.echo(partial_table())
+        return
+    try:
+        for entry in listed(pattern):
+            typer.echo(str(entry))
+    except RuleError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
