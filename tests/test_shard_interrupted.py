@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from processes import run_processes
 from shard_networks import batches, loss_of, net, same_values
 
 import meshwright as mw
-from meshwright.errors import MeshwrightError
+from meshwright import runtime
+from meshwright.errors import DesyncError, MeshwrightError
 
 Tensor = torch.Tensor
 DP, THREE = mw.Mesh({"dp": 2}), mw.Mesh({"dp": 3})
@@ -129,6 +131,53 @@ def test_training_goes_on_as_on_one_device(mode: str, bucket_bytes: int) -> None
     first = list(MODES).index(mode) + (bucket_bytes > 200) * 3
     cases = CASES[first % 5 :: 5]
     assert not mw.simulate(lambda: compare(DP, mode, bucket_bytes, cases), DP)[0]
+
+
+# -- only one rank ----------------------------------------------------------------------------------------
+
+TORN = r"different values of 0.weight: parameters were not written to equally often .*\(0 on rank 0, 3 on rank 1\)"
+
+
+def alone(where: str, **options: Any) -> tuple[int, str]:
+    """Rank 0 raises in its second step, and goes on: the steps that were taken after that, and the error."""
+    torch.manual_seed(1)
+    # Buckets that look alike: a rank that is one behind would add its gradients to those of another layer.
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    model = mw.shard_module(model, DP, bucket_bytes=1, **options)
+    opt, x = torch.optim.SGD(model.parameters(), 0.1), mw.shard_tensor(torch.ones(4, 4), DP, {"dp": mw.Shard(0)})
+    for k in range(4):
+        mine = k == 1 and runtime.RT.rank == 0
+        handle = on_output(model[1]) if mine and where == "backward" else None
+        try:
+            opt.zero_grad()
+            model(x).sum().backward()
+            if not (mine and where == "optimizer"):
+                opt.step()
+            if mine and where == "written":  # by this rank alone, and put back
+                with torch.no_grad():
+                    model[0].weight.mul_(2).div_(2)
+        except Boom:
+            handle.remove()
+        except DesyncError as error:
+            return k - 2, str(error)
+    return 2, ""
+
+
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
+def test_a_step_that_one_rank_left_out_is_an_error_before_the_next_one(where: str) -> None:
+    for rank, (steps, error) in enumerate(mw.simulate(lambda: alone(where), DP)):
+        assert where == "backward" or re.search(TORN, error), error
+        assert error, rank
+        assert steps <= 0, (rank, steps, error)
+
+
+def test_a_rank_may_write_what_changes_nothing() -> None:
+    assert mw.simulate(lambda: alone("written"), DP) == [(2, "")] * 2
+
+
+def test_a_step_of_stored_parameters_that_one_rank_left_out_is_said() -> None:
+    with pytest.warns(RuntimeWarning, match=r"last backward \(0 on rank 0, 3 on rank 1\): did one rank leave out"):
+        mw.simulate(lambda: alone("optimizer", stored_over="dp"), DP)
 
 
 def on_processes() -> list[str]:

@@ -10,7 +10,7 @@ alone: a rank with an empty part must still take part.
 
 from __future__ import annotations
 
-from .checking import compare, digests, same_values
+from .checking import compare, digests, same_values, so_far
 from .graph import (
     COLLECTIVES,
     STARTS,
@@ -70,4 +70,5 @@ __all__ = [
     "reduce_scatter_async",
     "row_major",
     "same_values",
+    "so_far",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,17 +20,52 @@ Tensor = torch.Tensor
 _FOLD: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
 _ABOUT = Call("check")
 _OBJECTS = Call("all_gather_object")
+_SO_FAR = Call("what was done so far")
 
 
 def gathered(row: Tensor, group: Group, call: Call) -> Tensor:
     """The rows (one dim, one length) of all ranks, one below the other; real ranks only, not counted."""
+    return _gathering(row, group, call)()
+
+
+def _gathering(row: Tensor, group: Group, call: Call) -> Callable[[], Tensor]:
     out = row.new_empty(group.size * row.numel())
     if group.plain:
-        started(group, call, group.pg._allgather_base, out, row, GATHER[True]).wait()
+        work = started(group, call, group.pg._allgather_base, out, row, GATHER[True])
     else:  # a Python group
         parts = list(out.view(group.size, -1).unbind(0))
-        started(group, call, group.pg.allgather, [parts], [row], GATHER[True]).wait()
-    return out.view(group.size, -1)
+        work = started(group, call, group.pg.allgather, [parts], [row], GATHER[True])
+
+    def arrived() -> Tensor:
+        work.wait()
+        return out.view(group.size, -1)
+
+    return arrived
+
+
+def so_far(number: int, group: Group) -> Callable[[], list[int]]:
+    """Start to compare what the ranks have done so far; call the answer for the ``number`` of each rank.
+
+    On gloo, where a message of a few bytes costs no device a wait; elsewhere nothing is sent.
+
+    Raises:
+        DesyncError: on every rank, from the answer: they ran different collectives in this group.
+    """
+    if group.size == 1 or (group.pg is not None and not group.gloo):
+        return lambda: [number]
+    if group.pg is None:
+        sim: Any = runtime.RT.sim
+        seen: list[int] = sim.meet(group.ranks, _SO_FAR, number, lambda parts: [list(parts) for _ in parts])
+        return lambda: seen
+    assert group.link is not None
+    rows = _gathering(torch.tensor([group.link.trace, number]), group, _SO_FAR)
+
+    def answer() -> list[int]:
+        traces, numbers = rows().t().tolist()
+        same_so_far(traces, group)
+        return list(numbers)
+
+    return answer
 
 
 def objects(obj: Any, group: Group) -> list[Any]:

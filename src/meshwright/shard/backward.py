@@ -48,6 +48,10 @@ class Synced(Protocol):
         """Divide by this order from now on."""
         ...
 
+    def compare(self) -> list[Callable[[], None]]:
+        """Start to compare what the ranks have done so far; the answers raise."""
+        ...
+
 
 def call_after(p: DistTensor) -> None:
     """Call the user's hooks on the accumulated (and synchronised) gradient of a parameter."""
@@ -231,6 +235,7 @@ class Backward:
             self._launch(self.launched)
         if sync.scatter is not None:  # contributions that other backwards left
             self.flights += sync.scatter([sync.params[i] for i in sorted(sync.apart)])
+        answers = sync.compare()
         late = self._late()
         for p in sync.params:
             held(p)  # lands
@@ -244,6 +249,8 @@ class Backward:
                 else:
                     Tensor.add_(total, made)
         self._finish_differentiable()
+        for answer in answers:
+            answer()
         sync.interrupted = False
         self._serve_buckets(len(self.left))
         self._serve(sorted(self.hooked))

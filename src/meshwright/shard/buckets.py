@@ -12,6 +12,7 @@ from ..layout import Shard, Spec
 from ..tensor import DistTensor
 
 Tensor = torch.Tensor
+STORED = "_stored_over"  # in the dict of a parameter: the axis that it is stored over (see zero)
 
 
 def bits(mask: int) -> tuple[int, ...]:
@@ -69,6 +70,8 @@ class Buckets:
         for k, bucket in enumerate(self.buckets):
             for i in bucket.members:
                 self.where[i] = k
+        # Axes of the groups that have gradients to reduce.
+        self.groups = sorted({b.axes for b in self.buckets if b.axes} | {(params[i].__dict__[STORED],) for i in apart})
 
     def fits(self) -> bool:
         """Whether the parameters still have the specs that this was made for."""
@@ -111,4 +114,4 @@ class Buckets:
         return None
 
 
-__all__ = ["Bucket", "Buckets", "bits"]
+__all__ = ["STORED", "Bucket", "Buckets", "bits"]

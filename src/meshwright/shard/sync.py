@@ -17,10 +17,12 @@ al., 2020).
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +30,14 @@ import torch.nn as nn
 
 from .. import collective, convert, runtime
 from ..dispatch import disabled
-from ..errors import ShardError, takes
+from ..errors import DesyncError, ShardError, takes
+from ..layout import Replicate
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, stamp
 from .backward import Backward, begin, call_after
 from .buckets import Buckets, bits
-from .raw import get_grad, set_grad
+from .raw import bare, get_grad, set_grad
 
 Tensor = torch.Tensor
 BUCKET_BYTES = 8 << 20  # small enough for most of the work to overlap with the backward, large enough for bandwidth
@@ -64,6 +67,7 @@ class GradSync:
         self.scatter: Any = None  # starts the reduction of what stored parameters have been brought (see zero)
         self.divided: Buckets | None = None
         self.order: list[int] | None = None  # in which the first backward brought the gradients
+        self.written = self._written()
         for i, p in enumerate(self.params):
             _install(self, i, p)
             p.__dict__["_sync"] = weakref.ref(self)
@@ -87,6 +91,48 @@ class GradSync:
         known = set(first)
         self.order = first + [i for i in range(len(self.params) - 1, -1, -1) if i not in known]
         self.replan()
+
+    # -- what the ranks did ---------------------------------------------------------------------------
+
+    def _written(self) -> int:
+        """How often parameters were written to."""
+        with disabled():
+            return sum(p._version for p in self.params)
+
+    def compare(self) -> list[Callable[[], None]]:
+        """Start to compare with the other ranks what was done since the last time; the answers raise.
+
+        Only one rank left a step out, took one alone, or went on after an error: its gradients would be added to those
+        of another step, or to those for other weights.
+        """
+        now = self._written()
+        started = [
+            (group, collective.so_far(now - self.written, group))
+            for group in (collective.group(self.mesh, axes) for axes in self.buckets().groups)
+        ]
+        self.written = now
+        return [functools.partial(self._judge, group, answer) for group, answer in started]
+
+    def _judge(self, group: collective.Group, answer: Callable[[], list[int]]) -> None:
+        written = answer()
+        if len(set(written)) == 1:
+            return
+        over = [self.mesh.axis_index(a) for a in group.axes]
+        # Where the values are still the same on all ranks (weights swapped and put back, say) nothing is wrong.
+        placed = [[p._spec.layout.placements[a] for a in over] for p in self.params]
+        shared = [i for i, found in enumerate(placed) if all(isinstance(f, Replicate) for f in found)]
+        digests = collective.digests([bare(self.params[i]) for i in shared])
+        everyone = collective.all_gather_object(digests, group)
+        first = next((self.names[i] for i, *same in zip(shared, *everyone, strict=True) if len(set(same)) > 1), "")
+        counts = ", ".join(f"{n} on rank {r}" for r, n in zip(group.ranks, written, strict=True))
+        text = (
+            f"parameters were not written to equally often on all ranks since the last backward ({counts}): did one "
+            "rank leave out an optimizer step, or take one alone?"
+        )
+        if first:
+            raise DesyncError(f"the ranks hold different values of {first}: {text}")
+        if len(shared) < len(self.params):
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     # -- copies of the model --------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, held, hold, stamp
+from .buckets import STORED
 from .flights import Flight, Scattering, partial_axes
 from .packing import Packing, whole_over
 from .raw import aliased, bare, state_of
@@ -143,12 +144,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_AXIS = "_stored_over"
-
-
 def stored_axis(p: Tensor) -> int:
     """Index of the axis that a parameter is stored over."""
-    return int(p.__dict__[_AXIS])
+    return int(p.__dict__[STORED])
 
 
 def stored_dim(p: DistTensor, axis: int) -> int:
@@ -195,7 +193,7 @@ class Unit:
     def _start(self) -> None:
         self.index = {id(p): i for i, p in enumerate(self.params)}
         for p, axis in zip(self.params, self.axes, strict=True):
-            p.__dict__[_AXIS] = axis
+            p.__dict__[STORED] = axis
             p._spec = p._spec.with_(stored=True)
 
     def __getstate__(self) -> dict[str, Any]:
