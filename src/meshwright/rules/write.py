@@ -185,7 +185,9 @@ def _write(x: Arg, made: Index, value: Any, run: Callable[[Shelves], LocalFn], a
     def local(ctx: Local) -> LocalFn | None:
         shelves = {d: shelf_of(ctx, f, x.shape[d], wraps=True) for d, f in enumerate(made.source) if f in cut}
         found = {d: s for d, s in shelves.items() if s is not None}
-        return next(iter(found.values())).checked(run(found)) if found else None
+        if len(found) == 1 and len(made.letters) < 2:  # else its complaint does not tell which dim it is about
+            return next(iter(found.values())).checked(run(found))
+        return run(found) if found else None
 
     split = accumulate and isinstance(value, Arg)
     return notation(
