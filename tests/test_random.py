@@ -301,7 +301,7 @@ def test_fills_follow_the_memory(kind: str, dims: tuple[int, ...], dtype: torch.
 
     def fill(t: Any) -> Any:
         t = t.permute(dims)
-        if kind == "cplx":
+        if kind == "complex":
             return torch.randn_like(t, dtype=torch.complex64)
         return getattr(t, kind)() if kind.endswith("_") else getattr(torch, kind)(t)
 

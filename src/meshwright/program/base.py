@@ -42,6 +42,7 @@ class BaseStep:
         self._merged: Ready | None = None
         self._micro = 0
         self._tree = pytree.tree_flatten(example_batch)[1]
+        self._places = pytree.tree_flatten(_tuples(example_batch))[1]
         self._numbers = numbers_of(self.optimizer)
         self._guard = Guard(self.model, hooks)
 
@@ -62,7 +63,7 @@ class BaseStep:
         return self.program.passes
 
     def _install(self, leaves: Sequence[Any], made: Ready) -> Ready:
-        if self._micro and self._merged is not None and made.sums != self._merged.sums:
+        if self.training and self._micro and self._merged is not None and made.sums != self._merged.sums:
             other = sorted(set(made.sums) ^ set(self._merged.sums))[0]
             raise ProgramError(
                 f"{other} has a gradient in one micro-step of a merge and none in another (requires_grad was changed "
@@ -83,7 +84,7 @@ class BaseStep:
         if tree == self._tree:
             return leaves
         try:
-            return self._tree.flatten_up_to(batch)
+            return self._places.flatten_up_to(_tuples(batch))
         except ValueError:
             raise ProgramError(
                 f"the batch is {tree}, the step was captured for {self._tree}: give it what it was captured for"
@@ -265,6 +266,13 @@ def _difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
             if a[k] != b.get(k):
                 return f"{k}={a[k]!r} in group {i} and has {b.get(k)!r}"
     return "other options"
+
+
+def _tuples(batch: Any) -> Any:
+    """A batch with tuples in place of its lists: loaders give one for the other."""
+    if isinstance(batch, list) or type(batch) is tuple:
+        return tuple(map(_tuples, batch))
+    return {k: _tuples(v) for k, v in batch.items()} if type(batch) is dict else batch
 
 
 __all__ = ["BaseStep", "numbers_of"]

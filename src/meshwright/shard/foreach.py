@@ -115,6 +115,8 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             others = [reshard(o, t.layout) if isinstance(o, DistTensor) and o.ndim else o for o in others]
         elif method.endswith("_"):  # a plain tensor is the same everywhere: what is written to it must be too
             others = [map_tensors(o, unshard) for o in others]
+        if method.startswith("addc") and len(others) == 3:  # a number here, of a list's entries too, has a name there
+            named["value"] = others.pop()
         made.append(getattr(t, method)(*others, **named))
     return None if method.endswith("_") else made
 
