@@ -66,6 +66,9 @@ class Pruned:
         return f"{self.removed} scale ops pruned: gradients are scaled together at the update ({each})"
 
 
+_TAILS = 4  # each costs a walk through the program
+
+
 def prune(program: Program) -> Pruned:
     """Take the factors off the gradients of a program, whose graph is changed.
 
@@ -81,7 +84,10 @@ def prune(program: Program) -> Pruned:
     factor = pruned[0].factor
     one = all(math.isclose(s.factor, factor) and s.degree == pruned[0].degree for s in found)
     seeds = [n for n in program.graph.nodes if n.meta.get("seed")] if one and program.merged is None else []
-    if seeds and _linear(program, seeds, {s.node for s in found}):
+    # Gradients that are part of the loss (a penalty) have seeds in the forward: then the later ones alone will do.
+    tails = (seeds[k:] for k in range(min(len(seeds), _TAILS)))
+    seeds = next((tail for tail in tails if _linear(program, tail, {s.node for s in found})), [])
+    if seeds:
         for s in pruned:
             _unscale(s)
         follow(program.graph)
