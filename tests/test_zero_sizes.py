@@ -95,3 +95,48 @@ def test_embedding_of_empty_shards_twice() -> None:
     for tracked, g in mw.simulate(run, mesh):
         assert tracked == want[0]
         torch.testing.assert_close(g, want[1])
+
+
+TWICE: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
+    "conv": (lambda x, w: F.conv1d(x, w, padding=1), (2, 2, 4), (2, 2, 3)),
+    "conv_transpose": (lambda x, w: F.conv_transpose1d(x, w), (2, 2, 4), (2, 2, 3)),
+    "conv of groups": (lambda x, w: F.conv1d(x, w, groups=2), (2, 4, 4), (2, 2, 3)),
+    "prelu": (F.prelu, (2, 2, 3), (2,)),
+    "grid_sample": (lambda x, w: F.grid_sample(x, w, align_corners=False), (2, 1, 3, 3), (2, 2, 2, 2)),
+    "interpolate": (lambda x, w: F.interpolate(x, scale_factor=2), (2, 2, 3), (1,)),
+    "avg_pool": (lambda x, w: F.avg_pool1d(x, 2), (2, 2, 4), (1,)),
+    "max_pool": (lambda x, w: F.max_pool1d(x, 2), (2, 2, 4), (1,)),
+    "unfold": (lambda x, w: F.unfold(x, 2), (2, 2, 3, 3), (1,)),
+    "fold": (lambda x, w: F.fold(x, (3, 3), 2), (2, 8, 4), (1,)),
+    "cross_entropy": (lambda x, w: F.cross_entropy(x, torch.tensor([1, 0]), label_smoothing=0.1), (2, 2), (1,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_an_empty_part_has_the_graph_of_the_others(dtype: torch.dtype) -> None:
+    """Values, gradients, which gradients require one, and gradients of these: alike on a rank without anything."""
+    mesh = mw.Mesh({"x": 3})
+    names = [n for n in TWICE if dtype is torch.float64 or n.startswith("conv")]
+
+    def twice(fn: Callable[..., Any], x: Any, w: Any) -> list[Any]:
+        y = fn(x, w)
+        grads = torch.autograd.grad(y.sum().real, [x, w], create_graph=True, allow_unused=True)
+        told = [g is not None and g.requires_grad for g in grads]
+        again = [g.abs().pow(2).sum() for g in grads if g is not None and g.requires_grad]
+        more = torch.autograd.grad(sum(again), [x, w], allow_unused=True) if again else ()
+        return [told, *[None if t is None else mw.unshard(t).detach() for t in (y, *grads, *more)]]
+
+    def run() -> None:
+        for name in names:
+            fn, *shapes = TWICE[name]
+            base = [torch.randn(s, dtype=dtype, generator=torch.Generator().manual_seed(5)) for s in shapes]
+            want = twice(fn, *[t.clone().requires_grad_() for t in base])
+            for d, e in [(d, e) for d in range(2) for e in (None, 0)]:
+                x = mw.shard_tensor(base[0].clone(), mesh, [mw.Shard(d)]).requires_grad_()
+                w = mw.shard_tensor(base[1].clone(), mesh, [mw.Replicate() if e is None else mw.Shard(e)])
+                got = twice(fn, x, w.requires_grad_())
+                assert got[0] == want[0], (name, d, e)
+                for g, t in zip(got[1:], want[1:], strict=True):
+                    torch.testing.assert_close(g, t, msg=lambda m: f"{name}, {d}, {e}: {m}")  # noqa: B023
+
+    mw.simulate(run, mesh)

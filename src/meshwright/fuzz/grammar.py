@@ -21,6 +21,7 @@ from ..mesh import Mesh
 Tensor = torch.Tensor
 
 # A source that is the target is not drawn: masked_scatter_ reads it while it writes, and PyTorch does not say what.
+# Nor is a write by ``.data`` to a value with a history: which outputs an op kept for its backward is its own affair.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "pointwise": (
         "{new} = {x}.tanh()", "{new} = torch.sigmoid({x})", "{new} = -{x}", "{new} = {x} * {s}", "{new} = {x} + {s}",
@@ -116,7 +117,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "{w1}.t().mul_(2) if {w}.dim() < 3 else None", "{w1}.masked_scatter_({m}, {same} * 1)",
         "{w1}.index_fill_({d}, {indices}, {s})", "{w1}.cumsum_({d})", "{w1}[0].copy_({like {w1}[0]})",
         "torch.add({w}, {same}, out={w})", "torch.mul({same}, {s}, out={w})", "{w}.view(-1)[0:1].add_({s})",
-        "{w}.data.mul_({s})", "{w1}.scatter_add_({d}, {scattered}, {same})", "{new} = {w1}[{ix}]; {w}.mul_({s})",
+        "{w}.data.mul_({s}) if not {w}.requires_grad else None", "{w1}.scatter_add_({d}, {scattered}, {same})",
+        "{new} = {w1}[{ix}]; {w}.mul_({s})",
         "{new} = {w1}.narrow({d}, 0, {half0}); {new0}.add_({s})",
         "{new} = {w1}.unbind({d})[0]; {new0}.mul_({s}); {w}.add_({s})",
     ),

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from .core import Arg, Local, LocalFn, Rule, notation, rule
-from .dims import names
-from .parts import connected
+from .dims import filled, names
 
 Tensor = torch.Tensor
 
@@ -44,12 +43,8 @@ def _conv_rule(
     sizes = {f: n for f, n in zip(after, shape[-nd:], strict=True) if f != "1"} | per_group | {"g": groups}
 
     def local(ctx: Local) -> LocalFn | None:
-        here, parts = ctx.out_shape(), [ctx.in_shape(t) for t in range(len(ctx.inputs))]
-        if any(0 in p for p in (here, *parts)):
-            return lambda x, weight, bias=None, *rest, **named: _only_bias(here, nd, x, weight, bias)
-        if not ctx.is_split("g"):
-            return None
-        own = parts[0][-nd - 1] // per_group["i"]
+        first, last = ctx.bounds("g") if groups > 1 else (0, 1)
+        own = (last - first) or 1
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:
             if len(rest) > groups_at:
@@ -58,18 +53,12 @@ def _conv_rule(
                 named = {**named, "groups": own}
             return fn(x, weight, bias, *rest, **named)
 
-        return run
+        return filled(ctx, run) or (run if ctx.is_split("g") else None)
 
     return notation(
         text, x, weight, bias, sizes=sizes, whole=whole, reduced="i", linear=[[x, bias], [weight, bias]],
         heavy=True, local=local,
     )  # fmt: skip
-
-
-def _only_bias(shape: Sequence[int], nd: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The convolution over no channels, or of nothing."""
-    out = connected(shape, x, weight)
-    return out if bias is None else out + bias.view(-1, *(1,) * nd)
 
 
 def _register_conv(nd: int) -> None:
@@ -124,22 +113,13 @@ def _pool(name: str, nd: int, *, linear: bool = False) -> None:
         whole = {f for dims in (*entries, *outs) for f in dims[len(lead) :] if f != "1"}
         text = f"{', '.join(map(' '.join, entries))} -> {', '.join(map(' '.join, outs))}"
 
-        def local(ctx: Local) -> LocalFn | None:
-            shape = ctx.out_shape()
-            if 0 not in shape:
-                return None
-            return lambda input, *args, **named: _nothing(shape, len(shapes), input)
-
         groups = [[input]] if linear else []
-        return notation(text, input, *others, sizes=known, whole=" ".join(sorted(whole)), linear=groups, local=local)
+        return notation(
+            text, input, *others, sizes=known, whole=" ".join(sorted(whole)), linear=groups,
+            local=lambda ctx: filled(ctx, fn),
+        )  # fmt: skip
 
     rule(name)(make)
-
-
-def _nothing(shape: Sequence[int], outputs: int, x: Tensor) -> Any:
-    """Values (and positions) of a part without elements."""
-    values = connected(shape, x)
-    return values if outputs == 1 else (values, torch.zeros(tuple(shape), dtype=torch.int64, device=x.device))
 
 
 def _meta_shapes(fn: Callable[..., Any], x: Arg, args: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -171,7 +151,7 @@ def im2col(input: Arg, kernel_size: Sequence[int], *rest: Any, **named: Any) -> 
     (shape,) = _meta_shapes(torch._C._nn.im2col, input, (kernel_size, *rest), named)
     b = "b " if input.ndim == 4 else ""
     sizes = {"k": shape[-2] // max(input.shape[-3], 1), "l": shape[-1]}
-    return _patches(f"{b}c h w -> {b}(c k) l", input, sizes)
+    return _patches(torch._C._nn.im2col, f"{b}c h w -> {b}(c k) l", input, sizes)
 
 
 @rule("col2im")
@@ -180,12 +160,8 @@ def col2im(input: Arg, output_size: Sequence[int], *rest: Any, **named: Any) -> 
     (shape,) = _meta_shapes(torch._C._nn.col2im, input, (output_size, *rest), named)
     b = "b " if input.ndim == 3 else ""
     sizes = {"c": shape[-3], "k": input.shape[-2] // max(shape[-3], 1), "h": shape[-2], "w": shape[-1]}
-    return _patches(f"{b}(c k) l -> {b}c h w", input, sizes)
+    return _patches(torch._C._nn.col2im, f"{b}(c k) l -> {b}c h w", input, sizes)
 
 
-def _patches(text: str, x: Arg, sizes: dict[str, int]) -> Rule:
-    def local(ctx: Local) -> LocalFn | None:
-        shape = ctx.out_shape()
-        return None if 0 not in shape else lambda input, *args, **named: connected(shape, input)
-
-    return notation(text, x, sizes=sizes, whole="k l h w", linear=[[x]], local=local)
+def _patches(fn: LocalFn, text: str, x: Arg, sizes: dict[str, int]) -> Rule:
+    return notation(text, x, sizes=sizes, whole="k l h w", linear=[[x]], local=lambda ctx: filled(ctx, fn))

@@ -16,7 +16,7 @@ from torch.overrides import redispatch_function
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .index import Shelf
 from .loss import MEAN, NONE, SUM, weighed
-from .parts import connected, internal, operator
+from .parts import internal, operator
 
 Tensor = torch.Tensor
 _C_NN: Any = torch._C._nn  # whose stubs take the reduction for a str
@@ -180,14 +180,15 @@ def _class_sums(
 ) -> Tensor:
     classes = 0 if x.ndim == 1 else 1
     own, place = _own_class(target, shelf, ignore_index)
-    if not x.numel():
-        _picked(shelf.stocked(x.detach(), classes), classes, place)
-        return connected((3 if spread else 2, *top.shape), x).to(torch.promote_types(x.dtype, torch.float32))
+    empty = not x.numel()
+    if empty:  # one class that counts for nothing: the graph is that of the other ranks, to any order
+        x = torch.cat([x, top.unsqueeze(classes)], classes)
+        weight = None if weight is None else torch.cat([weight, weight.new_zeros(1)])
     # Rows last to first: classes become the last dim, a view.
     flat = x.movedim(classes, -1)
     applied: Any = _ClassSums
     made = applied.apply(flat, top, own, place, weight, spread)
-    return made
+    return made.masked_fill(torch.ones_like(made, dtype=torch.bool), 0.0) if empty else made
 
 
 class _ClassSums(torch.autograd.Function):

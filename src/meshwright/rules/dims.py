@@ -98,6 +98,40 @@ def nothing(shape: Sequence[int], *tensors: Tensor) -> Tensor:
     return zeros
 
 
+def filled(ctx: Local, fn: LocalFn) -> LocalFn | None:
+    """A ``local`` for kernels that refuse empty parts: ``fn`` on one thing more, of zeros, and nothing of it kept.
+
+    So the graph of a rank with an empty part is that of the others, however often it is differentiated.
+    """
+    parts = [ctx.in_shape(i) for i in range(len(ctx.inputs))]
+    if not any(0 in shape for shape in (*parts, ctx.out_shape())):
+        return None
+    pads = [_padding(ctx, dims, shape) for dims, shape in zip(ctx.rule.inputs, parts, strict=True)]
+    shapes = [ctx.out_shape(i) for i in range(len(ctx.outputs))]
+
+    def run(*args: Any, **named: Any) -> Any:
+        left = iter(pads)
+
+        def wider(a: Any) -> Any:
+            return torch.constant_pad_nd(a, next(left)) if isinstance(a, Tensor) else a
+
+        made = fn(*map(wider, args), **{k: wider(a) for k, a in named.items()})
+        if isinstance(made, Tensor):
+            return made[tuple(map(slice, shapes[0]))]
+        return tuple(t[tuple(map(slice, shape))] for t, shape in zip(made, shapes, strict=True))
+
+    return run
+
+
+def _padding(ctx: Local, dims: Sequence[Sequence[str]], shape: Sequence[int]) -> list[int]:
+    """What ``constant_pad_nd`` adds where this rank has nothing: one of each factor that it has nothing of."""
+    added = []
+    for factors, n in zip(dims, shape, strict=True):
+        bounds = [ctx.bounds(f) for f in factors]
+        added.append(0 if n else math.prod((stop - start) or 1 for start, stop in bounds))
+    return [k for n in reversed(added) for k in (0, n)]
+
+
 def unless_empty(ctx: Local) -> LocalFn | None:
     """A ``local`` for ops that refuse empty tensors: a rank with an empty part makes its result itself."""
     empty = any(not math.prod(ctx.in_shape(i)) for i in range(len(ctx.inputs)))

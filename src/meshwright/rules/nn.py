@@ -10,7 +10,7 @@ import torch
 
 from . import counter, dropout
 from .core import Arg, Local, LocalFn, Rule, notation, rule
-from .dims import broadcast_letters, meta_shapes, names, without
+from .dims import broadcast_letters, filled, meta_shapes, names, without
 from .index import shelf_of
 from .parts import connected
 
@@ -223,10 +223,8 @@ def prelu(x: Arg, weight: Arg) -> Rule | None:
         return None
     slope = "" if not weight.ndim else "1" if weight.shape[0] == 1 else letters[1]
 
-    def local(ctx: Local) -> LocalFn | None:
-        return None if 0 not in ctx.in_shape() else lambda x, weight: connected(x.shape, x, weight)
-
-    return notation(f"{' '.join(letters)}, {slope} -> {' '.join(letters)}", x, weight, local=local)
+    text = f"{' '.join(letters)}, {slope} -> {' '.join(letters)}"
+    return notation(text, x, weight, local=lambda ctx: filled(ctx, torch.prelu))
 
 
 # ---------------------------------------------------------------------------------------------- distances
@@ -263,12 +261,14 @@ def _distance_by_norm(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6,
 @rule("cdist")
 def cdist(x1: Arg, x2: Arg, *args: Any, **named: Any) -> Rule:
     """All pairs of rows."""
+    text = "... p m, ... r m -> ... p r"
+    return notation(text, x1, x2, heavy=True, local=lambda ctx: filled(ctx, _distances))
 
-    def local(ctx: Local) -> LocalFn | None:
-        shape = ctx.out_shape()
-        return None if 0 not in shape else lambda x1, x2, *args, **named: connected(shape, x1, x2)
 
-    return notation("... p m, ... r m -> ... p r", x1, x2, heavy=True, local=local)
+def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+    fn = torch.cdist if isinstance(compute_mode, str) else torch.ops.aten.cdist  # which name it by words, by number
+    made: Tensor = fn(x1, x2, p, compute_mode)
+    return made
 
 
 # ---------------------------------------------------------------------------------------------- images
@@ -283,15 +283,9 @@ def _upsample(name: str) -> None:
         sizes = {f: n for f, n in zip(after, shape[2:], strict=True) if f != "1"}
         whole = " ".join(f for f in (*before, *after) if f != "1")
         text = f"b c {' '.join(before)} -> b c {' '.join(after)}"
-        return notation(text, x, sizes=sizes, whole=whole, linear=[[x]], local=_where_empty)
+        return notation(text, x, sizes=sizes, whole=whole, linear=[[x]], local=lambda ctx: filled(ctx, fn))
 
     rule(name)(make)
-
-
-def _where_empty(ctx: Local) -> LocalFn | None:
-    """Kernels on images refuse a part without elements."""
-    shape = ctx.out_shape()
-    return None if 0 not in shape else lambda x, *args, **named: connected(shape, x)
 
 
 for _name in dir(torch._C._nn):
@@ -304,12 +298,7 @@ def grid_sampler(x: Arg, grid: Arg, *args: Any) -> Rule:
     """Every output pixel may come from anywhere in its image; output pixels are free."""
     inner, outer = names("x", x.shape[2:]), names("y", grid.shape[1:-1])
     text = f"b c {' '.join(inner)}, b {' '.join(outer)} n -> b c {' '.join(outer)}"
-
-    def local(ctx: Local) -> LocalFn | None:
-        shape = ctx.out_shape()
-        return None if 0 not in shape else lambda x, grid, *args: connected(shape, x, grid)
-
-    return notation(text, x, grid, linear=[[x]], local=local)
+    return notation(text, x, grid, linear=[[x]], local=lambda ctx: filled(ctx, torch.grid_sampler))
 
 
 @rule("affine_grid_generator")
