@@ -182,6 +182,8 @@ def with_ranks_swapped(folder: str) -> list[Any]:
             stale()
     with pytest.raises(CollectiveError, match="its group was made for a process group that was destroyed"):
         collective.all_reduce(torch.ones(1), "sum", old)
+    with pytest.raises(CollectiveError, match="names rank 2 but there are 2 processes: make a mesh of these"):
+        collective.group(mw.Mesh({"dp": 3}), (0,))  # of a process group that was larger
     again(1 - rank, folder, "once more")
     told.append((new * 2).sum().item())  # the same rank as before: what it holds is still its own
     return told

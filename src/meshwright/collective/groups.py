@@ -105,6 +105,12 @@ def _need_processes(mesh: Mesh) -> None:
             f"{mesh!r} has {mesh.size} ranks but this is a single process: start it with torchrun and call "
             "init_mesh, or run the function on simulated ranks with simulate(fn, mesh)"
         )
+    world = dist.get_world_size()
+    if max(mesh.ranks) >= world:  # a mesh of an earlier, larger process group, say
+        raise CollectiveError(
+            f"{mesh!r} names rank {max(mesh.ranks)} but there are {world} processes: make a mesh of these, and "
+            "distribute models and tensors anew"
+        )
 
 
 def _process_group(mesh: Mesh, axes: tuple[int, ...]) -> Link:
@@ -158,9 +164,6 @@ def connect(mesh: Mesh) -> None:
     if runtime.RT.sim is not None or mesh.size == 1:
         return
     _need_processes(mesh)
-    world = dist.get_world_size()
-    if max(mesh.ranks) >= world:
-        raise CollectiveError(f"{mesh!r} names rank {max(mesh.ranks)} but there are {world} processes")
     if runtime.RT.rank not in mesh.ranks:
         return
     for axes in (*((a,) for a in range(mesh.ndim)), tuple(range(mesh.ndim))):
