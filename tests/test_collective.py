@@ -420,7 +420,9 @@ def on_each_rank() -> list[str]:
 @pytest.mark.processes
 def test_real_processes() -> None:
     results = run_processes(on_each_rank, 4)
-    message = "Mesh(x=8) names rank 7 but there are 4 processes"
+    message = (
+        "Mesh(x=8) names rank 7 but there are 4 processes: make a mesh of these, and distribute models and tensors anew"
+    )
     assert results == [[message, f"Runtime(rank {r} of 4)"] for r in range(4)]
 
 
