@@ -149,6 +149,9 @@ REDUCE_SCATTER_START = operator(
     _reduce_scatter,
     _fake_scatter,
 )
+ALL_GATHER_START = operator(
+    "all_gather_start(Tensor x, int dim, int[] sizes, str axes, str mesh) -> Tensor", _all_gather, _fake_all_gather
+)
 WAIT = operator("wait(Tensor(a!) started) -> Tensor(a!)", _same, _same)
 KEEP_ONE = operator("keep_one(Tensor x, bool keep) -> Tensor", _keep_one, _like)
 
@@ -160,10 +163,12 @@ COLLECTIVES: dict[Any, str] = {
     BROADCAST.default: "broadcast",
     ALL_REDUCE_START.default: "all_reduce",
     REDUCE_SCATTER_START.default: "reduce_scatter",
+    ALL_GATHER_START.default: "all_gather",
 }
 STARTS: dict[Any, Any] = {
     ALL_REDUCE.default: ALL_REDUCE_START.default,
     REDUCE_SCATTER.default: REDUCE_SCATTER_START.default,
+    ALL_GATHER.default: ALL_GATHER_START.default,
 }
 WAIT_OP: Any = WAIT.default
 

@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
 from ..collective import COLLECTIVES, bytes_of
+from ..layout import chunk_sizes
 from ..program.core import value_of
 from ..program.trace import VIEWS, Value
 from .gradients import Gradients, Reduction
@@ -85,12 +86,32 @@ def by_limit(reductions: Sequence[Reduction], limit: int, gradients: Gradients) 
     return in_order(made)
 
 
-_UNFUSIBLE = "a reduce-scatter: its result is a part of one gradient"
+_UNFUSIBLE = "a reduce-scatter of the step's own, into other parts"
 
 
 def fusible(r: Reduction) -> bool:
     """Whether a reduction can share a buffer with others."""
-    return r.kind == "all_reduce"
+    if r.kind == "all_reduce":
+        return True
+    value, (_, _, dim, sizes, *_) = value_of(r.gradient), r.node.args
+    assert value is not None
+    return list(sizes) == chunk_sizes(value.shape[dim], len(sizes))  # type: ignore[arg-type, index]
+
+
+def by_unit(reductions: Sequence[Reduction], gradients: Gradients) -> list[Bucket]:
+    """Buckets of what is scattered to where it is stored: one per unit, whatever its size, as in eager code."""
+    open_: dict[Any, list[Reduction]] = {}
+    made: list[Bucket] = []
+    for r in reductions:
+        members = open_.get(r.group, []) if fusible(r) else []
+        if members and not together([*members, r], gradients):
+            made.append(Bucket(tuple(open_.pop(r.group)), "used before the next gradient exists"))
+        if fusible(r):
+            open_.setdefault(r.group, []).append(r)
+        else:
+            made.append(Bucket((r,), _UNFUSIBLE))
+    made += [Bucket(tuple(m), "the only one of its unit and dtype") for m in open_.values()]
+    return made
 
 
 def together(members: Sequence[Reduction], gradients: Gradients) -> bool:
@@ -219,4 +240,4 @@ def _meta(node: fx.Node) -> Any:
     return None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-__all__ = ["Bucket", "Network", "by_limit", "by_time", "in_order"]
+__all__ = ["Bucket", "Network", "by_limit", "by_time", "by_unit", "in_order"]

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from ..errors import PassError
 from ..program.core import Program, value_of
 from ..program.inplace import follow
-from .buckets import Bucket, Network, by_limit, by_time, in_order
+from .buckets import Bucket, Network, by_limit, by_time, by_unit, in_order
 from .core import Pass, PassRecord, register
 from .fusing import Fusing
+from .gathers import gathered
 from .gradients import Gradients, Reduction
 from .levels import flattened
 from .scaling import Pruned, prune
@@ -71,22 +72,32 @@ class DataParallelOptimization(Pass):
         """The program with fewer reductions of gradients, which run beside the backward."""
         made, record = self._one(program)
         if made.merged is not None:
+            accumulate, _ = replace(self, prune=False)._one(made.merged.accumulate)
             flush, other = self._one(made.merged.flush)
-            made = replace(made, merged=replace(made.merged, flush=flush))
+            made = replace(made, merged=replace(made.merged, accumulate=accumulate, flush=flush))
             record = replace(record, lines=(*record.lines, f"flush of leftover micro-steps: {other.summary}"))
         return made, record
 
     def _one(self, program: Program) -> tuple[Program, PassRecord]:
         made, joined = flattened(copied(program))
         pruned = prune(made) if self.prune else Pruned()
-        gradients = Gradients(made)
-        buckets = self._buckets(gradients)
-        fusing = Fusing(made, gradients, self.overlap)
-        for bucket in buckets:
-            fusing.run(bucket)
-        made = fusing.program()
-        follow(made.graph)
-        return made, _record(gradients.reductions, buckets, pruned, fusing.in_place, joined)
+        reductions: list[Reduction] = []
+        buckets: list[Bucket] = []
+        in_place, later = 0, True
+        while later:
+            gradients = Gradients(made)
+            fusing = Fusing(made, gradients, self.overlap)
+            fusing.splits = not reductions and not gradients.later  # else sums wait for sums
+            cut = self._buckets(gradients)
+            for bucket in cut:
+                fusing.run(bucket)
+            made = fusing.program()
+            follow(made.graph)
+            reductions += gradients.reductions
+            buckets += cut
+            in_place, later = in_place + fusing.in_place, gradients.later
+        made, gathers = gathered(made, buckets, self.fuse, self.overlap)
+        return made, _record(reductions, buckets, pruned, in_place, joined, gathers)
 
     def _buckets(self, gradients: Gradients) -> list[Bucket]:
         reductions = gradients.reductions
@@ -95,9 +106,12 @@ class DataParallelOptimization(Pass):
                 self._large_enough(r, self.bucket_bytes)
         if not self.fuse:
             return in_order([Bucket((r,), "fuse=False") for r in reductions])
+        stored = by_unit([r for r in reductions if r.unit], gradients)
+        rest = [r for r in reductions if not r.unit]
         if isinstance(self.bucket_bytes, int):
-            return by_limit(reductions, self.bucket_bytes, gradients)
-        return by_time(reductions, Network(self.alpha_us * 1e-6, self.gb_per_s * 1e9, self.gflops * 1e9), gradients)
+            return in_order([*stored, *by_limit(rest, self.bucket_bytes, gradients)])
+        network = Network(self.alpha_us * 1e-6, self.gb_per_s * 1e9, self.gflops * 1e9)
+        return in_order([*stored, *by_time(rest, network, gradients)])
 
     def _large_enough(self, r: Reduction, size: int) -> None:
         value = value_of(r.gradient)
@@ -109,13 +123,19 @@ class DataParallelOptimization(Pass):
 
 
 def _record(
-    reductions: list[Reduction], buckets: list[Bucket], pruned: Pruned, in_place: int, joined: int
+    reductions: list[Reduction],
+    buckets: list[Bucket],
+    pruned: Pruned,
+    in_place: int,
+    joined: int,
+    gathers: tuple[int, int],
 ) -> PassRecord:
     alone = [(b.members[0].name, b.why) for b in buckets if len(b.members) == 1]
     fused = [b for b in buckets if len(b.members) > 1]
     if not reductions:
         return PassRecord("no gradient is summed over ranks: nothing to do", details={"before": 0, "after": 0})
-    lines = [f"{joined} sums over one axis after another became one over all"] if joined else []
+    lines = [f"{gathers[0]} gathers of parameters became {gathers[1]}"] if gathers[0] else []
+    lines += [f"{joined} sums over one axis after another became one over all"] if joined else []
     lines += [pruned.text()] if pruned.text() else []
     for b in fused:
         first = b.members[0]
@@ -125,6 +145,7 @@ def _record(
     details: dict[str, Any] = {
         "before": len(reductions), "after": len(buckets), "alone": dict(alone), "pruned": pruned.removed,
         "folded": pruned.folded, "rescaled": dict(pruned.rescaled), "written_in_place": in_place, "joined": joined,
+        "gathers": gathers,
         "buckets": [{"gradients": [r.name for r in b.members], "bytes": b.nbytes} for b in buckets],
     }  # fmt: skip
     summary = (

@@ -14,8 +14,10 @@ import torch.fx as fx
 from ..collective import COLLECTIVES, STARTS, WAIT_OP, bytes_of
 from ..program.core import Program, value_of
 from ..program.inplace import storages
+from ..program.packed import PACK
 from ..program.trace import VIEWS, Value
 from ..record import Record
+from ..shard.packing import Packing
 from .buckets import Bucket
 from .gradients import Gradients, Reduction, is_view
 from .slicing import new_storage
@@ -44,6 +46,7 @@ class Fusing:
         self.started = 0  # place of the last start: all ranks start in one order
         self.tail: dict[int, fx.Node] = {}  # place to the last node that was put behind it
         self.in_place = 0
+        self.splits = True  # whether what has arrived is updated while the last sums are under way
         self.sums: dict[fx.Node, fx.Node] = {}  # reduction to what takes its place
         self.waits: dict[fx.Node, fx.Node] = {}  # what takes the place of a reduction to the wait that it is from
 
@@ -55,7 +58,7 @@ class Fusing:
             reader.kwargs = fx.map_arg(reader.kwargs, self._sum)
         for node in self.sums:
             self.graph.erase_node(node)
-        if self.overlap:
+        if self.overlap and self.splits:
             split_updates(self.graph, list(dict.fromkeys(self.waits.values())), self.waits)
         return replace(self._program, causes=tuple(self.causes))
 
@@ -66,7 +69,10 @@ class Fusing:
         """Let the reductions of a bucket run as one."""
         members = bucket.members
         if members[0].kind == "reduce_scatter":
-            self._scatter(members[0])
+            if len(members) == 1:
+                self._scatter(members[0])
+            else:
+                self._scatter_together(members)
             return
         place = self._place(bucket.members)
         offsets, count = _offsets(members)
@@ -215,12 +221,35 @@ class Fusing:
         waited.meta = {k: v for k, v in r.node.meta.items() if k != "cause"}
         self.sums[r.node] = self.waits[waited] = waited
 
+    def _scatter_together(self, members: Sequence[Reduction]) -> None:
+        """Reduce-scatters of several gradients as one: each rank gets a row with its chunks of all."""
+        place, first = self._place(members), members[0].node
+        _, op, _, sizes, index, axes, mesh = first.args
+        n = len(sizes)  # type: ignore[arg-type]
+        values = [value_of(r.gradient) for r in members]
+        dims = [int(r.node.args[2]) for r in members]  # type: ignore[arg-type]
+        packing = Packing([v.shape for v in values if v is not None], dims, n)
+        buffer = self._buffer(members, n * packing.row)
+        for r, dim, offset in zip(members, dims, packing.offsets, strict=True):
+            args = (buffer, r.gradient, dim, n, offset)
+            self._behind(r.ready, PACK.default, args, buffer.meta["value"], r.gradient)
+        self.storage += 1
+        dtype = buffer.meta["value"].dtype
+        row = Value((packing.row,), dtype, self.storage, packing.row * dtype.itemsize)
+        started = self._behind(
+            place, STARTS[first.target], (buffer, op, 0, packing.sizes, index, axes, mesh), row, first
+        )
+        started.meta["sync"] = ", ".join(r.name for r in members)
+        started.meta["cause"] = self._cause(members, started)
+        self._wait(started, members, packing.offsets)
+
     def _cause(self, members: Sequence[Reduction], started: fx.Node) -> int:
         """Number of a record that says what one collective serves."""
         known = [self.causes[i] for r in members if (i := r.node.meta.get("cause")) is not None]
         if len(members) == 1 and known:
             return int(members[0].node.meta["cause"])
-        value = started.meta["value"]
+        value = value_of(started.args[0])
+        assert value is not None
         *_, axes, _ = started.args
         names = [r.name for r in members]
         moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])

@@ -7,7 +7,7 @@ sent), the *last* micro-step (the same, then synchronise, clip, update, empty th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +41,8 @@ class GradientMerge(Pass):
     Attributes:
         k_steps: micro-steps per update; 1 leaves the program as it is.
         avg: update with the mean over the micro-steps, else with their sum.
+        whole_sums: sum gradients of parameters that are stored split (ZeRO-3) whole and scatter them once per update:
+            less is sent, and the sums are as large as the gathered parameters.  Otherwise each micro-step scatters.
 
     Raises:
         PassError: ``k_steps`` below 1, options of other types; in :meth:`apply` a program that has no gradients, is
@@ -52,12 +54,14 @@ class GradientMerge(Pass):
 
     k_steps: int
     avg: bool = True
+    whole_sums: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.k_steps, int) or isinstance(self.k_steps, bool) or self.k_steps < 1:
             raise PassError(f"gradient-merge: k_steps={self.k_steps!r}: a whole number of at least 1 was expected")
-        if not isinstance(self.avg, bool):
-            raise PassError(f"gradient-merge: avg={self.avg!r}: True or False was expected")
+        for option in ("avg", "whole_sums"):
+            if not isinstance(getattr(self, option), bool):
+                raise PassError(f"gradient-merge: {option}={getattr(self, option)!r}: True or False was expected")
 
     @property
     def calls_per_update(self) -> int:
@@ -73,7 +77,7 @@ class GradientMerge(Pass):
         """The program of the last micro-step, with those of the others as its ``merged``."""
         if self.k_steps == 1:
             return program, PassRecord("one micro-step per update: the program stays as it is")
-        made = _Merge(copied(program), self.k_steps, self.avg).run()
+        made = _Merge(copied(program), self.k_steps, self.avg, self.whole_sums).run()
         assert made.merged is not None
         return made, _record(made.merged, made)
 
@@ -111,10 +115,11 @@ class Sum:
 class _Merge:
     """One application of the pass, on a graph that it may change."""
 
-    def __init__(self, program: Program, k_steps: int, avg: bool) -> None:
+    def __init__(self, program: Program, k_steps: int, avg: bool, whole_sums: bool) -> None:
         if program.merged is not None:
             raise PassError(f"the program merges {program.merged.k_steps} micro-steps already")
         self.program, self.graph, self.k_steps, self.avg = program, program.graph, k_steps, avg
+        self.kinds = _SUMS if whole_sums else {"all_reduce"}  # what changes places with sums over micro-steps
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
         self.alpha = 1 / k_steps if avg else 1.0
         self.storage = new_storage(program)
@@ -128,6 +133,8 @@ class _Merge:
         if any(n.target in STARTS.values() for n in self.graph.nodes):
             raise PassError("gradients are sent while others are computed: merge first, then overlap")
         cuts = list(self._cuts())
+        place = {n: i for i, n in enumerate(self.graph.nodes)}
+        self.end = max(cuts, key=place.__getitem__, default=None)  # of the backward
         if not cuts:
             raise PassError("the program has no gradients to merge; it must be that of a training step")
         self._one_sum_each(cuts)
@@ -153,7 +160,7 @@ class _Merge:
         found: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
             if node.meta.get("grad_of"):
-                found.setdefault(_unsent(node))
+                found.setdefault(_unsent(node, self.kinds))
         yield from found
 
     def _one_sum_each(self, cuts: list[fx.Node]) -> None:
@@ -218,9 +225,13 @@ class _Merge:
         known.update(zip(older, self.program.inputs, strict=True))
         self.program = replace(self.program, inputs=tuple(known[n] for n in self.program.placeholders))
 
-    def _added(self, graph: fx.Graph, gradient: fx.Node, place: fx.Node) -> fx.Node:
-        """Add a gradient to its sum as soon as it exists: its memory is free from there on."""
-        with graph.inserting_after(gradient):
+    def _added(self, graph: fx.Graph, gradient: fx.Node, place: fx.Node, end: fx.Node) -> fx.Node:
+        """Add a gradient to its sum as soon as it exists: its memory is free from there on.
+
+        A part of one that was scattered is small, and under way until the backward ends.
+        """
+        under_way = COLLECTIVES.get(gradient.target) == "reduce_scatter"
+        with graph.inserting_after(end if under_way else gradient):
             made = graph.call_function(aten.add_.Tensor, (place, gradient))
         if self.alpha != 1.0:
             made.kwargs = {"alpha": self.alpha}
@@ -233,7 +244,7 @@ class _Merge:
     def _accumulate(self, program: Program, sums: list[Sum]) -> None:
         named = {n.name: n for n in program.graph.nodes}
         for s in sums:
-            self._added(program.graph, named[s.node.name], named[s.place.name])
+            self._added(program.graph, named[s.node.name], named[s.place.name], named[self.end.name])
 
     def _total(self, sums: list[Sum], earlier: set[fx.Node]) -> None:
         """In the last micro-step, what comes after the backward reads the sums; they end empty.
@@ -247,7 +258,7 @@ class _Merge:
             return user not in earlier
 
         for s in sums:
-            total = added = self._added(self.graph, s.node, s.place)
+            total = added = self._added(self.graph, s.node, s.place, self.end)
             earlier.add(added)
             value = value_of(s.node)
             if value is not None and value.dtype is not added.meta["value"].dtype:
@@ -320,8 +331,8 @@ def _names(node: fx.Node) -> list[str]:
     return [name for name, _ in node.meta["grad_of"]]
 
 
-def _unsent(node: fx.Node) -> fx.Node:
-    """Where the value of a gradient was before anything was sent for it.
+def _unsent(node: fx.Node, kinds: Set[str]) -> fx.Node:
+    """Where the value of a gradient was before anything of these kinds was sent for it.
 
     Sums over ranks and over micro-steps may change places, as long as all in between is linear and serves this gradient
     alone: the reduce-scatter that autograd puts behind the gather of a stored parameter, say.
@@ -331,7 +342,10 @@ def _unsent(node: fx.Node) -> fx.Node:
         before = at.all_input_nodes[0]
         if len(before.users) > 1 or before.op != "call_function":
             break
-        if COLLECTIVES.get(at.target) in _SUMS and at.args[1] in ("sum", "avg"):
+        kind = COLLECTIVES.get(at.target)
+        if kind in _SUMS and at.args[1] in ("sum", "avg"):
+            if kind not in kinds:
+                break
             found = before
         at = before
     return found

@@ -41,6 +41,7 @@ class Reduction:
         key: place in the order of the backward; the same order on every rank.
         ready: place of the last node that writes the gradient.
         needed: place of the first node that reads the sum.
+        unit: whose parameters are gathered together (ZeRO-3): their gradients are scattered together.
     """
 
     node: fx.Node
@@ -51,13 +52,14 @@ class Reduction:
     key: tuple[int, int]
     ready: int
     needed: int
+    unit: str = ""
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What reductions that may share one collective have in common: kind, dtype, op, axes and mesh."""
+        """What reductions that may share one collective have in common: kind, dtype, op, axes, mesh and unit."""
         value = value_of(self.gradient)
         assert value is not None
-        return (self.kind, value.dtype, *self.node.args[1:])
+        return (self.kind, value.dtype, self.node.args[1], *self.node.args[-2:], self.unit)
 
 
 def scale_of(node: fx.Node) -> float | None:
@@ -98,6 +100,10 @@ class Gradients:
 
     Args:
         program: its graph may be changed: what prepares a gradient moves to where the gradient is made.
+
+    Attributes:
+        reductions: in the order of the backward; of sums of what others sum, the first.
+        later: whether there are such others: look again when these have been dealt with.
     """
 
     def __init__(self, program: Program) -> None:
@@ -105,7 +111,10 @@ class Gradients:
         self.even = is_even(program)
         self._given = {n: storages(n) for n in self.graph.nodes}
         self._written = {n: written(n) for n in self.graph.nodes if is_mutating(n)}
-        found = [n for n in self.graph.nodes if is_reduction(n)]
+        every = dict.fromkeys(n for n in self.graph.nodes if is_reduction(n))
+        found = [n for n in every if list(chain_up(n.args[0], autograd=True))[-1] not in every]  # type: ignore[arg-type]
+        self.later = len(found) < len(every)
+        self._units = units_of(program)
         self._index()
         for node in found:
             self._hoist(node.args[0])
@@ -168,9 +177,9 @@ class Gradients:
         source = gradient.meta.get("source", "")
         stage = ready if self.even else self.first.get(source, ready)
         needed = min((self.place[u] for u in node.users), default=len(self.order) - 1)
-        return Reduction(
-            node, gradient, _name(node, gradient), COLLECTIVES[node.target], nbytes, (stage, index), ready, needed
-        )
+        unit = self._units.get(grad_below(node), "")
+        name = _name(node, gradient)
+        return Reduction(node, gradient, name, COLLECTIVES[node.target], nbytes, (stage, index), ready, needed, unit)
 
     def _spec(self, gradient: fx.Node) -> Spec | None:
         value = value_of(gradient)
@@ -200,7 +209,25 @@ def is_reduction(node: fx.Node) -> bool:
     """Whether a node sums a gradient over ranks."""
     if node.target not in STARTS or node.args[1] not in SUMS or not isinstance(node.args[0], fx.Node):
         return False
-    return bool(node.meta.get("sync")) or any(n.meta.get("grad_of") for n in chain_up(node.args[0]))
+    if node.meta.get("sync") or any(n.meta.get("grad_of") for n in chain_up(node.args[0])):
+        return True
+    return COLLECTIVES[node.target] == "reduce_scatter" and bool(grad_below(node))
+
+
+def grad_below(node: fx.Node) -> str:
+    """The parameter whose gradient what a node gives is, or becomes by linear ops alone; empty if there is none."""
+    while not node.meta.get("grad_of"):
+        if len(node.users) != 1 or not is_linear(user := next(iter(node.users))):
+            return ""
+        node = user
+    return str(node.meta["grad_of"][0][0])
+
+
+def units_of(program: Program) -> dict[str, str]:
+    """Name of a stored parameter to the unit that it is gathered with."""
+    given = {n: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
+    found = ((given.get(n.all_input_nodes[0]), n.meta["unit"]) for n in program.graph.nodes if n.meta.get("unit"))
+    return {name: unit for name, unit in found if name is not None}
 
 
 def is_view(node: fx.Node) -> bool:
@@ -214,7 +241,7 @@ def _name(node: fx.Node, gradient: fx.Node) -> str:
     for n in chain_up(gradient):
         if n.meta.get("grad_of"):
             return ", ".join(name for name, _ in n.meta["grad_of"])
-    return str(node.meta.get("sync") or gradient.name)
+    return str(node.meta.get("sync") or grad_below(node) or gradient.name)
 
 
 def local_bytes(spec: Spec) -> int:
@@ -237,4 +264,4 @@ def _splits_evenly(spec: Spec) -> bool:
     return all(a * b == n for a, b, n in zip(first, parts, spec.shape, strict=True))
 
 
-__all__ = ["Gradients", "Reduction", "chain_up", "is_linear", "scale_of"]
+__all__ = ["Gradients", "Reduction", "chain_up", "is_linear", "scale_of", "units_of"]

@@ -21,6 +21,7 @@ from ..errors import LayoutError, ProgramError
 from ..layout import Layout, Placements, Spec
 from ..mesh import Mesh
 from ..shard.module import Inputs, Outputs, hooked, matching, stored_specs
+from ..shard.zero import units_of
 from ..tensor import DistTensor
 from .capture import Captured, LossFn, capture
 from .complete import Completed, complete
@@ -260,7 +261,14 @@ def _laid(
             placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)
     stored = stored_specs(model, mesh, placed, plan.stored_over)
     by_node = {s.node: stored[s.name] for s in captured.sources if s.name in stored}
-    laid = Laid(specs, by_node, completed.wishes, completed.origins)
+    names = {id(p): n for n, p in model.named_parameters()}
+    by_name = {s.name: s.node for s in captured.sources if s.node in by_node}
+    units = {
+        by_name[names[id(p)]]: str(i)
+        for i, (_, members) in reversed(list(enumerate(units_of(model))))
+        for m in members for p in m._parameters.values() if names.get(id(p)) in by_name
+    }  # fmt: skip
+    laid = Laid(specs, by_node, completed.wishes, completed.origins, units)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
         n: stored.get(n, s)

@@ -44,12 +44,14 @@ class Laid:
         stored: of parameters that are stored otherwise, that spec.
         wishes: name of a node in the middle to the placements that it is to have.
         origins: where layouts came from.
+        units: name of a node of a stored parameter to the unit that it is gathered with.
     """
 
     specs: Mapping[str, Spec]
     stored: Mapping[str, Spec] = field(default_factory=dict)
     wishes: Mapping[str, Any] = field(default_factory=dict)
     origins: tuple[Origin, ...] = ()
+    units: Mapping[str, str] = field(default_factory=dict)
 
 
 def partition(
@@ -89,6 +91,9 @@ def partition(
                 made.backward(states_over)
                 with torch.no_grad():
                     made.update(update, clip_grad_norm, gradients)
+        for node in made.recorder.graph.nodes:
+            if node.meta.get("gather") in laid.units:
+                node.meta["unit"] = laid.units[node.meta["gather"]]
         if regather_stored:
             regather(made.recorder.graph, made.recorder.causes)
         return made.program("" if update is None or not train else update.text)
@@ -303,8 +308,10 @@ class _Partition:
         """Bring the updated parts of a parameter to all ranks."""
         steps = plan_conversion(chunk, whole)
         record.asked(f"update of {name}", steps, "each rank updated its own part of the parameter")
-        self.params[name].detach().copy_(convert.apply(steps.steps, own))
-        runtime.RT.cause = None
+        self.recorder.gather = name
+        whole_again = convert.apply(steps.steps, own)
+        self.recorder.gather, runtime.RT.cause = "", None
+        self.params[name].detach().copy_(whole_again)
 
     # -- the result -----------------------------------------------------------------------------------
 

@@ -166,6 +166,8 @@ def _collective(target: Any, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
     if target in STARTS.values():
         if kind == "all_reduce":
             return lambda x: collective.all_reduce_async(x, options[0], group)
+        if kind == "all_gather":
+            return lambda x: collective.all_gather_async(x, options[0], options[1], group)
         return lambda x: collective.reduce_scatter_async(x, options[1], options[2], options[0], group)
     if kind == "all_reduce":
         return lambda x: collective.all_reduce(x, options[0], group)

@@ -44,15 +44,15 @@ class Packing:
         """Elements of each rank in the flat buffer."""
         return [self.row] * self.n
 
-    def _pairs(self, flat: Tensor, wholes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of the buffer and views of the whole tensors that correspond."""
-        rows, n = flat.view(self.n, self.row), self.n
+    def _in_rows(self, rows: Tensor, wholes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the rows and views of the whole tensors that correspond."""
+        n = self.n
         packed: list[Tensor] = []
         cut: list[Tensor] = []
         for t, shape, dim, offset in zip(wholes, self.shapes, self.dims, self.offsets, strict=True):
             if shape[dim] % n == 0:
                 chunk = self.chunk_shape(shape, dim, 0)
-                packed.append(rows[:, offset : offset + math.prod(chunk)].view(n, *chunk))
+                packed.append(rows[:, offset : offset + math.prod(chunk)].unflatten(1, chunk))
                 cut.append(t.unflatten(dim, (n, chunk[dim])).movedim(dim, 0) if dim else t.view(n, *chunk))
                 continue
             for r, part in enumerate(t.split(chunk_sizes(shape[dim], n), dim)):
@@ -64,13 +64,21 @@ class Packing:
     def pack(self, wholes: Sequence[Tensor]) -> Tensor:
         """A new flat buffer that holds the tensors."""
         flat = wholes[0].new_empty(self.n * self.row)
-        packed, cut = self._pairs(flat, [t if t.is_contiguous() else t.contiguous() for t in wholes])
-        torch._foreach_copy_(packed, cut)
+        self.place(flat.view(self.n, self.row), wholes)
         return flat
 
     def unpack(self, flat: Tensor, wholes: Sequence[Tensor]) -> None:
         """Fill the (contiguous) tensors from a buffer."""
-        packed, cut = self._pairs(flat, wholes)
+        self.take(flat.view(self.n, self.row), wholes)
+
+    def place(self, rows: Tensor, wholes: Sequence[Tensor]) -> None:
+        """Fill rows, which may be parts of longer ones, from the tensors."""
+        packed, cut = self._in_rows(rows, [t if t.is_contiguous() else t.contiguous() for t in wholes])
+        torch._foreach_copy_(packed, cut)
+
+    def take(self, rows: Tensor, wholes: Sequence[Tensor]) -> None:
+        """Fill the (contiguous) tensors from rows, which may be parts of longer ones."""
+        packed, cut = self._in_rows(rows, wholes)
         torch._foreach_copy_(cut, packed)
 
     def pack_row(self, chunks: Sequence[Tensor]) -> Tensor:

@@ -448,7 +448,7 @@ def install(model: nn.Module, mesh: Mesh, sync: GradSync, stored: Mapping[int, i
         regather: gather again for the backward, instead of keeping what was gathered.
     """
     zero = Zero(mesh, sync, regather)
-    for module, members in _units(model):
+    for module, members in units_of(model):
         params: list[Any] = [p for m in members for p in m._parameters.values() if id(p) in stored]
         if params:
             spans = len(members) == sum(1 for _ in module.modules())
@@ -460,7 +460,7 @@ def install(model: nn.Module, mesh: Mesh, sync: GradSync, stored: Mapping[int, i
     return zero
 
 
-def _units(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+def units_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Each unit: the module whose forward it spans, and the modules whose parameters belong to it.
 
     Entries of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` are units with all that is in them, unless
@@ -485,4 +485,4 @@ def _units(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     yield from visit(model, False)
 
 
-__all__ = ["Unit", "Zero", "install", "stored_axis"]
+__all__ = ["Unit", "Zero", "install", "stored_axis", "units_of"]

@@ -1,0 +1,169 @@
+"""Gathers of parameters (ZeRO) in a program: those of a unit as one, started while the unit before computes.
+
+Ranks must start collectives in one order, so a gather starts where one of the recorded gathers was: for what is
+gathered for use, where the unit before is first used; for what an update leaves, right behind that update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.fx as fx
+
+from ..collective import COLLECTIVES, STARTS, WAIT_OP, bytes_of
+from ..layout import chunk_sizes
+from ..program.core import Program, value_of
+from ..program.inplace import follow, storages, written
+from ..program.packed import ROW, UNPACK
+from ..program.trace import Value
+from ..record import Record
+from ..shard.packing import Packing
+from .buckets import Bucket
+from .slicing import new_storage
+
+
+def gathered(program: Program, buckets: Sequence[Bucket], fuse: bool, overlap: bool) -> tuple[Program, tuple[int, int]]:
+    """The program, whose graph is changed, and how many gathers of parameters it had and has.
+
+    Args:
+        buckets: gradients that were reduced together: what their update leaves is gathered together.
+        fuse: let a unit's parameters share a gather.
+        overlap: start gathers early.
+    """
+    made = _Gathers(program, {name: i for i, b in enumerate(buckets) for r in b.members for name in (r.name,)})
+    groups = made.groups(fuse)
+    before: dict[str, list[fx.Node]] = {}
+    for members in groups:
+        role = members[0].meta["role"]
+        made.run(members, before.get(role, members)[0] if overlap and role != "optimizer" else None, overlap)
+        before[role] = members
+    made.clean()
+    follow(program.graph)
+    return replace(program, causes=tuple(made.causes)), (sum(map(len, groups)), len(groups))
+
+
+class _Gathers:
+    def __init__(self, program: Program, bucket: dict[str, int]) -> None:
+        self.program, self.graph, self.bucket = program, program.graph, bucket
+        self.causes = list(program.causes)
+        self.storage = new_storage(program)
+        self.order = {n: i for i, n in enumerate(self.graph.nodes)}
+        self.places: dict[fx.Node, fx.Node] = {}  # a gather to where starts that take its place go
+        self.done: list[fx.Node] = []
+
+    def groups(self, fuse: bool) -> list[list[fx.Node]]:
+        """Gathers that run as one, in the order of the first of each."""
+        found: dict[Any, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if COLLECTIVES.get(node.target) != "all_gather" or not node.meta.get("gather"):
+                continue
+            role, name, value = node.meta["role"], node.meta["gather"], value_of(node)
+            assert value is not None
+            if role == "optimizer":
+                shared: Any = self.bucket.get(name, name)
+            elif node.all_input_nodes[0].op != "placeholder":
+                continue  # behind another conversion: left where it is
+            else:
+                shared = node.meta.get("unit") or name
+            even = list(node.args[2]) == chunk_sizes(value.shape[node.args[1]], len(node.args[2]))  # type: ignore[arg-type, index]
+            key = (role, shared if fuse and even else node, value.dtype, *node.args[-2:])
+            found.setdefault(key, []).append(node)
+        return list(found.values())
+
+    def run(self, members: list[fx.Node], ahead: fx.Node | None, overlap: bool) -> None:
+        """Let gathers run as one.
+
+        Args:
+            ahead: start where this gather was; None: as soon as what is gathered is there.
+        """
+        first = members[0]
+        if ahead is not None:
+            where = self.graph.inserting_before(self.places.get(ahead, ahead))
+        elif overlap:
+            where = self.graph.inserting_after(self._last_write(members))
+        else:
+            where = self.graph.inserting_before(first)
+        values = [value_of(n) for n in members]
+        dims = [int(n.args[1]) for n in members]  # type: ignore[arg-type]
+        n = len(first.args[2])  # type: ignore[arg-type]
+        packing = Packing([v.shape for v in values if v is not None], dims, n)
+        with where:
+            started = self._start(members, packing)
+        with self.graph.inserting_before(first):
+            waited = self._node(first, WAIT_OP, (started,), started.meta["value"])
+        self.places[first] = waited  # others start ahead of this wait
+        if len(members) == 1:
+            self._instead(first, waited)
+            return
+        for node, value, dim, offset in zip(members, values, dims, packing.offsets, strict=True):
+            assert value is not None
+            with self.graph.inserting_before(node):
+                args = (waited, list(value.shape), dim, n, offset)
+                whole = self._node(node, UNPACK.default, args, self._value(value.shape, value))
+            self._instead(node, whole)
+
+    def _start(self, members: list[fx.Node], packing: Packing) -> fx.Node:
+        first, value = members[0], value_of(members[0])
+        assert value is not None
+        if len(members) == 1:
+            made = self._node(first, STARTS[first.target], first.args, self._value(value.shape, value))
+            made.meta["cause"] = first.meta.get("cause")
+            return made
+        chunks = [n.args[0] for n in members]
+        row = self._node(first, ROW.default, (chunks, packing.offsets, packing.row), self._value((packing.row,), value))
+        given = (row, 0, packing.sizes, *first.args[-2:])
+        with self.graph.inserting_after(row):
+            made = self._node(first, STARTS[first.target], given, self._value((packing.n * packing.row,), value))
+        made.meta["cause"] = self._cause(members, made)
+        return made
+
+    def _last_write(self, members: list[fx.Node]) -> fx.Node:
+        read = {s for n in members for s in storages(n.all_input_nodes[0])}
+        last = max((n.all_input_nodes[0] for n in members), key=self.order.__getitem__)
+        first = min(self.order[n] for n in members)
+        writes = [n for n, i in self.order.items() if i < first and not read.isdisjoint(written(n))]
+        return max([last, *writes], key=self.order.__getitem__)
+
+    def _value(self, shape: Sequence[int], like: Value) -> Value:
+        self.storage += 1
+        return Value(tuple(shape), like.dtype, self.storage, math.prod(shape) * like.dtype.itemsize)
+
+    def _node(self, like: fx.Node, target: Any, args: tuple[Any, ...], value: Value) -> fx.Node:
+        made = self.graph.call_function(target, args)
+        made.meta = {k: v for k, v in like.meta.items() if k in ("role", "line", "source")}
+        made.meta["value"] = value
+        return made
+
+    def _instead(self, node: fx.Node, made: fx.Node) -> None:
+        if "spec" in node.meta:
+            made.meta["spec"] = node.meta["spec"]
+        node.replace_all_uses_with(made)
+        self.done.append(node)
+
+    def clean(self) -> None:
+        """Remove the gathers that others took the place of."""
+        for node in self.done:
+            self.graph.erase_node(node)
+
+    def _cause(self, members: list[fx.Node], started: fx.Node) -> int:
+        """Number of a record that says what one gather serves."""
+        known = [c for n in members if (c := self.program.cause(n)) is not None]
+        value = value_of(started.args[0])  # type: ignore[arg-type]
+        assert value is not None
+        *_, axes, _ = started.args
+        names = [str(n.meta["gather"]) for n in members]
+        moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])
+        made = Record(
+            f"{names[0]} ... {names[-1]}", 0, ("all_gather",), tuple(str(axes).split(",")), value.shape, "split",
+            "whole", moved, 0.0, known[0].line if known else "",
+            f"{len(names)} parameters are gathered together" + (f": {known[0].reason}" if known else ""),
+            known[0].phase if known else "forward", True,
+        )  # fmt: skip
+        self.causes.append(made)
+        return len(self.causes) - 1
+
+
+__all__ = ["gathered"]
