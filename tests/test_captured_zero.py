@@ -132,7 +132,7 @@ def test_the_same_numbers(mesh: mw.Mesh, model: str, options: dict[str, Any], pa
 
 
 @pytest.mark.parametrize("options", ZERO, ids=["states", "stored", "kept"])
-@pytest.mark.parametrize(("mesh", "model"), [(DP, "even"), (BOTH, "uneven")])
+@pytest.mark.parametrize(("mesh", "model"), [(DP, "even")])
 def test_collectives_are_those_of_eager_code(mesh: mw.Mesh, model: str, options: dict[str, Any]) -> None:
     _, counts, step = mw.simulate(lambda: captured(MODELS[model], mesh, [DPO], **options), mesh)[0]
     _, plain, _ = mw.simulate(lambda: captured(MODELS[model], mesh, [], **options), mesh)[0]
