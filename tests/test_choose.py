@@ -111,6 +111,14 @@ def test_uneven_splits_of_compound_dims_are_not_kept():
     assert uneven == ([(R,)], [(R,)])
 
 
+def test_axes_are_chosen_together():
+    """Alone, the first axis keeps the contracted dim in place and the second has to gather what it could exchange."""
+    mesh = mw.Mesh({"a": 2, "b": 4})
+    found = mw.infer_forward("matmul", spec((64, 32), S1, S0, mesh=mesh), spec((32, 48), R, S1, mesh=mesh))
+    assert [s.layout.placements for s in found.inputs] == [(S1, S0), (S0, R)]
+    assert found.outputs[0].layout.placements == (P, S0)
+
+
 # ------------------------------------------------------------------------------------------ inference
 
 

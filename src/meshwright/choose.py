@@ -9,15 +9,16 @@ keep the larger operand where it is, then the leftmost.  Everything follows from
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 
 import torch
 
 from .cost import held_bytes
 from .errors import DispatchError
 from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec, commute
+from .mesh import Mesh
 from .reshard import plan
 from .rules.core import Dims, Rule, Strategy
 
@@ -73,9 +74,106 @@ def choose(
     Raises:
         DispatchError: in-place, and no strategy keeps the first input as it is.
     """
+    if strategies or wish:
+        return _axis_by_axis(rule, ins, outs, inplace, wish, strategies, constants)[0]
+    best, thrown = _axis_by_axis(rule, ins, outs, inplace, None, None, constants)
+    if ins[0].mesh.ndim == 1 or all(s.layout == t.layout for s, t in zip(best.sources, best.inputs, strict=True)):
+        return best
+    return _together(rule, ins, outs, inplace, constants, best, thrown)
+
+
+_MOST = 128  # combinations of strategies and orders that are priced together
+
+
+def _together(
+    rule: Rule,
+    ins: Sequence[Spec],
+    outs: Sequence[tuple[Sequence[int], torch.dtype]],
+    inplace: bool,
+    constants: Collection[int],
+    best: Choice,
+    thrown: Sequence[bool],
+) -> Choice:
+    """All axes together, where data has to move: a choice that is cheaper by the plans of its conversions.
+
+    Axis by axis, an axis does not see that another one could take a dim, or take it first.  Of equals, what was found
+    axis by axis stays; so does an axis whose split is there already, and all where there are too many combinations.
+    """
+    mesh = ins[0].mesh
+    held = _held(rule, ins, None)
+    stays = [c.factor and all(s.layout.placements[a] == p for s, p in zip(ins, c.inputs, strict=True))
+             for a, c in enumerate(best.strategies)]  # fmt: skip
+    options = [[c] if stays[a] else _suggested(rule, ins, a, None) for a, c in enumerate(best.strategies)]
+    if mesh.ndim > 3 or math.prod(map(len, options)) * math.factorial(mesh.ndim) > _MOST:
+        return best
+    price = _exact(best, ins, outs, constants)
+    for picks in product(*options):
+        if any(t and not c.factor for t, c in zip(thrown, picks, strict=True)):
+            continue
+        if not _fit_together(picks, rule, ins, held, inplace):
+            continue
+        for orders in _all_orders(picks, rule, mesh, inplace, held):
+            made = _typed(rule, ins, outs, list(picks), orders, inplace, 0.0)
+            cost = _exact(made, ins, outs, constants)
+            if cost < price - 1e-3:
+                best, price = made, cost
+    return best
+
+
+def _all_orders(
+    picks: Sequence[Strategy], rule: Rule, mesh: Mesh, inplace: bool, held: Sequence[Held]
+) -> Iterator[dict[str, list[int]]]:
+    """The orders in which several axes may split one factor, that of the largest operand first."""
+    axes_of: dict[str, list[int]] = {}
+    for a, c in enumerate(picks):
+        if c.factor:
+            axes_of.setdefault(c.factor, []).append(a)
+    usual = {f: _order(f, axes, held) for f, axes in axes_of.items() if len(axes) > 1}
+    yield usual
+    if not inplace:
+        for f, axes in usual.items():
+            for order in permutations(axes):
+                if list(order) != axes and rule.aligned(f, mesh, order):
+                    yield {**usual, f: list(order)}
+
+
+def _exact(
+    choice: Choice,
+    ins: Sequence[Spec],
+    outs: Sequence[tuple[Sequence[int], torch.dtype]],
+    constants: Collection[int],
+) -> float:
+    """Bytes of the plans that bring the inputs, both ways, and of what Partial outputs still have to pay."""
+    cost = 0.0
+    sizes = choice.inputs[0].mesh.sizes
+    for i, (given, src, dst) in enumerate(zip(ins, choice.sources, choice.inputs, strict=True)):
+        steps = plan(src.with_(undecided=0), dst.with_(undecided=0))
+        graded = carries_grad(src.dtype) and i not in constants
+        cost += steps.bytes if graded else steps.forward_bytes
+        for a, n in enumerate(sizes):
+            if graded and given.undecided & ~src.undecided & src.reduced & 1 << a:  # reduced at the leaf
+                cost += 2 * (n - 1) / n * held_bytes(src, without=(a,))
+    for spec in choice.outputs:
+        for a, p in enumerate(spec.layout.placements):
+            if isinstance(p, Partial):
+                cost += 2 * (sizes[a] - 1) / sizes[a] * held_bytes(spec, without=(a,))
+    return cost
+
+
+def _axis_by_axis(
+    rule: Rule,
+    ins: Sequence[Spec],
+    outs: Sequence[tuple[Sequence[int], torch.dtype]],
+    inplace: bool,
+    wish: Wish | None,
+    strategies: Sequence[Strategy] | None,
+    constants: Collection[int],
+) -> tuple[Choice, list[bool]]:
+    """The choice, and per axis whether work must stay divided there."""
     mesh = ins[0].mesh
     held = _held(rule, ins, wish)
     chosen: list[Strategy] = []
+    divides: list[bool] = []
     factor_axes: dict[str, list[int]] = {}
     total = 0.0
     for a in range(mesh.ndim):
@@ -89,12 +187,13 @@ def choose(
         priced = [_price(c, a, ins, outs, split, divided, wish, i, constants) for i, c in enumerate(candidates)]
         best = min(range(len(candidates)), key=lambda i: priced[i])
         strategy = candidates[best]
+        divides.append(divided)
         total += priced[best][1]
         chosen.append(strategy)
         if strategy.factor:
             factor_axes.setdefault(strategy.factor, []).append(a)
     orders = {f: _order(f, axes, held) for f, axes in factor_axes.items() if len(axes) > 1}
-    return _typed(rule, ins, outs, chosen, orders, inplace, total)
+    return _typed(rule, ins, outs, chosen, orders, inplace, total), divides
 
 
 def choose_for(
@@ -136,10 +235,12 @@ def _planned(choice: Choice, wish: Wish) -> tuple[float, int]:
     return round(sum(plan(src, dst).bytes for src, dst in pairs), 3), cut
 
 
-def _fit_together(strategies: Sequence[Strategy], rule: Rule, ins: Sequence[Spec], held: Sequence[Held]) -> bool:
+def _fit_together(
+    strategies: Sequence[Strategy], rule: Rule, ins: Sequence[Spec], held: Sequence[Held], inplace: bool = False
+) -> bool:
     factor_axes: dict[str, list[int]] = {}
     for a, c in enumerate(strategies):
-        if not _fits(c, a, rule, ins, held, factor_axes, False, strategies[:a]):
+        if not _fits(c, a, rule, ins, held, factor_axes, inplace, strategies[:a]):
             return False
         if c.factor:
             factor_axes.setdefault(c.factor, []).append(a)

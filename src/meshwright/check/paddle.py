@@ -4,7 +4,8 @@ The model is that of :mod:`meshwright.cost`: on a ring, all-gather and reduce-sc
 bytes, all-reduce twice that, all-to-all (n-1)/n of the local bytes; slicing, padding and zeroing send nothing.  Both
 answers are priced by the same search for the cheapest conversions (:func:`meshwright.reshard.plan`), and of these only
 the forward bytes count.  Elements are float32 (indices int64, masks bool), since cases do not say.  Replicated inputs
-are given as *reduced* (each rank's gradient of them is its own contribution): what the forward sends is the question.
+are given as *reduced* (each rank's gradient of them is its own contribution), and forward our rules are asked for
+inputs that need no gradient: what the forward sends is the question; with gradients what is cheaper both ways wins.
 
 *Forward*: an answer costs the conversions of the inputs as given to the layouts that the rule asks for.
 
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import api
-from ..dispatch import Inference
+from ..dispatch import Inference, infer
 from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
 from ..reshard import plan
 from .cases import Case, CaseError, Entry, Given, flat
@@ -166,7 +167,7 @@ def _asked(case: Case, call: Call, specs: Iterator[Spec]) -> tuple[Sequence[Resu
     """Which outputs are ours, the wishes for them (none forward), in Paddle's dims, and what our rule answers."""
     args, kwargs = fill(call.args, specs), fill(call.kwargs, specs)
     if case.direction == "forward":
-        found = api.infer_forward(call.op, *args, **kwargs)
+        found = infer(call.op, args, kwargs, None, graded=False)  # the forward is the question
         return call.results or [Result(i) for i in range(len(found.outputs))], [], found
     results = call.results or [Result(i) for i in range(len(flat(case.outputs)))]
     wanted = [_tensor(flat(case.outputs), r.index) for r in results]

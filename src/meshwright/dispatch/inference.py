@@ -38,8 +38,13 @@ class Inference:
     kind: str = "rule"
 
 
-def infer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Spec] | None) -> Inference:
-    """Shared body of ``infer_forward`` and ``infer_backward``; specs stand in place of tensors."""
+def infer(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Spec] | None, *, graded: bool = True
+) -> Inference:
+    """Shared body of ``infer_forward`` and ``infer_backward``; specs stand in place of tensors.
+
+    ``graded``: the inputs need gradients, whose bytes count too.
+    """
     rule_fn = RULES.get(name) or (pointwise_rule if is_pointwise(name) else None)
     func = _function(name, known=rule_fn is not None)
     specs: list[Spec] = []
@@ -63,7 +68,11 @@ def infer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Seq
                 raise RuleError(f"the rule says outputs of shapes {[s for s, _ in like]}, the op gives {real}")
             like = list(real)
         _check_wish(outputs, like)
-        choice = _toward(rule, specs, like, outputs) if outputs else choose(rule, specs, like)
+        choice = (
+            _toward(rule, specs, like, outputs)
+            if outputs
+            else choose(rule, specs, like, constants=() if graded else range(len(specs)))
+        )
     moved = sum(reshard.plan(s, t.with_(undecided=0)).bytes for s, t in zip(choice.sources, choice.inputs, strict=True))
     names = tuple(
         c.factor or ("replicate" if not any("Partial" in repr(p) for p in c.inputs) else "partial")
