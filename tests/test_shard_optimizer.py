@@ -447,3 +447,48 @@ def test_mistakes() -> None:
             mw.shard_optimizer(O.SGD(model.parameters()), states_over="pp")
 
     mw.simulate(fn, DP)
+
+
+def _turned(m: Any) -> None:
+    m.weight.data = m.weight.data.t()
+
+
+def _partial(m: Any) -> None:
+    m.bias.data = m.weight.data.sum(1)
+
+
+def _from_a_vector(m: Any) -> None:
+    vector = nn.utils.parameters_to_vector(m.parameters())  # its graph is alive below
+    nn.utils.vector_to_parameters(vector * 2, m.parameters())
+
+
+@pytest.mark.parametrize("n", [6, 5, 1])
+@pytest.mark.parametrize("write", [_turned, _partial, _from_a_vector])
+def test_a_parameter_keeps_its_layout_when_its_data_are_set(write: Any, n: int) -> None:
+    """States of the optimizer, and graphs from before, are about the layout that it had."""
+    x = torch.linspace(-1, 1, 4 * n, dtype=torch.float64).view(4, n)
+
+    def run(mesh: mw.Mesh | None) -> nn.Linear:
+        torch.manual_seed(0)
+        m = nn.Linear(n, n, dtype=torch.float64)
+        here = x
+        if mesh is not None:
+            layouts = dict(zip(mesh.axes, (mw.Shard(0), mw.Shard(1)), strict=False))
+            m = mw.shard_module(m, mesh, {"weight": layouts})
+            here = mw.shard_tensor(x, mesh, {mesh.axes[0]: mw.Shard(0)})
+        before = m.weight.layout if mesh is not None else None
+        opt = torch.optim.AdamW(m.parameters(), lr=0.1)
+        for step in range(3):
+            opt.zero_grad()
+            y = m(here)
+            if step == 1:
+                write(m)
+                y.square().mean().backward()  # of the graph from before
+            m(here).square().mean().backward()
+            opt.step()
+        assert before is None or m.weight.layout == before
+        return m
+
+    want = run(None)
+    for mesh in (BOTH, THREE):
+        mw.simulate(lambda mesh=mesh: same_values(run(mesh), want), mesh)

@@ -225,8 +225,9 @@ class DistTensor(torch.Tensor):
         old = self._spec
         if not isinstance(value, DistTensor):
             value = as_layout_of(value, old)
-        elif old.stored and value._spec.layout != old.layout and value._spec.shape == old.shape:
-            value = stamp(local_of(value, old.with_(reduced=0)), old.with_(dtype=value.dtype))  # stays stored split
+        elif _keeps_layout(self) and value._spec.layout != old.layout and value._spec.shape == old.shape:
+            if value._spec.mesh == old.mesh:
+                value = stamp(local_of(value.detach(), old.with_(reduced=0)), old.with_(dtype=value.dtype))
         with disabled():
             _SET_DATA(self, value)
         share(self, value)
@@ -385,6 +386,11 @@ def is_part(spec: Spec) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- values
+
+
+def _keeps_layout(t: DistTensor) -> bool:
+    """Whether others count on the layout of ``t``: an optimizer's states, and graphs that will add to its gradient."""
+    return t._spec.stored or t.requires_grad or getattr(t, "_is_param", False)
 
 
 def local_of(value: Tensor, spec: Spec) -> Tensor:
