@@ -226,8 +226,7 @@ class DistTensor(torch.Tensor):
         if not isinstance(value, DistTensor):
             value = as_layout_of(value, old)
         elif _keeps_layout(self) and value._spec.layout != old.layout and value._spec.shape == old.shape:
-            if value._spec.mesh == old.mesh:
-                value = stamp(local_of(value.detach(), old.with_(reduced=0)), old.with_(dtype=value.dtype))
+            value = stamp(local_of(value.detach(), old.with_(reduced=0)), old.with_(dtype=value.dtype))
         with disabled():
             _SET_DATA(self, value)
         share(self, value)
