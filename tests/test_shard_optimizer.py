@@ -453,6 +453,11 @@ def _turned(m: Any) -> None:
     m.weight.data = m.weight.data.t()
 
 
+def _turned_in_memory(m: Any) -> None:
+    with torch.no_grad():
+        m.weight.set_(m.weight.detach().t())
+
+
 def _partial(m: Any) -> None:
     m.bias.data = m.weight.data.sum(1)
 
@@ -463,7 +468,7 @@ def _from_a_vector(m: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [6, 5, 1])
-@pytest.mark.parametrize("write", [_turned, _partial, _from_a_vector])
+@pytest.mark.parametrize("write", [_turned, _turned_in_memory, _partial, _from_a_vector])
 def test_a_parameter_keeps_its_layout_when_its_data_are_set(write: Any, n: int) -> None:
     """States of the optimizer, and graphs from before, are about the layout that it had."""
     x = torch.linspace(-1, 1, 4 * n, dtype=torch.float64).view(4, n)

@@ -55,7 +55,7 @@ def _set(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     x, *source = args
     if kwargs or len(source) != 1 or not isinstance(x, DistTensor) or not isinstance(source[0], Tensor):
         raise DispatchError(
-            "set_ of a DistTensor takes one tensor, whose memory and layout it gets: another storage or shape is of "
+            "set_ of a DistTensor takes one tensor, whose memory it gets: another storage or shape is of "
             "this rank alone; give it to mw.from_local"
         )
     x.data = source[0]
