@@ -248,6 +248,7 @@ class Fusing:
         known = [self.causes[i] for r in members if (i := r.node.meta.get("cause")) is not None]
         if len(members) == 1 and known:
             return int(members[0].node.meta["cause"])
+        assert isinstance(started.args[0], fx.Node)
         value = value_of(started.args[0])
         assert value is not None
         *_, axes, _ = started.args

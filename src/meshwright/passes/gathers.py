@@ -68,7 +68,7 @@ class _Gathers:
                 continue  # behind another conversion: left where it is
             else:
                 shared = node.meta.get("unit") or name
-            even = list(node.args[2]) == chunk_sizes(value.shape[node.args[1]], len(node.args[2]))  # type: ignore[arg-type, index]
+            even = list(node.args[2]) == chunk_sizes(value.shape[node.args[1]], len(node.args[2]))
             key = (role, shared if fuse and even else node, value.dtype, *node.args[-2:])
             found.setdefault(key, []).append(node)
         return list(found.values())

@@ -225,13 +225,13 @@ class _Merge:
         known.update(zip(older, self.program.inputs, strict=True))
         self.program = replace(self.program, inputs=tuple(known[n] for n in self.program.placeholders))
 
-    def _added(self, graph: fx.Graph, gradient: fx.Node, place: fx.Node, end: fx.Node) -> fx.Node:
+    def _added(self, graph: fx.Graph, gradient: fx.Node, place: fx.Node, end: fx.Node | None) -> fx.Node:
         """Add a gradient to its sum as soon as it exists: its memory is free from there on.
 
         A part of one that was scattered is small, and under way until the backward ends.
         """
         under_way = COLLECTIVES.get(gradient.target) == "reduce_scatter"
-        with graph.inserting_after(end if under_way else gradient):
+        with graph.inserting_after(end if under_way and end is not None else gradient):
             made = graph.call_function(aten.add_.Tensor, (place, gradient))
         if self.alpha != 1.0:
             made.kwargs = {"alpha": self.alpha}
@@ -243,8 +243,9 @@ class _Merge:
 
     def _accumulate(self, program: Program, sums: list[Sum]) -> None:
         named = {n.name: n for n in program.graph.nodes}
+        end = None if self.end is None else named[self.end.name]
         for s in sums:
-            self._added(program.graph, named[s.node.name], named[s.place.name], named[self.end.name])
+            self._added(program.graph, named[s.node.name], named[s.place.name], end)
 
     def _total(self, sums: list[Sum], earlier: set[fx.Node]) -> None:
         """In the last micro-step, what comes after the backward reads the sums; they end empty.

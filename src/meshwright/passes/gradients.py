@@ -112,7 +112,7 @@ class Gradients:
         self._given = {n: storages(n) for n in self.graph.nodes}
         self._written = {n: written(n) for n in self.graph.nodes if is_mutating(n)}
         every = dict.fromkeys(n for n in self.graph.nodes if is_reduction(n))
-        found = [n for n in every if list(chain_up(n.args[0], autograd=True))[-1] not in every]  # type: ignore[arg-type]
+        found = [n for n in every if list(chain_up(n.args[0], autograd=True))[-1] not in every]
         self.later = len(found) < len(every)
         self._units = units_of(program)
         self._index()
