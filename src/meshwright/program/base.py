@@ -84,7 +84,10 @@ class BaseStep:
         if tree == self._tree:
             return leaves
         try:
-            return self._places.flatten_up_to(_tuples(batch))
+            leaves = self._places.flatten_up_to(_tuples(batch))
+            if any(isinstance(leaf, (tuple, dict)) for leaf in leaves):  # where one value was
+                raise ValueError
+            return leaves
         except ValueError:
             raise ProgramError(
                 f"the batch is {tree}, the step was captured for {self._tree}: give it what it was captured for"
