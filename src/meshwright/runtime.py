@@ -185,6 +185,8 @@ RT = Runtime()
 def reset() -> None:
     """Start afresh, as after ``destroy_process_group``: groups, caches, counts and the known rank are dropped."""
     global RT
+    for table in (RT.groups, RT.memo, RT.plans, RT.fast):  # whoever still holds the old one holds no groups
+        table.clear()
     RT = Runtime()
 
 
