@@ -100,7 +100,8 @@ def test_passes_and_what_they_change(tmp_path: Path) -> None:
     both = data("--mesh", "dp=4", *SMALL, *option, "--diff")
     assert both == {"before": before, "after": after}
     assert after["collectives"]["all_reduce"] < before["collectives"]["all_reduce"]
-    assert after["total_bytes"] == before["total_bytes"]
+    # The same gradients; in a buffer each begins at a multiple of 256 bytes.
+    assert 0 <= after["total_bytes"] - before["total_bytes"] <= 1.5 * 256 * 29  # sent 2 × 3 / 4 times
     assert after["notes"][0].startswith("data-parallel-optimization: ")
     page = tmp_path / "step.html"
     result = run("--mesh", "dp=4", *SMALL, *option, "--diff", "--html", str(page))

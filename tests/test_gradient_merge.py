@@ -163,9 +163,10 @@ def test_equals_the_whole_batch(
     others = [p for p in passes if p != MERGE]
     plain = mw.simulate(lambda: plain_bytes(axes, kind, optim, others, options), mw.Mesh(axes))
     for (_, calls), once in zip(ranks, plain, strict=True):
-        # An update moves what a step without merging moves; in other buckets other gaps lie between gradients.
+        # An update moves what a step without merging moves; in other buckets other gaps of up to 256 bytes lie
+        # between gradients.
         assert calls[3][0] == calls[7][0]
-        assert calls[3][0] == pytest.approx(once, rel=0.005 if others else 0)
+        assert calls[3][0] == pytest.approx(once, rel=0.005 if others else 0, abs=256 if others else 0)
         if "stored_over" not in options:
             assert ("dp",) not in calls[0][0]  # a micro-step moves nothing over dp
             assert "reduce_scatter" not in calls[0][1] or kind == "sp"

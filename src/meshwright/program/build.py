@@ -10,7 +10,7 @@ import contextlib
 import fnmatch
 import gc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,10 +52,10 @@ class Plan:
         loss_scale: scale the loss, skip updates that overflow.
     """
 
-    layouts: Globs = ()  # type: ignore[assignment]
+    layouts: Globs = field(default_factory=dict)
     batch: Any = None
-    inputs: Globs = ()  # type: ignore[assignment]
-    outputs: Globs = ()  # type: ignore[assignment]
+    inputs: Globs = field(default_factory=dict)
+    outputs: Globs = field(default_factory=dict)
     stored_over: str | Mapping[str, str] | None = None
     regather: bool = True
     states_over: str | None = None
