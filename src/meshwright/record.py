@@ -75,9 +75,9 @@ def make(op: str, argument: int, plan: reshard.Plan, reason: str) -> Record:
 def produced(t: torch.Tensor, op: str, factors: str, inputs: Sequence[torch.Tensor]) -> None:
     """Note on a Partial value which op made it so, where and why: this one, or what made an input of it Partial."""
     own = [f"{op} at {user_line()}, where {factors} is split"] if factors else []
-    before = [x.__dict__["_producer"] for x in inputs if "_producer" in getattr(x, "__dict__", ())]
-    if own or before:
-        t.__dict__["_producer"] = " and ".join(dict.fromkeys([*own, *before][:2]))
+    before = [p for x in inputs for p in getattr(x, "__dict__", {}).get("_producers", ())]
+    if own or before:  # each once: a sum over repeated layers says what it is in as many words as one of few layers
+        t.__dict__["_producers"] = tuple(dict.fromkeys([*own, *before]))
 
 
 def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool, producer: str = "") -> None:

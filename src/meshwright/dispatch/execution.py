@@ -209,7 +209,7 @@ def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan, make: 
     rt = runtime.RT
     if rt.records is None and not (steps.moves and rt.explicit):
         return make(t, steps, None)
-    producer = t.__dict__.get("_producer", "")
+    producer = " and ".join(t.__dict__.get("_producers", ()))
     try:
         return make(t, steps, lambda moved: record.implicit(plan.op.name, i, steps, plan.why, moved, producer))
     finally:
