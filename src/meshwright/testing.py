@@ -353,9 +353,9 @@ def _term(value: Tensor, op: str, n: int, index: int, generator: torch.Generator
         if torch.equal(value, torch.round(value.real)):
             noise = torch.round(4 * noise)
         noise = noise.to(value.dtype)
-        part = noise[index] if index < n - 1 else value - noise[:-1].sum(0)
+        part = noise[index] if index < n - 1 else value - noise[:-1].sum(0, dtype=value.dtype)
         return part * n if op == "avg" else part
-    if op == "product" and value.is_floating_point():
+    if op == "product" and value.is_floating_point() and not torch.equal(value, torch.round(value)):
         factors = noise[:-1].abs().add(0.5) * noise[:-1].sign()
         last = (value.to(factors.dtype) / factors.prod(0)).to(value.dtype)
         return factors[index].to(value.dtype) if index < n - 1 else last
