@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -188,8 +189,8 @@ def view_as_real(x: Arg) -> Rule:
 
 @rule("view_as_complex")
 def view_as_complex(x: Arg) -> Rule:
-    """The last dim of two becomes real and imaginary part."""
-    return moved(x, [*x.letters[:-1], "two"], x.letters[:-1])
+    """The last dim of two becomes real and imaginary part; complex numbers have no order, so max and min are reduced."""
+    return replace(moved(x, [*x.letters[:-1], "two"], x.letters[:-1]), moves=False)
 
 
 # -------------------------------------------------------------------------------------------- order of dims
