@@ -189,7 +189,7 @@ def view_as_real(x: Arg) -> Rule:
 
 @rule("view_as_complex")
 def view_as_complex(x: Arg) -> Rule:
-    """The last dim of two becomes real and imaginary part; complex numbers have no order, so max and min are reduced."""
+    """The last dim of two becomes real and imaginary part; complex numbers have no order: max is reduced."""
     return replace(moved(x, [*x.letters[:-1], "two"], x.letters[:-1]), moves=False)
 
 
