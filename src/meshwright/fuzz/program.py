@@ -117,7 +117,6 @@ class Program:
     Attributes:
         watch: read every value right after its line (which reduces Partials early), not only at the end.
         second: differentiate a penalty on the gradients too.
-        fails: one device raises at the last line, so the mesh must raise too.
     """
 
     mesh: Mesh
@@ -126,12 +125,11 @@ class Program:
     outputs: tuple[str, ...] = ()
     watch: bool = False
     second: bool = False
-    fails: bool = False
 
     def __str__(self) -> str:
         axes = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))
         head = [f"mesh = mw.Mesh({axes})", *map(str, self.leaves)]
-        marks = [w for w in ("watch", "second", "fails") if getattr(self, w)]
+        marks = [w for w in ("watch", "second") if getattr(self, w)]
         tail = f"# loss from {', '.join(self.outputs) or 'nothing'}" + (f"; {', '.join(marks)}" if marks else "")
         return "\n".join([*head, *self.lines, tail])
 
