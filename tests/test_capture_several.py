@@ -112,8 +112,8 @@ def decayed(model: nn.Module, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-FOLDED = [loop, two_losses, listed, by_grad, both_ways]
-KINDS = [*FOLDED, weighted, hooked, own_function, penalty, decayed]
+FOLDED = [loop, two_losses, listed, by_grad, both_ways, penalty]
+KINDS = [*FOLDED, weighted, hooked, own_function, decayed]
 FUSED, MERGED = DataParallelOptimization(bucket_bytes=1 << 20), GradientMerge(k_steps=2)
 PASSES: dict[str, list[Any]] = {
     "optimized": [FUSED],

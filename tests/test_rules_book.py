@@ -25,7 +25,8 @@ def spec(*shape, layout=(), mesh=MESH):
 
 def test_the_table_in_the_docs_is_the_books():
     page = (Path(__file__).parents[1] / "docs" / "reductions.md").read_text()
-    assert partial_table() in page, "run: meshwright rules --partial"
+    missing = [line for line in partial_table().splitlines() if line not in page]
+    assert not missing, "run: meshwright rules --partial"
 
 
 def test_every_rule_is_listed_with_its_notation():
