@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..dispatch import call_disabled, disabled, map_tensors
 from ..errors import DispatchError
-from .carrier import BASE, DistTensor, is_part, plain, whole
+from .carrier import BASE, DistTensor, is_part, plain, seen, whole
 
 Tensor = torch.Tensor
 _enabled = torch._C._is_torch_function_enabled
@@ -192,9 +193,35 @@ for _name in ("tensor", *_CASTS, "full", "arange", "scalar_tensor", "to_dlpack")
     _give_values(torch, _name)
 for _name in ("nested_tensor", "as_nested_tensor"):
     _give_values(torch.nested, _name)
-for _name in ("new_tensor", "new_full", "set_"):
+for _name in ("new", "new_tensor", "new_full", "set_", "__new__"):
     _give_values(Tensor, _name, first=1)
+Tensor.__new__ = staticmethod(Tensor.__new__)  # type: ignore[method-assign,assignment]
 _give_values(torch.utils.dlpack, "to_dlpack")
+
+
+def _number_of(kernel: Any, keys: Any) -> Callable[[Tensor], Any]:
+    """The kernel with which PyTorch reads a tensor as a number, for global numbers.
+
+    Its parser takes a 0-d tensor for a number (``torch.add(x, y, alpha=a)``) without asking whose tensor it is.
+    """
+
+    def read(t: Tensor) -> Any:
+        if t.__class__ is DistTensor and _enabled() and is_part(t.__dict__["_spec"]):
+            return seen(cast(DistTensor, t)).item()
+        return kernel.call_boxed(keys, t)
+
+    return read
+
+
+_READ = "aten::_local_scalar_dense"
+_ATEN = torch.library.Library("aten", "IMPL")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that a kernel is replaced
+    for _device in ("CPU", "CUDA"):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(_READ, _device):
+            _keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _device))
+            _reader = _number_of(torch.library.get_kernel(_READ, _device), _keys)
+            _ATEN.impl(_READ.removeprefix("aten::"), _reader, _device, allow_override=True)
 
 
 def _set_data(self: Tensor, value: Any) -> None:
