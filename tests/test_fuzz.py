@@ -86,6 +86,15 @@ def test_unstable_programs_are_no_findings() -> None:
     )
 
 
+def test_an_unstable_value_hides_no_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "_reduce_op", lambda step: "max")
+    rounding = "v1 = (v0.sum() - v0.flip(0).sum() + v0.flip(1).cumsum(0)[-1].sum() - v0.sum()).sign()"
+    given = program(rounding, "v2 = v0.exp().sum(0)", "v3 = v2 + 1", layout={"a": mw.Shard(0)})
+    verdict = judge(given)
+    assert verdict.kind == "wrong"
+    assert "v3" in verdict.names
+
+
 def test_captured_programs() -> None:
     given = program("v1 = v0.tanh()", "v2 = v1 @ v1.mT", outputs=("v2",), layout={"a": mw.Shard(0)})
     assert judge(given, static=True).kind == "equal"

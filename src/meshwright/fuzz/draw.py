@@ -24,7 +24,8 @@ _SIZES = (0, *[1] * 3, *[2] * 5, *[3] * 6, *[4] * 5, *[5] * 4, 6, 7)
 # Whether these give a view or a copy is nobody's promise: what they touch is not written to afterwards.
 _EITHER = re.compile(r"reshape|reshard|unshard|contiguous|flatten|type_as|\.to\(|checkpoint|squeeze|expand|\.data")
 _NO_CAPTURE = re.compile(
-    r"\.item\(\)|\[mask|\[\(v\d+ > |masked_select|unshard|float\(|\.detach\(\)\.requires_grad_|\.data|mask\("
+    r"\.item\(\)|masked_select|unshard|float\(|\.detach\(\)\.requires_grad_|\.data"
+    r"|^(?!v\d+\[[^=]*\] = ).*\[(mask|[^\]]*mask\(|\(v\d+ > )|\] = .*\[(mask|[^\]]*mask\(|\(v\d+ > )"  # reads of a mask
 )
 _ERRORS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
