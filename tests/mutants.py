@@ -189,9 +189,9 @@ def mutant(original: bytes, r: random.Random) -> tuple[bytes, bool]:
     else:
         data = json.loads(held["program.json"])
         for _ in range(r.choice((1, 1, 1, 2, 5))):
-            part = data if data.get("merged") is None or r.random() < 0.7 else data["merged"]["accumulate"]
             # An earlier mutation may have taken away what this one works on.
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, RecursionError):
+                part = data if data.get("merged") is None or r.random() < 0.7 else data["merged"]["accumulate"]
                 r.choice(IN_TEXT)(part, r)
         held["program.json"] = _dumped(data).encode()
     anew = r.random() < 0.9 and {"program.json", "constants.bin"} <= set(held)
