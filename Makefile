@@ -39,8 +39,8 @@ demo: setup  ## train a small model on 2 x 2 processes and compare it with one d
 test: setup  ## the tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-long: setup  ## the long sweeps
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m long
+test-long: setup  ## all tests, with whole grids and long sweeps
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --whole
 
 lint: setup  ## ruff, mypy and the order of the layers
 	$(BIN)/ruff check .

@@ -140,6 +140,7 @@ MERGE = "gradient-merge:k_steps=4"
 SIZES = (4, 4, 2)  # the last update is of leftovers
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("passes", [(MERGE,), (MERGE, DPO), (DPO, MERGE)], ids=["merge", "merge-dp", "dp-merge"])
 @pytest.mark.parametrize(
     ("axes", "kind", "optim", "options"),

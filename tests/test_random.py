@@ -77,6 +77,7 @@ FILLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(5, 7, 3), (2, 3, 2), (4, 4, 3)])
 @pytest.mark.parametrize("name", FILLS)
@@ -237,6 +238,7 @@ def mask(shape: tuple[int, ...], p: float, seed: int) -> torch.Tensor:
     return kept.double() - (1 - p)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("shape", [(700, 900), (100_000,), (6, 9, 30, 300), (3000, 7, 11)])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_statistics_of_masks(shape: tuple[int, ...], p: float) -> None:

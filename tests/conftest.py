@@ -1,0 +1,37 @@
+"""How broad sweeps and grids are: ``make test`` takes a part of each, ``make test-long`` (``--whole``) all."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import sweep as sweeps
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="all cases of grids and sweeps, long tests too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--whole"):
+        sweeps.WHOLE = True
+        config.option.markexpr = ""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked ``thin(n)``, keep one in n of its cases."""
+    if config.getoption("--whole") or any("::" in arg for arg in config.args):
+        return
+    seen: Counter[str] = Counter()
+    kept, left = [], []
+    for item in items:
+        marker = item.get_closest_marker("thin")
+        if marker is None:
+            kept.append(item)
+            continue
+        name = item.nodeid.partition("[")[0]
+        (left if seen[name] % marker.args[0] else kept).append(item)
+        seen[name] += 1
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
