@@ -11,7 +11,19 @@ import pytest
 
 FACADE = "meshwright"  # `import meshwright` pulls everything in: only what comes after it may do so
 LAYERS = (
-    *("errors", "mesh", "layout", "runtime", "simulation", "rules", "collective", "convert", "cost", "reshard"),
+    *(
+        "errors",
+        "launchers",
+        "mesh",
+        "layout",
+        "runtime",
+        "simulation",
+        "rules",
+        "collective",
+        "convert",
+        "cost",
+        "reshard",
+    ),
     *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard"),
     *("program", "passes", "explain", "compile", "testing", "fuzz", "check"),
     *(FACADE, "train", "explain_cli", "rules_cli", "cli", "__main__"),
@@ -20,7 +32,7 @@ LAYERS = (
 # mesh, layout and api speak torch's DeviceMesh, placements and DTensor; runtime reads rank and world.
 # program reads the calls of torch.distributed in steps that users wrote by hand; it makes none.
 USE_TORCH_DISTRIBUTED = {"collective", "mesh", "layout", "runtime", "api", "program", "train", "cli"}
-READ_ENVIRONMENT = {"cli", "runtime"}  # runtime: RANK, WORLD_SIZE, MASTER_* as torchrun sets them
+READ_ENVIRONMENT = {"launchers"}
 TORCH_DISTRIBUTED = ("torch.distributed", "torch._C._distributed_c10d")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "sys.argv")
 
@@ -122,7 +134,7 @@ def test_imports_go_only_upwards() -> None:
         ("layout.py", "if TYPE_CHECKING:\n    from meshwright.tensor import DistTensor", None),
         ("train/loop.py", "import meshwright as mw\nimport torch.distributed", None),
         ("collective.py", "import torch.distributed as dist", None),
-        ("runtime.py", "import os\nos.environ.get('RANK')", None),
+        ("launchers.py", "import os\nos.environ.get('RANK')", None),
     ],
 )
 def test_a_wrong_import_is_reported(tmp_path: Path, path: str, text: str, report: str | None) -> None:

@@ -14,6 +14,7 @@ from . import collective, convert, marks, runtime
 from . import reshard as _reshard
 from .dispatch import Inference, disabled, forget_ops, infer, refresh, relayout, wanted
 from .errors import DesyncError, LayoutError, MeshError, RuleError, takes
+from .launchers import launched
 from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh
 from .rules import rule as _rule
@@ -30,7 +31,10 @@ _TENSOR = (Tensor, "torch.as_tensor(x) makes a tensor of numbers and arrays; of 
 
 
 def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | None = None, check: bool = False) -> Mesh:
-    """A mesh over the running processes (torchrun's environment, or an initialised process group).
+    """A mesh over the running processes: those of the process group, or those that a launcher started.
+
+    Without a process group it makes one, from what torchrun, ``accelerate launch``, mpirun or srun say (see
+    ``docs/launchers.md``).
 
     Args:
         axes: axis name to size; the product must be the number of processes.
@@ -52,9 +56,13 @@ def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | Non
         raise MeshError(f"init_mesh: timeout={timeout!r} is not a number of seconds above 0")
     if runtime.RT.sim is None:
         started = dist.is_initialized()
-        if not started and dist.is_torchelastic_launched():
-            limit: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", **limit)
+        launch = None if started else launched()
+        if launch is not None:
+            how: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+            if launch.by != "torchrun":  # its agent has the store already
+                how["init_method"] = f"tcp://{launch.address}:{launch.port}"
+                how |= {"rank": launch.rank, "world_size": launch.world}
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", **how)
             started = True
         world = dist.get_world_size() if started else 1
         if mesh.size != world:

@@ -1,8 +1,4 @@
-"""The command line: ``meshwright COMMAND``.
-
-The only reader of the environment: torchrun's RANK, WORLD_SIZE and LOCAL_RANK, handed to commands as
-``context.obj``.
-"""
+"""The command line: ``meshwright COMMAND``.  Commands find in ``context.obj`` what a launcher said."""
 
 from __future__ import annotations
 
@@ -20,10 +16,11 @@ import torch
 import typer
 
 from meshwright.check.command import check
+from meshwright.errors import MeshError
 from meshwright.explain_cli import explain
+from meshwright.launchers import launched
 from meshwright.rules_cli import rules
 from meshwright.train.command import train
-from meshwright.train.launch import Joined
 
 # Name to (function, settings of its context): one line per command, which lives with what it runs.
 COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -44,25 +41,6 @@ app = typer.Typer(
 )
 
 
-def joined() -> Joined | None:
-    """What torchrun's environment says, or None where there is none.
-
-    Raises:
-        typer.BadParameter: half of it.
-    """
-    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None or world is None:
-        return None
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing or not (rank.isdigit() and world.isdigit()):
-        what = f"{missing[0]} is not" if missing else f"they read {rank!r} and {world!r}"
-        raise typer.BadParameter(
-            f"RANK and WORLD_SIZE are set, as torchrun does, but {what}: start with torchrun, or unset them "
-            "to have the processes started here"
-        )
-    return Joined(int(rank), int(world), int(os.environ.get("LOCAL_RANK", rank)))
-
-
 def _show_version(asked: bool) -> None:
     if asked:
         typer.echo(f"meshwright {version('meshwright')} (torch {torch.__version__})")
@@ -78,7 +56,10 @@ def root(
     ] = False,
 ) -> None:
     """Semi-automatic parallel training for PyTorch."""
-    context.obj = joined()
+    try:
+        context.obj = launched()
+    except MeshError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 for _name, (_command, _settings) in COMMANDS.items():

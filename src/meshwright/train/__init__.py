@@ -8,7 +8,7 @@ Read it in this order:
     plan      the Megatron layout of that model, as globs to placements
     loop      one training step on a mesh, and the loop around it
     verify    the same training on one device, and the comparison
-    launch    processes: our own, or those of torchrun
+    launch    processes: our own, or those of a launcher
     show      what the terminal shows;  plot: the picture of the loss
     command   the command line
 """

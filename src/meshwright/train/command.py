@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.text import Text
 
 from meshwright.errors import MeshwrightError
+from meshwright.launchers import Launch
 from meshwright.mesh import parse_mesh
 
 from . import options
 from . import plot as picture
 from .config import TrainConfig
 from .data import load_corpus
-from .launch import Joined, RankError, check_devices, check_joined, first_to_fail, run_joined, run_processes
+from .launch import RankError, check_devices, check_joined, first_to_fail, run_joined, run_processes
 from .plan import plan_for
 from .show import Show
 
@@ -63,11 +64,11 @@ def train(
 ) -> None:
     """Train a byte-level GPT on real text, across a mesh of processes.
 
-    Starts one process per place in the mesh on this machine, or joins those that torchrun started.
+    Starts one process per place in the mesh on this machine, or joins those that torchrun, mpirun or srun started.
 
     [dim]Exit codes: 0 done; 1 verification or a process failed; 2 bad input; 130 interrupted, 143 terminated.[/]
     """
-    joined: Joined | None = context.obj
+    joined: Launch | None = context.obj
     first = joined is None or joined.rank == 0
     errors = Console(stderr=True)
     try:
@@ -99,10 +100,10 @@ def terminal(stderr: bool) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, width=110)
 
 
-def _checked(context: typer.Context, joined: Joined | None) -> TrainConfig:
+def _checked(context: typer.Context, joined: Launch | None) -> TrainConfig:
     """The options as a value.
 
-    Whatever can be seen to be wrong is seen here: before any process starts, and alike on all of torchrun's.
+    Whatever can be seen to be wrong is seen here: before any process starts, and alike on all of a launcher's.
     """
     given: dict[str, Any] = {f.name: context.params[f.name] for f in fields(TrainConfig)}
     # `--data a b c`: the words after the first are no option's value, and come as extra arguments.
@@ -123,9 +124,9 @@ def _checked(context: typer.Context, joined: Joined | None) -> TrainConfig:
     return config
 
 
-def _run(config: TrainConfig, joined: Joined | None, show: Show, errors: Console) -> None:
+def _run(config: TrainConfig, joined: Launch | None, show: Show, errors: Console) -> None:
     """Train; shows a failure once and exits.  SIGTERM and SIGHUP end everything as Ctrl-C does."""
-    # Not in torchrun's processes: torchrun ends them itself, and is not to wait.
+    # Not in a launcher's processes: it ends them itself, and is not to wait.
     handler: Any = _interrupt if joined is None else signal.SIG_DFL
     before = {n: signal.signal(n, handler) for n in ENDING}
     try:

@@ -1,4 +1,4 @@
-"""The processes of a run: started here, or started by torchrun and joined."""
+"""The processes of a run: started here, or started by a launcher (torchrun, mpirun, srun) and joined."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 import meshwright as mw
 from meshwright import errors, runtime
 from meshwright.errors import MeshError, MeshwrightError
+from meshwright.launchers import Launch
 
 from .config import OptionError, TrainConfig
 from .loop import Emit, train
@@ -35,15 +36,6 @@ GRACE = 0.5  # seconds for the other ranks to say what happened to them, once on
 
 class RankError(Exception):
     """A rank failed in a way that is not the user's mistake; the message has its traceback."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """This process is one of those that torchrun started (its environment: RANK, WORLD_SIZE, LOCAL_RANK)."""
-
-    rank: int
-    world: int
-    local_rank: int
 
 
 # ---------------------------------------------------------------------------------------------- own processes
@@ -241,29 +233,33 @@ def check_devices(config: TrainConfig, local: int) -> None:
         )
 
 
-def _connect(config: TrainConfig, rank: int, local_rank: int, **how: Any) -> None:
+def _prepare(config: TrainConfig, local_rank: int) -> None:
     torch.set_num_threads(config.threads)
     if config.device == "cuda":
         torch.cuda.set_device(local_rank)
+
+
+def _connect(config: TrainConfig, rank: int, local_rank: int, **how: Any) -> None:
+    _prepare(config, local_rank)
     dist.init_process_group("nccl" if config.device == "cuda" else "gloo", rank=rank, **how)
 
 
-# ---------------------------------------------------------------------------------------------- torchrun
+# ---------------------------------------------------------------------------------------------- started by a launcher
 
 
-def check_joined(config: TrainConfig, joined: Joined) -> None:
+def check_joined(config: TrainConfig, joined: Launch) -> None:
     """Raises MeshError, on every rank alike, where the mesh does not match the number of processes."""
     size = config.make_mesh().size
     if size != joined.world:
         given = ",".join(f"{axis}={n}" for axis, n in config.mesh)
         raise MeshError(
-            f"--mesh {given} needs {size} processes and torchrun started {joined.world} (WORLD_SIZE): start it "
-            f"with torchrun --nproc-per-node {size}, or change the mesh"
+            f"--mesh {given} needs {size} processes and {joined.by} started {joined.world}: start {size}, "
+            "or change the mesh"
         )
 
 
-def run_joined(config: TrainConfig, joined: Joined, emit: Emit) -> None:
-    """Be one of the processes that torchrun started.
+def run_joined(config: TrainConfig, joined: Launch, emit: Emit) -> None:
+    """Be one of the processes that a launcher started.
 
     Raises:
         OptionError: this machine has too few devices.
@@ -271,7 +267,7 @@ def run_joined(config: TrainConfig, joined: Joined, emit: Emit) -> None:
     """
     check_devices(config, joined.local_rank + 1)
     with _stdout_silenced(), _warnings_told(emit if joined.rank == 0 else None):
-        _connect(config, joined.rank, joined.local_rank, world_size=joined.world)
+        _prepare(config, joined.local_rank)
         mesh = mw.init_mesh(dict(config.mesh), device=config.device)
     with _warnings_told(emit if joined.rank == 0 else None):
         train(config, mesh, emit)
@@ -293,7 +289,7 @@ def _stdout_silenced() -> Iterator[None]:
 
 
 def first_to_fail() -> bool:
-    """Whether this rank is the first of torchrun's that asks: what failed on all is then shown once."""
+    """Whether this rank is the first of a launcher's that asks: what failed on all is then shown once."""
     if not dist.is_initialized():
         return True
     with contextlib.suppress(Exception):  # the store may be gone: better shown twice than never

@@ -1,0 +1,87 @@
+"""What launchers say: their variables, alone and inside of one another, and two real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from meshwright.errors import MeshError
+from meshwright.launchers import Launch, launched
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "job-1",
+}  # fmt: skip
+MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[03-04,11]", "SLURM_NTASKS": "8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("env", "want"),
+    [
+        ({}, None),
+        (TORCHRUN, ("torchrun", 1, 4, 1, "node7", 29500)),
+        ({**SRUN, **TORCHRUN}, ("torchrun", 1, 4, 1, "node7", 29500)),
+        ({**SRUN, **TORCHRUN, **OPEN_MPI}, ("torchrun", 1, 4, 1, "node7", 29500)),
+        ({**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ("mpirun (Open MPI)", 2, 4, 0, "a", 5)),
+        ({**MPICH, "MASTER_PORT": "7"}, ("mpirun (MPICH, Intel MPI)", 0, 2, 0, "127.0.0.1", 7)),
+        ({**SRUN, "MASTER_PORT": "7"}, ("srun", 3, 8, 1, "gpu03", 7)),
+        ({**SRUN, "SLURM_STEP_NODELIST": "login", "MASTER_PORT": "7"}, ("srun", 3, 8, 1, "login", 7)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script: one process
+    ],
+)
+def test_variables(env: dict[str, str], want: tuple[Any, ...] | None) -> None:
+    assert launched(env) == (None if want is None else Launch(*want))
+
+
+def test_a_port_is_the_jobs() -> None:
+    ranks = {launched({**SRUN, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 4)}).port for r in range(8)}  # type: ignore[union-attr]
+    other = launched({**SRUN, "SLURM_JOB_ID": "78"})
+    assert other is not None
+    assert len(ranks) == 1
+    assert other.port not in ranks
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not: start with torchrun, or unset them"),
+        ({**TORCHRUN, "MASTER_PORT": "x"}, "MASTER_PORT reads 'x'"),
+        ({**TORCHRUN, "RANK": "one"}, "they read 'one' and '4'"),
+        ({**TORCHRUN, "RANK": "4"}, "they read '4' and '4'"),
+        (OPEN_MPI, "nothing says where the first of them is: set MASTER_ADDR"),
+    ],
+)
+def test_half_of_it(env: dict[str, str], message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        launched(env)
+
+
+SCRIPT = """
+import torch, meshwright as mw
+mesh = mw.init_mesh({"dp": 2})
+print(mw.unshard(mw.shard_tensor(torch.arange(4.0), mesh, {"dp": mw.Shard(0)}) * 2).tolist())
+"""
+
+
+@pytest.mark.processes
+def test_processes_of_mpirun() -> None:
+    """Two processes with Open MPI's variables, and no others, meet."""
+    own = {k: v for k, v in os.environ.items() if k not in (*TORCHRUN, *SRUN)}
+    own |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"job-{os.getpid()}"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True,
+            env={**own, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)},
+        )
+        for r in range(2)
+    ]  # fmt: skip
+    assert [p.communicate(timeout=120)[0].strip() for p in started] == ["[0.0, 2.0, 4.0, 6.0]"] * 2
