@@ -158,6 +158,7 @@ def both(kind: str, optim: str, sync: str, options: dict[str, Any], passes: Sequ
     return worst, steps[1][0].program.kinds, len(list(model.parameters()))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "optim", "sync", "options"),
@@ -188,6 +189,7 @@ def optimized(kind: str, sync: str, bucket: int, options: dict[str, Any]) -> Any
     return worst, kinds, params
 
 
+@pytest.mark.thin(2)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "sync", "options", "bucket"),
@@ -304,6 +306,7 @@ def unusual(kind: str, passes: Sequence[Any]) -> float:
     return ((results[0] - results[1]).abs() / results[0].abs()).max().item()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("passes", [(), (DataParallelOptimization(bucket_bytes=1 << 20),)], ids=["plain", "optimized"])
 @pytest.mark.parametrize("kind", ["hooks", "penalty"])

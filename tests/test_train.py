@@ -84,6 +84,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("mesh", "more"), RUNS, ids=[" ".join([mesh, *(f"{k}={v}" for k, v in more.items())]) for mesh, more in RUNS]
 )

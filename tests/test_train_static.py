@@ -26,6 +26,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("mesh", "more"), RUNS, ids=[" ".join([mesh, *(f"{k}={v}" for k, v in more.items())]) for mesh, more in RUNS]
 )
@@ -44,11 +45,13 @@ def test_every_step_equals_one_device_and_the_eager_step(mesh: str, more: dict[s
     assert losses[True] == pytest.approx(losses[False], rel=1e-9)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lower_precision(dtype: str, text: str) -> None:
     close(simulated(config_for("dp=2,tp=2", text, dtype=dtype, static=True)), dtype)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}, {"clip": 0.5}, {"tie": True}], ids=str)
 def test_bytes_are_those_of_the_eager_step(more: dict[str, Any], text: str) -> None:
     """A program sends gradients one by one, where the eager step packs them; what they hold is the same."""
@@ -104,6 +107,7 @@ def test_a_pass_that_does_not_exist() -> None:
 # ---------------------------------------------------------------------------------------------- real processes
 
 
+@pytest.mark.thin(2)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "case",
