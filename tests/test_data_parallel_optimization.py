@@ -174,6 +174,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "axes"), CASES, ids=[f"{n}-{'x'.join(map(str, a.values()))}" for n, a in CASES])
 def test_same_parameters_bit_for_bit(name: str, axes: dict[str, int]) -> None:
     """Simulated ranks add in the order of the ranks, whatever shares a buffer: only the order of issue changes."""
@@ -184,6 +185,7 @@ def test_same_parameters_bit_for_bit(name: str, axes: dict[str, int]) -> None:
     assert sum(fewer.values()) < sum(kinds.values()) or name == "tied"
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("more", [{"stored_over": "dp"}, {"states_over": "dp"}, {"gradients": True}], ids=str)
 def test_sharded_parameters_and_states(more: dict[str, Any]) -> None:
     apart, kinds, fewer = both("gpt", {"dp": 2, "tp": 2}, [SMALL], **more)
@@ -193,6 +195,7 @@ def test_sharded_parameters_and_states(more: dict[str, Any]) -> None:
         assert 0 < fewer["reduce_scatter"] < kinds["reduce_scatter"]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("option", ["fuse=false", "overlap=false", "prune=false", "fuse=false,overlap=false"])
 def test_each_part_can_be_left_out(option: str) -> None:
     apart, kinds, fewer = both("cnn", {"dp": 2}, [f"data-parallel-optimization:bucket_bytes=100000,{option}"])
@@ -216,6 +219,7 @@ def on_processes(name: str, axes: dict[str, int], passes: list[Any]) -> tuple[di
     return train(name, axes, passes, connect=True)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("name", "axes"), [("gpt", {"dp": 2}), ("gpt", {"dp": 2, "tp": 2}), ("cnn", {"dp": 2})])
 def test_real_processes(name: str, axes: dict[str, int]) -> None:
     world = math.prod(axes.values())
@@ -287,6 +291,7 @@ def test_nobody_touches_a_buffer_under_way() -> None:
                 assert not touched or n.target in VIEWS, f"{n} touches {node}"
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("name", "axes"), [("gpt", {"dp": 2, "tp": 4}), ("gpt", {"dp": 3, "tp": 4}), ("cnn", {"dp": 5})]
 )
