@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
@@ -13,6 +14,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: the tests of Ctrl-C need it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--whole"):
         sweeps.WHOLE = True
         config.option.markexpr = ""
