@@ -52,7 +52,8 @@ def command(given: argparse.Namespace, *arguments: str) -> list[str]:
 def run(given: argparse.Namespace, sizes: str) -> None:
     """One pass over the op database, in ``--jobs`` parallel parts that are merged into ``out/opdb_<sizes>.json``."""
     OUT.mkdir(exist_ok=True)
-    env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     parts = [OUT / f"opdb_{sizes}.{k}.json" for k in range(given.jobs)]
     running = []
     for k, part in enumerate(parts):

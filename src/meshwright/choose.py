@@ -106,7 +106,7 @@ def _together(
     options = [[c] if stays[a] else _suggested(rule, ins, a, None) for a, c in enumerate(best.strategies)]
     if mesh.ndim > 3 or math.prod(map(len, options)) * math.factorial(mesh.ndim) > _MOST:
         return best
-    price = _exact(best, ins, outs, constants)
+    price = _exact(best, rule, ins, constants)
     for picks in product(*options):
         if any(t and not c.factor for t, c in zip(thrown, picks, strict=True)):
             continue
@@ -114,8 +114,8 @@ def _together(
             continue
         for orders in _all_orders(picks, rule, mesh, inplace, held):
             made = _typed(rule, ins, outs, list(picks), orders, inplace, 0.0)
-            cost = _exact(made, ins, outs, constants)
-            if cost < price - 1e-3:
+            cost = _exact(made, rule, ins, constants)
+            if cost < price:
                 best, price = made, cost
     return best
 
@@ -137,27 +137,34 @@ def _all_orders(
                     yield {**usual, f: list(order)}
 
 
-def _exact(
-    choice: Choice,
-    ins: Sequence[Spec],
-    outs: Sequence[tuple[Sequence[int], torch.dtype]],
-    constants: Collection[int],
-) -> float:
-    """Bytes of the plans that bring the inputs, both ways, and of what Partial outputs still have to pay."""
+def _exact(choice: Choice, rule: Rule, ins: Sequence[Spec], constants: Collection[int]) -> tuple[float, ...]:
+    """Bytes of the plans that bring the inputs, both ways, and of what Partial outputs still have to pay.
+
+    Of equals, fewer axes share a dim; then the largest operand moves least, then the leftmost.  Where elements only
+    move no operand is more than another: then the outermost dims are split.
+    """
     cost = 0.0
+    moved = []
     sizes = choice.inputs[0].mesh.sizes
     for i, (given, src, dst) in enumerate(zip(ins, choice.sources, choice.inputs, strict=True)):
         steps = plan(src.with_(undecided=0), dst.with_(undecided=0))
         graded = carries_grad(src.dtype) and i not in constants
         cost += steps.bytes if graded else steps.forward_bytes
+        moved.append(round(steps.forward_bytes, 3))
         for a, n in enumerate(sizes):
             if graded and given.undecided & ~src.undecided & src.reduced & 1 << a:  # reduced at the leaf
                 cost += 2 * (n - 1) / n * held_bytes(src, without=(a,))
     for spec in choice.outputs:
-        for a, p in enumerate(spec.layout.placements):
-            if isinstance(p, Partial):
-                cost += 2 * (sizes[a] - 1) / sizes[a] * held_bytes(spec, without=(a,))
-    return cost
+        if spec.layout.partial:
+            kept = [REPLICATE if isinstance(p, Partial) else p for p in spec.layout.placements]
+            whole = Layout(spec.mesh, kept, order=dict(spec.layout.order), ndim=spec.ndim)
+            cost += plan(spec.with_(undecided=0), spec.with_(layout=whole, undecided=0)).forward_bytes
+    factors = [c.factor for c in choice.strategies if c.factor]
+    crowd = len(factors) - len(set(factors))
+    if rule.moves:
+        dims = [p.dim + 1 if isinstance(p, Shard) else 0 for p in choice.outputs[0].layout.placements]
+        return round(cost, 3), crowd, *dims
+    return round(cost, 3), crowd, max(moved, default=0.0), *moved
 
 
 def _axis_by_axis(
@@ -182,9 +189,9 @@ def _axis_by_axis(
         if not candidates:
             raise _inplace_error(ins, a)
         # Work stays divided where that moves nothing forward; for an op that contracts, wherever it can.
-        divided = any(c.factor and (rule.heavy or not _moves(c, a, ins)) for c in candidates)
+        divided = any(c.factor and (rule.heavy or not _moves(c, a, ins, rule)) for c in candidates)
         split = [_split_elsewhere(rule, ins, chosen, a, k) for k in range(len(outs))]
-        priced = [_price(c, a, ins, outs, split, divided, wish, i, constants) for i, c in enumerate(candidates)]
+        priced = [_price(c, a, ins, outs, split, divided, wish, i, constants, rule) for i, c in enumerate(candidates)]
         best = min(range(len(candidates)), key=lambda i: priced[i])
         strategy = candidates[best]
         divides.append(divided)
@@ -249,7 +256,28 @@ def _fit_together(
 
 def _suggested(rule: Rule, ins: Sequence[Spec], axis: int, wish: Wish | None) -> list[Strategy]:
     hints = [s.layout.placements[axis] for s in wish.outputs] if wish else ()
-    return rule.axis_strategies([s.layout.placements[axis] for s in ins], hints)
+    found = rule.axis_strategies([s.layout.placements[axis] for s in ins], hints)
+    # A split that cannot stay goes to another dim of its tensor (all-to-all), where that is cut evenly.
+    for i, spec in enumerate(ins):
+        for c in rule.instead_of(i, spec.layout.placements[axis]):
+            if c not in found and c.factor and rule.sizes[c.factor] % _parts(rule, ins, axis, c.factor) == 0:
+                found.append(c)
+    return found
+
+
+def _parts(rule: Rule, ins: Sequence[Spec], axis: int, factor: str) -> int:
+    """Into how many parts a factor is cut if this axis splits it beside those that split it now."""
+    sizes = ins[0].mesh.sizes
+    others = (
+        a for a in range(len(sizes)) if a != axis and any(_splits(rule, s, i, a, factor) for i, s in enumerate(ins))
+    )
+    return math.prod((sizes[a] for a in others), start=sizes[axis])
+
+
+def _splits(rule: Rule, spec: Spec, i: int, axis: int, factor: str) -> bool:
+    """Whether an axis splits a factor in input ``i`` as given."""
+    p = spec.layout.placements[axis]
+    return isinstance(p, Shard) and factor in rule.inputs[i][p.dim]
 
 
 Held = tuple[Dims, Spec]  # the factors of a tensor's dims, and how it lies
@@ -311,6 +339,7 @@ def _price(
     wish: Wish | None,
     index: int,
     constants: Collection[int],
+    rule: Rule,
 ) -> Price:
     """(work thrown away, bytes, largest operand moved, position): smaller is better."""
     n = ins[0].mesh.sizes[axis]
@@ -318,6 +347,8 @@ def _price(
     dependent = any(p is not REPLICATE and not isinstance(p, Replicate) for p in c.outputs)
     cost, moved = 0.0, 0.0
     for i, (spec, want) in enumerate(zip(ins, c.inputs, strict=True)):
+        if i in rule.lends:
+            continue
         held = held_bytes(spec, without=(axis,))
         grad = 1.0 if carries_grad(spec.dtype) and i not in constants else 0.0
         step = _axis_bytes(spec, axis, want, dependent, n, grad) * part * held
@@ -338,11 +369,11 @@ def _price(
     return (int(divided and not c.factor), cost, moved, lazy * 1000 + index)
 
 
-def _moves(c: Strategy, axis: int, ins: Sequence[Spec]) -> bool:
+def _moves(c: Strategy, axis: int, ins: Sequence[Spec], rule: Rule) -> bool:
     """Whether a strategy sends data in the forward: only what is replicated changes its placement for nothing."""
     return any(
-        have != want and not isinstance(have, Replicate)
-        for have, want in ((s.layout.placements[axis], p) for s, p in zip(ins, c.inputs, strict=True))
+        i not in rule.lends and s.layout.placements[axis] != p and not isinstance(s.layout.placements[axis], Replicate)
+        for i, (s, p) in enumerate(zip(ins, c.inputs, strict=True))
     )
 
 
@@ -404,7 +435,7 @@ def _typed(
     for a, c in enumerate(chosen):
         bit = 1 << a
         dependent = any(not isinstance(p, Replicate) for p in c.outputs)
-        kind = _kind_of_axis(ins, c, a, dependent, inplace)
+        kind = _kind_of_axis([s for i, s in enumerate(ins) if i not in rule.lends], c, a, dependent, inplace)
         if kind == "open":
             still_open |= bit
         elif kind == "reduced":
@@ -428,6 +459,10 @@ def _typed(
             source_open[i] &= ~bit
     sources, inputs = [], []
     for i, spec in enumerate(ins):
+        if i in rule.lends:
+            sources.append(spec)
+            inputs.append(spec)
+            continue
         placements = [c.inputs[i] for c in chosen]
         order = _dim_orders(rule.inputs[i], placements, orders)
         layout = Layout(mesh, placements, order=order, ndim=spec.ndim)

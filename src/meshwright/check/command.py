@@ -13,7 +13,7 @@ from rich.text import Text
 from .cases import CaseError, read_cases
 from .paddle import VERDICTS, Score, score
 from .random_programs import fuzz
-from .report import lines_of, summary, table, tallies, unsupported_line
+from .report import lines_of, reasons_table, summary, table, tallies, unsupported_line
 
 BAD_INPUT = 2
 
@@ -61,5 +61,6 @@ def _show(scores: dict[str, list[Score]], listed: str | None) -> None:
             if tally.ops and direction != "both":
                 console.print(table(f"{name}: {direction}", tally), "")
         console.print(unsupported_line(by_direction["both"]), "", soft_wrap=True)
+    console.print(reasons_table([s for found in scores.values() for s in found]))
     for s in [s for found in scores.values() for s in found if s.verdict == listed]:
         console.print(lines_of(s), soft_wrap=True)

@@ -24,19 +24,20 @@ The verdicts are those of :data:`VERDICTS`.  What would count for or against us 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .. import api
-from ..dispatch import Inference, infer
+from ..dispatch import Inference, gathered, infer
 from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
 from ..reshard import plan
 from .cases import Case, CaseError, Entry, Given, flat
-from .paddle_ops import builder
-from .question import Call, Question, Result, Slot, fill, slots_in
-from .sound import is_false
+from .paddle_steps import builder
+from .question import Call, Fresh, Made, Question, Result, Slot, Steps, fill, slots_in, slots_of
+from .sound import tried
 
 VERDICTS = {
     "agree": "neither moves data, and the outputs are the same",
@@ -45,7 +46,23 @@ VERDICTS = {
     "stricter": "we move more, or as much with worse outputs",
     "unsound": "Paddle moves less, but the op on the shards that it names does not give the outputs that it names",
     "error": "something was raised, or our own answer is false",
-    "unsupported": "the op, or the op with these attributes, is no single rule of ours",
+    "unsupported": "the op, or the op with these attributes, is none of ours",
+}
+# Why an answer that is stricter may be right all the same, worked out from the two answers; and what is a gap, by op.
+REASONS = {
+    "refused": "PyTorch's op runs on the whole and raises on the shards that Paddle names: nobody could run that",
+    "owed": "we reduce now what is smaller than the pending sums that Paddle leaves: in all we send no more",
+    "tie": "as many bytes; to make either's outputs from the other's costs as much",
+    "gap": "Paddle's answer is better",
+}
+GAPS = {
+    "cumsum": "of the flattened tensor: the view keeps its splits in an all-to-all, and the sum then wants it whole",
+    "concat": "a pending sum is reduced, not scattered; two axes that split one dim share it, none moves away",
+    "stack": "as for concat",
+    "fused_rotary_position_embedding": "rows of sines picked by position: each of some ten ops chooses on its own",
+    "matmul": "the split of a batch dim of size 1 suggests none for the dim that it broadcasts to",
+    "scatter_nd_add": "of an index of one column the split is gathered, where it need only be sent on",
+    "c_softmax_with_multi_label_cross_entropy": "the labels are used twice, in two layouts",
 }
 NEAR = 1e-6  # bytes
 
@@ -61,13 +78,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """The verdict on a case, with both answers (None: there is none) and what there is to say."""
+    """The verdict on a case, with both answers (None: there is none) and what there is to say.
+
+    ``reason``: which of :data:`REASONS` it is stricter for.
+    """
 
     case: Case
     verdict: str
     ours: Answer | None = None
     theirs: Answer | None = None
     note: str = ""
+    reason: str = ""
 
 
 def score(case: Case) -> Score:
@@ -78,7 +99,7 @@ def score(case: Case) -> Score:
     try:
         call = build(Question(case))
         if call is None:
-            return Score(case, "unsupported", note="with these attributes it is no single op of ours")
+            return Score(case, "unsupported", note="with these attributes it is none of ours")
         return _compared(case, call)
     except NoLayout as error:
         return Score(case, "unsound", note=str(error))
@@ -98,23 +119,27 @@ def moved(src: Spec, dst: Spec) -> float:
 # ---------------------------------------------------------------------------------------------- two answers
 
 
-def _compared(case: Case, call: Call) -> Score:
-    slots = list(slots_in([call.args, call.kwargs]))
+def _compared(case: Case, call: Call | Steps) -> Score:
+    if isinstance(call, Steps) and case.direction == "backward":
+        return Score(case, "unsupported", note="wishes are for the outputs of one op: this is several")
+    slots = slots_of(call)
     given = [_given(case, slot) for slot in slots]
-    results, wanted, found = _asked(case, call, iter([_viewed(g, s) for g, s in zip(given, slots, strict=True)]))
+    views = [_viewed(g, s) for g, s in zip(given, slots, strict=True)]
+    found = _run(call, slots, views) if isinstance(call, Steps) else _asked(case, call, views)
+    results, wanted = found.results, found.wanted
     made = [_in_their_dims(o, r) for o, r in zip(found.outputs, results, strict=True)]
     asked = [_unviewed(i, s, g) for i, s, g in zip(found.inputs, slots, given, strict=True)]
     asked_of_them = [g.with_(layout=_layout_of(case.result_inputs, s.index)) for g, s in zip(given, slots, strict=True)]
     expected = _outputs_of_theirs(case, call, slots, asked_of_them, made, results)
 
-    def answer(inputs: Sequence[Spec], outputs: Sequence[Spec]) -> Answer:
+    def answer(inputs: Sequence[Spec], outputs: Sequence[Spec], between: float) -> Answer:
         # A tensor that is shown several times is converted once.
         asked = {(s.index, to): moved(g, to) for s, g, to in zip(slots, given, inputs, strict=True)}
-        cost = sum(asked.values())
+        cost = sum(asked.values()) + between
         cost += sum(moved(o, o.with_(layout=w.layout)) for o, w in zip(outputs, wanted, strict=False))
         return Answer(tuple(i.layout for i in inputs), tuple(o.layout for o in outputs), cost)
 
-    ours, theirs = answer(asked, made), answer(asked_of_them, expected)
+    ours, theirs = answer(asked, made, found.between), answer(asked_of_them, expected, 0.0)
     if wanted:
         worse = float(_not_made(made, wanted) - _not_made(expected, wanted))
         same = True
@@ -125,9 +150,13 @@ def _compared(case: Case, call: Call) -> Score:
     verdict = _verdict(ours.bytes - theirs.bytes, worse, same and ours.bytes < NEAR)
     if verdict == "stricter":
         views = [_viewed(a, s) for a, s in zip(asked_of_them, slots, strict=True)]
-        if is_false(call, views, expected, results):
+        outcome = tried(call, views, expected, results)
+        if outcome == "false":
             return Score(case, "unsound", ours, theirs, "the op on these shards does not give these outputs")
-    if verdict == "freer" and found.native and is_false(call, found.inputs, made, results):
+        reason = "refused" if outcome == "refused" else _reason(ours, theirs, made, expected)
+        note = GAPS.get(case.op, "") if reason == "gap" else REASONS[reason]
+        return Score(case, verdict, ours, theirs, note, reason)
+    if verdict == "freer" and found.native and tried(call, found.inputs, made, results) == "false":
         return Score(case, "error", ours, theirs, "our answer is false: the op on our shards does not give our outputs")
     return Score(case, verdict, ours, theirs)
 
@@ -140,9 +169,25 @@ def _verdict(more: float, worse: float, agree: bool) -> str:
     return "stricter" if more > 0 else "freer"
 
 
+def _reason(ours: Answer, theirs: Answer, made: Sequence[Spec], expected: Sequence[Spec]) -> str:
+    def owed(outputs: Sequence[Spec]) -> float:
+        return sum(moved(o, o.with_(layout=_reduced(o.layout))) for o in outputs)
+
+    if ours.bytes + owed(made) <= theirs.bytes + owed(expected) + NEAR and owed(expected) > owed(made):
+        return "owed"
+    pairs = [(_plain(o), _plain(e)) for o, e in zip(made, expected, strict=True)]
+    alike = sum(moved(e, o) - moved(o, e) for o, e in pairs) > -NEAR
+    return "tie" if alike and abs(ours.bytes - theirs.bytes) < NEAR else "gap"
+
+
+def _reduced(layout: Layout) -> Layout:
+    kept = [REPLICATE if isinstance(p, Partial) else p for p in layout.placements]
+    return Layout(layout.mesh, kept, order=dict(layout.order), ndim=layout.ndim)
+
+
 def _outputs_of_theirs(
     case: Case,
-    call: Call,
+    call: Call | Steps,
     slots: Sequence[Slot],
     asked: Sequence[Spec],
     made: Sequence[Spec],
@@ -153,7 +198,7 @@ def _outputs_of_theirs(
     A backward rule of Paddle's often repeats the wish.  What counts is what the op makes of the inputs that are asked
     for: our rule knows, where it can run on these as they are; where it cannot, Paddle's word stands.
     """
-    if case.direction == "backward":
+    if case.direction == "backward" and isinstance(call, Call):
         views = [_viewed(a, s) for a, s in zip(asked, slots, strict=True)]
         if all(a is _unviewed(v, s, a) for a, v, s in zip(asked, views, slots, strict=True)):
             specs = iter(views)
@@ -163,16 +208,66 @@ def _outputs_of_theirs(
     return [o.with_(layout=_expected(case, r, o)) for o, r in zip(made, results, strict=True)]
 
 
-def _asked(case: Case, call: Call, specs: Iterator[Spec]) -> tuple[Sequence[Result], list[Spec], Inference]:
-    """Which outputs are ours, the wishes for them (none forward), in Paddle's dims, and what our rule answers."""
+@dataclass(frozen=True)
+class _Found:
+    """What our rules answer: which outputs are which, and ``between``, the bytes of what is converted on the way."""
+
+    results: Sequence[Result]
+    inputs: Sequence[Spec]
+    outputs: Sequence[Spec]
+    wanted: Sequence[Spec] = ()
+    native: bool = False
+    between: float = 0.0
+
+
+def _asked(case: Case, call: Call, views: Sequence[Spec]) -> _Found:
+    """One call; ``wanted``: the wishes for outputs (none forward), in Paddle's dims."""
+    specs = iter(views)
     args, kwargs = fill(call.args, specs), fill(call.kwargs, specs)
     if case.direction == "forward":
-        found = infer(call.op, args, kwargs, None, graded=False)  # the forward is the question
-        return call.results or [Result(i) for i in range(len(found.outputs))], [], found
+        found = _inferred(call.op, args, kwargs)
+        results = call.results or [Result(i) for i in range(len(found.outputs))]
+        return _Found(results, found.inputs, found.outputs, native=found.native)
     results = call.results or [Result(i) for i in range(len(flat(case.outputs)))]
     wanted = [_tensor(flat(case.outputs), r.index) for r in results]
     wishes = [_wish(w, r) for w, r in zip(wanted, results, strict=True)]
-    return results, wanted, api.infer_backward(call.op, *args, outputs=wishes, **kwargs)
+    found = api.infer_backward(call.op, *args, outputs=wishes, **kwargs)
+    return _Found(results, found.inputs, found.outputs, wanted, found.native)
+
+
+def _inferred(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inference:
+    """Forward, for inputs that need no gradient: the forward is the question."""
+    if op:
+        return infer(op, args, kwargs, None, graded=False)
+    dtype = args[0][0].dtype  # no rule
+    return gathered("an op without a rule", args[0], [(torch.Size(n), dtype) for n in kwargs["outputs"]], None)
+
+
+def _run(steps: Steps, slots: Sequence[Slot], views: Sequence[Spec]) -> _Found:
+    """A composition, call by call: a tensor is converted to a layout once, and a sum that was reduced stays known."""
+    specs: dict[Any, Spec] = dict(zip(slots, views, strict=True))
+    first: dict[Slot, Spec] = {}
+    paid: dict[tuple[Any, Spec], float] = {}
+    for number, call in enumerate(steps.calls):
+        operands = list(slots_in([call.args, call.kwargs]))
+        for t in operands:
+            if isinstance(t, Fresh):
+                mesh = views[0].mesh
+                specs[t] = Spec(t.shape, t.dtype, Layout(mesh), reduced=(1 << mesh.ndim) - 1)
+        given = iter([specs[t] for t in operands])
+        found = _inferred(call.op, fill(call.args, given), fill(call.kwargs, given))
+        for t, to in zip(operands, found.inputs, strict=True):
+            if isinstance(t, Slot) and t not in first:
+                first[t] = to
+            elif (t, to) not in paid:
+                paid[t, to] = moved(specs[t], to)
+            if specs[t].layout.partial and not to.layout.partial:
+                specs[t] = to
+        specs |= {Made(number, i): o.with_(reduced=(1 << o.mesh.ndim) - 1) for i, o in enumerate(found.outputs)}
+    inputs = [first.get(s, specs[s]) for s in slots]
+    return _Found(
+        [r for _, r in steps.results], inputs, [specs[m] for m, _ in steps.results], between=sum(paid.values())
+    )
 
 
 def _not_made(outputs: Sequence[Spec], wanted: Sequence[Spec]) -> int:

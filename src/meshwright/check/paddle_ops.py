@@ -2,8 +2,8 @@
 that have the same name in PyTorch are not in it: its own tags tell.
 
 A builder gets a :class:`Question` (Paddle's inputs, constants and attributes) and returns a :class:`Call`: the name of
-our rule and its arguments, with a :class:`Slot` for each tensor.  It returns None where Paddle's op, with these
-attributes, is not one of ours: a composition, or one whose other results carry it.
+our rule and its arguments, with a :class:`Slot` for each tensor, or :class:`Steps`, where it is several of ours
+(:mod:`.paddle_steps`).  It returns None where Paddle's op, with these attributes, is none of ours.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ..rules.pointwise import is_pointwise
-from .question import Call, Question, Result, Slot
+from .question import Call, Question, Result, Slot, Steps
 
 INDEX = torch.int64
 
-Builder = Callable[[Question], Call | None]
+Builder = Callable[[Question], Call | Steps | None]
 TABLE: dict[str, Builder] = {}
 
 
@@ -74,12 +74,6 @@ def _clip(q: Question) -> Call:
 @paddle("pow")
 def _pow(q: Question) -> Call:
     return Call("pow", (q.x, q.attr("y", default=2.0, at=1)))
-
-
-@paddle("scale")
-def _scale(q: Question) -> Call | None:
-    factor = q.attr("scale", default=1.0, at=1)
-    return Call("mul", (q.x, factor)) if not q.attr("bias", default=0.0) else None
 
 
 @paddle("thresholded_relu")
@@ -141,17 +135,6 @@ def _extremum(largest: bool) -> Builder:
     return build
 
 
-@paddle("prod")
-def _prod(q: Question) -> Call | None:
-    # Of one dim or of all, as PyTorch has it; the piece of the composition that a split dim leads to.
-    over = q.dims()
-    if len(over) not in (1, q.x.ndim):
-        return None
-    if len(over) == 1:
-        return Call("partial_prod", (q.x, over[0], q.keepdim, None))
-    return Call("partial_prod", (q.x, None, q.keepdim, None))
-
-
 TABLE.update(
     {"sum": _reduction("sum"), "reduce_sum": _reduction("sum"), "mean": _reduction("mean")}
     | {"mean_all": _reduction("mean"), "logsumexp": _reduction("logsumexp")}
@@ -163,7 +146,7 @@ _REDUCE_TYPES = ("sum", "max", "min", "prod", "mean", "any", "all")
 
 
 @paddle("reduce_base")
-def _reduce_base(q: Question) -> Call | None:
+def _reduce_base(q: Question) -> Call | Steps | None:
     return TABLE[_REDUCE_TYPES[q.attr("reduce_type")]](q)
 
 
@@ -197,12 +180,6 @@ def _along(name: str) -> Builder:
 
 TABLE |= {"softmax": _along("softmax"), "log_softmax": _along("log_softmax")}
 TABLE |= {"cummax": _along("cummax"), "cummin": _along("cummin"), "argsort": _along("sort")}
-
-
-@paddle("cumsum")
-def _cumsum(q: Question) -> Call | None:
-    plain = not (q.attr("flatten") or q.attr("exclusive") or q.attr("reverse"))
-    return _along("cumsum")(q) if plain else None
 
 
 @paddle("topk")
@@ -321,11 +298,8 @@ def _instance_norm(q: Question) -> Call:
     return Call("instance_norm", (x, *affine, None, None, True, 0.1, 1e-5, False), results=(Result(0),))
 
 
-@paddle("cross_entropy_with_softmax", "softmax_with_cross_entropy", "c_softmax_with_cross_entropy")
-def _cross_entropy(q: Question) -> Call | None:
+def cross_entropy(q: Question) -> Call:
     """The loss; Paddle's other result, the softmax, is not asked for."""
-    if not q.attr("use_softmax", default=True):
-        return None
     x, label = q.tensors
     d = q.attr("axis", default=-1) % x.ndim
     rows = [i for i in range(x.ndim) if i != d]
@@ -365,17 +339,10 @@ def _squeeze(q: Question) -> Call:
     return Call("squeeze", (q.x, q.dims()), results=(Result(0),))
 
 
-@paddle("unsqueeze", "unsqueeze2")
-def _unsqueeze(q: Question) -> Call:
-    axis = q.attr("axis", at=1)
-    shape = list(q.x.shape)
-    for d in [axis] if isinstance(axis, int) else axis:
-        shape.insert(d if d >= 0 else d + len(shape) + 1, 1)
-    return Call("reshape", (q.x, tuple(shape)), results=(Result(0),))
-
-
 @paddle("expand", "expand_as", "expand_as_v2")
 def _expand(q: Question) -> Call:
+    if len(q.tensors) == 2:
+        return Call("expand_as", tuple(q.tensors))
     return Call("expand", (q.x, tuple(q.attr("target_shape", "shape", at=1))))
 
 
@@ -402,14 +369,6 @@ def _concat(q: Question) -> Call:
 @paddle("stack")
 def _stack(q: Question) -> Call:
     return Call("stack", (q.tensors[0], q.attr("axis", default=0)))
-
-
-@paddle("add_n")
-def _add_n(q: Question) -> Call | None:
-    given = q.tensors[0]
-    if len(given) > 2:
-        return None  # a chain of sums
-    return Call("add", tuple(given)) if len(given) == 2 else Call("clone", tuple(given))
 
 
 @paddle("split")
@@ -454,12 +413,6 @@ def _gather(q: Question) -> Call:
 def _gather_nd(q: Question) -> Call:
     x, index = q.tensors
     return Call("getitem", (x, tuple(index.as_(INDEX).parts())))
-
-
-@paddle("scatter")
-def _scatter(q: Question) -> Call | None:
-    x, index, updates = q.tensors
-    return Call("index_copy", (x, 0, index.as_(INDEX), updates)) if q.attr("overwrite", default=True) else None
 
 
 @paddle("scatter_nd_add")

@@ -51,9 +51,9 @@ class Slot:
         return replace(self, dtype=dtype)
 
 
-def slots_in(value: Any) -> Iterator[Slot]:
-    """The slots among (nested) arguments, in order."""
-    if isinstance(value, Slot):
+def slots_in(value: Any) -> Iterator[Any]:
+    """The tensors among (nested) arguments, in order: slots, and in a composition what was made before."""
+    if isinstance(value, (Slot, Made, Fresh)):
         yield value
     elif isinstance(value, (list, tuple)):
         for v in value:
@@ -63,8 +63,8 @@ def slots_in(value: Any) -> Iterator[Slot]:
 
 
 def fill(value: Any, given: Iterator[Any]) -> Any:
-    """The same (nested) arguments with the next of ``given`` in place of each slot."""
-    if isinstance(value, Slot):
+    """The same (nested) arguments with the next of ``given`` in place of each tensor."""
+    if isinstance(value, (Slot, Made, Fresh)):
         return next(given)
     if isinstance(value, (list, tuple)):
         return type(value)(fill(v, given) for v in value)
@@ -91,11 +91,57 @@ class Call:
     results: tuple[Result, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Made:
+    """Output ``output`` of call number ``step``."""
+
+    step: int
+    output: int = 0
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A tensor that the op makes itself, the same on every rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+class Steps:
+    """An op of Paddle's as the calls that a PyTorch program would make, one after the other.
+
+    Arguments are slots, what earlier calls made, and fresh tensors.  ``results``: which outputs of Paddle's are what.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.results: list[tuple[Made, Result]] = []
+
+    def __call__(self, op: str, *args: Any, **kwargs: Any) -> Made:
+        """Append a call; its first output."""
+        self.calls.append(Call(op, args, kwargs))
+        return Made(len(self.calls) - 1)
+
+    def gives(self, index: int, made: Made, dims: tuple[int, ...] | None = None) -> Steps:
+        """``made`` is Paddle's output ``index``, as in :class:`Result`."""
+        self.results.append((made, Result(index, dims)))
+        return self
+
+
+def slots_of(call: Call | Steps) -> list[Slot]:
+    """Paddle's tensors in a call, in order; those of a composition once each."""
+    if isinstance(call, Call):
+        return list(slots_in([call.args, call.kwargs]))
+    found = slots_in([[c.args, c.kwargs] for c in call.calls])
+    return list(dict.fromkeys(t for t in found if isinstance(t, Slot)))
+
+
 class Question:
     """What a case asks: ``tensors`` (variadic slots as lists) and attributes."""
 
     def __init__(self, case: Case) -> None:
         self.attrs = case.attrs
+        self.backward = case.direction == "backward"
         self.slots: list[Any] = []
         at = 0
         for entry in case.inputs:

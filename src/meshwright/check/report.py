@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cases import DIRECTIONS, Given, Slots
-from .paddle import VERDICTS, Answer, Score
+from .paddle import REASONS, VERDICTS, Answer, Score
 
 SUPPORTED = [v for v in VERDICTS if v != "unsupported"]
 STYLES = {"agree": "green", "freer": "green", "stricter": "yellow", "error": "bold red", "unsupported": "dim"}
@@ -55,6 +55,7 @@ def summary(scores: Mapping[str, list[Score]], listed: str | None = None) -> dic
     made: dict[str, Any] = {
         "files": {name: _directions(found) for name, found in scores.items()},
         "all": _directions(everything),
+        "reasons": dict(Counter(s.reason for s in everything if s.reason)),
     }
     if listed is not None:
         made["cases"] = [_case(s) for s in everything if s.verdict == listed]
@@ -86,7 +87,13 @@ def _case(score: Score) -> dict[str, Any]:
         return {k: [repr(x) for x in v] for k, v in layouts.items()} | {"bytes": round(answer.bytes, 3)}
 
     case = score.case
-    return {"where": case.where, "op": case.op, "direction": case.direction, "verdict": score.verdict} | {
+    return {
+        "where": case.where,
+        "op": case.op,
+        "direction": case.direction,
+        "verdict": score.verdict,
+        "reason": score.reason,
+    } | {
         "note": score.note,
         "ours": told(score.ours),
         "theirs": told(score.theirs),
@@ -120,6 +127,20 @@ def _row(name: str, counts: Counter[str]) -> list[Text]:
         Text(str(counts[v]) if counts[v] else "·", style=STYLES.get(v, "") if counts[v] else "dim") for v in VERDICTS
     ]
     return [Text(name), Text(str(counts.total())), *cells]
+
+
+def reasons_table(scores: Sequence[Score]) -> Table:
+    """Why some are stricter, with the ops."""
+    title = Text("stricter, by reason", style="bold")
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1))
+    for name in ("reason", "cases"):
+        made.add_column(name, no_wrap=True, justify="left" if name == "reason" else "right")
+    made.add_column("why, and the ops")
+    for reason, why in REASONS.items():
+        ops = Counter(s.case.op for s in scores if s.reason == reason)
+        listed = ", ".join(f"{op} {n}" for op, n in ops.most_common())
+        made.add_row(Text(reason), Text(str(ops.total())), Text.assemble(why, "\n", (listed or "none", "dim")))
+    return made
 
 
 def unsupported_line(tally: Tally) -> Text:

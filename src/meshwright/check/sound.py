@@ -9,17 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..layout import Layout, Partial, Spec
-from .question import Call, Result, fill
+from .question import Call, Fresh, Made, Result, Steps, fill, slots_in, slots_of
 
 Tensor = torch.Tensor
 Coordinate = tuple[int, ...]
 
 # Ops whose arguments state global sizes and places: on a shard they are another call.
-_SIZED = frozenset({"reshape", "expand", "split", "chunk", "narrow", "full_like"})
+_SIZED = frozenset({"reshape", "expand", "split", "chunk", "narrow", "full_like", "unflatten"})
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda t: t.sum(0),
     "avg": lambda t: t.mean(0),
@@ -31,36 +32,60 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def is_false(call: Call, inputs: Sequence[Spec], outputs: Sequence[Spec], results: Sequence[Result]) -> bool:
-    """Whether the op, run on locals of ``inputs`` (in our dims), fails to give ``outputs`` (in Paddle's).
+def tried(call: Call | Steps, inputs: Sequence[Spec], outputs: Sequence[Spec], results: Sequence[Result]) -> str:
+    """What comes of the op, run on locals of ``inputs`` (in our dims), if it is to give ``outputs`` (in Paddle's).
 
-    False also where that cannot be tried: an op that is not one function of PyTorch's or is random, one whose arguments
-    state global sizes, or one that refuses its shards.
+    ``"true"``, ``"false"``, ``"refused"``: it runs on the whole and raises on the shards; ``"untried"``: the op is not
+    made of functions of PyTorch's, is random, or has arguments that state global sizes.
     """
-    fn = getattr(torch.ops.aten, call.op, None)
-    if fn is None or call.op in _SIZED or _is_random(fn):
-        return False
+    ops = [c.op for c in (call.calls if isinstance(call, Steps) else [call])]
+    if not all(op and op not in _SIZED and hasattr(torch.ops.aten, op) for op in ops):
+        return "untried"
     generator = torch.Generator().manual_seed(0)
     smallest = min((n for s in inputs for n in _local_sizes(s) if n > 1), default=1)
     whole = [_values(s, smallest, generator) for s in inputs]
+    if "log" in ops:
+        whole = [t.abs() if t.is_floating_point() else t for t in whole]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        given = iter(tensors)
-        made = fn(*fill(call.args, given), **fill(call.kwargs, given))
-        listed = list(made) if isinstance(made, (tuple, list)) else [made]
-        return [_shown(listed[i], r) for i, r in enumerate(results)]
+        return [_shown(t, r) for t, r in zip(_made(call, tensors, results), results, strict=True)]
 
     try:
         expected = run(whole)
         parts = [_parts(t, s, generator) for t, s in zip(whole, inputs, strict=True)]
+    except (RuntimeError, IndexError, ValueError):
+        return "untried"
+    try:
         made = {at: run([p(at) for p in parts]) for at in inputs[0].mesh.coordinates()}
     except (RuntimeError, IndexError, ValueError):
-        return False
+        return "refused"
+    if any(map(_is_random, ops)):
+        return "untried"
     claims = enumerate(zip(expected, outputs, strict=True))
-    return not all(_holds({at: m[k] for at, m in made.items()}, e, o) for k, (e, o) in claims)
+    holds = all(_holds({at: m[k] for at, m in made.items()}, e, o) for k, (e, o) in claims)
+    return "true" if holds else "false"
 
 
-def _is_random(fn: torch._ops.OpOverloadPacket) -> bool:
+def _made(call: Call | Steps, tensors: Sequence[Tensor], results: Sequence[Result]) -> list[Tensor]:
+    """Our outputs, from Paddle's tensors in the order of :func:`slots_of`."""
+    if isinstance(call, Call):
+        listed = _called(call, iter(tensors))
+        return [listed[i] for i in range(len(results))]
+    values: dict[Any, Tensor] = dict(zip(slots_of(call), tensors, strict=True))
+    for number, c in enumerate(call.calls):
+        operands = slots_in([c.args, c.kwargs])
+        given = iter([torch.ones(t.shape, dtype=t.dtype) if isinstance(t, Fresh) else values[t] for t in operands])
+        values |= {Made(number, i): t for i, t in enumerate(_called(c, given))}
+    return [values[m] for m, _ in call.results]
+
+
+def _called(call: Call, given: Iterator[Tensor]) -> list[Tensor]:
+    made = getattr(torch.ops.aten, call.op)(*fill(call.args, given), **fill(call.kwargs, given))
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def _is_random(op: str) -> bool:
+    fn = getattr(torch.ops.aten, op)
     return any(torch.Tag.nondeterministic_seeded in getattr(fn, name).tags for name in fn.overloads())
 
 

@@ -35,6 +35,7 @@ from .execution import (
 )
 from .inference import (
     Inference,
+    gathered,
     infer,
 )
 from .leaves import (
@@ -72,6 +73,7 @@ __all__ = [
     "execute_swift",
     "forget_ops",
     "function_named",
+    "gathered",
     "global_outputs",
     "infer",
     "key_part",

@@ -60,7 +60,7 @@ def infer(
         real = global_outputs(func, specs, made_args, made_kwargs) if func is not None else None
         rule = make_rule(op, specs, made_args, made_kwargs)
         if rule is None:
-            return _gathered(name, specs, real, outputs)
+            return gathered(name, specs, real, outputs)
         dtype = outputs[0].dtype if outputs else specs[0].dtype
         like: list[tuple[Any, torch.dtype]] = [(rule.out_shape(i), dtype) for i in range(len(rule.outputs))]
         if real is not None and len(real) == len(like):
@@ -98,13 +98,13 @@ def _check_wish(outputs: Sequence[Spec] | None, like: Sequence[tuple[Any, torch.
         raise RuleError(f"outputs= has shapes {[tuple(o.shape) for o in outputs]}, the op gives {shapes}")
 
 
-def _gathered(
+def gathered(
     name: str,
     specs: Sequence[Spec],
     real: Sequence[tuple[torch.Size, torch.dtype]] | None,
     outputs: Sequence[Spec] | None,
 ) -> Inference:
-    """Every input whole on every rank, and so the outputs."""
+    """An op without a rule: every input whole on every rank, and so the outputs."""
     whole = Layout(specs[0].mesh)
     if real is None and outputs is None and name not in COMPOSITES:
         raise RuleError("PyTorch cannot tell the shapes of its outputs for these arguments")

@@ -107,7 +107,10 @@ class Native:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A rule for one call: factors of each input and output, and how each factor behaves."""
+    """A rule for one call: factors of each input and output, and how each factor behaves.
+
+    Inputs in ``lends`` only lend their shape: they hint at splits and stay as they are, whatever a strategy says.
+    """
 
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
@@ -117,6 +120,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     moves: bool = False
     heavy: bool = False
+    lends: frozenset[int] = frozenset()
     local: Callable[[Local], LocalFn | None] | None = None
     decompose: Callable[..., Any] | None = None
     text: str = ""
@@ -132,7 +136,7 @@ class Rule:
     def axis_strategies(self, suggested: Sequence[Placement], outputs: Sequence[Placement] = ()) -> list[Strategy]:
         """Strategies for one axis that the inputs' (and, backward, the outputs') placements suggest.
 
-        The first one replicates everything.  Eager code never gets a sharding that no operand has.
+        The first one replicates everything.
         """
         found = [self._replicated()]
         for dims, p, i in self._occurrences(suggested, outputs):
@@ -146,6 +150,24 @@ class Rule:
             if strategy is not None and strategy not in found:
                 found.append(strategy)
         return found
+
+    def instead_of(self, i: int, p: Placement) -> Iterator[Strategy]:
+        """Where a split of input ``i`` can go that cannot stay: the other factors of its dims, the outermost first.
+
+        Only for what just moves elements: an op that computes along a dim wants it whole, and its layout as it was.
+        """
+        dims = self.inputs[i]
+        if not self.moves or not isinstance(p, Shard) or p.dim >= len(dims):
+            return
+        here = [f for f in dims[p.dim] if self.sizes[f] != 1][:1]
+        if here and self.shardable(here[0]) and self.by_factor(here[0]):
+            return
+        for dim in dims:
+            for f in dim[:1]:
+                if f not in here and self.shardable(f) and f not in self.reduced:
+                    strategy = self.by_factor(f)
+                    if strategy is not None:
+                        yield strategy
 
     def _occurrences(
         self, suggested: Sequence[Placement], outputs: Sequence[Placement]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from .core import Arg, Rule, composite, notation, rule
+from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .dims import args_in, bool_free, names
 
 # Elementwise ops whose ATen overloads do not say so: aliases, tests, factories by example, casts.
@@ -71,6 +72,26 @@ def frexp(x: Arg, **kwargs: Any) -> Rule | None:
 def unary_linear(x: Arg, **kwargs: Any) -> Rule | None:
     """Linear in the one tensor (zeros are a part of a sum whatever the rest is)."""
     return _together([x], [x])
+
+
+def _filled(op: Callable[..., Any]) -> Callable[..., Rule | None]:
+    """The tensor only lends its shape and its splits: what is pending there need not be reduced."""
+
+    def filled(x: Arg, *args: Any, **kwargs: Any) -> Rule | None:
+        def local(ctx: Local) -> LocalFn | None:
+            shape = ctx.out_shape()
+            if shape == ctx.in_shape():
+                return None
+            return lambda x, *args, **kwargs: op(x.new_empty(shape), *args, **kwargs)
+
+        made = _together([x])
+        return made and replace(made, lends=frozenset([x.index]), local=local)
+
+    return filled
+
+
+rule("full_like")(_filled(torch.full_like))
+rule("ones_like")(_filled(torch.ones_like))
 
 
 @rule(

@@ -175,10 +175,20 @@ def reshape_as(x: Any, other: Any) -> Any:
     return x.reshape(other.shape)
 
 
-@composite("expand_as")
-def expand_as(x: Any, other: Any) -> Any:
-    """The other tensor only lends its shape."""
-    return x.expand(other.shape)
+@rule("expand_as")
+def expand_as(x: Arg, other: Arg) -> Rule:
+    """The other tensor only lends its shape, and its splits where they fit."""
+    letters = ["1"] * (other.ndim - x.ndim) + x.letters
+    out = [f if f != "1" else made for f, made in zip(letters, names("n", other.shape), strict=True)]
+    text = f"{' '.join(x.letters)}, {' '.join(out)} -> {' '.join(out)}"
+    made = notation(
+        *(text, x, other),
+        sizes=sizes_of(out, other.shape),
+        linear=[[x]],
+        moves=True,
+        local=lambda ctx: Native(Tensor.expand, ctx.out_shape()),
+    )
+    return replace(made, lends=frozenset([other.index]))
 
 
 @rule("view_as_real")
