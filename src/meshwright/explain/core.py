@@ -10,7 +10,7 @@ from typing import Any
 
 from ..record import Record
 
-ROLES = ("forward", "backward", "optimizer")
+ROLES = ("forward", "recomputation", "backward", "optimizer")
 
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 _PLACED = re.compile(r"(\w+): (\w+)\(([^)]*)\)")
@@ -23,7 +23,7 @@ class Collective:
     Attributes:
         number: its place in the order in which they run.
         place: how many ops of the step start before it; of eager code as ``number``.
-        role: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        role: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer"``.
         kind: ``"all_reduce"``, ``"all_gather"``...; of eager code several, joined by ``" + "``.
         op, argument: the op that it serves and which of its tensors; or what is moved.
         parameter: name of the parameter that moves, or whose gradient does; ``""`` for none.  Names, where the

@@ -21,7 +21,12 @@ from ..program.trace import Value
 CATEGORIES = ("parameters", "states", "gradients", "activations", "temporaries", "inputs")
 
 _OF_INPUT = {"param": "parameters", "state": "states", "accumulator": "gradients"}
-_OF_ROLE = {"forward": "activations", "backward": "temporaries", "optimizer": "gradients"}  # scaled ones: clipping
+_OF_ROLE = {
+    "forward": "activations",
+    "recomputation": "activations",
+    "backward": "temporaries",
+    "optimizer": "gradients",
+}  # scaled ones: clipping
 _POINTS = 240
 
 
@@ -33,7 +38,8 @@ class Memory:
         peak: most bytes at one time.
         node, role, line: the op at which that is, its role and the user's line.
         at_peak: category to bytes at that time.  Categories: ``parameters``, optimizer ``states``, ``gradients``,
-            ``activations`` (made by the forward), ``temporaries`` (made by the backward, gradients of activations),
+            ``activations`` (made by the forward, or again for the backward),
+            ``temporaries`` (made by the backward, gradients of activations),
             ``inputs`` (batch, buffers, constants).
         highest: category to the most that it takes at any time.
         along: bytes per category, in this order, after each op (or the highest of several ops: at most 240 points).
@@ -123,7 +129,8 @@ def _summary(steps: list[tuple[fx.Node, tuple[int, ...]]]) -> Memory:
     bins = [steps[i : i + width] for i in range(0, len(steps), width)]
     starts: dict[str, int] = {}
     for i, (at, _) in enumerate(steps):
-        starts.setdefault(at.meta.get("role", ""), i)
+        role = at.meta.get("role", "")
+        starts.setdefault("backward" if role == "recomputation" else role, i)
     return Memory(
         sum(most), node.name, node.meta.get("role", ""), node.meta.get("line", ""), _named(most), _named(highest),
         tuple(max((held for _, held in part), key=sum) for part in bins), len(steps), starts,

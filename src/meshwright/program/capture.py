@@ -15,9 +15,9 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx.proxy import TracerBase
+from torch.fx.traceback import annotate, preserve_node_meta
 
 from ..dispatch import disabled
 from ..errors import CaptureError
@@ -34,6 +35,7 @@ from ..marks import gradients_marked
 from ..runtime import is_users
 from ..tensor import DistTensor
 from .memory import Strides, dense
+from .regions import Path, Regions
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -75,6 +77,7 @@ class Captured:
         out_tree: structure of what it returned; None if that was the loss alone.
         batch_tree: structure of a batch.
         tied: other name of a parameter or buffer to the first one.
+        regions: checkpointed calls, by the word for them that nodes have.
         mode: of the fake tensors.
     """
 
@@ -84,6 +87,7 @@ class Captured:
     out_tree: Any
     batch_tree: Any
     tied: dict[str, str] = field(default_factory=dict)
+    regions: dict[str, Path] = field(default_factory=dict)
     mode: FakeTensorMode = field(default_factory=FakeTensorMode, repr=False)
 
     @property
@@ -138,7 +142,11 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     fakes, tied = _fake_state(step, mode, device)
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     given = [_fake_of(t, mode, device) for t in leaves]
-    with _swapped(step, fakes), _naming_the_line(model), _quiet(), _noting_users_frames(), gradients_marked():
+    regions: dict[str, Path] = {}
+    with (
+        _swapped(step, fakes), _naming_the_line(model), _quiet(), _noting_users_frames(), gradients_marked(),
+        preserve_node_meta(), Regions(partial(_annotated, regions)).noted(),
+    ):  # fmt: skip
         exported = torch.export.export(step, tuple(given), strict=False)
     _check_shapes(model, exported.graph)
     for graph in [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]:
@@ -165,7 +173,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     returned = exported.call_spec.out_spec
     return Captured(
         exported.graph_module, tuple(sources), tuple(output.args[0]), None if returned.is_leaf() else returned,
-        step.tree, tied, mode,
+        step.tree, tied, regions, mode,
     )  # fmt: skip
 
 
@@ -298,6 +306,21 @@ def line_of(node: fx.Node) -> str:
         if is_users(match["file"]) or not found:
             found = f"{os.path.basename(match['file'])}:{match['line']}"
     return found
+
+
+_REGION = "meshwright_region"
+
+
+def _annotated(regions: dict[str, Path], path: Path) -> AbstractContextManager[Any]:
+    """Inside, nodes have a word for a path of checkpointed calls."""
+    word = "/".join(str(r.number) for r in path)
+    regions[word] = path
+    return annotate({_REGION: word})
+
+
+def region_of(node: fx.Node) -> str:
+    """The word for the checkpointed calls that a node is part of; empty if there are none."""
+    return str((node.meta.get("custom") or {}).get(_REGION, ""))
 
 
 @contextmanager

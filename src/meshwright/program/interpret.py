@@ -39,7 +39,8 @@ from ..dispatch import (
 from ..errors import CaptureError, MeshwrightError
 from ..layout import Spec
 from ..marks import CONSTRAIN, GRAD, read_wish
-from .capture import line_of
+from .capture import line_of, region_of
+from .regions import Path
 from .trace import Recorder
 
 Tensor = torch.Tensor
@@ -73,10 +74,11 @@ class Interpreter:
     Args:
         recorder: told which captured node is being run.
         wishes: node name to the placements that its value is to be brought to.
+        regions: of checkpointed calls, by the word for them that captured nodes have.
     """
 
-    def __init__(self, recorder: Recorder, wishes: dict[str, Any]) -> None:
-        self.recorder, self.wishes = recorder, wishes
+    def __init__(self, recorder: Recorder, wishes: dict[str, Any], regions: dict[str, Path]) -> None:
+        self.recorder, self.wishes, self.regions = recorder, wishes, regions
         self.mode = _Global(self)
 
     def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any], *, top: bool = True) -> Any:
@@ -94,8 +96,11 @@ class Interpreter:
                 return fx.map_arg(node.args[0], value)
             if node.op in ("placeholder", "get_attr"):
                 continue
+            regions = self.regions.get(region_of(node), ())
             if top:
-                self.recorder.begin(node.name, line_of(node))
+                self.recorder.begin(node.name, line_of(node), regions)
+            elif regions != self.recorder.regions:
+                self.recorder.begin(self.recorder.source, self.recorder.line, regions)
             args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
             try:
                 env[node] = self._node(node, args, kwargs)

@@ -38,6 +38,8 @@ from .memory import dense
 from .naming import join, mark
 from .optimizers import Given, as_one, check_unscaled, parts_of
 from .partition import as_rank
+from .recompute import recompute
+from .regions import Path, Regions
 from .trace import Recorder, is_mutating, remove_dead
 from .update import Update, emit_update, update_of
 
@@ -138,15 +140,25 @@ class _Watch(Recorder):
         self.engine = _called_by_autograd()
         if torch._C._current_autograd_node() is None:
             runtime.RT.line = None
-            self.begin("", runtime.user_line())
+            self.begin("", runtime.user_line(), self.regions)
             # Another forward may follow: the next micro-batch, the other network.
             tensors = pytree.tree_leaves((args, kwargs)) if self.then != "forward" and torch.is_grad_enabled() else ()
             again = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-            self.role = "forward" if again else self.then
+            self.role = "forward" if again or self.regions else self.then
         if func.namespace == "c10d":
             with self:
                 return self.calls(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextlib.contextmanager
+    def inside(self, path: Path) -> Iterator[None]:
+        """While a checkpointed function runs."""
+        outer = self.regions
+        self.begin("", "", path)
+        try:
+            yield
+        finally:
+            self.begin("", "", outer)
 
     def emit(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
         """As the base, with notes of what autograd made and of writes from the backward on."""
@@ -256,7 +268,8 @@ class _Recording:
             return made
 
         with contextlib.ExitStack() as stack:
-            for made in (mode, recorder, mock.patch.multiple(torch.autograd, backward=begins, grad=asks), _refused()):
+            patched = mock.patch.multiple(torch.autograd, backward=begins, grad=asks)
+            for made in (mode, recorder, patched, _refused(), Regions(recorder.inside).noted()):
                 stack.enter_context(made)
             for i, part in enumerate(parts_of(self.local.optimizer)):
                 stack.enter_context(mock.patch.object(part, "step", partial(self._step, i)))
@@ -339,6 +352,7 @@ class _Recording:
             for node in given:
                 node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, self._unknown(name)))
         functional(graph, self.recorder.by_hand)
+        recompute(graph, self.recorder.causes, self.local.mesh.device)
         remove_dead(graph)
         if self.asked:
             self._join(graph)

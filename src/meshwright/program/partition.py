@@ -27,6 +27,7 @@ from .core import Input, Origin, Output, Program, without_unserved
 from .inplace import storages
 from .interpret import Interpreter, spec_at, stamp
 from .memory import LAID, Strides, dense, is_dense, same
+from .recompute import recompute
 from .regather import regather
 from .scale import LossScale, Scaling
 from .trace import Recorder, remove_dead
@@ -94,6 +95,7 @@ def partition(
         for node in made.recorder.graph.nodes:
             if node.meta.get("gather") in laid.units:
                 node.meta["unit"] = laid.units[node.meta["gather"]]
+        recompute(made.recorder.graph, made.recorder.causes, mesh.device)
         if regather_stored:
             regather(made.recorder.graph, made.recorder.causes)
         return made.program("" if update is None or not train else update.text)
@@ -176,7 +178,7 @@ class _Partition:
 
     def forward(self) -> None:
         """Record the forward; outputs are the loss and what the loss function returned beside it."""
-        interpreter = Interpreter(self.recorder, dict(self.laid.wishes))
+        interpreter = Interpreter(self.recorder, dict(self.laid.wishes), self.captured.regions)
         made = interpreter.run(self.captured.module, self._read)
         for i, value in enumerate(made):
             if not isinstance(value, Tensor):

@@ -12,7 +12,10 @@ from dataclasses import replace
 import torch.fx as fx
 
 from ..record import Record
+from .recompute import RECOMPUTATION
 from .trace import VIEWS, Value
+
+_LATER = ("backward", RECOMPUTATION)
 
 
 def regather(graph: fx.Graph, causes: list[Record]) -> int:
@@ -40,7 +43,7 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
 
 def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes: list[Record]) -> int:
     whole = dict.fromkeys(_views(gathered))
-    readers = sorted({u for n in whole for u in n.users if u.meta.get("role") == "backward"}, key=order.__getitem__)
+    readers = sorted({u for n in whole for u in n.users if u.meta.get("role") in _LATER}, key=order.__getitem__)
     if not readers:
         return 0
     made: dict[fx.Node, fx.Node] = {}

@@ -22,6 +22,7 @@ from ..collective import COLLECTIVES
 from ..errors import CaptureError, ProgramError
 from ..record import Record
 from .memory import Strides, dense, row_major, unless_row_major
+from .regions import Path
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -70,6 +71,7 @@ class Recorder(TorchDispatchMode):
         role: of the nodes to come: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         line, source: the user's line and the captured node that the nodes to come serve (in the backward they follow
             from autograd).
+        regions: the checkpointed calls that the nodes to come are part of, or are the backward of.
         sync, gather: the parameter whose gradient the nodes to come synchronise, or that they gather, if they do.
     """
 
@@ -78,6 +80,7 @@ class Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.role, self.line, self.source = "forward", "", ""
         self.sync = self.gather = ""
+        self.regions: Path = ()
         self.constants: dict[str, Tensor] = {}
         self.causes: list[Record] = []
         self._cause_ids: dict[int, int] = {}
@@ -85,25 +88,25 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, tuple[Any, int]] = {}
         self._first: fx.Node | None = None
         self._starts: list[int] = []  # sequence numbers of autograd at which a captured node began
-        self._origins: list[tuple[str, str]] = []
+        self._origins: list[tuple[str, str, Path]] = []
 
     # -- what is being recorded -----------------------------------------------------------------------
 
-    def begin(self, source: str, line: str) -> None:
+    def begin(self, source: str, line: str, regions: Path = ()) -> None:
         """The nodes to come serve this captured node."""
-        self.source, self.line = source, line
+        self.source, self.line, self.regions = source, line, regions
         runtime.RT.line = line
         self._starts.append(torch._C._autograd._get_sequence_nr())
-        self._origins.append((source, line))
+        self._origins.append((source, line, regions))
 
-    def _origin(self) -> tuple[str, str]:
+    def _origin(self) -> tuple[str, str, Path]:
         if self.role != "backward":
-            return self.source, self.line
+            return self.source, self.line, self.regions
         node: Any = torch._C._current_autograd_node()
         if node is None:
-            return self.source, self.line
+            return self.source, self.line, self.regions
         at = bisect_right(self._starts, node._sequence_nr()) - 1
-        return self._origins[at] if at >= 0 else ("", "")
+        return self._origins[at] if at >= 0 else ("", "", ())
 
     # -- recording ------------------------------------------------------------------------------------
 
@@ -118,10 +121,10 @@ class Recorder(TorchDispatchMode):
             if func in _LIFTS:  # a constant of the code (torch.tensor(2.0)) is new in every step
                 func = aten.clone.default
         if isinstance(out, Tensor):
-            node = self._record(func, args, kwargs)
+            node = self._record(func, args, kwargs, out)
             self.bind(out, node)
         elif isinstance(out, (tuple, list)) and any(isinstance(o, Tensor) for o in out):
-            node = self._record(func, args, kwargs)
+            node = self._record(func, args, kwargs, out)
             node.meta.setdefault("value", tuple(self.value(o) if isinstance(o, Tensor) else None for o in out))
             for i, o in enumerate(out):
                 if isinstance(o, Tensor):
@@ -130,7 +133,7 @@ class Recorder(TorchDispatchMode):
             self._record(func, args, kwargs).meta["value"] = None
         return out
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any = None) -> fx.Node:
         made_args, made_kwargs = self._nodes(args), self._nodes(kwargs)
         key = None
         if func in VIEWS or func in COLLECTIVES:
@@ -139,6 +142,10 @@ class Recorder(TorchDispatchMode):
             if hit is not None:
                 return hit
         node = self.emit(func, made_args, made_kwargs)
+        if node.meta["role"] == "forward":
+            saved = tuple(r for r in node.meta.get("regions", ()) if r.saves(func, args, kwargs, out))
+            if saved:
+                node.meta["saved"] = saved
         if key is not None:
             self._seen[key] = node
         elif func._schema.is_mutable:
@@ -150,13 +157,15 @@ class Recorder(TorchDispatchMode):
     def emit(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
         """A node of the present role, line and cause; its value is to be set."""
         node = self.graph.create_node("call_function", target, args, kwargs or {})
-        source, line = self._origin()
+        source, line, regions = self._origin()
         cause = runtime.RT.cause
         node.meta.update(role=self.role, line=line, source=source)
         if self.sync:
             node.meta["sync"] = self.sync
         if self.gather:
             node.meta["gather"] = self.gather
+        elif regions:  # whether a gathered parameter is kept is said elsewhere
+            node.meta["regions"] = regions
         if cause is not None:
             node.meta["cause"] = self._cause(cause)
         return node

@@ -31,7 +31,7 @@ from .trace import Value, is_mutating, value_of
 if TYPE_CHECKING:
     from .core import Program
 
-ROLES = ("forward", "backward", "optimizer")
+ROLES = ("forward", "recomputation", "backward", "optimizer")
 KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator", "scale")
 # Who may write to an input of which kind.
 _WRITERS = {

@@ -14,12 +14,12 @@ Tensor = torch.Tensor
 LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 
 
-def operator(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+def operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> Any:
     """An operator of torch's own kind, without a gradient: a captured program holds one node of it.
 
     For kernels that work block by block, which would be many nodes.
     """
-    name = LIBRARY.define(schema)
+    name = LIBRARY.define(schema, tags=tags)
     LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshwright::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.meshwright, name)

@@ -1,0 +1,257 @@
+"""Run checkpointed regions again for the backward, instead of keeping in between what they computed.
+
+Where the backward of a region begins, its nodes are repeated from the region's inputs, as far as the backward needs
+what they give.  What cannot be had again is kept: what a policy saves, what was computed from memory that has been
+written to since.  Random numbers are kept where they are few (the seed of a dropout), else drawn again from the state
+in which the generator was.  Writes to memory from outside (running statistics) happen once.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..collective import COLLECTIVES
+from ..record import Record
+from ..rules.parts import operator as operator_of
+from .inplace import storages, written
+from .trace import VIEWS, Value, is_mutating
+from .trace import draws as random
+
+aten = torch.ops.aten
+
+RECOMPUTATION = "recomputation"  # the role of what runs again
+# Training, they write to their arguments 3 and 4, running statistics, without saying so.
+_STATISTICS = {
+    aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default,
+    aten.batch_norm_gather_stats.default, aten.batch_norm_gather_stats_with_counts.default,
+}  # fmt: skip
+
+_STATE = torch.default_generator.get_state().numel()
+_SEEDED = torch.Tag.nondeterministic_seeded  # they keep their place among what draws
+GET_STATE = operator_of(
+    "random_state() -> Tensor", torch.get_rng_state, lambda: torch.empty(_STATE, dtype=torch.uint8), _SEEDED
+)
+SET_STATE = operator_of(
+    "set_random_state(Tensor state) -> ()", torch.random.set_rng_state, lambda state: None, _SEEDED
+)  # fmt: skip
+
+
+def recompute(graph: fx.Graph, causes: list[Record], device: str) -> int:
+    """Let the backward of each region begin with a repetition of it; how many nodes run again.
+
+    Args:
+        device: what the nodes run on; on others than the CPU no random numbers are drawn again.
+    """
+    depth = max((len(n.meta.get("regions", ())) for n in graph.nodes), default=0)
+    for d in range(depth):  # what an inner region needs is there once the outer one runs again
+        _Depth(graph, causes, d).run(device == "cpu")
+    if depth:
+        _sweep(graph)
+    again = 0
+    for node in graph.nodes:
+        again += node.meta.get("role") == RECOMPUTATION
+        for note in ("regions", "saved"):
+            node.meta.pop(note, None)
+    return again
+
+
+class _Depth:
+    """The regions of one depth of nesting."""
+
+    def __init__(self, graph: fx.Graph, causes: list[Record], depth: int) -> None:
+        self.graph, self.causes = graph, causes
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.born: dict[int, fx.Node] = {}  # storage to the first node that has it
+        self.writes: dict[int, list[int]] = defaultdict(list)  # and to the places at which it is written
+        self.members: dict[Any, dict[fx.Node, None]] = defaultdict(dict)  # region to what its forward made
+        self.readers: dict[Any, list[fx.Node]] = defaultdict(list)  # and to its backward
+        home: dict[fx.Node, Any] = {}
+        for node, i in self.order.items():
+            for s in storages(node):
+                self.born.setdefault(s, node)
+            for s in written(node):
+                self.writes[s].append(i)
+            regions = node.meta.get("regions", ())
+            region = regions[depth] if len(regions) > depth else None
+            backward = node.meta.get("role") == "backward"
+            if backward and _looks(node) and node.args[0] in home:
+                region = home[node.args[0]]  # the backward's view of what the region made
+            elif backward:
+                self.readers[region].append(node)
+                continue
+            if region is not None:
+                self.members[region][node] = None
+                home[node] = region
+        self.next = 1 + max(self.born, default=0)
+
+    def run(self, draw: bool) -> None:
+        """Repeat every region that has a backward.
+
+        Args:
+            draw: draw random numbers again, if there are many.
+        """
+        for region, members in self.members.items():
+            readers = self.readers.get(region)
+            if not readers:
+                continue
+            at, drawn = self.order[readers[0]], _drawn(members)
+            many = draw and sum(map(_bytes, drawn)) > _STATE
+            kept = self._kept(region, members, at, draws=many)
+            if many and not kept.isdisjoint(drawn):
+                many, kept = False, self._kept(region, members, at)
+            again = self._needed(members, kept, readers, drawn if many else [])
+            self._repeat(again, readers, drawn if many else [])
+
+    def _kept(self, region: Any, members: dict[fx.Node, None], at: int, draws: bool = False) -> set[fx.Node]:
+        """What is not computed again at a place.
+
+        Args:
+            draws: random numbers are.
+        """
+        fresh = {s for n in members for s in storages(n) if self.born[s] in members}
+        held, kept = set[int](), set[fx.Node]()
+        more = True
+        while more:
+            more = False
+            for node in members:
+                own = {*storages(node), *written(node)}
+                if node in kept or not (
+                    (random(node) and not draws) or region in node.meta.get("saved", ()) or not written(node) <= fresh
+                    or not own.isdisjoint(held) or self._changed(node, fresh - held, at)
+                ):  # fmt: skip
+                    continue
+                kept.add(node)
+                held |= own & fresh
+                more = True
+        return kept
+
+    def _changed(self, node: fx.Node, again: set[int], at: int) -> bool:
+        """Whether memory that a node read, and that nobody makes again, is written to before a place."""
+        for s in {s for n in node.all_input_nodes for s in storages(n)} - again:
+            places = self.writes.get(s, ())
+            i = bisect_right(places, self.order[node])
+            if i < len(places) and places[i] < at:
+                return True
+        return False
+
+    def _needed(
+        self, members: dict[fx.Node, None], kept: set[fx.Node], readers: list[fx.Node], drawn: list[fx.Node]
+    ) -> list[fx.Node]:
+        """What must run again for the readers, writes and what else draws included, in order."""
+        wanted = {n for r in readers for n in r.all_input_nodes if n in members and n not in kept}.union(drawn)
+        read = {s for n in wanted for s in storages(n)}
+        found = []
+        for node in reversed(members):
+            if node in kept or not (node in wanted or (is_mutating(node) and not read.isdisjoint(written(node)))):
+                continue
+            found.append(node)
+            for used in node.all_input_nodes:
+                if used in members and used not in kept:
+                    wanted.add(used)
+                    read.update(storages(used))
+        return found[::-1]
+
+    def _repeat(self, again: list[fx.Node], readers: list[fx.Node], drawn: list[fx.Node]) -> None:
+        made: dict[fx.Node, fx.Node] = {}
+        renumbered, repeated = dict[int, int](), set(again)
+        for s in dict.fromkeys(s for n in again for s in storages(n)):
+            if self.born[s] in repeated:
+                renumbered[s], self.next = self.next, self.next + 1
+        served: dict[int, list[fx.Node]] = defaultdict(list)
+        with self.graph.inserting_before(readers[0]), self._drawing_again(readers[0], drawn):
+            for node in again:
+                made[node] = self.graph.node_copy(node, lambda n: made.get(n, n))
+                if node.target in _STATISTICS and node.args[5]:
+                    made[node].args = (*made[node].args[:3], None, None, *made[node].args[5:])
+                made[node].meta.update(role=RECOMPUTATION, value=_moved(node.meta.get("value"), renumbered))
+                if "cause" in node.meta:
+                    served[node.meta["cause"]].append(made[node])
+        for reader in readers:
+            reader.args = fx.map_arg(reader.args, lambda n: made.get(n, n))
+            reader.kwargs = fx.map_arg(reader.kwargs, lambda n: made.get(n, n))
+        for cause, nodes in served.items():
+            self.causes.append(_again(self.causes[cause], nodes))
+            for node in nodes:
+                node.meta["cause"] = len(self.causes) - 1
+
+    @contextmanager
+    def _drawing_again(self, at: fx.Node, drawn: list[fx.Node]) -> Iterator[None]:
+        """Around nodes ahead of ``at``: they draw the numbers that these drew."""
+        if not drawn:
+            yield
+            return
+        with self.graph.inserting_before(drawn[0]):
+            before = self._state(drawn[0].meta["role"])
+        now = self._state(RECOMPUTATION)
+        self._set(before)
+        yield
+        self._set(now)
+
+    def _state(self, role: str) -> fx.Node:
+        """The generator's state at this place."""
+        made = self.graph.call_function(GET_STATE.default)
+        value = Value((_STATE,), torch.uint8, self.next, _STATE)
+        made.meta, self.next = {"role": role, "line": "", "source": "", "value": value}, self.next + 1
+        return made
+
+    def _set(self, state: fx.Node) -> None:
+        made = self.graph.call_function(SET_STATE.default, (state,))
+        made.meta = {"role": RECOMPUTATION, "line": "", "source": "", "value": None}
+
+
+def _drawn(members: Iterable[fx.Node]) -> list[fx.Node]:
+    """What draws random numbers, in the last run of a region that there is: an outer one may run again already."""
+    found = [n for n in members if random(n)]
+    return [n for n in found if n.meta["role"] == found[-1].meta["role"]]
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("value")
+    return sum(v.nbytes for v in (value if isinstance(value, tuple) else (value,)) if v is not None)
+
+
+def _looks(node: fx.Node) -> bool:
+    """Whether a node gives a part or a view of its first input."""
+    return node.target in VIEWS or node.target is operator.getitem
+
+
+def _moved(value: Any, renumbered: dict[int, int]) -> Any:
+    """What a node gives, in the memory of its repetition."""
+    if isinstance(value, tuple):
+        return tuple(_moved(v, renumbered) for v in value)
+    return replace(value, storage=renumbered.get(value.storage, value.storage)) if isinstance(value, Value) else value
+
+
+def _again(cause: Record, nodes: list[fx.Node]) -> Record:
+    """The record of a conversion that runs again, as far as it does."""
+    kinds = {COLLECTIVES[n.target] for n in nodes if n.target in COLLECTIVES}
+    made = replace(cause, reason="run again for the backward: " + cause.reason, phase=RECOMPUTATION)
+    if kinds.issuperset(cause.kinds):
+        return made
+    return replace(made, kinds=tuple(k for k in cause.kinds if k in kinds), src="", dst="")
+
+
+def _sweep(graph: fx.Graph) -> None:
+    """Remove repetitions that only others had needed which are gone: of regions inside of regions."""
+    read = set[int]()
+    for node in reversed(list(graph.nodes)):
+        if (
+            node.meta.get("role") == RECOMPUTATION
+            and not (node.users or random(node))
+            and read.isdisjoint(written(node))
+        ):
+            graph.erase_node(node)
+        else:
+            read.update(s for n in node.all_input_nodes for s in storages(n))
+
+
+__all__ = ["RECOMPUTATION", "recompute"]
