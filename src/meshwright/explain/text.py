@@ -18,7 +18,7 @@ from .memory import CATEGORIES, Memory
 if TYPE_CHECKING:
     from .explanation import Explanation
 
-COLORS = {"forward": "cyan", "recomputation": "blue", "backward": "magenta", "optimizer": "yellow"}
+COLORS = {"forward": "cyan", "recomputation": "green", "backward": "magenta", "optimizer": "yellow"}
 
 _MOST_RANKS = 64  # a larger mesh is not drawn
 _BAR = 28

@@ -91,12 +91,12 @@ class Merged:
 class Program:
     """One rank's step: local ops and collectives, forward, backward and update, in one flat graph.
 
-    Each node's ``meta`` has ``role`` (``input``, ``forward``, ``backward``, ``optimizer``), ``line`` (the user's),
-    ``source`` (the captured node that it serves), ``value`` (shape, dtype and storage of what it gives), ``cause`` (the
-    number of the record of the conversion that it belongs to, if it does) and, where a value of the user's program
-    ends, ``spec``.  A gradient as autograd gave it has ``grad_of``: pairs of a parameter's name and the spec of the
-    gradient, Partial on the axes over which it is still to be summed; what then synchronises it has ``sync``, that
-    name.
+    Each node's ``meta`` has ``role`` (``input``, ``forward``, ``recomputation``, ``backward``, ``optimizer``), ``line``
+    (the user's), ``source`` (the captured node that it serves), ``value`` (shape, dtype and storage of what it gives),
+    ``cause`` (the number of the record of the conversion that it belongs to, if it does) and, where a value of the
+    user's program ends, ``spec``.  A gradient as autograd gave it has ``grad_of``: pairs of a parameter's name and the
+    spec of the gradient, Partial on the axes over which it is still to be summed; what then synchronises it has
+    ``sync``, that name.
 
     Attributes:
         mesh, rank: whose program it is.

@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from .core import Program
+from .recompute import RECOMPUTATION
 from .trace import draws
 
 Tensor = torch.Tensor
@@ -53,7 +54,11 @@ def with_inductor(program: Program) -> Program:
         count += _place(graph, stretch, placed, f"segment_{count}")
         stretch.clear()
 
+    role = ""
     for node in program.graph.nodes:
+        before, role = role, node.meta.get("role", "")
+        if role == RECOMPUTATION != before:
+            flush()  # a compiler that saw what runs again beside the first run would let it run once
         if node.op == "call_function" and _compilable(node):
             stretch.append(node)
             continue

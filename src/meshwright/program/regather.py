@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch.fx as fx
 
 from ..record import Record
+from .inplace import storages
 from .recompute import RECOMPUTATION
 from .trace import VIEWS, Value
 
@@ -21,10 +22,11 @@ _LATER = ("backward", RECOMPUTATION)
 def regather(graph: fx.Graph, causes: list[Record]) -> int:
     """Give the backward gathers of its own; how many were added."""
     order = {n: i for i, n in enumerate(graph.nodes)}
+    above = 1 + max((s for n in graph.nodes for s in storages(n)), default=0)
     added = 0
     for node in list(graph.nodes):
         if "gather" in node.meta and node.meta["role"] == "forward" and _ends(node):
-            added += _again(graph, node, order, causes)
+            added += _again(graph, node, order, causes, above)
     return added
 
 
@@ -41,7 +43,7 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
             yield from _views(user)
 
 
-def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes: list[Record]) -> int:
+def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes: list[Record], above: int) -> int:
     whole = dict.fromkeys(_views(gathered))
     readers = sorted({u for n in whole for u in n.users if u.meta.get("role") in _LATER}, key=order.__getitem__)
     if not readers:
@@ -69,7 +71,7 @@ def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes
     for node in made:
         value = node.meta.get("value")
         if value is not None and not isinstance(value, tuple):
-            _move(made[node], -1 - value.storage)
+            _move(made[node], above + value.storage)
     return 1
 
 
