@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from processes import run_processes
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -126,6 +127,9 @@ def test_what_is_said_of_each() -> None:
     assert (made.src, made.dst) == ("<dp: Shard(0), tp: Partial()>", "<dp: Shard(0), tp: Replicate()>")
     assert made.line.startswith("model.py:")
     assert "a Partial value is reduced before layer_norm" in made.reason
+    assert "; it is Partial since embedding at model.py:" in made.reason
+    assert "linear at model.py:" in made.reason
+    assert made.reason.endswith(", where k of ... k, n k, n -> ... n is split")
 
     back = found["gradient of linear argument 0"]
     assert (back.role, back.axes) == ("backward", ("tp",))
@@ -135,6 +139,29 @@ def test_what_is_said_of_each() -> None:
     assert (weight.parameter, weight.role) == ("blocks.0.attention.qkv.weight", "backward")
     assert (weight.axes, weight.ranks, weight.shape, weight.local) == (("dp",), (1, 3), (144, 48), (72, 48))
     assert "used blocks.0.attention.qkv.weight for its own part: their gradients are summed" in weight.reason
+    assert "; it is Partial since linear at model.py:" in weight.reason
+    assert weight.reason.endswith(", where ...[0] of ... k, n k, n -> ... n is split")
+
+
+TP = mw.Mesh({"tp": 2})
+
+
+def test_a_gradient_says_what_made_it_partial() -> None:
+    """Of a value that was Partial itself, the gradient's sum is for another reason: what uses it afterwards."""
+
+    def run() -> Any:
+        model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+        step = mw.compile_step(
+            model, lambda m, x: m(x).square().mean(), None, torch.zeros(4, 3, dtype=torch.long),
+            mesh=TP, layouts={"*.weight": {"tp": mw.Shard(0)}},
+        )  # fmt: skip
+        return step.explain()
+
+    forward, back = mw.simulate(run, TP)[0].collectives[:2]
+    assert (forward.role, back.role) == ("forward", "backward")
+    assert "it is Partial since embedding at " in forward.reason
+    assert "embedding" not in back.reason
+    assert back.reason == "its gradient: each rank uses the value for its own part of linear (... k, n k -> ... n)"
 
 
 def test_stored_parameters_are_named() -> None:

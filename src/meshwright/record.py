@@ -16,10 +16,16 @@ from .cost import step_bytes
 from .errors import ExplicitError
 from .runtime import user_line
 
+_SUMMED = ("all_reduce", "reduce_scatter")
+_USED = "each rank uses the value for its own part of "
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One implied conversion: which op asked, what it did, what it cost, where in the user's code, and why."""
+    """One implied conversion: which op asked, what it did, what it cost, where in the user's code, and why.
+
+    ``use``: the op that asked with its rule; ranks that use one value in it for their parts make its gradient Partial.
+    """
 
     op: str
     argument: int
@@ -34,12 +40,14 @@ class Record:
     reason: str
     phase: str = "forward"
     asked: bool = False
+    use: str = ""
 
     def transposed(self, steps: tuple[Step, ...]) -> Record:
         """Record of the backward of the same conversion, which runs ``steps``; listed where they move data."""
         moving = [s for s in steps if s.moves]
         axes = dict.fromkeys(s.src.mesh.axes[a] for s in moving for a in s.axes)
         nbytes = sum(step_bytes(s) for s in moving)
+        summed = self.use and any(s.kind in _SUMMED for s in moving)
         made = replace(
             self,
             kinds=tuple(s.kind for s in moving),
@@ -48,7 +56,7 @@ class Record:
             dst=repr(steps[-1].dst.layout),
             bytes=nbytes,
             backward_bytes=0.0,
-            reason="its gradient: " + self.reason,
+            reason="its gradient: " + (_USED + self.use if summed else self.reason),
             phase="backward",
         )
         if moving and runtime.RT.records is not None:
@@ -72,12 +80,17 @@ def make(op: str, argument: int, plan: reshard.Plan, reason: str) -> Record:
     )  # fmt: skip
 
 
-def produced(t: torch.Tensor, op: str, factors: str, inputs: Sequence[torch.Tensor]) -> None:
+def produced(t: torch.Tensor, since: str, inputs: Sequence[torch.Tensor]) -> None:
     """Note on a Partial value which op made it so, where and why: this one, or what made an input of it Partial."""
-    own = [f"{op} at {user_line()}, where {factors} is split"] if factors else []
+    own = [since] if since else []
     before = [p for x in inputs for p in getattr(x, "__dict__", {}).get("_producers", ())]
     if own or before:  # each once: a sum over repeated layers says what it is in as many words as one of few layers
         t.__dict__["_producers"] = tuple(dict.fromkeys([*own, *before]))
+
+
+def since(op: str, factors: str) -> str:
+    """Which op makes a value Partial, or the gradient of a leaf that it is the first to use, and where."""
+    return f"{op} at {user_line()}, where {factors} is split"
 
 
 def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool, producer: str = "") -> None:
@@ -89,15 +102,16 @@ def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool, 
     """
     if not moves and runtime.RT.records is None:
         return
-    partial = any(s.kind in ("all_reduce", "reduce_scatter") for s in plan.steps)
+    partial = any(s.kind in _SUMMED for s in plan.steps)
+    use = op + (f" ({why})" if why else " (no rule: gathered)")
     if moves:
         reason = "a Partial value is reduced before " if partial else "operands are brought to one layout for "
     else:
-        reason = "each rank uses the value for its own part of "
-    reason += op + (f" ({why})" if why else " (no rule: gathered)")
+        reason = _USED
+    reason += use
     if moves and partial and producer:
         reason += f"; it is Partial since {producer}"
-    made = make(op, argument, plan, reason)
+    made = replace(make(op, argument, plan, reason), use=use)
     if runtime.RT.records is not None:
         runtime.RT.cause = made
         if moves:

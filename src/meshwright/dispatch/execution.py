@@ -147,7 +147,7 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             if t.requires_grad and "_spec" in t.__dict__:
                 if _leans_invariant(t, spec):
                     spec, replan = t.__dict__["_spec"].with_(undecided=0), True
-                settle(t, spec)
+                settle(t, spec, _use(plan, spec.reduced) if runtime.RT.records is not None else "")
         if replan:
             return execute(plan_call(func, args, kwargs), func, args, kwargs, stamp)
     locals_ = list(tensors)
@@ -278,12 +278,19 @@ def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, gr
     for t, spec in zip(made, plan.outputs, strict=True):
         stamp(t, spec)
         if runtime.RT.records is not None and spec.layout.partial:
-            chosen = plan.choice.strategies if plan.choice is not None else ()
-            split = [c.factor for a, c in enumerate(chosen) if c.factor and a in spec.layout.partial]
-            record.produced(t, plan.op.name, f"{', '.join(split)} of {plan.why}" if split else "", tensors)
+            bits = sum(1 << a for a in spec.layout.partial)
+            record.produced(t, _use(plan, bits), tensors)
         if plan.open and grad_on and t.requires_grad and spec.undecided:
             tie([*tensors, t])
     return result
+
+
+def _use(plan: Plan, axes: int) -> str:
+    """Which factors of a plan are split over some axes (bits), and where, in words; empty for none."""
+    chosen = plan.choice.strategies if plan.choice is not None else ()
+    named = [c.factor for a, c in enumerate(chosen) if c.factor and axes >> a & 1]
+    split = [f"...[{f[1:]}]" if f[0] == "~" else f for f in dict.fromkeys(named)]
+    return record.since(plan.op.name, f"{', '.join(split)} of {plan.why}") if split else ""
 
 
 def settle_after(plan: Plan, func: Any, args: Any, kwargs: Any, result: Any, stamp: Stamp) -> Any:

@@ -60,8 +60,11 @@ def _leans_invariant(t: Tensor, spec: Spec) -> bool:
     return leaves > spec.shape.numel()
 
 
-def settle(t: Tensor, spec: Spec) -> None:
-    """Give an undecided tensor its types, and the same ones to the tensors tied to it."""
+def settle(t: Tensor, spec: Spec, by: str = "") -> None:
+    """Give an undecided tensor its types, and the same ones to the tensors tied to it.
+
+    ``by``: the use that makes their gradients Partial, in words.
+    """
     space = getattr(t, "__dict__", {})
     old = space.get("_spec")
     if old is None or old is spec:
@@ -73,6 +76,8 @@ def settle(t: Tensor, spec: Spec) -> None:
         mine = decided & now.undecided
         now = now.with_(reduced=now.reduced | (spec.reduced & mine), undecided=now.undecided & ~mine)
         m.__dict__["_spec"] = now
+        if by and spec.reduced & mine:
+            m.__dict__.setdefault("_since", by)
         if not now.undecided:
             m.__dict__.pop("_tied", None)
 

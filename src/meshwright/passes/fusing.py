@@ -254,10 +254,12 @@ class Fusing:
         *_, axes, _ = started.args
         names = [r.name for r in members]
         moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])
+        first = f"; of the first: {known[0].reason}" if known and known[0].reason else ""
         made = Record(
             f"gradients of {names[0]} ... {names[-1]}", 0, (COLLECTIVES[started.target],), tuple(str(axes).split(",")),
             value.shape, "Partial", "summed", moved, 0.0, known[0].line if known else "",
-            f"{len(names)} gradients are summed over {axes} together", "backward", True,
+            f"{len(names)} gradients are summed over {axes} together{first}",
+            "backward", True,
         )  # fmt: skip
         self.causes.append(made)
         return len(self.causes) - 1

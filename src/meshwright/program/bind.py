@@ -129,8 +129,9 @@ class Bound:
             with torch.no_grad(), disabled():  # a buffer that was laid on the mesh otherwise than it was
                 table[key].data = laid(found, value.strides)
             found = local(table[key])
-        held = isinstance(table[key], DistTensor)
-        self.owned.append(_Owned(len(self.inputs), given, value, table, key, held, table[key], _memory(found)))
+        with disabled():  # as follow() asks, which compares
+            held, memory = isinstance(table[key], DistTensor), _memory(table[key])
+        self.owned.append(_Owned(len(self.inputs), given, value, table, key, held, table[key], memory))
         return found
 
     def follow(self) -> bool:
@@ -227,10 +228,9 @@ def _replaced(o: _Owned, t: Any) -> Tensor:
     """The local part of what took the place of a parameter or buffer, or of its memory."""
     given, value, spec = o.given, o.value, o.given.spec if o.distributed else None
     wanted = (value.dtype, tuple(spec.shape if spec else value.shape), spec and spec.layout)
-    now: Any = repr(t)
-    if isinstance(t, Tensor):
-        on = t._spec if isinstance(t, DistTensor) else None
-        now = (t.dtype, tuple(on.shape if on else t.shape), on and on.layout)
+    on = t._spec if isinstance(t, DistTensor) else None
+    # Never its values: they would be waited for.
+    now: Any = (t.dtype, tuple(on.shape if on else t.shape), on and on.layout) if isinstance(t, Tensor) else repr(t)
     if now != wanted:
         kind = "parameter" if given.kind == "param" else given.kind
         raise ProgramError(

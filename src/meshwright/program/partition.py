@@ -257,9 +257,11 @@ class _Partition:
         steps = plan_conversion(have, want)
         if steps.moves:
             axes = [a for a, p in zip(self.mesh.axes, have.layout.placements, strict=True) if isinstance(p, Partial)]
+            since = p.__dict__.get("_since")
             record.asked(
                 f"gradient of {name}", steps,
-                f"each rank of {', '.join(axes)} used {name} for its own part: their gradients are summed",
+                f"each rank of {', '.join(axes)} used {name} for its own part: their gradients are summed"
+                + (f"; it is Partial since {since}" if since else ""),
             )  # fmt: skip
         node = self.recorder.node_of(grad)
         node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, have))
