@@ -17,6 +17,7 @@ from .errors import ExplicitError
 from .runtime import user_line
 
 _SUMMED = ("all_reduce", "reduce_scatter")
+SINCE = "; it is Partial since "
 _USED = "each rank uses the value for its own part of "
 
 
@@ -110,7 +111,7 @@ def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool, 
         reason = _USED
     reason += use
     if moves and partial and producer:
-        reason += f"; it is Partial since {producer}"
+        reason += SINCE + producer
     made = replace(make(op, argument, plan, reason), use=use)
     if runtime.RT.records is not None:
         runtime.RT.cause = made

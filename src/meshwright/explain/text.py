@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..mesh import Mesh
+from ..record import SINCE
 from .core import ROLES, Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
 from .memory import CATEGORIES, Memory
 
@@ -127,7 +128,7 @@ def _listed(why: Explanation) -> Iterator[RenderableType]:
         yield Text("none that an op implied", style="dim")
     groups: dict[tuple[str, ...], list[tuple[int, Collective]]] = {}
     for n, c in folded(why.collectives):
-        reason = c.reason.replace(c.parameter, "it") if c.parameter else c.reason
+        reason = c.reason.replace(c.parameter, "it").partition(SINCE)[0] if c.parameter else c.reason
         key = (c.role, c.kind.replace("_", "-"), ", ".join(c.axes), in_words(c.src), in_words(c.dst), reason)
         groups.setdefault(key, []).append((n, c))
     for (role, kind, axes, src, dst, reason), alike in sorted(groups.items(), key=lambda g: ROLES.index(g[0][0])):
@@ -145,6 +146,8 @@ def _moved(n: int, c: Collective) -> Text:
     made.append(f"{c.tensor} [{_by(c.shape)}] ")
     made.append(in_bytes(c.bytes) + (" each" if n > 1 else ""), style="green")
     made.append(f" at {c.line}" if c.line else "", style="dim")
+    since = c.reason.partition(SINCE)[2].partition(", where")[0] if c.parameter else ""
+    made.append(f" since {since}" if since else "", style="dim")
     return made
 
 

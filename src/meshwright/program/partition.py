@@ -261,7 +261,7 @@ class _Partition:
             record.asked(
                 f"gradient of {name}", steps,
                 f"each rank of {', '.join(axes)} used {name} for its own part: their gradients are summed"
-                + (f"; it is Partial since {since}" if since else ""),
+                + (record.SINCE + since if since else ""),
             )  # fmt: skip
         node = self.recorder.node_of(grad)
         node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, have))
