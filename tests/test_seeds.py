@@ -1,0 +1,23 @@
+"""The page about the reference documents: each row names a test that exists."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PAGE = (TESTS.parent / "docs" / "seeds.md").read_text()
+
+
+def test_each_point_has_a_test() -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line[:2] == "| "]
+    rows = [row for row in rows if row[0] != "asked"]
+    assert f"{len(rows)} points" in PAGE
+    known: dict[str, set[str]] = {}
+    for row in rows:
+        assert len(row) == 3 and all(row), row
+        file, _, name = row[2].strip("` ").partition("::")
+        if file not in known:
+            tree = ast.parse((TESTS / file).read_text())
+            known[file] = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        assert name in known[file], row
