@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from compare import S0, R, on_ranks, plain
 
 import meshwright as mw
+from meshwright.errors import DispatchError, LayoutError
 
 THREE = mw.Mesh({"x": 3})
 PARTS = {"sum": [1.0, 4.0, -2.0], "avg": [2.0, 4.0, 3.0], "max": [1.0, 3.0, 2.0], "product": [2.0, 0.5, 3.0]}
@@ -74,3 +75,25 @@ def test_memory_of_a_shard_is_not_taken_for_the_tensor(kind: Callable[[Any], Any
     want = plain(kind(X.float()))
     for got in on_ranks(lambda: plain(kind(mw.shard_tensor(X.float(), THREE, [S0]))), THREE):
         np.testing.assert_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.set_(),
+        lambda x: x.set_(torch.ones(2, 3)),
+        lambda x: x.set_(torch.ones(9).untyped_storage(), 0, (3, 3)),
+        lambda x: x.set_(source=torch.ones(5, 4)),
+    ],
+)
+def test_other_memory_is_refused(write: Callable[[Any], Any]) -> None:
+    """Without a DistTensor among its arguments set_ went past dispatch: the spec lay over other memory."""
+
+    def run() -> None:
+        with pytest.raises((DispatchError, LayoutError), match="mw.from_local"):
+            write(mw.shard_tensor(torch.zeros(5, 4), THREE, [S0]))
+        with pytest.raises(RuntimeError, match="derivative for set_ is not implemented"):
+            x = mw.shard_tensor(torch.zeros(5, 4).requires_grad_(), THREE, [S0]) * 2
+            x.set_(x * 3)
+
+    on_ranks(run, THREE)

@@ -23,7 +23,7 @@ from .plans import (
     plan_call,
     written_spec,
 )
-from .views import remember
+from .views import Source, cut_from, remember, remember_pieces, with_base
 
 Tensor = torch.Tensor
 
@@ -54,6 +54,8 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Note | None = None) -> 
         if hit is not None:
             return hit
     made = _already_there(t, steps, memo, note) if grad else None
+    if made is None and "_piece" in space:
+        made = _of_whole(t, steps, note, grad)
     if made is None:
         if note is not None:
             note(steps.moves)
@@ -65,6 +67,39 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Note | None = None) -> 
         if steps.moves and not _saving():
             _learn(t, steps, made)
     return made
+
+
+def _of_whole(t: Tensor, steps: reshard.Plan, note: Note | None, grad: bool) -> Tensor | None:
+    """A piece brought to ``steps.dst`` by bringing there what it was cut from; None where that does not pay."""
+    if any(s.kind not in ("all_reduce", "retype") or (grad and convert.weighted(s)) for s in steps.steps):
+        return None
+    if not steps.moves or _saving() or (found := cut_from(t)) is None:
+        return None
+    source, i = found
+    dst = steps.dst.layout.placements
+    axes = tuple(a for a, p in enumerate(steps.src.layout.placements) if p != dst[a])
+    if axes not in source.whole:
+        with torch.no_grad():
+            source.whole[axes] = _cut_whole(source, axes, note)
+    value = source.whole[axes][i]
+    return convert.apply_known(steps.steps, t, value) if grad else value
+
+
+def _cut_whole(source: Source, axes: Sequence[int], note: Note | None) -> list[Tensor]:
+    """All pieces of a source that is whole on these axes."""
+    spec: Spec = source.base.__dict__["_spec"].with_(undecided=0)
+    layout = spec.layout
+    for a in axes:
+        layout = layout.replace(a, REPLICATE)
+    whole = convert_tensor(source.base, reshard.plan(spec, spec.with_(layout=layout)), note)
+    whole.__dict__.setdefault("_spec", spec.with_(layout=layout))
+    args, kwargs = with_base(source.base, whole, source.args, source.kwargs)
+    return tensors_in(execute(plan_call(source.func, args, kwargs), source.func, args, kwargs, _named))
+
+
+def _named(t: Tensor, spec: Spec) -> Tensor:
+    t.__dict__["_spec"] = spec
+    return t
 
 
 def _learn(t: Tensor, steps: reshard.Plan, made: Tensor) -> None:
@@ -166,6 +201,8 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         result = _finish(plan, tensors, result, stamp, grad_on)
     if plan.copies:
         remember(func, args, kwargs, tensors[0], tensors_in(result))
+    if plan.cuts:
+        remember_pieces(func, args, kwargs, tensors[0], tensors_in(result))
     return result
 
 

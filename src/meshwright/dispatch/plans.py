@@ -42,7 +42,8 @@ class Plan:
     value is taken in its place.  ``alias``: a custom op, whose backward may look at the inputs that it saved: it gets
     plain aliases.  ``back``: a write that cannot be made in the layout of its target: it is made in a copy of another
     layout, which is then brought back and copied into the target.
-    ``copies``: it makes views that are copies on the mesh; ``watched``: arguments are such copies (see ``views``).
+    ``copies``: it makes views that are copies on the mesh; ``cuts``: pieces of one value, parts of sums (see
+    ``views``); ``watched``: arguments are such copies (see ``views``).
     ``graded``: it holds for arguments of these ``requires_grad`` only: another choice is cheaper for others.
     """
 
@@ -65,6 +66,7 @@ class Plan:
     redispatch: bool = False
     gathered: bool = False
     copies: bool = False
+    cuts: bool = False
     watched: bool = False
     graded: bool = False
     back: reshard.Plan | None = None
@@ -123,7 +125,7 @@ def plan_call(
         plan.native, plan.plain, plan.retypes, plan.swift = None, False, False, False
     plan.known = tuple(instead)
     plan.watched = watched
-    if instead or written or plan.watched or plan.copies:
+    if instead or written or plan.watched or plan.copies or plan.cuts:
         plan.plain = plan.retypes = plan.swift = False
     return plan
 
@@ -225,7 +227,15 @@ def _mark_copies(
         plan.outputs = tuple(s.with_(copied=True) for s in plan.outputs)
         plan.spec = plan.outputs[0] if plan.outputs else None
         plan.copies = True
+    if len(specs) == 1 and not plan.op.inplace and plan.choice is not None and _in_parts(plan.choice):
+        smaller = len(plan.outputs) > 1 or plan.outputs[0].shape.numel() < specs[0].shape.numel()
+        plan.cuts = smaller and _is_view(func, specs, args, kwargs)
     return plan
+
+
+def _in_parts(choice: Choice) -> bool:
+    """Whether outputs are Partial of an input that stays as it lies."""
+    return any(s.layout.partial for s in choice.outputs) and choice.inputs[0].layout == choice.sources[0].layout
 
 
 def _is_view(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ On one device a view shares the memory of its base.  Where making it needs commu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -59,6 +59,51 @@ def remember(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: Ten
             continue
         alias = view_of(base) is not None and t.untyped_storage()._cdata == base.untyped_storage()._cdata
         t.__dict__["_view"] = View(base, func, args, kwargs, i, _version(base), alias, torch.is_grad_enabled())
+
+
+@dataclass(slots=True)
+class Source:
+    """What pieces were cut from, by ``func(*args, **kwargs)``.
+
+    ``whole``: them all, cut from a base that is whole on these axes.  ``mark``: tells it from others, on the base.
+    """
+
+    base: Tensor
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    version: int
+    several: bool
+    whole: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
+    mark: object = field(default_factory=object)
+
+
+def remember_pieces(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, made: Sequence[Tensor]
+) -> None:
+    """Note what these pieces, which may be needed whole, were cut from.  Must run with dispatch disabled."""
+    version = _version(base)
+    if version is not None:
+        source = Source(base, func, args, kwargs, version, len(made) > 1)
+        for i, t in enumerate(made):
+            t.__dict__["_piece"] = (source, i, t._version)
+
+
+def cut_from(t: Tensor) -> tuple[Source, int] | None:
+    """The source of a piece that is needed whole, where it pays to make the source whole: once, for all its pieces.
+
+    It does for the pieces of one call, and from the second piece on.  Not for a parameter, of which a loop over its
+    rows may take few (and where nothing is kept for the next one).
+    """
+    source, i, version = t.__dict__["_piece"]
+    base = source.base
+    if source.version != _version(base) or version != t._version:
+        return None
+    split = not base.__dict__["_spec"].layout.partial
+    if split and ((base.is_leaf and base.requires_grad) or getattr(base, "_is_param", False)):
+        return None
+    first = base.__dict__.setdefault("_asked", source.mark)
+    return (source, i) if source.several or first is not source.mark else None
 
 
 def remember_detached(base: Tensor, made: Tensor) -> None:
@@ -150,14 +195,14 @@ def write_through(t: Tensor, call: Call) -> None:
             if index is not None:
                 call(Tensor.__setitem__, (view.base, index, t), {})
             else:
-                args, kwargs = _with_base(view.base, "base", view.args, view.kwargs)
+                args, kwargs = with_base(view.base, "base", view.args, view.kwargs)
                 call(_writer(op_name(view.func)), (view.base, t, view.func, args, kwargs, view.index), {})
         finally:
             view.writing = False
         view.version = _version(view.base)
 
 
-def _with_base(old: Any, new: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def with_base(old: Any, new: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Arguments of a view with its base replaced."""
     return tuple(new if a is old else a for a in args), {k: new if a is old else a for k, a in kwargs.items()}
 
@@ -167,7 +212,7 @@ def _writer(name: str) -> Internal:
     """An op in place that writes a value to a view of a whole tensor."""
 
     def write(base: Tensor, value: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i: int) -> Tensor:
-        args, kwargs = _with_base("base", base, args, kwargs)
+        args, kwargs = with_base("base", base, args, kwargs)
         tensors_in(func(*args, **kwargs))[i].copy_(value)
         return base
 
@@ -180,7 +225,7 @@ def _slices(view: View, t: Tensor) -> tuple[Any, ...] | None:
     base = view.base.__dict__["_spec"]
     meta = torch.empty(base.shape, device="meta")
     with disabled():
-        args, kwargs = _with_base(view.base, meta, view.args, view.kwargs)
+        args, kwargs = with_base(view.base, meta, view.args, view.kwargs)
         made = tensors_in(view.func(*args, **kwargs))[view.index]
     starts, left = [], made.storage_offset()
     for n, stride in zip(base.shape, meta.stride(), strict=True):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ class Index:
     letters: list[list[str]] = field(default_factory=list)  # of each index tensor
     looked: list[int] = field(default_factory=list)  # dims of x that index tensors look up
     positions: list[int] = field(default_factory=list)  # where in the result the looked up dims would stand
+    block: int = 0  # how many are looked up
+    picked: dict[int, int] = field(default_factory=dict)  # dims of x of which one index is taken
 
 
 def is_mask(a: Any) -> bool:
@@ -85,7 +88,9 @@ def read_index(x: Arg, index: Any) -> Index | None:
             _slice(made, a, d, n, f)
         else:
             made.whole.add(f)
-            if not isinstance(a, int):
+            if isinstance(a, int):
+                made.picked[d] = a % max(n, 1)
+            else:
                 made.looked.append(d)
                 made.positions.append(len(made.result))
                 if isinstance(a, Arg):
@@ -108,6 +113,8 @@ def _slice(made: Index, a: slice, d: int, n: int, f: str) -> None:
         return
     made.whole |= {f, f"s{d}"}
     made.sizes[f"s{d}"] = size
+    if size == 1:
+        made.picked[d] = a.indices(n)[0]
     made.result.append("1" if size == 1 else f"s{d}")
 
 
@@ -119,6 +126,7 @@ def _place(made: Index, shapes: list[tuple[int, ...]], constant: list[int]) -> N
     for i in constant:
         made.whole |= set(letters[i])  # a list in the call is the same on every rank
     adjacent = len(set(made.positions)) == 1 and made.looked == list(range(made.looked[0], made.looked[-1] + 1))
+    made.block = math.prod(shape)
     at = made.positions[0] if adjacent else 0
     made.result[at:at] = out
 
@@ -129,31 +137,30 @@ def text_of(*sides: Sequence[Sequence[str]]) -> str:
 
 @rule("getitem")
 def getitem(x: Arg, index: Any) -> Rule | None:
-    """Full slices keep their split; other dims are whole, or looked up where one tensor indexes one dim."""
+    """Full slices keep their split; of a dim that is looked up, or of which one index is taken, each rank brings what
+    it has; other dims are whole.
+    """
     made = read_index(x, index)
     if made is None:
         return None
-    whole, reduced, local = set(made.whole), {}, None
-    if len(made.looked) == 1 and len(made.tensors) == 1:
-        f = made.source[made.looked[0]]
-        if f != "1":
-            whole.discard(f)
-            reduced[f] = _sum_op(x)
-            local = lambda ctx: _lookup_getitem(ctx, f, made.looked[0], x.shape[made.looked[0]])  # noqa: E731
+    held = set(made.picked)  # dims of which a rank may have a part
+    if len(made.looked) == 1 and (made.tensors or 2 * made.block <= x.shape[made.looked[0]]):
+        held |= set(made.looked)  # a long list takes more bytes to add up than to gather from
+    factors = {d: made.source[d] for d in held if made.source[d] != "1"}
     return notation(
         text_of([made.source, *made.letters], [made.result]),
         x,
         *made.tensors,
-        whole=" ".join(whole),
+        whole=" ".join(made.whole - set(factors.values())),
         sizes=made.sizes,
-        reduced=reduced,
+        reduced=dict.fromkeys(factors.values(), sum_op(x)),
         linear=[[x]],
         moves=True,
-        local=local,
+        local=lambda ctx: _take_own(ctx, made, factors, x.shape),
     )
 
 
-def _sum_op(x: Arg) -> str:
+def sum_op(x: Arg) -> str:
     return "any" if x.dtype == torch.bool else "sum"
 
 
@@ -184,6 +191,12 @@ class Shelf:
         away = valid & ((index < self.start) | (index >= self.stop))
         return torch.where(valid, index - self.start, index).masked_fill(away, 0), away
 
+    def place(self, at: int) -> tuple[int, bool]:
+        """Local index of a row, and whether it is elsewhere; then it is that of any row."""
+        at = at + self.size if at < 0 else at
+        away = not self.start <= at < self.stop
+        return 0 if away else at - self.start, away
+
     def stocked(self, x: Tensor, dim: int) -> Tensor:
         """``x``, the own part, with a row of zeros where it has none: every rank looks up, and checks, alike."""
         if self.start != self.stop:
@@ -213,26 +226,40 @@ def widened(away: Tensor, after: int) -> Tensor:
     return away.reshape([*away.shape, *[1] * after])
 
 
-def _lookup_getitem(ctx: Local, factor: str, dim: int, size: int) -> LocalFn | None:
-    shelf = shelf_of(ctx, factor, size, wraps=True)
-    if shelf is None:
-        return None
+def _take_own(ctx: Local, made: Index, factors: Mapping[int, str], sizes: Sequence[int]) -> LocalFn | None:
+    """``x[index]`` with zeros for what other ranks have of the dims with these factors."""
+    shelves = {d: s for d, f in factors.items() if (s := shelf_of(ctx, f, sizes[d], wraps=True))}
+    looked = shelves.get(made.looked[0]) if len(made.looked) == 1 else None
 
     def local(x: Tensor, index: Any) -> Tensor:
-        items = list(index) if isinstance(index, tuple) else [index]
-        at = next(i for i, a in enumerate(items) if isinstance(a, Tensor))
-        inside, away = shelf.find(items[at])
-        out = shelf.stocked(x, dim)[(*items[:at], inside, *items[at + 1 :])]
-        # Dims that follow the looked up one in the result: those of x behind it, less ints, plus new ones.
-        left = _dims_after(items[at + 1 :], x.ndim - dim - 1)
-        return out.masked_fill(widened(away, left), 0)
+        items, d, after = items_of(x, index) or [], 0, 0
+        lost: bool | None = None
+        away = None
+        for i, a in enumerate(items):
+            shelf = None if a is None else shelves.get(d)
+            d += a is not None
+            after += not isinstance(a, int)
+            if shelf is None:
+                continue
+            x = shelf.stocked(x, d - 1)
+            if isinstance(a, (int, slice)):
+                at, gone = shelf.place(a if isinstance(a, int) else a.indices(shelf.size)[0])
+                items[i] = at if isinstance(a, int) else slice(at, at + 1)
+                lost = gone or bool(lost)
+            else:
+                items[i], away = shelf.find(a if isinstance(a, Tensor) else torch.tensor(a, device=x.device))
+                after = 0  # counts the dims of the result that follow
+        out = x[tuple(items)]
+        if away is not None:
+            out = out.masked_fill(widened(away, after), 0)
+        return out if lost is None else hidden(out, lost)
 
-    return shelf.checked(local)
+    return (looked.checked(local) if looked else local) if shelves else None
 
 
-def _dims_after(items: Sequence[Any], ndim: int) -> int:
-    given = [a for a in items if a is not ...]
-    return ndim - sum(isinstance(a, int) for a in given) + sum(a is None for a in given)
+def hidden(t: Tensor, lost: bool) -> Tensor:
+    """A copy of ``t``, or zeros in its place, by the same kernels."""
+    return t.masked_fill(t.new_full((), lost, dtype=torch.bool), 0)
 
 
 @rule("index_select")
@@ -249,7 +276,7 @@ def index_select(x: Arg, dim: int, index: Arg) -> Rule | None:
         return _lookup_select(shelf, d) if shelf else None
 
     text = text_of([letters, its], [[*letters[:d], *its, *letters[d + 1 :]]])
-    reduced = {} if f == "1" else {f: _sum_op(x)}
+    reduced = {} if f == "1" else {f: sum_op(x)}
     return notation(text, x, index, reduced=reduced, linear=[[x]], moves=True, local=local)
 
 
@@ -317,7 +344,7 @@ def gather(x: Arg, dim: int, index: Arg, **kwargs: Any) -> Rule | None:
         index,
         whole=" ".join(whole),
         sizes=sizes,
-        reduced={} if f == "1" else {f: _sum_op(x)},
+        reduced={} if f == "1" else {f: sum_op(x)},
         linear=[[x]],
         moves=True,
         local=local,

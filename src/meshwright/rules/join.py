@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Native, Rule, composite, notation, rule
+from .core import Arg, Local, LocalFn, Native, Rule, composite, notation, rule
 from .dims import meta_shapes, unless_empty
+from .index import hidden, shelf_of, sum_op
 from .view import at_least_1d, at_least_2d, at_least_3d, moved
+
+Tensor = torch.Tensor
 
 # ------------------------------------------------------------------------------------------------ pieces
 
@@ -75,18 +78,34 @@ def unbind(x: Arg, dim: int = 0) -> Rule | None:
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def _cut(x: Arg, dim: int, size: int | None) -> Rule:
-    """``dim`` cut to ``size``, or dropped with None."""
+def _cut(x: Arg, dim: int, size: int | None, start: int | None) -> Rule:
+    """``dim`` cut to ``size`` from ``start``, or dropped with None; one index of it is brought by who has it."""
     letters, d = x.letters, x.dim(dim)
     if size == x.shape[d]:
         return moved(x, letters, letters)
-    out = list(letters)
+    out, f = list(letters), letters[d]
     if size is None:
         del out[d]
     else:
         out[d] = "1" if size == 1 else "cut"
-    made = {"cut": size} if size is not None and size != 1 else {}
-    return moved(x, letters, out, whole=[letters[d], *made], sizes=made)
+    if start is None or size not in (None, 1) or f == "1":
+        made = {"cut": size} if size is not None and size != 1 else {}
+        return moved(x, letters, out, whole=[f, *made], sizes=made)
+
+    def local(ctx: Local) -> LocalFn | None:
+        shelf = shelf_of(ctx, f, x.shape[d])
+        if shelf is None:
+            return None
+        at, lost = shelf.place(start)
+
+        def own(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            x = shelf.stocked(x, d)
+            return hidden(x.select(d, at) if size is None else x.narrow(d, at, 1), lost)
+
+        return own
+
+    text = f"{' '.join(letters)} -> {' '.join(out)}"
+    return notation(text, x, reduced={f: sum_op(x)}, linear=[[x]], moves=True, local=local)
 
 
 @rule("narrow")
@@ -95,21 +114,21 @@ def narrow(x: Arg, dim: int, start: Any, length: int) -> Rule | None:
     d = x.dim(dim)
     if length == x.shape[d]:  # each shard whole
         return moved(x, x.letters, x.letters, local=lambda ctx: Native(torch.narrow, d, 0, ctx.out_shape()[d]))
-    return _cut(x, dim, length) if isinstance(start, int) else None
+    return _cut(x, dim, length, start) if isinstance(start, int) else None
 
 
 @rule("select")
 def select(x: Arg, dim: int, index: Any) -> Rule | None:
     """One index of a dim, which is dropped."""
-    return _cut(x, dim, None) if isinstance(index, int) else None
+    return _cut(x, dim, None, index) if isinstance(index, int) else None
 
 
 @rule("slice")
 def slice_(x: Arg, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Rule | None:
     """A range of a dim, with a step."""
     d = x.dim(dim)
-    size = len(range(*slice(start, end, step).indices(x.shape[d])))
-    return _cut(x, d, size)
+    taken = range(*slice(start, end, step).indices(x.shape[d]))
+    return _cut(x, d, len(taken), taken.start)
 
 
 @rule("slice_scatter")

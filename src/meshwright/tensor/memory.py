@@ -169,9 +169,10 @@ def _give_values(module: Any, name: str, first: int = 0) -> None:
 
     @functools.wraps(original)
     def reading(*args: Any, **kwargs: Any) -> Any:
-        if not _enabled() or not (any(map(_holds, args[first:])) or any(map(_holds, kwargs.values()))):
+        own = name == "set_" and args[0].__class__ is DistTensor
+        if not _enabled() or not (own or any(map(_holds, args[first:])) or any(map(_holds, kwargs.values()))):
             return original(*args, **kwargs)
-        if name == "set_" and args[0].__class__ is DistTensor:
+        if own:
             return DistTensor.__torch_function__(original, (DistTensor,), args, kwargs)
         if name in _CASTS and args and args[0].__class__ is DistTensor:
             dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)

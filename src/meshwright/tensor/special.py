@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..dispatch import call_disabled
@@ -58,6 +59,8 @@ def _set(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "set_ of a DistTensor takes one tensor, whose memory it gets: another storage or shape is of "
             "this rank alone; give it to mw.from_local"
         )
+    if torch.is_grad_enabled() and (x.requires_grad or source[0].requires_grad):
+        raise RuntimeError("derivative for set_ is not implemented")
     x.data = source[0]
     return x
 
