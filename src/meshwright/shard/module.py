@@ -375,6 +375,10 @@ def _lay(names: _Names, name: str, spec: Spec) -> None:
     local = shard_tensor(t.detach(), mesh, spec.layout, order=dict(spec.layout.order), check=False)
     with torch.no_grad(), disabled():
         t.grad = None
+        if t.requires_grad:
+            # A graph from before (weight_norm, prune) may keep the node to which gradients of the old shape go; only
+            # data of another dtype have it made anew.
+            t.data = t.new_empty(0, dtype=torch.float16 if t.dtype is not torch.float16 else torch.float32)
         t.data = Tensor.to(local, mesh.device).as_subclass(Tensor)
     stamp(t, spec)
     hooks: Any = t._backward_hooks or {}
