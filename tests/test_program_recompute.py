@@ -187,6 +187,44 @@ def test_a_step_by_hand(how: str) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+class Masked(nn.Module):
+    """An outer policy saves what an inner region would have to draw a mask for."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(32, 32), nn.Linear(32, 32), nn.Dropout(0.5)
+        products = functools.partial(create_selective_checkpoint_contexts, [aten.mul.Tensor])
+        self.outside = functools.partial(CALLS["new"], context_fn=products) if again else plain
+        self.inside = CALLS["new"] if again else plain
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.drop(self.b(self.drop(self.a(x)).sin())).cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(lambda y: self.inside(self.inner, y).sin(), self.a(x))
+
+
+def test_saved_products_of_masks() -> None:
+    def run(again: bool) -> Any:
+        torch.manual_seed(0)
+        model = Masked(again).double()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def by_hand(batch: Tensor) -> Tensor:
+            loss = squares(model, batch)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss
+
+        step = mw.capture_local(by_hand, ONE, model=model, optimizer=opt, batch=rows(64, 0, 32))
+        torch.manual_seed(1)
+        return [step(rows(64, 0, 32)).item() for _ in range(2)], [p.detach().clone() for p in model.parameters()]
+
+    want, got = (mw.simulate(functools.partial(run, again), ONE)[0] for again in (False, True))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 class Written(nn.Module):
     """Values that a region reads are written to before its backward."""
 

@@ -74,7 +74,7 @@ class _Depth:
         self.writes: dict[int, list[int]] = defaultdict(list)  # and to the places at which it is written
         self.members: dict[Any, dict[fx.Node, None]] = defaultdict(dict)  # region to what its forward made
         self.readers: dict[Any, list[fx.Node]] = defaultdict(list)  # and to its backward
-        home: dict[fx.Node, Any] = {}
+        home: dict[Any, Any] = {}  # node to its region
         for node, i in self.order.items():
             for s in storages(node):
                 self.born.setdefault(s, node)
@@ -103,20 +103,17 @@ class _Depth:
             readers = self.readers.get(region)
             if not readers:
                 continue
-            at, drawn = self.order[readers[0]], _drawn(members)
-            many = draw and sum(map(_bytes, drawn)) > _STATE
-            kept = self._kept(region, members, at, draws=many)
-            if many and not kept.isdisjoint(drawn):
-                many, kept = False, self._kept(region, members, at)
-            again = self._needed(members, kept, readers, drawn if many else [])
-            self._repeat(again, readers, drawn if many else [])
+            at, drawn = self.order[readers[0]], _drawn(members) if draw else []
+            if sum(map(_bytes, drawn)) <= _STATE:
+                drawn = []
+            kept = self._kept(region, members, at, drawn)
+            if not kept.isdisjoint(drawn):  # all or none: each draws behind the one before
+                drawn = []
+                kept = self._kept(region, members, at, drawn)
+            self._repeat(self._needed(members, kept, readers, drawn), readers, drawn)
 
-    def _kept(self, region: Any, members: dict[fx.Node, None], at: int, draws: bool = False) -> set[fx.Node]:
-        """What is not computed again at a place.
-
-        Args:
-            draws: random numbers are.
-        """
+    def _kept(self, region: Any, members: dict[fx.Node, None], at: int, drawn: list[fx.Node]) -> set[fx.Node]:
+        """What is not computed again at a place, where these draw their numbers again."""
         fresh = {s for n in members for s in storages(n) if self.born[s] in members}
         held, kept = set[int](), set[fx.Node]()
         more = True
@@ -125,8 +122,9 @@ class _Depth:
             for node in members:
                 own = {*storages(node), *written(node)}
                 if node in kept or not (
-                    (random(node) and not draws) or region in node.meta.get("saved", ()) or not written(node) <= fresh
-                    or not own.isdisjoint(held) or self._changed(node, fresh - held, at)
+                    (random(node) and node not in drawn) or region in node.meta.get("saved", ())
+                    or not written(node) <= fresh or not own.isdisjoint(held)
+                    or self._changed(node, fresh - held, at)
                 ):  # fmt: skip
                     continue
                 kept.add(node)
@@ -167,7 +165,7 @@ class _Depth:
             if self.born[s] in repeated:
                 renumbered[s], self.next = self.next, self.next + 1
         served: dict[int, list[fx.Node]] = defaultdict(list)
-        with self.graph.inserting_before(readers[0]), self._drawing_again(readers[0], drawn):
+        with self.graph.inserting_before(readers[0]), self._drawing_again(drawn):
             for node in again:
                 made[node] = self.graph.node_copy(node, lambda n: made.get(n, n))
                 if node.target in _STATISTICS and node.args[5]:
@@ -184,8 +182,8 @@ class _Depth:
                 node.meta["cause"] = len(self.causes) - 1
 
     @contextmanager
-    def _drawing_again(self, at: fx.Node, drawn: list[fx.Node]) -> Iterator[None]:
-        """Around nodes ahead of ``at``: they draw the numbers that these drew."""
+    def _drawing_again(self, drawn: list[fx.Node]) -> Iterator[None]:
+        """Around new nodes: they draw the numbers that these drew."""
         if not drawn:
             yield
             return

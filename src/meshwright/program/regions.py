@@ -67,7 +67,8 @@ class Regions:
     """
 
     def __init__(self, inside: Callable[[Path], AbstractContextManager[Any]]) -> None:
-        self.inside, self.path = inside, Path()
+        self.inside = inside
+        self.path: Path = ()
         self._numbers = itertools.count()
 
     @contextmanager
