@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from processes import run_processes
 
 import meshwright as mw
 from meshwright import collective
@@ -143,3 +144,59 @@ def test_collectives_are_those_of_eager_code(mesh: mw.Mesh, model: str, options:
     assert step.program.kinds == counts.kinds
     if mesh is DP and "states_over" in options:
         assert counts.kinds["reduce_scatter"] == counts.kinds["all_gather"] == 1
+
+
+# -- dtypes ----------------------------------------------------------------------------------------------
+
+
+class MixedBlock(Block):
+    """A norm in float32, matrices in another dtype; uneven shapes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(7, 10)
+        self.up.to(dtype)
+        self.down.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x).to(self.up.weight.dtype))
+        return x + self.down(torch.tanh(y)).float()  # type: ignore[no-any-return]
+
+
+class Mixed(Net):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(7)
+        self.blocks = nn.ModuleList([MixedBlock(dtype) for _ in range(2)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.bfloat16, STATES), (torch.float16, STORED), (torch.float64, STORED)]
+)
+def test_units_of_several_dtypes(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """The passes change no bit of what is sent, and move what eager code moves."""
+
+    def run() -> Any:
+        made, counts, step = captured(lambda: Mixed(dtype), DP, [DPO], 2, **options)
+        plain, before, _ = captured(lambda: Mixed(dtype), DP, [], 2, **options)
+        return made, plain, counts, before, eager(lambda: Mixed(dtype), DP, 2, **options), step.program
+
+    found = mw.simulate(run, DP, timeout=120)
+    for made, plain, counts, before, wanted, _ in found:
+        assert all(torch.equal(made[n], plain[n]) for n in plain)
+        assert {t.dtype for t in made.values()} == {torch.float32, dtype}
+        for kind in ("all_gather", "reduce_scatter"):
+            assert counts.kinds[kind] <= wanted.kinds[kind] < before.kinds[kind], (kind, counts, wanted)
+            assert counts.bytes[kind] <= wanted.bytes[kind], (kind, counts, wanted)
+    mw.check_program([f[-1] for f in found])
+
+
+def _on_processes() -> None:
+    mesh = mw.init_mesh({"dp": 2})
+    for make, options in ((lambda: Net(7, 10).double(), STORED), (lambda: Mixed(torch.bfloat16), STATES)):
+        made, counts, step = captured(make, mesh, [MERGE, DPO], 4, **options)
+        plain, _, _ = captured(make, mesh, [MERGE], 4, **options)
+        assert all(torch.equal(made[n], plain[n]) for n in plain)
+        assert step.program.kinds == counts.kinds
+
+
+def test_real_processes() -> None:
+    run_processes(_on_processes, 2, timeout=250.0)

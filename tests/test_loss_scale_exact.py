@@ -204,3 +204,76 @@ def test_bit_for_bit(name: str, natural: bool) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_two_hundred_steps(name: str, natural: bool) -> None:
     check(CASES[name], 200, natural)
+
+
+# -- two optimizers --------------------------------------------------------------------------------------
+
+
+def two(model: Any) -> tuple[list[Any], list[Any]]:
+    """Optimizers with parameters and schedules of their own."""
+    optimizers = [
+        torch.optim.SGD([model.up, model.bias], lr=0.1, momentum=0.9, fused=True),
+        torch.optim.AdamW([model.down], lr=0.03, fused=True),
+    ]
+    return optimizers, [torch.optim.lr_scheduler.StepLR(o, 1, 0.7) for o in optimizers]
+
+
+def sum_and_mean(model: nn.Module, batch: Any) -> Tensor:
+    """Two losses of other reductions."""
+    x, y, weights = batch
+    with torch.autocast("cpu", dtype=HALF):
+        out = model(x)
+    far = (out.float() - y).abs()
+    return (far.sum(1) * weights / 32).mean() + far.sum() * weights.sum() / 8192
+
+
+def two_on_one_device(data: list[Any], how: mw.LossScale) -> Run:
+    run, model = Run(), Exact()
+    optimizers, schedules = two(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=how.init, growth_interval=how.growth_interval or 1)
+    for i in range(0, len(data), 4):
+        for batch in data[i : i + 4]:
+            loss = sum_and_mean(model, batch)
+            run.losses.append(loss.item())
+            scaler.scale(loss).backward()
+        for p in model.parameters():
+            p.grad /= 4
+        finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+        for o in optimizers:
+            scaler.unscale_(o)
+            if not finite:  # one flag for all, where torch has one for each
+                scaler._per_optimizer_states[id(o)]["found_inf_per_device"] = {torch.device("cpu"): torch.ones(())}
+            scaler.step(o)
+            o.zero_grad()
+        scaler.update()
+        run.scales.append(scaler.get_scale())
+        for s in schedules:
+            s.step()
+    run.weights.append({n: p.detach() for n, p in model.named_parameters()})
+    return run
+
+
+def test_two_optimizers_with_schedules_merged_and_stored_split() -> None:
+    how = mw.LossScale(1024.0, growth_interval=2)
+    data = batches(20, [9, 10], 1.0, 2.0**20, 16, 32)
+    wanted = two_on_one_device(data, how)
+
+    def run() -> Run:
+        made, model = Run(), Exact()
+        optimizers, schedules = two(model)
+        step = mw.compile_step(
+            model, sum_and_mean, optimizers, data[0], mesh=MESH, batch=DP, loss_scale=how, stored_over="dp",
+            passes=[M4, BUCKETS],
+        )  # fmt: skip
+        for i, batch in enumerate(data):
+            made.losses.append(step(batch).item())
+            if i % 4 == 3:
+                made.scales.append(step.loss_scale.item())
+                for s in schedules:
+                    s.step()
+        made.weights.append({n: mw.unshard(p.detach()).clone() for n, p in model.named_parameters()})
+        return made
+
+    for got in mw.simulate(run, MESH):
+        assert (got.losses, got.scales) == (wanted.losses, wanted.scales)
+        assert all(torch.equal(got.weights[0][n], w) for n, w in wanted.weights[0].items())
