@@ -14,7 +14,7 @@ STAMP := .venv/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format bench conformance conformance-paddle clean
+.PHONY: help setup demo test test-long lint format bench conformance conformance-paddle conformance-models clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -60,6 +60,9 @@ conformance: setup  ## the comparison with reference cases
 
 conformance-paddle: setup  ## the rules against answers of PaddlePaddle's
 	$(ONE_THREAD) $(BIN)/meshwright check paddle $(SHARED)/conformance/paddle/*.jsonl
+
+conformance-models: setup  ## models of transformers on meshes against one device, eager and captured
+	$(ONE_THREAD) $(BIN)/python conformance/models.py
 
 clean:  ## remove .venv, caches and outputs
 	rm -rf .venv build dist runs bench/out conformance/out .pytest_cache .mypy_cache .ruff_cache .hypothesis

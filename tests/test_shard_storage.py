@@ -13,6 +13,7 @@ from shard_networks import Block, same_values
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import meshwright as mw
+from meshwright.errors import LayoutError, ShardError
 
 Tensor = torch.Tensor
 DP = mw.Mesh({"dp": 2})
@@ -98,6 +99,21 @@ def data_written_in_the_forward(model: Any, opt: Any, x: Tensor) -> None:
         loss(model, x).backward()
         opt.step()
     handle.remove()
+
+
+@case
+def data_of_another_size(model: Any, opt: Any, x: Tensor) -> None:
+    """Plain tensors are global values, of whatever size: as ``resize_token_embeddings`` of transformers."""
+    up, down, g = model[0].up, model[0].down, torch.Generator().manual_seed(5)
+    for size in (19, 1):  # not 10: that is a part of one rank
+        up.weight.data, up.bias.data = (
+            torch.randn(size, 8, generator=g).double(),
+            torch.randn(size, generator=g).double(),
+        )
+        down.weight.data = torch.randn(8, size, generator=g).double()
+        opt.zero_grad()
+        loss(model, x).backward()
+        opt.step()
 
 
 @case
@@ -258,6 +274,37 @@ def test_storage_changes_nothing(name: str) -> None:
             except BaseException as error:
                 error.add_note(f"mode {mode}")
                 raise
+
+    mw.simulate(fn, DP)
+
+
+def test_a_size_that_the_states_do_not_have_is_refused_on_every_rank() -> None:
+    """PyTorch raises too; here the parts of some ranks would still fit."""
+
+    def fn(placed: dict[str, Any], options: dict[str, Any]) -> None:
+        m: Any = mw.shard_module(nn.Linear(8, 16), DP, placed)
+        opt = mw.shard_optimizer(torch.optim.AdamW(m.parameters()), **options)
+        for size in (16, 17):
+            opt.zero_grad()
+            m.weight.data, m.bias.data = torch.ones(size, 8), torch.ones(size)
+            m(torch.ones(2, 8)).sum().backward()
+            if size == 16:
+                opt.step()
+        with pytest.raises(ShardError, match=r"weight had the shape \(16, 8\) when AdamW .* and has \(17, 8\)"):
+            opt.step()
+        opt.state.clear()
+        opt.step()
+
+    for placed, options in (({"*": {"dp": mw.Shard(0)}}, {}), ({}, {"states_over": "dp"})):
+        mw.simulate(lambda p=placed, o=options: fn(p, o), DP)  # type: ignore[misc]
+
+
+def test_part_of_a_rank_is_no_other_size() -> None:
+    def fn() -> None:
+        m = mw.shard_module(nn.Linear(8, 15), DP, {"weight": {"dp": mw.Shard(0)}})
+        for rows in (8, 7):
+            with pytest.raises(LayoutError, match=r"use mw\.from_local for a local part"):
+                m.weight.data = torch.ones(rows, 8)
 
     mw.simulate(fn, DP)
 

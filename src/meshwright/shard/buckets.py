@@ -109,7 +109,7 @@ class Buckets:
         if chunk is not None:
             for a in axes:
                 if isinstance(chunk.layout.placements[a], Shard):
-                    self.synced[i] = chunk.with_(dtype=self.specs[i].dtype)
+                    self.synced[i] = Spec(self.specs[i].shape, self.specs[i].dtype, chunk.layout)
                     return a
         return None
 

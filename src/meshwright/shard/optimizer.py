@@ -26,7 +26,7 @@ from ..layout import Layout, Partial, Spec
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, stamp
 from .raw import become, get_grad, set_grad
-from .states import Chunks, Shadow
+from .states import Chunks, Shadow, check_size
 
 Tensor = torch.Tensor
 
@@ -92,10 +92,10 @@ class Binding:
         """How the states of a parameter lie."""
         return (self.chunks.spec(p) if self.chunks is not None else None) or _own(p._spec)
 
-    def swap(self) -> None:
+    def swap(self, opt: Optimizer) -> None:
         """Make parameters and gradients plain.
 
-        Raises ShardError, with nothing changed, for gradients of other layouts.
+        Raises ShardError, with nothing changed, for gradients of other layouts and states of other sizes.
         """
         swapped: list[Tensor] = []
         with disabled():
@@ -104,7 +104,7 @@ class Binding:
                 if g is None:
                     continue
                 if g.__class__ is not DistTensor or g._spec is not self.wanted[i]:
-                    g = self._fitted(i, p, g)
+                    g = self._fitted(i, p, g, opt)
                 swapped.append(g)
             swapped += self.params
             for t in swapped:
@@ -117,9 +117,10 @@ class Binding:
             become(t, DistTensor)
         self.swapped = []
 
-    def _fitted(self, i: int, p: DistTensor, g: Tensor) -> Tensor:
+    def _fitted(self, i: int, p: DistTensor, g: Tensor, opt: Optimizer) -> Tensor:
         """A gradient in the layout of its parameter."""
         if p._spec is not self.specs[i]:
+            check_size(opt, p, self.specs[i])
             self.specs[i], self.wanted[i] = p._spec, _own(p._spec)
         own: Spec = g.__dict__.get("_spec") or p._spec.grad()
         wanted = self.wanted[i]
@@ -215,7 +216,7 @@ def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> Any:
     for p in binding.copies:
         refresh(p, call_enabled)
     args, kwargs = _with_closure(opt, binding, args, kwargs)
-    binding.swap()
+    binding.swap(opt)
     if binding.chunks is not None:
         binding.shadow = Shadow(opt, binding.chunks)
         args = (binding.shadow.made, *args[1:])
@@ -234,7 +235,7 @@ def _with_closure(opt: Optimizer, binding: Binding, args: Any, kwargs: Any) -> A
             loss = closure()
             return loss.item() if isinstance(loss, DistTensor) and _mixes(opt) else loss
         finally:
-            binding.swap()
+            binding.swap(opt)
             if binding.shadow is not None:
                 binding.shadow.refresh()
 

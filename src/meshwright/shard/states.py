@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from .. import collective, runtime
 from ..dispatch import disabled
+from ..errors import ShardError
 from ..layout import Replicate, Shard, Spec
 from ..tensor import DistTensor, in_spec
 from .packing import Packing, chunk_dim, cut_over
@@ -56,8 +57,8 @@ class Chunks:
     def spec(self, p: DistTensor) -> Spec | None:
         """How the states of a parameter lie; None if they lie as the parameter."""
         found = self.specs.get(id(p))
-        if found is not None and found.dtype is not p._spec.dtype:
-            found = self.specs[id(p)] = p.__dict__["_chunk"] = found.with_(dtype=p._spec.dtype)
+        if found is not None and (found.dtype is not p._spec.dtype or found.shape != p._spec.shape):
+            found = self.specs[id(p)] = Spec(p._spec.shape, p._spec.dtype, found.layout)
         return found
 
     def view(self, p: DistTensor) -> Tensor:
@@ -134,6 +135,20 @@ def _buckets(params: Sequence[DistTensor]) -> Iterable[list[DistTensor]]:
             yield bucket
 
 
+def check_size(opt: Optimizer, p: DistTensor, before: Spec) -> None:
+    """Refuse a parameter whose global shape has changed since its states were made: some ranks' parts may still fit.
+
+    Raises:
+        ShardError: on all ranks alike.
+    """
+    if p._spec.shape != before.shape and opt.state.get(p):
+        name = p.__dict__.get("_param_name", "a parameter")
+        raise ShardError(
+            f"{name} had the shape {tuple(before.shape)} when {type(opt).__name__} made its states, and has "
+            f"{tuple(p._spec.shape)} now: make the optimizer anew, or delete optimizer.state[p]"
+        )
+
+
 class Shadow:
     """For one step: an optimizer of the same class and settings over the own chunks.
 
@@ -157,6 +172,8 @@ class Shadow:
         return [p for g in self.opt.param_groups for p in g["params"]]
 
     def _stand_in(self, p: Tensor) -> Tensor:
+        if id(p) in self.chunks.specs:
+            check_size(self.opt, p, self.chunks.specs[id(p)])  # type: ignore[arg-type]
         chunked = isinstance(p, DistTensor) and self.chunks.spec(p) is not None
         made = self.chunks.prepare(p) if chunked else p  # type: ignore[arg-type]
         self.stand_ins[id(p)] = made

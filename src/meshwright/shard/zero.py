@@ -131,7 +131,7 @@ class Zero:
 
     def packing(self, axis: int, params: Sequence[DistTensor], shapes: Sequence[Sequence[int]]) -> Packing:
         """How these parameters travel together."""
-        key = (axis, *((id(p), p._spec.layout) for p in params))
+        key = (axis, *((id(p), p._spec.shape, p._spec.layout) for p in params))
         found = self.packings.get(key)
         if found is None:
             found = Packing(shapes, [stored_dim(p, axis) for p in params], self.mesh.sizes[axis])

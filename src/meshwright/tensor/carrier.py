@@ -224,7 +224,7 @@ class DistTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         old = self._spec
         if not isinstance(value, DistTensor):
-            value = as_layout_of(value, old)
+            value = as_layout_of(value, _resized(old, value.shape))
         elif _keeps_layout(self) and value._spec.layout != old.layout and value._spec.shape == old.shape:
             value = stamp(local_of(value.detach(), old.with_(reduced=0)), old.with_(dtype=value.dtype))
         with disabled():
@@ -390,6 +390,13 @@ def is_part(spec: Spec) -> bool:
 def _keeps_layout(t: DistTensor) -> bool:
     """Whether others count on the layout of ``t``: an optimizer's states, and graphs that will add to its gradient."""
     return t._spec.stored or t.requires_grad or getattr(t, "_is_param", False)
+
+
+def _resized(spec: Spec, shape: torch.Size) -> Spec:
+    """The same placements for global values of another shape; a rank's part is no such shape."""
+    if len(shape) != spec.ndim or any(spec.local_shape(c) == tuple(shape) for c in spec.mesh.coordinates()):
+        return spec
+    return Spec(shape, spec.dtype, spec.layout)
 
 
 def local_of(value: Tensor, spec: Spec) -> Tensor:
