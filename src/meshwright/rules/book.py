@@ -28,7 +28,8 @@ f(4,6) | feature_dropout feature_dropout_ bernoulli bernoulli_ feature_alpha_dro
 f(4,6) | native_dropout rrelu rrelu_ normal normal_ log_normal_ cauchy_ exponential_ geometric_ uniform_ random_
 f(4,6) | rand_like randn_like flatten ravel fliplr flipud glu diag diagonal linalg_diagonal diag_embed diff
 f(4,6) | linalg_norm linalg_vector_norm rot90 sort squeeze squeeze_ unbind float double half bfloat16 cfloat cdouble
-f(4,6) | chalf long int short char byte bool carrier
+f(4,6) | chalf long int short char byte bool carrier ones_like
+f(4,6), 1.0 | full_like
 f(4,6), 2, 1 | repeat_interleave
 c(4,6) | real imag view_as_real
 f(4,2) | view_as_complex
@@ -43,6 +44,7 @@ f(4,6), torch.bfloat16 | to type _to_copy
 f(4,6), (6,4) | reshape _reshape_alias _unsafe_view view new_empty new_zeros new_ones
 f(4,6), (6,4), 1.0 | new_full
 f(4,1), (4,6) | expand broadcast_to
+f(4,1), f(4,6) | expand_as
 f(4,6), 1 | F.softmax softmax log_softmax F.log_softmax special_softmax special_log_softmax cummax cummin cumprod
 f(4,6), 1 | cumsum logcumsumexp logsumexp special_logsumexp kthvalue unsqueeze
 f(4,6), (1, 0) | permute
