@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
