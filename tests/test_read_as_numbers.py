@@ -81,7 +81,7 @@ def test_memory_of_a_shard_is_not_taken_for_the_tensor(kind: Callable[[Any], Any
     "write",
     [
         lambda x: x.set_(),
-        lambda x: x.set_(torch.ones(2, 3)),
+        lambda x: x.set_(torch.ones(2, 4)),  # the shape of a part
         lambda x: x.set_(torch.ones(9).untyped_storage(), 0, (3, 3)),
         lambda x: x.set_(source=torch.ones(5, 4)),
     ],
@@ -97,3 +97,16 @@ def test_other_memory_is_refused(write: Callable[[Any], Any]) -> None:
             x.set_(x * 3)
 
     on_ranks(run, THREE)
+
+
+def test_a_tensor_of_another_shape_is_the_new_global_value() -> None:
+    value = torch.arange(6.0).view(2, 3)
+
+    def run() -> Any:
+        x = mw.shard_tensor(torch.zeros(5, 4), THREE, [S0])
+        x.set_(value)
+        return x.shape, plain(x)
+
+    for shape, got in on_ranks(run, THREE):
+        assert shape == (2, 3)
+        assert torch.equal(got, value)
