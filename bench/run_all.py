@@ -22,6 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
 OURS, DP, TP = "meshwright", "meshwright_dp", "meshwright_tp"
+STATIC, ZERO3, STATIC_ZERO3 = "meshwright_static_dp", "meshwright_zero3", "meshwright_static_zero3"
 LEAST = 0.9  # of a physical bound: less is noise
 PEERS = "nocomm,ddp,fsdp2,dt_tp,mega_tp"
 
@@ -149,6 +150,14 @@ def read_step(label: str) -> Callable[[str], Iterator[Row]]:
         others = [f"DTensor {t['dt_tp'] / t['mega_tp']:.2f}"] if "dt_tp" in t else []
         yield Row(f"tensor-parallel step{label} / hand-written", t[TP] / t["mega_tp"], 1.05, ", ".join(others))
         yield Row("the same in CPU time per rank", cpu[TP] / cpu["mega_tp"])
+        for name, peer, what, target in (
+            (STATIC, "ddp", f"captured step{label} / DDP", 1.0),
+            (ZERO3, "fsdp2", f"ZeRO-3 step{label} / FSDP2", 1.0),
+            (STATIC_ZERO3, "fsdp2", f"captured ZeRO-3 step{label} / FSDP2", 0.8),
+        ):
+            if name in t and peer in t:
+                yield Row(what, t[name] / t[peer], target)
+                yield Row("the same in CPU time per rank", cpu[name] / cpu[peer])
 
     return read
 
@@ -189,6 +198,7 @@ def jobs() -> list[Job]:
         return "--extra", str(HERE / f"{name}.py")
 
     made = []
+    contenders = ",".join((PEERS, DP, TP, STATIC, ZERO3, STATIC_ZERO3))
     base: tuple[str, ...]
     few: tuple[str, ...]
     for mesh in ("1d", "2d"):
@@ -201,11 +211,11 @@ def jobs() -> list[Job]:
         few = (*base, "--cont", f"local,megatron,{OURS}") if part == "block" else base
         made.append(Job(part, base, few, read))
     for acc in (1, 4):
-        base = ("bench_step.py", "--acc", str(acc), *contender("step"), "--cont", f"{PEERS},{DP},{TP}")
+        base = ("bench_step.py", "--acc", str(acc), *contender("step"), "--cont", contenders)
         label = f", {acc} micro-batches" if acc > 1 else ""
         whole, few = (*base, "--steps", "24"), (*base, "--steps", "4")
         made.append(Job(f"step-acc{acc}", whole, few, read_step(label), processes=2))
-    for name in ("ddp", DP):
+    for name in ("ddp", DP, STATIC, "fsdp2", ZERO3, STATIC_ZERO3):
         base = ("bench_step.py", *contender("step"), "--mem", "--cont", name)
         made.append(Job(f"mem-{name}", base, base, read_memory, processes=2))
     base = ("wire.py", "--beta-GBps", "0.4", *contender("wire"))

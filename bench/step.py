@@ -68,10 +68,22 @@ class TensorParallel(DataParallel):
         return mw.from_local(t, self.mesh, {}, check=False)
 
 
+class Zero3(DataParallel):
+    """Parameters, gradients and states stored in parts over dp, in units of a block: FSDP2's."""
+
+    name = "meshwright_zero3"
+
+    def setup(self, ctor: Any) -> None:
+        self.mesh = mw.init_mesh({"dp": dist.get_world_size()})
+        self.m = mw.shard_module(ctor(), self.mesh, {}, stored_over="dp")
+        self.o = mw.shard_optimizer(torch.optim.AdamW(self.m.parameters(), lr=1e-3, foreach=True))
+
+
 class StaticDataParallel:
     """The captured step with its passes."""
 
     name = "meshwright_static_dp"
+    stored_over: str | None = None
 
     def setup(self, ctor: Any) -> None:
         self.mesh = mw.init_mesh({"dp": dist.get_world_size()})
@@ -86,10 +98,18 @@ class StaticDataParallel:
             if len(batches) > 1:
                 passes.append(f"gradient-merge:k_steps={len(batches)}")
             self.compiled = mw.compile_step(
-                self.m, lambda m, b: m(*b), self.o, placed[0], mesh=self.mesh, passes=passes
-            )
+                self.m, lambda m, b: m(*b), self.o, placed[0], mesh=self.mesh, passes=passes,
+                stored_over=self.stored_over,
+            )  # fmt: skip
         for batch in placed:
             self.compiled(batch)
 
 
-CONTENDERS: list[Any] = [DataParallel(), StaticDataParallel(), TensorParallel()]
+class StaticZero3(StaticDataParallel):
+    """The captured step of ZeRO-3 with its passes."""
+
+    name = "meshwright_static_zero3"
+    stored_over = "dp"
+
+
+CONTENDERS: list[Any] = [DataParallel(), StaticDataParallel(), TensorParallel(), Zero3(), StaticZero3()]
