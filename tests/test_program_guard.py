@@ -263,3 +263,43 @@ def test_uneven_layouts_agree_group_by_group(order: tuple[int, int], states_over
     for value, w in mw.simulate(rank, mesh):
         assert value == pytest.approx(wanted.item())
         torch.testing.assert_close(w, (one.w - one.w.grad).detach())
+
+
+@pytest.mark.parametrize("passes", [(), ("data-parallel-optimization",)], ids=str)
+def test_another_size_of_a_step_whose_parameters_are_stored_split(passes: tuple[str, ...]) -> None:
+    """It is captured again, from parameters that now lie as they are stored; no other step is."""
+    mesh = mw.Mesh({"dp": 2, "tp": 2})
+    layouts = {"0.weight": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
+    batches = [torch.arange(6.0 * n, dtype=torch.float64).view(n, 6) / 10 for n in (4, 4, 6, 4, 6)]
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    def run() -> tuple[list[float], int, torch.Tensor]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step = mw.compile_step(
+            model, loss_fn, optimizer, batches[0], mesh=mesh, layouts=layouts, batch={"dp": mw.Shard(0)},
+            stored_over="dp", clip_grad_norm=0.5, gradients=True, passes=list(passes),
+        )  # fmt: skip
+        losses = [float(step(b)) for b in batches]
+        return losses, len(step._ready), mw.unshard(model[0].weight).detach()
+
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    want = []
+    for b in batches:
+        optimizer.zero_grad()
+        loss = loss_fn(model, b)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        want.append(float(loss))
+    for losses, captured, weight in mw.simulate(run, mesh):
+        assert losses == pytest.approx(want, rel=1e-10)
+        assert captured == 2
+        torch.testing.assert_close(weight, model[0].weight.detach(), rtol=1e-10, atol=1e-12)

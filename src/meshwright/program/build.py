@@ -95,6 +95,7 @@ def build(
     *,
     rank: int | None = None,
     train: bool = True,
+    before: Built | None = None,
 ) -> Built:
     """Capture a step, complete its layouts and partition it for one rank.
 
@@ -106,12 +107,13 @@ def build(
         mesh: need not be connected.
         rank: whose program; the first one's unless given.
         train: False: forward only.
+        before: of the same model, whose parameters lie as it stores them: they are seen as they were.
 
     Raises:
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
     with no_collection():
-        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train)
+        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train, before)
 
 
 @contextlib.contextmanager
@@ -136,10 +138,11 @@ def _build(
     plan: Plan,
     rank: int | None,
     train: bool,
+    before: Built | None,
 ) -> Built:
     with _wishes(model, mesh, plan):
         captured = capture(model, loss_fn, batch, mesh.device)
-    completed = complete(captured, mesh, _said(model, captured, mesh, plan, batch))
+    completed = complete(captured, mesh, _said(model, captured, mesh, plan, batch, before))
     laid, stored = _laid(model, captured, completed, mesh, plan)
     update = None
     if optimizer is not None and train:
@@ -192,16 +195,22 @@ def _wishes(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[None]:
             handle.remove()
 
 
-def _said(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: Any) -> dict[str, Any]:
+def _said(
+    model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: Any, before: Built | None
+) -> dict[str, Any]:
     """Node of the captured graph to what the user said of it."""
+    seen: dict[str, Layout] = {}
+    if before is not None:
+        seen = {name: Layout(mesh) for name in before.stored}  # those that it did not use
+        seen |= {s.name: before.laid.specs[s.node].layout for s in before.captured.sources}
     by_name = {s.name: s.node for s in captured.sources}
     by_name.update({other: by_name[first] for other, first in captured.tied.items() if first in by_name})
     said: dict[str, Any] = {}
     words: dict[str, tuple[set[str], str]] = {}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, DistTensor) and name in by_name:
-            said[by_name[name]] = t.layout
-            words[by_name[name]] = (set(), f"the tensor itself ({t.layout!r})")
+            layout = said[by_name[name]] = seen.get(name, t.layout)
+            words[by_name[name]] = (set(), f"the tensor itself ({layout!r})")
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
     # From the widest glob to the narrowest: a narrower one may differ from a wider one, others must agree.
     what = "parameter, buffer, batch tensor or value of the program"

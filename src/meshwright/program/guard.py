@@ -61,7 +61,9 @@ class Guard:
                     if p is not None:
                         found += (id(p), p.requires_grad)
                         if p._backward_hooks or p._post_accumulate_grad_hooks:
-                            found.append((*(p._backward_hooks or ()), None, *(p._post_accumulate_grad_hooks or ())))
+                            theirs = (_theirs(p._backward_hooks), _theirs(p._post_accumulate_grad_hooks))
+                            if any(theirs):
+                                found.append(theirs)
                 for name in _HOOKS:
                     if held[name]:
                         found.append((name, *held[name]))
@@ -97,6 +99,10 @@ def foreign_hooks(model: nn.Module) -> Iterator[str]:
             if m._backward_hooks or m._backward_pre_hooks:
                 what = name or type(m).__name__
                 yield f"the module {what} has a backward hook, which a captured step does not run: {fix}"
+
+
+def _theirs(hooks: dict[int, Any] | None) -> tuple[int, ...]:
+    return tuple(key for key, hook in (hooks or {}).items() if not _ours(hook))
 
 
 def _ours(hook: Any) -> bool:

@@ -78,7 +78,7 @@ class Step(BaseStep):
         with together(self.mesh, "capturing the step again"):
             built = build(
                 self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
-                rank=runtime.RT.rank, train=self.training,
+                rank=runtime.RT.rank, train=self.training, before=self.built,
             )  # fmt: skip
             if self.training:
                 built = self._transformed(built)

@@ -251,14 +251,14 @@ def _why(e: Entry) -> str:
 
 
 def partial_table() -> str:
-    """For every op of the book and each reduction of a Partial: whether it passes or is reduced first, and why.
+    """For every op of PyTorch in the book and each reduction: whether a Partial passes or is reduced first, and why.
 
     Markdown; ops that answer alike share a row.
     """
     rows: dict[tuple[str, ...], list[str]] = {}
     for e in rules():
-        if e.op.startswith("_foreach"):
-            continue  # one op of the same name per tensor
+        if e.op.startswith("_foreach") or "::" in e.op:
+            continue  # one op of the same name per tensor; the user's own
         cells = [("passes" if op in e.passes else "reduces") if e.kind != "composite" else "-" for op in REDUCE_OPS]
         rows.setdefault((*cells, _why(e)), []).append(f"`{e.op}`")
     lines = [f"| {' | '.join(('op', *REDUCE_OPS, 'why'))} |", "|---" * (len(REDUCE_OPS) + 2) + "|"]
