@@ -200,3 +200,60 @@ def _on_processes() -> None:
 
 def test_real_processes() -> None:
     run_processes(_on_processes, 2, timeout=250.0)
+
+
+@pytest.mark.parametrize("passes", [[], ["gradient-merge:k_steps=2", "data-parallel-optimization"]])
+def test_a_stored_model_is_captured_again(passes):
+    """A batch of another size, eval, frozen parameters and a second step of the model, against one device."""
+    mesh, k = mw.Mesh({"dp": 2}), 2 if passes else 1
+    x = torch.arange(40.0, dtype=torch.float64).reshape(8, 5).sin()
+
+    def made():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 5)).double()
+        return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def loss_of(net, x):
+        return (net(x) - 1).square().mean()
+
+    def run(net, opt, micro, evaluate):
+        seen = []
+        for rows, frozen in ((8, False), (5, False), (5, True), (8, True), (1, False)):
+            net[0].weight.requires_grad_(not frozen)
+            seen += [micro(x[:rows], last) for last in [False] * (k - 1) + [True]]
+            seen.append(evaluate(x[:2]))
+        return seen, [mw.unshard(p.detach()) if isinstance(p, mw.DistTensor) else p.detach() for p in net.parameters()]
+
+    def alone():
+        net, opt = made()
+
+        def micro(x, last):
+            loss = loss_of(net, x)
+            (loss / k).backward()
+            if last:
+                opt.step()
+                opt.zero_grad()
+            return loss.item()
+
+        return run(net, opt, micro, lambda x: loss_of(net, x).item())
+
+    def captured():
+        net, opt = made()
+        options = {"mesh": mesh, "batch": {"dp": mw.Shard(0)}, "stored_over": "dp"}
+        step = mw.compile_step(net, loss_of, opt, x, passes=passes, **options)
+        other = mw.compile_step(net, loss_of, None, x, **options).eval()
+
+        def micro(x, last):
+            step.train()
+            return step(x).item()
+
+        def evaluate(x):
+            first = step.eval()(x).item()
+            assert first == other(x).item()
+            return first
+
+        return run(net, opt, micro, evaluate)
+
+    wanted = alone()
+    for got in mw.simulate(captured, mesh):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)

@@ -33,6 +33,7 @@ from .update import Update, update_of
 
 Tensor = torch.Tensor
 Globs = Mapping[str, Placements]
+SEEN = "_seen_by_ops"  # in the dict of a parameter that a step stores split: the layout that its ops see
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Built:
         laid: the layouts.
         program: the rank's program.
         stored: name of each parameter to the spec in which it is to be stored.
+        seen: name of each parameter that is stored split to the layout that the ops see.
         update: what of the optimizer is in the program; None if it runs after it.
     """
 
@@ -82,6 +84,7 @@ class Built:
     laid: Laid
     program: Program
     stored: dict[str, Spec]
+    seen: dict[str, Layout]
     update: Update | None
 
 
@@ -95,7 +98,6 @@ def build(
     *,
     rank: int | None = None,
     train: bool = True,
-    before: Built | None = None,
 ) -> Built:
     """Capture a step, complete its layouts and partition it for one rank.
 
@@ -107,13 +109,12 @@ def build(
         mesh: need not be connected.
         rank: whose program; the first one's unless given.
         train: False: forward only.
-        before: of the same model, whose parameters lie as it stores them: they are seen as they were.
 
     Raises:
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
     with no_collection():
-        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train, before)
+        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train)
 
 
 @contextlib.contextmanager
@@ -138,12 +139,11 @@ def _build(
     plan: Plan,
     rank: int | None,
     train: bool,
-    before: Built | None,
 ) -> Built:
     with _wishes(model, mesh, plan):
         captured = capture(model, loss_fn, batch, mesh.device)
-    completed = complete(captured, mesh, _said(model, captured, mesh, plan, batch, before))
-    laid, stored = _laid(model, captured, completed, mesh, plan)
+    completed = complete(captured, mesh, _said(model, captured, mesh, plan, batch))
+    laid, stored, seen = _laid(model, captured, completed, mesh, plan)
     update = None
     if optimizer is not None and train:
         update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
@@ -155,7 +155,7 @@ def _build(
         states_over=None if plan.states_over is None else mesh.axis_index(plan.states_over), train=train,
         loss_scale=plan.loss_scale,
     )  # fmt: skip
-    return Built(captured, completed, laid, made, stored, update)
+    return Built(captured, completed, laid, made, stored, seen, update)
 
 
 def _check_scaled(model: nn.Module, optimizer: Any, update: Update | None) -> None:
@@ -195,21 +195,17 @@ def _wishes(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[None]:
             handle.remove()
 
 
-def _said(
-    model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: Any, before: Built | None
-) -> dict[str, Any]:
+def _said(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: Any) -> dict[str, Any]:
     """Node of the captured graph to what the user said of it."""
-    seen: dict[str, Layout] = {}
-    if before is not None:
-        seen = {name: Layout(mesh) for name in before.stored}  # those that it did not use
-        seen |= {s.name: before.laid.specs[s.node].layout for s in before.captured.sources}
     by_name = {s.name: s.node for s in captured.sources}
     by_name.update({other: by_name[first] for other, first in captured.tied.items() if first in by_name})
     said: dict[str, Any] = {}
     words: dict[str, tuple[set[str], str]] = {}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, DistTensor) and name in by_name:
-            layout = said[by_name[name]] = seen.get(name, t.layout)
+            # A program may have been made of the model before: then it is stored split, and the ops see what they saw.
+            layout = t.layout if plan.stored_over is None else t.__dict__.get(SEEN, t.layout)
+            said[by_name[name]] = layout
             words[by_name[name]] = (set(), f"the tensor itself ({layout!r})")
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
     # From the widest glob to the narrowest: a narrower one may differ from a wider one, others must agree.
@@ -252,7 +248,7 @@ def _batch_wish(wish: Any, name: str) -> Any:
 
 def _laid(
     model: nn.Module, captured: Captured, completed: Completed, mesh: Mesh, plan: Plan
-) -> tuple[Laid, dict[str, Spec]]:
+) -> tuple[Laid, dict[str, Spec], dict[str, Layout]]:
     everywhere = (1 << mesh.ndim) - 1
     specs: dict[str, Spec] = {}
     params: dict[str, Spec] = {}
@@ -284,7 +280,7 @@ def _laid(
         for n, s in placed.items()
         if n not in buffers or not s.layout.is_replicated()  # buffers that are whole everywhere stay plain tensors
     }
-    return laid, final
+    return laid, final, {n: placed[n].layout for n in stored}
 
 
 def checked_mesh(mesh: Any) -> Mesh:

@@ -18,7 +18,7 @@ from ..shard.optimizer import shard_optimizer
 from .agree import agree, together
 from .base import BaseStep
 from .bind import BACKENDS, Carrier, Ready
-from .build import Built, Plan, build
+from .build import SEEN, Built, Plan, build
 from .capture import LossFn, batch_sources
 from .core import Program
 from .guard import check_hooks
@@ -59,7 +59,9 @@ class Step(BaseStep):
             self.built = self._transformed(
                 build(model, loss_fn, optimizer, example_batch, mesh, plan, rank=runtime.RT.rank)
             )
-        lay_module(model, mesh, self.built.stored, init)
+        laid = lay_module(model, mesh, self.built.stored, init)
+        for name, layout in self.built.seen.items():
+            laid[name].__dict__[SEEN] = layout
         for part in parts_of(optimizer):
             _follow(part, names, dict(model.named_parameters()))
             shard_optimizer(part, states_over=plan.states_over)
@@ -78,7 +80,7 @@ class Step(BaseStep):
         with together(self.mesh, "capturing the step again"):
             built = build(
                 self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
-                rank=runtime.RT.rank, train=self.training, before=self.built,
+                rank=runtime.RT.rank, train=self.training,
             )  # fmt: skip
             if self.training:
                 built = self._transformed(built)
