@@ -101,6 +101,18 @@ def test_a_scheduler_does_not_recapture(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(built) == 2  # once per rank
 
 
+def test_a_scheduler_may_be_made_after_the_capture_and_note_what_it_likes() -> None:
+    def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, cycle_momentum=False)
+
+    compare(MLP, squares, pairs(6), mw.Mesh({"dp": 2}), scheduler=one_cycle, batch=DP)
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mw.compile_step(model, squares, optimizer, pairs(1)[0], mesh=mw.Mesh({"dp": 1}))
+    one_cycle(optimizer)
+    step(pairs(1)[0])
+
+
 def test_clipping() -> None:
     compare(MLP, squares, pairs(4), MESH, clip=0.1, layouts=TP, batch=DP)
 

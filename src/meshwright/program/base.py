@@ -16,7 +16,7 @@ from .agree import together
 from .bind import Carrier, Ready
 from .core import Program
 from .guard import Guard
-from .optimizers import check_unscaled
+from .optimizers import check_unscaled, parts_of
 from .scale import SCALE
 
 Tensor = torch.Tensor
@@ -250,12 +250,11 @@ def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scal
 
 def numbers_of(optimizer: Any) -> list[dict[str, Any]]:
     """What of an optimizer is a constant of a program."""
-    if optimizer is None:
-        return []
-    skip = {"params", "lr", "initial_lr"}
+    # What is no option of the optimizer's is a note of somebody else: initial_lr, max_lr, a name.
     return [
-        {"params": [id(p) for p in g["params"]], **{k: v for k, v in g.items() if k not in skip}}
-        for g in optimizer.param_groups
+        {"params": [id(p) for p in g["params"]], **{k: v for k, v in g.items() if k != "lr" and k in one.defaults}}
+        for one in parts_of(optimizer)
+        for g in one.param_groups
     ]
 
 
