@@ -120,11 +120,13 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
 FOUND: dict[str, tuple[int, ...]] = {
     "one leaf as two operands of different types": (1411,),
     "a number added by an index that is split": (1543,),
+    "no rows looked up on one rank, differentiated twice": (100987,),
 }
 
 FOUND_CAPTURED: dict[str, tuple[int, ...]] = {
     "differentiated past a conversion that is none": (89,),
     "out= in a captured step": (150,),
+    "a row written that one rank has": (200038,),
 }
 
 

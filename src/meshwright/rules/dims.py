@@ -93,8 +93,8 @@ def nothing(shape: Sequence[int], *tensors: Tensor) -> Tensor:
     first, *rest = tensors
     zeros = first.new_zeros(shape)
     for t in (first, *rest):
-        if t.requires_grad:
-            zeros = zeros + t.flatten()[:0].sum()
+        # Without a gradient too: what a captured step reads on one rank only would be dropped on the others.
+        zeros = zeros + t.flatten()[:0].sum().to(zeros.dtype)
     return zeros
 
 

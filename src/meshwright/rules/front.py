@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .core import Arg, Rule, notation, rule
-from .nn import log_softmax, softmax
+from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .nn import log_softmax, no_rows, softmax
 from .norm import layer_norm, rms_norm
 
 rule("F.layer_norm")(layer_norm)
@@ -46,4 +46,8 @@ def front_embedding(
     split = weight.spec is not None and 0 in weight.spec.layout.dim_axes()
     if split or padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
         return None
-    return notation("..., v d -> ... d", indices, weight, whole="v", linear=[[weight]], heavy=True)
+
+    def local(ctx: Local) -> LocalFn | None:
+        return (lambda indices, weight, *args, **named: no_rows(weight, indices)) if 0 in ctx.in_shape(0) else None
+
+    return notation("..., v d -> ... d", indices, weight, whole="v", linear=[[weight]], heavy=True, local=local)

@@ -10,7 +10,7 @@ import torch
 
 from . import counter, dropout
 from .core import Arg, Local, LocalFn, Rule, notation, rule
-from .dims import broadcast_letters, filled, meta_shapes, names, without
+from .dims import broadcast_letters, filled, meta_shapes, names, nothing, without
 from .index import shelf_of
 from .parts import connected
 
@@ -53,6 +53,11 @@ def _log_softmax_by_sums(x: Tensor, dim: int, dtype: torch.dtype | None = None) 
 # ---------------------------------------------------------------------------------------------- embedding
 
 
+def no_rows(weight: Tensor, indices: Tensor) -> Tensor:
+    """What a rank without indices looks up: the second derivative of the kernel cannot tell the shape of no rows."""
+    return nothing((*indices.shape, weight.shape[1]), weight)
+
+
 @rule("embedding")
 def embedding(
     weight: Arg, indices: Arg, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
@@ -63,6 +68,8 @@ def embedding(
         return None  # the gradient depends on how often an index occurs anywhere; sparse gradients are not converted
 
     def local(ctx: Local) -> LocalFn | None:
+        if 0 in ctx.in_shape(1):
+            return lambda weight, indices, *args, **named: no_rows(weight, indices)
         shelf = shelf_of(ctx, "v", weight.shape[0])
         if shelf is None:
             return None

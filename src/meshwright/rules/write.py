@@ -261,10 +261,13 @@ def _stocked(x: Tensor, shelves: Shelves) -> Tensor:
 
 
 def _touch(x: Tensor, value: Any) -> None:
-    """Nothing to write here; x must still depend on the value, and count the write, as it does on the other ranks."""
+    """Nothing to write here; x must still depend on the value, and count the write, as it does on the other ranks.
+
+    Without a gradient too: what a captured step reads on one rank only would be dropped on the others.
+    """
     nothing_of = x.narrow(0, 0, 0)
-    if isinstance(value, Tensor) and value.requires_grad:
-        nothing_of.add_(value.flatten()[:0].sum())
+    if isinstance(value, Tensor):
+        nothing_of.copy_(value.flatten()[:0].sum())
     else:
         nothing_of.zero_()
 
