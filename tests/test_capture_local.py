@@ -220,6 +220,7 @@ def fewest(sizes: Sequence[int], limit: int) -> int:
     return made
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("limit", [1 << 10, 20_000, 60_000, 1 << 24])
 @pytest.mark.parametrize("sync", ["one_by_one", "through_data", "all_at_once"])
 def test_fewest_collectives_and_no_scaling(alone: mw.Mesh, sync: str, limit: int) -> None:

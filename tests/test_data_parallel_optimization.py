@@ -405,6 +405,7 @@ def by_hand(sync: str, passes: list[Any] | None) -> tuple[dict[str, Tensor], dic
     return {n: p.detach().clone() for n, p in model.named_parameters()}, details
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("sync", ["divided", "before", "mixed", "clipped"])
 def test_steps_by_hand(sync: str) -> None:
     passes = ["data-parallel-optimization:bucket_bytes=1000000"]

@@ -198,6 +198,7 @@ def test_a_rank_that_dies_ends_all(running: subprocess.Popen[str]) -> None:
     assert gone(ranks)
 
 
+@pytest.mark.thin(3)
 @LINUX
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_ends_all(running: subprocess.Popen[str], number: signal.Signals) -> None:
