@@ -356,6 +356,13 @@ MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14, 
 EXPERTS = ("*experts.gate_up_proj", "*experts.down_proj")  # by expert
 QKV = ("*q_proj.*", "*k_proj.*", "*v_proj.*")
 
+
+def diffusion(build: Callable[[], nn.Module], batch: Callable[[torch.Generator], Batch]) -> Case:
+    """A UNet of diffusers': convolutions in pairs, attention by heads."""
+    columns, rows = ("*conv1.*", "*to_q.*", "*to_k.*", "*to_v.*"), ("*conv2.weight", "*to_out.0.weight")
+    return Case(build, batch, columns, rows, square("sample"), needs="diffusers")
+
+
 CASES: dict[str, Case] = {
     "llama": Case(decoder("Llama", head_dim=4), text, *LLAMA),
     "gpt2": Case(gpt2, text, ("*mlp.c_proj.weight", "*mlp.c_fc.bias"), ("*mlp.c_fc.weight",)),
@@ -441,22 +448,8 @@ CASES: dict[str, Case] = {
         ("*attention.output.dense.weight", "*dense2.weight"),
     ),
     "sam": Case(sam, clicks, ("*lin1.*", "*qkv.*", *QKV), ("*lin2.weight", "*out_proj.weight"), square("pred_masks")),
-    "unet": Case(
-        unet,
-        noisy,
-        ("*conv1.*", "*to_q.*", "*to_k.*", "*to_v.*"),
-        ("*conv2.weight", "*to_out.0.weight"),
-        square("sample"),
-        needs="diffusers",
-    ),
-    "unet-conditioned": Case(
-        unet_conditioned,
-        noisy_conditioned,
-        ("*conv1.*", "*to_q.*", "*to_k.*", "*to_v.*"),
-        ("*conv2.weight", "*to_out.0.weight"),
-        square("sample"),
-        needs="diffusers",
-    ),
+    "unet": diffusion(unet, noisy),
+    "unet-conditioned": diffusion(unet_conditioned, noisy_conditioned),
     "deformable-detr": Case(
         deformable_detr,
         image(32, 0),

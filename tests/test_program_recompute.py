@@ -204,20 +204,25 @@ class Masked(nn.Module):
         return self.outside(lambda y: self.inside(self.inner, y).sin(), self.a(x))
 
 
+def by_hand(model: nn.Module, opt: Any) -> Callable[[Tensor], Tensor]:
+    """A step of one backward, as users write it."""
+
+    def step(batch: Tensor) -> Tensor:
+        loss = squares(model, batch)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return step
+
+
 def test_saved_products_of_masks() -> None:
     def run(again: bool) -> Any:
         torch.manual_seed(0)
         model = Masked(again).double()
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def by_hand(batch: Tensor) -> Tensor:
-            loss = squares(model, batch)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            return loss
-
-        step = mw.capture_local(by_hand, ONE, model=model, optimizer=opt, batch=rows(64, 0, 32))
+        step = mw.capture_local(by_hand(model, opt), ONE, model=model, optimizer=opt, batch=rows(64, 0, 32))
         torch.manual_seed(1)
         return [step(rows(64, 0, 32)).item() for _ in range(2)], [p.detach().clone() for p in model.parameters()]
 
@@ -311,16 +316,6 @@ def peaks(how: str, dropout: float) -> tuple[int, int, int]:
         torch.manual_seed(0)
         model = Net(how, width=32, blocks=5, dropout=dropout, norm=False)
         return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(512, 32)
-
-    def by_hand(model: nn.Module, opt: Any) -> Callable[[Tensor], Tensor]:
-        def step(batch: Tensor) -> Tensor:
-            loss = squares(model, batch)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            return loss
-
-        return step
 
     def most(run: Callable[[Tensor], Any], x: Tensor) -> int:
         for mode in (contextlib.nullcontext(), live := Live()):

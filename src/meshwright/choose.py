@@ -156,9 +156,8 @@ def _exact(choice: Choice, rule: Rule, ins: Sequence[Spec], constants: Collectio
                 cost += 2 * (n - 1) / n * held_bytes(src, without=(a,))
     for spec in choice.outputs:
         if spec.layout.partial:
-            kept = [REPLICATE if isinstance(p, Partial) else p for p in spec.layout.placements]
-            whole = Layout(spec.mesh, kept, order=dict(spec.layout.order), ndim=spec.ndim)
-            cost += plan(spec.with_(undecided=0), spec.with_(layout=whole, undecided=0)).forward_bytes
+            whole = spec.with_(layout=spec.layout.without_partial(), undecided=0)
+            cost += plan(spec.with_(undecided=0), whole).forward_bytes
     factors = [c.factor for c in choice.strategies if c.factor]
     crowd = len(factors) - len(set(factors))
     if rule.moves:

@@ -237,6 +237,13 @@ class Layout:
             order.setdefault(placement.dim, []).append(axis)
         return Layout(self.mesh, placements, order=order, ndim=self.ndim)
 
+    def without_partial(self, axes: Iterable[int] | None = None) -> Layout:
+        """The same layout once what is Partial, on these axes or on all, has been reduced."""
+        made = self
+        for a in self.partial if axes is None else axes:
+            made = made.replace(a, REPLICATE)
+        return made
+
     def local_bounds(self, shape: Sequence[int], coordinate: Sequence[int]) -> list[tuple[int, int]]:
         """Per dim (start, stop) of what the rank at ``coordinate`` holds of a tensor of this global shape."""
         bounds = [(0, n) for n in shape]

@@ -171,18 +171,13 @@ def _verdict(more: float, worse: float, agree: bool) -> str:
 
 def _reason(ours: Answer, theirs: Answer, made: Sequence[Spec], expected: Sequence[Spec]) -> str:
     def owed(outputs: Sequence[Spec]) -> float:
-        return sum(moved(o, o.with_(layout=_reduced(o.layout))) for o in outputs)
+        return sum(moved(o, o.with_(layout=o.layout.without_partial())) for o in outputs)
 
     if ours.bytes + owed(made) <= theirs.bytes + owed(expected) + NEAR and owed(expected) > owed(made):
         return "owed"
     pairs = [(_plain(o), _plain(e)) for o, e in zip(made, expected, strict=True)]
     alike = sum(moved(e, o) - moved(o, e) for o, e in pairs) > -NEAR
     return "tie" if alike and abs(ours.bytes - theirs.bytes) < NEAR else "gap"
-
-
-def _reduced(layout: Layout) -> Layout:
-    kept = [REPLICATE if isinstance(p, Partial) else p for p in layout.placements]
-    return Layout(layout.mesh, kept, order=dict(layout.order), ndim=layout.ndim)
 
 
 def _outputs_of_theirs(

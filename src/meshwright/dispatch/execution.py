@@ -88,9 +88,7 @@ def _of_whole(t: Tensor, steps: reshard.Plan, note: Note | None, grad: bool) -> 
 def _cut_whole(source: Source, axes: Sequence[int], note: Note | None) -> list[Tensor]:
     """All pieces of a source that is whole on these axes."""
     spec: Spec = source.base.__dict__["_spec"].with_(undecided=0)
-    layout = spec.layout
-    for a in axes:
-        layout = layout.replace(a, REPLICATE)
+    layout = spec.layout.without_partial(axes)
     whole = convert_tensor(source.base, reshard.plan(spec, spec.with_(layout=layout)), note)
     whole.__dict__.setdefault("_spec", spec.with_(layout=layout))
     args, kwargs = with_base(source.base, whole, source.args, source.kwargs)

@@ -12,7 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .core import ROLES, in_bytes
+from ..program.verify import ROLES
+from .core import in_bytes
 from .explanation import Explanation
 from .memory import CATEGORIES
 from .page import as_page

@@ -10,8 +10,6 @@ from typing import Any
 
 from ..record import Record
 
-ROLES = ("forward", "recomputation", "backward", "optimizer")
-
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 _PLACED = re.compile(r"(\w+): (\w+)\(([^)]*)\)")
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from .. import runtime
 from ..mesh import Mesh
+from ..program.verify import ROLES
 from ..record import Record
-from .core import ROLES, Collective, Laid, Total, folded, recorded
+from .core import Collective, Laid, Total, folded, recorded
 from .memory import Memory
 from .page import as_page
 from .text import as_text, report

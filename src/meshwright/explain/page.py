@@ -8,7 +8,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..mesh import Mesh
-from .core import ROLES, Collective, Laid, folded_layouts, in_bytes, placed, starred
+from ..program.verify import ROLES
+from .core import Collective, Laid, folded_layouts, in_bytes, placed, starred
 from .memory import CATEGORIES, Memory
 
 if TYPE_CHECKING:

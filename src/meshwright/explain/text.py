@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..mesh import Mesh
+from ..program.verify import ROLES
 from ..record import SINCE
-from .core import ROLES, Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
+from .core import Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
 from .memory import CATEGORIES, Memory
 
 if TYPE_CHECKING:
