@@ -141,7 +141,9 @@ class _Merge:
         losses = [o for o in self.program.outputs if o.kind in ("loss", "aux")]
         values = dict(zip(self.program.outputs, self.program.results, strict=True))
         self._independent({o.name: values[o] for o in losses}, cuts)
-        nodes = needed(self.graph, [*cuts, *(values[o] for o in losses)], self._by_forward)
+        # Other ranks may wait in collectives whose result this one, with an empty shard, has no use for.
+        met = [n for n in self.program.collectives() if not n.users and n.meta.get("role") != "optimizer"]
+        nodes = needed(self.graph, [*cuts, *met, *(values[o] for o in losses)], self._by_forward)
         self._unchanged(nodes)
         nodes |= {n for n in self.graph.nodes if draws(n) and n.meta.get("role") != "optimizer"}
         sums = [self._sum(n) for n in cuts]

@@ -51,12 +51,15 @@ class Meeting(NamedTuple):
     sizes: str = ""
 
 
-def meetings(program: Program) -> list[Meeting]:
+def meetings(program: Program, *, inputs: bool = True) -> list[Meeting]:
     """What ranks must do alike: the inputs and outputs, and every collective in order with all that they agree on.
 
     Local ops may differ: a rank with an empty shard takes other kernels.
+
+    Args:
+        inputs: not of a part of a program, which has those of the whole that this rank's local ops read.
     """
-    found = [Meeting(f"input {i.kind} {i.name}") for i in program.inputs]
+    found = [Meeting(f"input {i.kind} {i.name}") for i in program.inputs if inputs]
     for node in program.collectives():
         value = node.all_input_nodes[0].meta.get("value")
         dtype = value.dtype if isinstance(value, Value) else None
@@ -69,7 +72,7 @@ def meetings(program: Program) -> list[Meeting]:
     merged = program.merged
     if merged is not None:
         found.append(Meeting(f"an update every {merged.k_steps} calls"))
-        found += [*meetings(merged.accumulate), *meetings(merged.flush)]
+        found += [*meetings(merged.accumulate, inputs=False), *meetings(merged.flush, inputs=False)]
     return found
 
 

@@ -260,9 +260,14 @@ def is_mutating(node: fx.Node) -> bool:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Remove nodes that nobody uses, that write nothing and draw no random numbers."""
+    """Remove nodes that nobody uses, that write nothing, draw no random numbers and send nothing.
+
+    A collective stays though this rank does nothing with what it gives: where a shard is empty a rank computes less
+    than the others, which wait for it all the same.
+    """
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not (node.users or is_mutating(node) or draws(node)):
+        kept = node.users or is_mutating(node) or draws(node) or node.target in COLLECTIVES
+        if node.op == "call_function" and not kept:
             graph.erase_node(node)
 
 
