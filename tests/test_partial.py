@@ -368,6 +368,29 @@ def test_what_was_reduced_and_then_written_is_reduced_again(change):
         same(lambda x: _changed(x, change), (X, (q,)))
 
 
+@pytest.mark.parametrize("known", [lambda s: s == 0, lambda s: s.exp().detach(), lambda s: s.item()])
+@pytest.mark.parametrize("write", [lambda y, v: y.add_(v), lambda y, v: y.mul_(v), lambda y, v: y + v])
+def test_what_is_read_as_reduced_has_the_type_of_all_that_it_is_tied_to(known, write):
+    """A leaf whose gradient is still of either type is used for a reduced value, then beside a split tensor."""
+    v = ramp(4, 6)
+
+    def run(sharded):
+        x = ramp(4, 6) - 2.0
+        x = (dist(x, R, S1, mesh=GRID) if sharded else x).requires_grad_()
+        s = (x * x).sum()
+        known(s)
+        norm = s.masked_fill(s == 0, 1.0).sqrt()
+        y = x * 2.0
+        write(y, dist(v, S0, S1, mesh=GRID) if sharded else v)
+        (g,) = torch.autograd.grad(norm * 3, x, retain_graph=True)
+        (both,) = torch.autograd.grad(norm * y.sum(), x)
+        return (mw.unshard(g), mw.unshard(both)) if sharded else (g, both)
+
+    want = run(False)
+    for got in on_ranks(lambda: run(True), GRID):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_checkpoint_finds_its_inputs_as_they_were():
     """A value is reduced after the first run of a region, or within: the second run must do what the first did."""
     from torch.utils.checkpoint import checkpoint

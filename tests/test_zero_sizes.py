@@ -97,6 +97,11 @@ def test_embedding_of_empty_shards_twice() -> None:
         torch.testing.assert_close(g, want[1])
 
 
+def _filled(x: Any, where: Any) -> Any:
+    x[where] = 2.0
+    return x.exp() * x
+
+
 TWICE: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = {
     "conv": (lambda x, w: F.conv1d(x, w, padding=1), (2, 2, 4), (2, 2, 3)),
     "conv_transpose": (lambda x, w: F.conv_transpose1d(x, w), (2, 2, 4), (2, 2, 3)),
@@ -108,6 +113,20 @@ TWICE: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = 
     "max_pool": (lambda x, w: F.max_pool1d(x, 2), (2, 2, 4), (1,)),
     "unfold": (lambda x, w: F.unfold(x, 2), (2, 2, 3, 3), (1,)),
     "fold": (lambda x, w: F.fold(x, (3, 3), 2), (2, 8, 4), (1,)),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (3,)), (2, 2, 3), (1,)),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (3,)), (2, 2, 3), (1,)),
+    "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, training=True), (2, 2, 3), (2,)),
+    "instance_norm": (lambda x, w: F.instance_norm(x, weight=w), (2, 2, 3), (2,)),
+    "group_norm": (lambda x, w: F.group_norm(x, 2, w), (2, 4, 3), (4,)),
+    "cumprod": (lambda x, w: x.cumprod(1), (2, 2), (1,)),
+    "scatter": (lambda x, w: x.scatter(0, torch.tensor([1]), w), (2,), (1,)),
+    "scatter, add_": (lambda x, w: x.scatter(0, torch.tensor([1]), w).add_(x).logsumexp(0), (2,), (1,)),
+    "index_put, add_": (lambda x, w: x.index_put((torch.tensor([1]),), w).add_(x).logsumexp(0), (2,), (1,)),
+    "rows written": (lambda x, w: _filled(x * x, slice(0, -1)), (2, 2), (1,)),
+    "row written": (lambda x, w: _filled(x * x, 0), (2, 2), (1,)),
+    "view written": (lambda x, w: (x * w).view(-1, 1).add_(x.flatten()[:, None]).exp(), (2, 2), (1,)),
+    "matmul written": (lambda x, w: torch.tensordot(w, x, dims=([-1], [-1])).cumsum_(0).exp(), (2, 2), (3, 2)),
+    "norm": (lambda x, w: torch.linalg.vector_norm(x, dim=1), (2, 2, 3), (1,)),
     "cross_entropy": (lambda x, w: F.cross_entropy(x, torch.tensor([1, 0]), label_smoothing=0.1), (2, 2), (1,)),
 }
 
@@ -131,7 +150,7 @@ def test_an_empty_part_has_the_graph_of_the_others(dtype: torch.dtype) -> None:
             fn, *shapes = TWICE[name]
             base = [torch.randn(s, dtype=dtype, generator=torch.Generator().manual_seed(5)) for s in shapes]
             want = twice(fn, *[t.clone().requires_grad_() for t in base])
-            for d, e in [(d, e) for d in range(2) for e in (None, 0)]:
+            for d, e in [(d, e) for d in range(min(base[0].ndim, 2)) for e in (None, 0)]:
                 x = mw.shard_tensor(base[0].clone(), mesh, [mw.Shard(d)]).requires_grad_()
                 w = mw.shard_tensor(base[1].clone(), mesh, [mw.Replicate() if e is None else mw.Shard(e)])
                 got = twice(fn, x, w.requires_grad_())

@@ -77,7 +77,7 @@ def forget_ops() -> None:
 
 def _resolve(func: Any) -> Op:
     name = op_name(func)
-    python = isinstance(func, types.FunctionType)
+    python = isinstance(func, types.FunctionType) and func is not torch.Tensor.unflatten  # which calls itself
     inplace = False
     if name.startswith("__") and name.endswith("__"):
         bare = name[2:-2]

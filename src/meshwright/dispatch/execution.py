@@ -170,8 +170,13 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return execute(plan_call(func, args, kwargs, known=False), func, args, kwargs, stamp)
     tensors = tensors_in((args, kwargs))
     grad_on = torch.is_grad_enabled()
-    if grad_on and (plan.untyped or plan.decide):
+    if grad_on and (plan.untyped or plan.decide or plan.known):
         replan = follow_roots(tensors)
+        for i, _ in plan.known:  # what a value was reduced to has a type; so the value has, and all that is tied to it
+            t = tensors[i]
+            if t.requires_grad and t.__dict__["_spec"].undecided:
+                settle(t, t.__dict__["_spec"].with_(undecided=0))
+                replan = True
         for i, spec in () if replan else plan.decide:
             t = tensors[i]
             if _told_otherwise(t, spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -230,7 +231,34 @@ def _mark_copies(
     if len(specs) == 1 and not plan.op.inplace and plan.choice is not None and _in_parts(plan.choice):
         smaller = len(plan.outputs) > 1 or plan.outputs[0].shape.numel() < specs[0].shape.numel()
         plan.cuts = smaller and _is_view(func, specs, args, kwargs)
+    if _nothing_here(plan):
+        _replay(plan, func)
     return plan
+
+
+def _nothing_here(plan: Plan) -> bool:
+    """Whether a result that has elements has none on this rank."""
+    if plan.op.inplace or plan.mesh is None:
+        return False
+    here = plan.mesh.coordinate(runtime.RT.rank)
+    return any(s.shape.numel() and not math.prod(s.local_shape(here)) for s in plan.outputs)
+
+
+def _replay(plan: Plan, func: Any) -> None:
+    """Where this rank's part of a result is empty, the op run in such a way that writes to the result are
+    differentiated as on the other ranks: PyTorch else takes a view that was written to (the result of ``tensordot`` is
+    one of its own) for an ``as_strided`` of its base, whose derivative is a constant where it is empty, so that a
+    second backward would leave out collectives.
+    """
+    fn = plan.local or func
+    native = plan.native
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.grad_mode._force_original_view_tracking(True):
+            return fn(*args, **kwargs) if native is None else native(args[0])
+
+    plan.local, plan.native = run, None
+    plan.plain = plan.retypes = plan.swift = False
 
 
 def _in_parts(choice: Choice) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import redispatch_function
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
+from .dims import with_row
 from .index import Shelf
 from .loss import MEAN, NONE, SUM, weighed
 from .parts import internal, operator
@@ -182,7 +183,7 @@ def _class_sums(
     own, place = _own_class(target, shelf, ignore_index)
     empty = not x.numel()
     if empty:  # one class that counts for nothing: the graph is that of the other ranks, to any order
-        x = torch.cat([x, top.unsqueeze(classes)], classes)
+        x = with_row(x, classes) + top.unsqueeze(classes)
         weight = None if weight is None else torch.cat([weight, weight.new_zeros(1)])
     # Rows last to first: classes become the last dim, a view.
     flat = x.movedim(classes, -1)

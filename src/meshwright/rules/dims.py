@@ -89,13 +89,30 @@ def meta_shapes(fn: Callable[..., Any], x: Arg, *args: Any, **kwargs: Any) -> li
 
 
 def nothing(shape: Sequence[int], *tensors: Tensor) -> Tensor:
-    """Zeros that depend on all the tensors: with an empty shard, too, a rank needs the others' graph."""
+    """Zeros that depend on all the tensors: with an empty shard, too, a rank needs the others' graph.
+
+    However often it is differentiated: the derivatives of an exponential of no elements depend on the tensor too.
+    """
     first, *rest = tensors
     zeros = first.new_zeros(shape)
     for t in (first, *rest):
         # Without a gradient too: what a captured step reads on one rank only would be dropped on the others.
-        zeros = zeros + t.flatten()[:0].sum().to(zeros.dtype)
+        none = t.flatten()[:0]
+        zeros = zeros + (none.exp() if t.is_floating_point() or t.is_complex() else none).sum().to(zeros.dtype)
     return zeros
+
+
+def with_row(x: Tensor, dim: int) -> Tensor:
+    """``x`` with a row of zeros behind it.  ``torch.cat`` does not differentiate vectors of no elements twice."""
+    pads = [0] * (2 * x.ndim)
+    pads[2 * (x.ndim - 1 - dim) + 1] = 1
+    return torch.constant_pad_nd(x, pads)
+
+
+def part(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of ``x``.  Nothing of it is a copy: writes to an empty view are not differentiated twice."""
+    made = x[tuple(map(slice, shape))]
+    return made if made.numel() else made.clone()
 
 
 def filled(ctx: Local, fn: LocalFn) -> LocalFn | None:
@@ -117,8 +134,8 @@ def filled(ctx: Local, fn: LocalFn) -> LocalFn | None:
 
         made = fn(*map(wider, args), **{k: wider(a) for k, a in named.items()})
         if isinstance(made, Tensor):
-            return made[tuple(map(slice, shapes[0]))]
-        return tuple(t[tuple(map(slice, shape))] for t, shape in zip(made, shapes, strict=True))
+            return part(made, shapes[0])
+        return tuple(part(t, shape) for t, shape in zip(made, shapes, strict=True))
 
     return run
 

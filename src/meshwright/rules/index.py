@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import broadcast_letters, names, sizes_of
+from .dims import broadcast_letters, names, sizes_of, with_row
 
 Tensor = torch.Tensor
 
@@ -201,7 +201,7 @@ class Shelf:
         """``x``, the own part, with a row of zeros where it has none: every rank looks up, and checks, alike."""
         if self.start != self.stop:
             return x
-        return torch.cat([x, x.new_zeros([1 if i == dim else n for i, n in enumerate(x.shape)])], dim)
+        return with_row(x, dim)
 
     def checked(self, fn: LocalFn) -> LocalFn:
         """``fn``, whose complaint about an index tells the size of the whole dim."""

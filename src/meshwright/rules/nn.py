@@ -12,7 +12,6 @@ from . import counter, dropout
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dims import broadcast_letters, filled, meta_shapes, names, nothing, without
 from .index import shelf_of
-from .parts import connected
 
 Tensor = torch.Tensor
 
@@ -320,7 +319,7 @@ def affine_grid(theta: Arg, size: Sequence[int], align_corners: bool) -> Rule:
 
         def run(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
             if 0 in shape:
-                return connected(shape, theta)
+                return nothing(shape, theta)
             return torch.affine_grid_generator(theta, [shape[0], *size[1:]], align_corners)
 
         return run

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ..errors import RuleError
 from ..layout import Partial
 from .core import Arg, Local, LocalFn, Rule, notation, rule
-from .dims import names
-from .parts import connected, internal
+from .dims import filled, names
+from .parts import internal
 
 Tensor = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)
@@ -112,13 +113,19 @@ def batch_norm(
     given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
     text = f"{', '.join([dims] + [c] * len(given))} -> {dims}"
     if not training:
-        return notation(text, x, *given, linear=[[weight, bias]] if weight is not None else [], local=_norm_local)
+        return notation(
+            text, x, *given, linear=[[weight, bias]] if weight is not None else [],
+            local=_norm_local(torch.batch_norm),
+        )  # fmt: skip
     whole = [b, *spatial]
     _written((running_mean, running_var), "batch_norm")
     if running_mean is not None:
         # The op writes to the running statistics: a slice of a replicated one must not be written to alone.
         whole.append(c)
-    return notation(text, x, *given, whole=_named(" ".join(whole)), local=_norm_local, decompose=_batch_norm_by_sums)
+    return notation(
+        text, x, *given, whole=_named(" ".join(whole)), local=_norm_local(torch.batch_norm),
+        decompose=_batch_norm_by_sums,
+    )  # fmt: skip
 
 
 def _written(running: Sequence[Arg | None], op: str) -> None:
@@ -131,11 +138,9 @@ def _written(running: Sequence[Arg | None], op: str) -> None:
             )
 
 
-def _norm_local(ctx: Local) -> LocalFn | None:
-    """Kernels refuse parts without elements."""
-    if 0 not in ctx.in_shape():
-        return None
-    return lambda x, *args, **named: connected(x.shape, *(t for t in args if isinstance(t, Tensor)), x)
+def _norm_local(fn: LocalFn) -> Callable[[Local], LocalFn | None]:
+    """Kernels refuse parts without elements; where nobody has elements they say so."""
+    return lambda ctx: filled(ctx, fn) if all(ctx.rule.sizes.values()) else None
 
 
 def _batch_norm_by_sums(
@@ -202,13 +207,12 @@ def group_norm(
     text = f"{', '.join([f'b (g c) {spatial}'] + ['(g c)'] * len(given))} -> b (g c) {spatial}"
 
     def local(ctx: Local) -> LocalFn | None:
-        shape = ctx.in_shape()
-        if 0 in shape:
-            return _norm_local(ctx)
-        if not ctx.is_split("g"):
-            return None
-        groups = shape[1] * num_groups // x.shape[1]
-        return lambda x, num_groups, *args, **named: torch.group_norm(x, groups, *args, **named)
+        each = x.shape[1] // num_groups
+
+        def run(x: Tensor, num_groups: int, *args: Any, **named: Any) -> Tensor:
+            return torch.group_norm(x, x.shape[1] // each, *args, **named)
+
+        return _norm_local(run)(ctx) or (run if ctx.is_split("g") else None)
 
     return notation(
         text, x, *given, sizes={"g": num_groups, "c": x.shape[1] // num_groups}, whole=_named(f"c {spatial}"),
@@ -252,7 +256,7 @@ def instance_norm(
     text = f"{', '.join([f'b c {spatial}'] + ['c'] * len(given))} -> b c {spatial}"
     return notation(
         text, x, *given, whole=_named(f"b c {spatial}" if updates else spatial if use_input_stats else ""),
-        linear=[[weight, bias]] if weight is not None else [], local=_norm_local,
+        linear=[[weight, bias]] if weight is not None else [], local=_norm_local(torch.instance_norm),
         decompose=_instance_norm_by_sums,
     )  # fmt: skip
 

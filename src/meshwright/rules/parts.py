@@ -4,7 +4,7 @@ own."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,20 +23,6 @@ def operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], 
     LIBRARY.impl(name, torch.no_grad()(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshwright::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.meshwright, name)
-
-
-def connected(shape: Sequence[int], *tensors: Tensor | None, fill: float = 0.0) -> Tensor:
-    """A constant that depends on ``tensors`` for autograd, with zero gradients.
-
-    What a rank with an empty part returns: its output must require a gradient exactly where the others' does,
-    or its backward would leave out a collective.
-    """
-    given = [t for t in tensors if t is not None]
-    out = given[0].new_full(tuple(shape), fill)
-    for t in given:
-        if t.requires_grad and torch.is_grad_enabled():
-            out = out + (t[(slice(0, 1),) * t.ndim] * 0.0).nan_to_num().sum()
-    return out
 
 
 class Internal:

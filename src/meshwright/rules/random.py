@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..layout import Partial, Spec
 from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .dims import nothing
 from .dropout import reproducible_random
-from .parts import connected
 
 Tensor = torch.Tensor
 Generator = torch.Generator
@@ -357,7 +357,7 @@ def normal(mean: Arg | float, std: Arg | float = 1.0, *, generator: Generator | 
                 if isinstance(std, Tensor):
                     made.mul_(std)
                 made.add_(mean)
-            return made + connected((), *given) if _tracked(given) else made
+            return made + nothing((), *given) if _tracked(given) else made
 
         return run
 
@@ -395,7 +395,7 @@ def bernoulli(x: Arg, p: Arg | float | None = None, *, generator: Generator | No
             with torch.no_grad():
                 _bernoulli(ctx, out, x if p is None else p, generator)
             given = [t for t in (x, p) if isinstance(t, Tensor)]
-            return out + connected((), *given) if _tracked(given) else out
+            return out + nothing((), *given) if _tracked(given) else out
 
         return run
 

@@ -375,13 +375,13 @@ def logsumexp(x: Arg, dim: Any, keepdim: bool = False, **kwargs: Any) -> Rule | 
 # ----------------------------------------------------------------------------------------- along whole dims
 
 
-def _along(x: Arg, dim: int, outputs: int = 1, linear: bool = False) -> Rule:
+def _along(x: Arg, dim: int, outputs: int = 1, linear: bool = False, local: Any = None) -> Rule:
     letters = x.letters
     d = x.dim(dim)
     out = " ".join(letters)
     whole = letters[d] if x.ndim and letters[d] != "1" else ""
     text = f"{out} -> {', '.join([out] * outputs)}"
-    return notation(text, x, whole=whole, linear=bool_free([x]) if linear else ())
+    return notation(text, x, whole=whole, linear=bool_free([x]) if linear else (), local=local)
 
 
 @rule("cumsum")
@@ -390,10 +390,27 @@ def cumsum(x: Arg, dim: int, **kwargs: Any) -> Rule:
     return _along(x, kwargs.get("axis", dim), linear=True)
 
 
-@rule("cumprod", "logcumsumexp")
+@rule("logcumsumexp")
 def cumulative(x: Arg, dim: int, **kwargs: Any) -> Rule:
     """Along a whole dim."""
     return _along(x, dim)
+
+
+@rule("cumprod")
+def cumprod(x: Arg, dim: int, **kwargs: Any) -> Rule:
+    """Along a whole dim."""
+
+    def local(ctx: Local) -> LocalFn | None:
+        if math.prod(ctx.in_shape()) > 1 or math.prod(x.shape) <= 1:
+            return None
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            made = torch.cumprod(x, *args, **kwargs)
+            return made + nothing((), x)  # of one element PyTorch's derivative is a constant
+
+        return run
+
+    return _along(x, dim, local=local)
 
 
 @rule("cummax", "cummin")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import aligned, bool_free, names
+from .dims import aligned, bool_free, names, part, with_row
 from .index import Index, Shelf, full_slices, is_mask, items_of, paired, read_index, shelf_of, text_of, widened
 
 Tensor = torch.Tensor
@@ -28,10 +28,8 @@ def _spilled(op: str, factor: str, size: int, d: int) -> Callable[[Local], Local
         def local(x: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             inside, away = shelf.find(index)
             rows = x.shape[d]
-            shape = [1 if i == d else n for i, n in enumerate(x.shape)]
-            wider = torch.cat([x, x.new_zeros(shape)], d)
-            made: Tensor = getattr(wider, op)(d, inside.masked_fill(away, rows), *args, **kwargs)
-            return made.narrow(d, 0, rows)
+            made: Tensor = getattr(with_row(x, d), op)(d, inside.masked_fill(away, rows), *args, **kwargs)
+            return part(made, x.shape)
 
         return shelf.checked(local)
 
@@ -231,7 +229,9 @@ def _set_here(shelves: Shelves) -> LocalFn:
         into = _stocked(x, shelves)
         part = _own_part(into, index, value, shelves)
         if part is not None:
-            into[part[0]] = part[1]
+            # By way of a view: what fills all that this rank has would otherwise cut it off from what was there, and
+            # with it from the graph of ranks that have more.
+            into.view_as(into)[part[0]] = part[1]
         if part is None or into is not x:
             _touch(x, value)
 
@@ -241,14 +241,12 @@ def _set_here(shelves: Shelves) -> LocalFn:
 def _put_here(shelves: Shelves) -> LocalFn:
     def local(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
         into = _stocked(x, shelves)
-        part = _own_part(into, full_slices(indices), values, shelves, accumulate)
-        if part is None:
+        own = _own_part(into, full_slices(indices), values, shelves, accumulate)
+        if own is None:
             raise AssertionError("index tensors always have a part")
-        where = [a if isinstance(a, Tensor) else None for a in part[0]]
-        made: Tensor = torch.ops.aten.index_put.default(into, where, part[1], accumulate)
-        for d, n in enumerate(x.shape):
-            made = made.narrow(d, 0, n) if made.shape[d] != n else made
-        return made
+        where = [a if isinstance(a, Tensor) else None for a in own[0]]
+        made: Tensor = torch.ops.aten.index_put.default(into, where, own[1], accumulate)
+        return made if made.shape == x.shape else part(made, x.shape)
 
     return local
 
