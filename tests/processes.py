@@ -29,6 +29,7 @@ def _rank_main(pipe: Connection, rank: int, world: int, store: str, job: bytes) 
     try:
         fn, args = pickle.loads(job)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        dist.barrier()  # a rank that is done at once must not go while another one still connects to it
         answer = (True, fn(*args))
     except BaseException:
         answer = (False, traceback.format_exc())
