@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import math
+import pstats
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -439,8 +441,8 @@ def test_a_step_by_hand_with_gradient_merge() -> None:
 # ---------------------------------------------------------------------------------------------- time
 
 
-def test_time_is_linear_in_the_layers() -> None:
-    def seconds(layers: int) -> float:
+def test_work_is_linear_in_the_layers() -> None:
+    def calls(layers: int) -> int:
         cfg = TrainConfig(mesh=(("dp", 2),), layers=layers, hidden=32, heads=2, seq=8, batch=4)
         model, mesh = GPT(cfg, "meta"), mw.Mesh({"dp": 2})
         batch = (torch.zeros(4, 8, dtype=torch.long),) * 2
@@ -448,8 +450,9 @@ def test_time_is_linear_in_the_layers() -> None:
         program = build(
             model, lambda m, b: loss_of(m, *b), torch.optim.AdamW(model.parameters()), batch, mesh, plan
         ).program
-        return min(PassManager(["data-parallel-optimization"]).run(program)[1][0].seconds for _ in range(2))
+        with cProfile.Profile() as counted:
+            PassManager(["data-parallel-optimization"]).run(program)
+        return int(pstats.Stats(counted).total_calls)  # type: ignore[attr-defined]
 
-    few, many = seconds(6), seconds(24)
-    assert many < 8 * few
-    assert many < 1
+    few, many = calls(6), calls(24)
+    assert many < 5 * few

@@ -391,6 +391,29 @@ def test_what_is_read_as_reduced_has_the_type_of_all_that_it_is_tied_to(known, w
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("op", ["avg", "max", "min"])
+def test_a_checkpoint_saves_as_often_in_both_runs(op):
+    """Reductions that have shares of the gradient save them."""
+    from torch.utils.checkpoint import checkpoint
+
+    def fn(x, again):
+        def region(t):
+            return (F.gelu(t) * t + t.sin()).sum()
+
+        y = x * 1.0
+        made = again(region, y) + y.exp().sum() + again(region, y)
+        return torch.autograd.grad(made, x)[0]
+
+    def run(again):
+        return mw.unshard(fn(dist(X.clone(), mw.Partial(op)).requires_grad_(), again))
+
+    want = on_ranks(lambda: run(lambda f, t: f(t)))
+    got = on_ranks(lambda: run(lambda f, t: checkpoint(f, t, use_reentrant=False)))
+    torch.testing.assert_close(got, want)
+    if op == "avg":
+        torch.testing.assert_close(got[0], fn(X.clone().requires_grad_(), lambda f, t: f(t)))
+
+
 def test_a_checkpoint_finds_its_inputs_as_they_were():
     """A value is reduced after the first run of a region, or within: the second run must do what the first did."""
     from torch.utils.checkpoint import checkpoint

@@ -43,7 +43,7 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Note | None = None) -> 
         return t
     memo: dict[Any, Tensor] | None = None
     space = t.__dict__
-    if "_spec" in space and not (grad and t.is_leaf) and not _unseen(t, space):
+    if "_spec" in space and not (grad and t.is_leaf) and not _unseen(t, space) and not (grad and _kept_apart(steps)):
         version, memo = space.get("_memo", _NO_MEMO)
         if version != t._version:
             memo = {}
@@ -117,6 +117,11 @@ def _saving() -> bool:
 
 
 _OWN = __name__.partition(".")[0]
+
+
+def _kept_apart(steps: reshard.Plan) -> bool:
+    """Whether a conversion saves tensors, which a checkpoint counts in both of its runs: neither finds the other's."""
+    return any(convert.weighted(s) for s in steps.steps) and _saving()
 
 
 def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
