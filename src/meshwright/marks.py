@@ -14,7 +14,7 @@ import torch
 
 from .errors import CaptureError, LayoutError
 from .layout import Layout, Partial, Placement, Replicate, Shard, as_placement
-from .rules.parts import operator
+from .operators import operator
 
 Tensor = torch.Tensor
 

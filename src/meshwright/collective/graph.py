@@ -17,7 +17,7 @@ import torch
 from .. import runtime
 from ..errors import CollectiveError
 from ..mesh import Mesh, parse_mesh
-from ..rules.parts import operator
+from ..operators import operator
 from ..simulation import Call
 from . import ops
 from .groups import Group, group

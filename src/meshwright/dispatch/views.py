@@ -15,7 +15,7 @@ import torch
 
 from .. import convert, reshard
 from ..errors import DispatchError
-from ..rules.parts import Internal
+from ..operators import Internal
 from .calls import as_plain, disabled, op_name, tensors_in
 from .leaves import lead_root, settle
 from .plans import Plan, written_spec

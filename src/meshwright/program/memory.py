@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..collective import row_major
-from ..rules.parts import operator
+from ..operators import operator
 
 Tensor = torch.Tensor
 Strides = tuple[int, ...]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..rules.parts import operator
+from ..operators import operator
 from ..shard.packing import Packing
 
 Tensor = torch.Tensor

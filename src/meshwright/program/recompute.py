@@ -20,8 +20,8 @@ import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES
+from ..operators import operator as operator_of
 from ..record import Record
-from ..rules.parts import operator as operator_of
 from .inplace import storages, written
 from .trace import VIEWS, Value, is_mutating
 from .trace import draws as random

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .parts import operator
+from ..operators import operator
 
 Tensor = torch.Tensor
 

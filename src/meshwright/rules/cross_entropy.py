@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.overrides import redispatch_function
 
+from ..operators import internal, operator
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .dims import with_row
 from .index import Shelf
 from .loss import MEAN, NONE, SUM, weighed
-from .parts import internal, operator
 
 Tensor = torch.Tensor
 _C_NN: Any = torch._C._nn  # whose stubs take the reduction for a str

@@ -9,9 +9,9 @@ import torch
 
 from ..errors import RuleError
 from ..layout import Partial
+from ..operators import internal
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dims import filled, names
-from .parts import internal
 
 Tensor = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)

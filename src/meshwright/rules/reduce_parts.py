@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function
 
 from ..layout import neutral
+from ..operators import internal
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dims import dims_of, without
 
 Tensor = torch.Tensor
-
-
-class Piece:
-    """A function of tensors that distributed tensors intercept, as they do PyTorch's own.
-
-    It is an object so that dispatch takes it for one op, and never runs its body on distributed tensors.
-    """
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
-        self.__name__: str = fn.__name__
-        functools.update_wrapper(self, fn)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(a for a in args if isinstance(a, Tensor))
-        if has_torch_function(tensors):
-            return handle_torch_function(self, tensors, *args, **kwargs)
-        return self.fn(*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------ carrier
@@ -48,7 +29,7 @@ class _Carrier(torch.autograd.Function):
         return grad
 
 
-@Piece
+@internal
 def carrier(x: Tensor) -> Tensor:
     """Zeros with the gradient of x: adds a gradient to a value that is computed otherwise."""
     out: Tensor = _Carrier.apply(x)
@@ -63,7 +44,7 @@ def _carrier_rule(x: Arg) -> Rule:
 # ------------------------------------------------------------------------------------------------ extrema
 
 
-@Piece
+@internal
 def extremum(x: Tensor, dims: Sequence[int], largest: bool) -> Tensor:
     """Largest or smallest values over ``dims``, which stay as dims of size 1.  Has no gradient."""
     if not dims:
@@ -87,7 +68,7 @@ def _extremum_rule(x: Arg, dims: Sequence[int], largest: bool) -> Rule:
     return notation(text, x, reduced=dict.fromkeys(over, words[0 if largest else 1]), local=local)
 
 
-@Piece
+@internal
 def first_index(
     x: Tensor, best: Tensor, dims: Sequence[int], starts: Sequence[int] = (), sizes: Sequence[int] = ()
 ) -> Tensor:
@@ -136,13 +117,13 @@ def _product(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | Non
     return torch.prod(x, dtype=dtype) if dim is None else torch.prod(x, dim, keepdim, dtype=dtype)
 
 
-@Piece
+@internal
 def partial_prod(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Product whose dim may be split; only without gradients."""
     return _product(x, dim, keepdim, dtype)
 
 
-@Piece
+@internal
 def whole_prod(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Product along a whole dim."""
     return _product(x, dim, keepdim, dtype)
@@ -162,4 +143,4 @@ rule("partial_prod")(_prod_rule("product"))
 rule("whole_prod")(_prod_rule(None))
 
 
-__all__ = ["Piece", "carrier", "extremum", "first_index", "partial_prod", "whole_prod"]
+__all__ = ["carrier", "extremum", "first_index", "partial_prod", "whole_prod"]

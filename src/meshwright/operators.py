@@ -1,5 +1,4 @@
-"""Helpers for rules whose local op must cope with parts: empty ones, and internal ops with rules of their
-own."""
+"""Operators of our own: such as a captured program holds as one node, and functions that rules are written for."""
 
 from __future__ import annotations
 
@@ -28,11 +27,13 @@ def operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], 
 class Internal:
     """A function as an op of its own: with distributed arguments, the rule of its name decides.
 
-    The function gets local tensors, unless the rule's ``local`` replaces it.
+    The function gets local tensors, unless the rule's ``local`` replaces it.  It is an object so that dispatch takes it
+    for one op, and never runs its body on distributed tensors.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
+        self.__name__: str = fn.__name__
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,3 +44,5 @@ class Internal:
 
 
 internal = Internal
+
+__all__ = ["Internal", "internal", "operator"]
