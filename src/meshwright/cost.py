@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+from .collective import KINDS
 from .convert import Step
 from .layout import Shard, Spec
 
@@ -28,13 +29,10 @@ def reduce_bytes(spec: Spec, axes: tuple[int, ...]) -> float:
     return 2 * (n - 1) / n * held_bytes(spec)
 
 
-# Kind of step to how often (n-1)/n of what is held before and after it passes a rank.
-_PASSES = {"all_gather": (0, 1), "all_to_all": (1, 0), "reduce_scatter": (1, 0), "all_reduce": (2, 0)}
-
-
 def passes(kind: str) -> tuple[int, int]:
     """How often (n-1)/n of what a rank holds before a step, and of what it holds after it, goes over the wire."""
-    return _PASSES.get(kind, (0, 0))
+    found = KINDS.get(kind)
+    return found.passes if found is not None else (0, 0)
 
 
 @lru_cache(maxsize=8192)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from .checking import compare, digests, same_values, so_far
 from .graph import (
     COLLECTIVES,
+    OPERATORS,
     STARTS,
     WAIT_OP,
     Emitter,
@@ -24,7 +25,13 @@ from .graph import (
     recording,
 )
 from .groups import Group, connect, group, override_group
+from .kinds import Kind
 from .ops import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    KINDS,
+    REDUCE_SCATTER,
     all_gather,
     all_gather_async,
     all_gather_object,
@@ -40,11 +47,18 @@ from .ops import (
 from .wire import Pending, row_major
 
 __all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "BROADCAST",
     "COLLECTIVES",
+    "KINDS",
+    "OPERATORS",
+    "REDUCE_SCATTER",
     "STARTS",
     "WAIT_OP",
     "Emitter",
     "Group",
+    "Kind",
     "Pending",
     "all_gather",
     "all_gather_async",

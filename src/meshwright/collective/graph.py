@@ -21,7 +21,7 @@ from ..operators import operator
 from ..simulation import Call
 from . import ops
 from .groups import Group, group
-from .wire import resized, ring_bytes
+from .kinds import Kind
 
 Tensor = torch.Tensor
 
@@ -52,40 +52,42 @@ def group_of(axes: str, mesh: str) -> Group:
 # ---------------------------------------------------------------------------------------------- operators
 
 
-def _all_reduce(x: Tensor, op: str, axes: str, mesh: str) -> Tensor:
-    return ops.all_reduce(x, op, group_of(axes, mesh))
+def _register(kind: Kind, way: Callable[..., Any], suffix: str = "", *, writes: bool = False) -> Any:
+    """The operator of a kind: ``name(x, options, axes, mesh)``."""
+    to = "Tensor(a!)" if writes else "Tensor"
+
+    def run(x: Tensor, *rest: Any) -> Tensor:
+        *options, axes, mesh = rest
+        made: Tensor = way(x, *options, group_of(axes, mesh))
+        return made
+
+    def fake(x: Tensor, *rest: Any) -> Tensor:
+        return x if writes else x.new_empty(kind.shape(x.shape, rest[:-2]))  # of its own memory, row-major
+
+    schema = f"{kind.name}{suffix}({to} x, {kind.options}, str axes, str mesh) -> {to}"
+    return operator(schema, run, fake)
 
 
-def _all_gather(x: Tensor, dim: int, sizes: Sequence[int], axes: str, mesh: str) -> Tensor:
-    return ops.all_gather(x, dim, tuple(sizes), group_of(axes, mesh))
+def _at_once(start: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: start(*args).wait()
 
 
-def _reduce_scatter(x: Tensor, op: str, dim: int, sizes: Sequence[int], index: int, axes: str, mesh: str) -> Tensor:
-    return ops.reduce_scatter(x, dim, tuple(sizes), op, group_of(axes, mesh))
+OPERATORS: dict[str, Any] = {}
+COLLECTIVES: dict[Any, Kind] = {}
+STARTS: dict[Any, Any] = {}
+for _kind in ops.KINDS.values():
+    OPERATORS[_kind.name] = _made = _register(_kind, _kind.run)
+    COLLECTIVES[_made.default] = _kind
+    if _kind.start is not None:
+        # A collective under way: between the start and the wait nobody may touch what it works on.  A program runs them
+        # on the asynchronous collectives, with what is under way in place of the tensor; called as operators, the
+        # start does it all.
+        _started = _register(_kind, _at_once(_kind.start), "_start", writes=_kind.start_writes)
+        COLLECTIVES[_started.default] = _kind
+        STARTS[_made.default] = _started.default
 
 
-def _all_to_all(
-    x: Tensor,
-    split_dim: int,
-    give: Sequence[int],
-    concat_dim: int,
-    take: Sequence[int],
-    index: int,
-    axes: str,
-    mesh: str,
-) -> Tensor:
-    return ops.all_to_all(x, split_dim, tuple(give), concat_dim, tuple(take), group_of(axes, mesh))
-
-
-def _broadcast(x: Tensor, src_index: int, axes: str, mesh: str) -> Tensor:
-    return ops.broadcast(x, src_index, group_of(axes, mesh))
-
-
-def _all_reduce_start(x: Tensor, op: str, axes: str, mesh: str) -> Tensor:
-    return ops.all_reduce(x, op, group_of(axes, mesh), out_of_place=False)
-
-
-def _same(x: Tensor, *_: Any) -> Tensor:
+def _same(x: Tensor) -> Tensor:
     return x
 
 
@@ -93,84 +95,8 @@ def _keep_one(x: Tensor, keep: bool) -> Tensor:
     return x.clone() if keep else torch.zeros_like(x)
 
 
-def _like(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _row_major(x: Tensor, *_: Any) -> Tensor:
-    """What comes out of every collective of its own memory (see ``ops``)."""
-    return x.new_empty(x.shape)
-
-
-def _fake_all_gather(x: Tensor, dim: int, sizes: Sequence[int], axes: str, mesh: str) -> Tensor:
-    return x.new_empty(resized(x.shape, dim, sum(sizes)))
-
-
-def _fake_scatter(x: Tensor, op: str, dim: int, sizes: Sequence[int], index: int, axes: str, mesh: str) -> Tensor:
-    return x.new_empty(resized(x.shape, dim, sizes[index]))
-
-
-def _fake_exchange(
-    x: Tensor,
-    split_dim: int,
-    give: Sequence[int],
-    concat_dim: int,
-    take: Sequence[int],
-    index: int,
-    axes: str,
-    mesh: str,
-) -> Tensor:
-    return x.new_empty(resized(resized(x.shape, split_dim, give[index]), concat_dim, sum(take)))
-
-
-ALL_REDUCE = operator("all_reduce(Tensor x, str op, str axes, str mesh) -> Tensor", _all_reduce, _row_major)
-ALL_GATHER = operator(
-    "all_gather(Tensor x, int dim, int[] sizes, str axes, str mesh) -> Tensor", _all_gather, _fake_all_gather
-)
-REDUCE_SCATTER = operator(
-    "reduce_scatter(Tensor x, str op, int dim, int[] sizes, int index, str axes, str mesh) -> Tensor",
-    _reduce_scatter,
-    _fake_scatter,
-)
-ALL_TO_ALL = operator(
-    "all_to_all(Tensor x, int split_dim, int[] give, int concat_dim, int[] take, int index, str axes, str mesh)"
-    " -> Tensor",
-    _all_to_all,
-    _fake_exchange,
-)
-BROADCAST = operator("broadcast(Tensor x, int src_index, str axes, str mesh) -> Tensor", _broadcast, _row_major)
-# A collective under way: between the start and the wait nobody may touch what it works on.  A program runs them on the
-# asynchronous collectives, with what is under way in place of the tensor; called as operators, the start does it all.
-ALL_REDUCE_START = operator(
-    "all_reduce_start(Tensor(a!) x, str op, str axes, str mesh) -> Tensor(a!)", _all_reduce_start, _same
-)
-REDUCE_SCATTER_START = operator(
-    "reduce_scatter_start(Tensor x, str op, int dim, int[] sizes, int index, str axes, str mesh) -> Tensor",
-    _reduce_scatter,
-    _fake_scatter,
-)
-ALL_GATHER_START = operator(
-    "all_gather_start(Tensor x, int dim, int[] sizes, str axes, str mesh) -> Tensor", _all_gather, _fake_all_gather
-)
-WAIT = operator("wait(Tensor(a!) started) -> Tensor(a!)", _same, _same)
-KEEP_ONE = operator("keep_one(Tensor x, bool keep) -> Tensor", _keep_one, _like)
-
-COLLECTIVES: dict[Any, str] = {
-    ALL_REDUCE.default: "all_reduce",
-    ALL_GATHER.default: "all_gather",
-    REDUCE_SCATTER.default: "reduce_scatter",
-    ALL_TO_ALL.default: "all_to_all",
-    BROADCAST.default: "broadcast",
-    ALL_REDUCE_START.default: "all_reduce",
-    REDUCE_SCATTER_START.default: "reduce_scatter",
-    ALL_GATHER_START.default: "all_gather",
-}
-STARTS: dict[Any, Any] = {
-    ALL_REDUCE.default: ALL_REDUCE_START.default,
-    REDUCE_SCATTER.default: REDUCE_SCATTER_START.default,
-    ALL_GATHER.default: ALL_GATHER_START.default,
-}
-WAIT_OP: Any = WAIT.default
+WAIT_OP: Any = operator("wait(Tensor(a!) started) -> Tensor(a!)", _same, _same).default
+KEEP_ONE = operator("keep_one(Tensor x, bool keep) -> Tensor", _keep_one, lambda x, keep: torch.empty_like(x))
 
 
 def bytes_of(target: Any, shape: Sequence[int], dtype: torch.dtype, options: Sequence[Any]) -> int:
@@ -182,11 +108,11 @@ def bytes_of(target: Any, shape: Sequence[int], dtype: torch.dtype, options: Seq
         options: the operator's other arguments.
     """
     kind = COLLECTIVES[target]
-    whole = resized(shape, options[0], sum(options[1])) if kind == "all_gather" else shape
-    *_, axes, mesh = options
+    *own, axes, mesh = options
     on = mesh_of_text(mesh)
     n = math.prod(on.axis_size(a) for a in axes.split(","))
-    return ring_bytes(kind, math.prod(whole) * dtype.itemsize, n)
+    before, after = (math.prod(s) * dtype.itemsize for s in (shape, kind.shape(shape, own)))
+    return kind.bytes(before, after, n)
 
 
 # ---------------------------------------------------------------------------------------------- recording
@@ -212,20 +138,14 @@ class Emitter:
         compute: Callable[[list[Any]], Sequence[Any]],
     ) -> Any:
         """Emit the operator of ``call``."""
-        args, index = dict(call.args), ranks.index(self.rank)
-        where = (self._axes(ranks), self.text)
-        if call.kind == "all_reduce":
-            return ALL_REDUCE(payload, call.op, *where)
-        if call.kind == "all_gather":
-            return ALL_GATHER(payload, args["dim"], list(args["sizes"]), *where)
-        if call.kind == "reduce_scatter":
-            return REDUCE_SCATTER(payload, call.op, args["dim"], list(args["sizes"]), index, *where)
-        if call.kind == "all_to_all":
-            give, take = list(args["split_sizes"]), list(args["concat_sizes"])
-            return ALL_TO_ALL(payload, args["split_dim"], give, args["concat_dim"], take, index, *where)
-        if call.kind == "broadcast":
-            return BROADCAST(payload, args["src_index"], *where)
-        raise CollectiveError(f"{call.kind} cannot be part of a captured program: it moves Python objects, not tensors")
+        kind = ops.KINDS.get(call.kind)
+        if kind is None:
+            raise CollectiveError(
+                f"{call.kind} cannot be part of a captured program: it moves Python objects, not tensors"
+            )
+        said = {**dict(call.args), "op": call.op, "index": ranks.index(self.rank)}
+        options = [list(o) if isinstance(o := said[n], tuple) else o for n in kind.names]
+        return OPERATORS[kind.name](payload, *options, self._axes(ranks), self.text)
 
     def _axes(self, ranks: tuple[int, ...]) -> str:
         if ranks not in self.axes:

@@ -16,6 +16,7 @@ from ..errors import CollectiveError
 from ..simulation import Call
 from . import checking
 from .groups import Group
+from .kinds import Cut, Kind
 from .watch import Underway, started
 from .wire import (
     BASIC,
@@ -37,7 +38,6 @@ from .wire import (
     numel,
     reduced,
     resized,
-    ring_bytes,
     to_wire,
     wire_op,
 )
@@ -66,6 +66,11 @@ def _call(
     if rt.check:
         checking.about_to(group, call)
     return call
+
+
+def _count(kind: Kind, group: Group, before: int, after: int) -> None:
+    """Note what a collective is about to move: bytes of what this rank brings, or of what it ends with."""
+    runtime.RT.counts.add(kind.name, group.axes, kind.bytes(before, after, group.size))
 
 
 def _meet(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
@@ -110,7 +115,7 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
     direct = dtype in REDUCIBLE and op in BASIC
     if not direct:
         carrier(dtype, op)  # complain before any rank acts
-    runtime.RT.counts.add("all_reduce", group.axes, ring_bytes("all_reduce", nbytes, n))
+    _count(ALL_REDUCE, group, nbytes, 0)
     call = _call(group, "all_reduce", op, x)
     if group.pg is None:
         out = _meet(group, call, x, lambda parts: _copies(contiguous(reduced(parts, op)), n))
@@ -178,7 +183,7 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
     x = t.detach() if t.requires_grad else t
     full = resized(x.shape, dim, sum(sizes))
     nbytes = math.prod(full) * x.element_size()
-    runtime.RT.counts.add("all_gather", group.axes, ring_bytes("all_gather", nbytes, n))
+    _count(ALL_GATHER, group, 0, nbytes)
     call = _call(group, "all_gather", "", x, (("dim", dim), ("sizes", tuple(sizes))), (dim,))
     if group.pg is None:
         return Pending(None, _meet(group, call, x, lambda parts: _copies(contiguous(torch.cat(parts, dim)), n)))
@@ -264,7 +269,7 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
     direct = dtype in REDUCIBLE and op in BASIC
     if not direct:
         carrier(dtype, op)  # complain before any rank acts
-    runtime.RT.counts.add("reduce_scatter", group.axes, ring_bytes("reduce_scatter", x.nbytes, n))
+    _count(REDUCE_SCATTER, group, x.nbytes, 0)
     call = _call(group, "reduce_scatter", op, x, (("dim", dim), ("sizes", tuple(sizes))))
     if group.pg is None:
         return Pending(None, _meet(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))
@@ -345,7 +350,7 @@ def all_to_all(
     if n == 1:
         return t
     x = t.detach() if t.requires_grad else t
-    runtime.RT.counts.add("all_to_all", group.axes, ring_bytes("all_to_all", x.nbytes, n))
+    _count(ALL_TO_ALL, group, x.nbytes, 0)
     args = (
         ("split_dim", split_dim),
         ("split_sizes", tuple(split_sizes)),
@@ -416,7 +421,7 @@ def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
     if n == 1:
         return t
     x = t.detach() if t.requires_grad else t
-    runtime.RT.counts.add("broadcast", group.axes, ring_bytes("broadcast", x.nbytes, n))
+    _count(BROADCAST, group, x.nbytes, 0)
     call = _call(group, "broadcast", "", x, (("src_index", src_index),))
     if group.pg is None:
         sent: Tensor = _meet(group, call, x, lambda parts: [_fresh(parts[src_index]) for _ in parts])
@@ -461,3 +466,31 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     call = Call("all_gather_object")
     gathered: list[Any] = _meet(group, call, obj, lambda parts: [list(parts) for _ in parts])
     return gathered
+
+
+# -- what there is ---------------------------------------------------------------------------------------
+
+
+def _scatter(way: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, op, dim, sizes, index, group: way(x, dim, sizes, op, group)
+
+
+def _exchanged(x: Tensor, split: int, give: Sizes, concat: int, take: Sizes, index: int, group: Group) -> Tensor:
+    return all_to_all(x, split, give, concat, take, group)
+
+
+ALL_REDUCE = Kind("all_reduce", "str op", all_reduce, all_reduce_async, start_writes=True, passes=(2, 0))
+ALL_GATHER = Kind(
+    "all_gather", "int dim, int[] sizes", all_gather, all_gather_async,
+    cuts=(Cut("dim", "sizes", "gathers", joins=True),), passes=(0, 1),
+)  # fmt: skip
+REDUCE_SCATTER = Kind(
+    "reduce_scatter", "str op, int dim, int[] sizes, int index", _scatter(reduce_scatter),
+    _scatter(reduce_scatter_async), cuts=(Cut("dim", "sizes", "scatters"),),
+)  # fmt: skip
+ALL_TO_ALL = Kind(
+    "all_to_all", "int split_dim, int[] split_sizes, int concat_dim, int[] concat_sizes, int index", _exchanged,
+    cuts=(Cut("split_dim", "split_sizes", "splits"), Cut("concat_dim", "concat_sizes", "joins", joins=True)),
+)  # fmt: skip
+BROADCAST = Kind("broadcast", "int src_index", broadcast)
+KINDS = {k.name: k for k in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST)}

@@ -41,18 +41,6 @@ MOVABLE = REDUCIBLE | {torch.bool}
 # The ops that need no work of our own before or after.
 BASIC = {"sum", "max", "min", "product"}
 
-# Kind of collective to how often (n-1)/n of its tensor passes a rank in the ring model.
-_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-
-
-def ring_bytes(kind: str, nbytes: int, n: int) -> int:
-    """Bytes that one of ``n`` ranks moves: what runtime counts, and what is known beforehand.
-
-    Args:
-        nbytes: of the tensor: for an all-gather the gathered one, for all others what a rank brings.
-    """
-    return nbytes if kind == "broadcast" else _ROUNDS[kind] * (n - 1) * nbytes // n
-
 
 class Pending:
     """A collective under way; ``wait()`` returns its result (also when called again)."""

@@ -55,7 +55,7 @@ def _collective(program: Program, number: int, node: fx.Node, names: dict[str, s
     nbytes = bytes_of(node.target, given.shape, given.dtype, options)
     mesh = program.mesh
     return Collective(
-        number, node.meta.get("role", ""), COLLECTIVES[node.target], op, argument, parameter, tensor,
+        number, node.meta.get("role", ""), COLLECTIVES[node.target].name, op, argument, parameter, tensor,
         given.shape if cause is None else cause.shape, given.shape, _dtype(given.dtype),
         "" if cause is None else cause.src, "" if cause is None else cause.dst, nbytes, axes,
         mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), node.meta.get("line", ""),

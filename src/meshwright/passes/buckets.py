@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from ..collective import COLLECTIVES, bytes_of
+from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
 from ..layout import chunk_sizes
 from ..program.core import value_of
 from ..program.trace import VIEWS, Value
@@ -91,7 +91,7 @@ _UNFUSIBLE = "a reduce-scatter of the step's own, into other parts"
 
 def fusible(r: Reduction) -> bool:
     """Whether a reduction can share a buffer with others."""
-    if r.kind == "all_reduce":
+    if r.kind is ALL_REDUCE:
         return True
     value, (_, _, dim, sizes, *_) = value_of(r.gradient), r.node.args
     assert value is not None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES, STARTS, WAIT_OP, bytes_of
+from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, WAIT_OP, bytes_of
 from ..program.core import Program, value_of
 from ..program.inplace import storages
 from ..program.packed import PACK
@@ -68,7 +68,7 @@ class Fusing:
     def run(self, bucket: Bucket) -> None:
         """Let the reductions of a bucket run as one."""
         members = bucket.members
-        if members[0].kind == "reduce_scatter":
+        if members[0].kind is REDUCE_SCATTER:
             if len(members) == 1:
                 self._scatter(members[0])
             else:
@@ -256,8 +256,8 @@ class Fusing:
         moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])
         first = f"; of the first: {known[0].reason}" if known and known[0].reason else ""
         made = Record(
-            f"gradients of {names[0]} ... {names[-1]}", 0, (COLLECTIVES[started.target],), tuple(str(axes).split(",")),
-            value.shape, "Partial", "summed", moved, 0.0, known[0].line if known else "",
+            f"gradients of {names[0]} ... {names[-1]}", 0, (COLLECTIVES[started.target].name,),
+            tuple(str(axes).split(",")), value.shape, "Partial", "summed", moved, 0.0, known[0].line if known else "",
             f"{len(names)} gradients are summed over {axes} together{first}",
             "backward", True,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..collective import COLLECTIVES, STARTS, WAIT_OP, bytes_of
+from ..collective import ALL_GATHER, COLLECTIVES, STARTS, WAIT_OP, bytes_of
 from ..layout import chunk_sizes
 from ..program.core import Program, value_of
 from ..program.inplace import follow, storages, written
@@ -58,7 +58,7 @@ class _Gathers:
         """Gathers that run as one, in the order of the first of each."""
         found: dict[Any, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            if COLLECTIVES.get(node.target) != "all_gather" or not node.meta.get("gather"):
+            if COLLECTIVES.get(node.target) is not ALL_GATHER or not node.meta.get("gather"):
                 continue
             role, name, value = node.meta["role"], node.meta["gather"], value_of(node)
             assert value is not None

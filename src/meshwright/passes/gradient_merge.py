@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES, STARTS
+from ..collective import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
 from ..errors import PassError
 from ..program.core import Input, Merged, Program, value_of
 from ..program.inplace import follow, storages, written
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 _HALF = {torch.bfloat16, torch.float16}
 # With one operand and linear in it: what runs behind such ops may as well run on a sum.
 _LINEAR = {*VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES}
-_SUMS = {"all_reduce", "reduce_scatter"}
+_SUMS = {ALL_REDUCE, REDUCE_SCATTER}
 
 
 @register
@@ -119,7 +119,7 @@ class _Merge:
         if program.merged is not None:
             raise PassError(f"the program merges {program.merged.k_steps} micro-steps already")
         self.program, self.graph, self.k_steps, self.avg = program, program.graph, k_steps, avg
-        self.kinds = _SUMS if whole_sums else {"all_reduce"}  # what changes places with sums over micro-steps
+        self.kinds = _SUMS if whole_sums else {ALL_REDUCE}  # what changes places with sums over micro-steps
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
         self.alpha = 1 / k_steps if avg else 1.0
         self.storage = new_storage(program)
@@ -232,7 +232,7 @@ class _Merge:
 
         A part of one that was scattered is small, and under way until the backward ends.
         """
-        under_way = COLLECTIVES.get(gradient.target) == "reduce_scatter"
+        under_way = COLLECTIVES.get(gradient.target) is REDUCE_SCATTER
         with graph.inserting_after(end if under_way and end is not None else gradient):
             made = graph.call_function(aten.add_.Tensor, (place, gradient))
         if self.alpha != 1.0:
@@ -334,7 +334,7 @@ def _names(node: fx.Node) -> list[str]:
     return [name for name, _ in node.meta["grad_of"]]
 
 
-def _unsent(node: fx.Node, kinds: Set[str]) -> fx.Node:
+def _unsent(node: fx.Node, kinds: Set[Kind]) -> fx.Node:
     """Where the value of a gradient was before anything of these kinds was sent for it.
 
     Sums over ranks and over micro-steps may change places, as long as all in between is linear and serves this gradient
@@ -346,7 +346,7 @@ def _unsent(node: fx.Node, kinds: Set[str]) -> fx.Node:
         if len(before.users) > 1 or before.op != "call_function":
             break
         kind = COLLECTIVES.get(at.target)
-        if kind in _SUMS and at.args[1] in ("sum", "avg"):
+        if kind is not None and kind in _SUMS and at.args[1] in ("sum", "avg"):
             if kind not in kinds:
                 break
             found = before

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES, STARTS
+from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
 from ..layout import Shard, Spec
 from ..program.core import Program, value_of
 from ..program.inplace import storages, written
@@ -36,7 +36,7 @@ class Reduction:
     Attributes:
         node: the collective; ``gradient``: what goes in.
         name: of the parameter.
-        kind: ``"all_reduce"`` or ``"reduce_scatter"``.
+        kind: an all-reduce or a reduce-scatter.
         nbytes: of what goes in, on the rank that has most: the same number on every rank.
         key: place in the order of the backward; the same order on every rank.
         ready: place of the last node that writes the gradient.
@@ -47,7 +47,7 @@ class Reduction:
     node: fx.Node
     gradient: fx.Node
     name: str
-    kind: str
+    kind: Kind
     nbytes: int
     key: tuple[int, int]
     ready: int
@@ -211,7 +211,7 @@ def is_reduction(node: fx.Node) -> bool:
         return False
     if node.meta.get("sync") or any(n.meta.get("grad_of") for n in chain_up(node.args[0])):
         return True
-    return COLLECTIVES[node.target] == "reduce_scatter" and bool(grad_below(node))
+    return COLLECTIVES[node.target] is REDUCE_SCATTER and bool(grad_below(node))
 
 
 def grad_below(node: fx.Node) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch.fx as fx
 
-from ..collective import COLLECTIVES, bytes_of
+from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
 from ..program.core import Program, value_of
 from ..program.inplace import follow
 from .gradients import SUMS, is_linear, is_reduction
@@ -16,7 +16,7 @@ def flattened(program: Program) -> tuple[Program, int]:
     """The program, whose graph is changed, with one all-reduce where several in a row sum a gradient; how many went."""
     causes, count = list(program.causes), 0
     for node in list(program.graph.nodes):
-        while COLLECTIVES.get(node.target) == "all_reduce" and is_reduction(node):
+        while COLLECTIVES.get(node.target) is ALL_REDUCE and is_reduction(node):
             inner = _inner(node)
             if inner is None:
                 break

@@ -65,8 +65,9 @@ def meetings(program: Program, *, inputs: bool = True) -> list[Meeting]:
         dtype = value.dtype if isinstance(value, Value) else None
         kind = COLLECTIVES[node.target]
         *options, axes, _ = node.args[1:]
-        fixed = [a for a in options[: _PLACES.get(kind)] if not isinstance(a, (list, tuple))]
-        sizes = [a for a in options if isinstance(a, (list, tuple))]
+        alike = [a for n, a in kind.named(options).items() if n != "index"]
+        fixed = [a for a in alike if not isinstance(a, (list, tuple))]
+        sizes = [a for a in alike if isinstance(a, (list, tuple))]
         found.append(Meeting(f"{kind}{[*fixed, axes]} of {dtype}", str(axes), str(sizes)))
     found += [Meeting(f"output {o.kind} {o.name}") for o in program.outputs]
     merged = program.merged
@@ -74,9 +75,6 @@ def meetings(program: Program, *, inputs: bool = True) -> list[Meeting]:
         found.append(Meeting(f"an update every {merged.k_steps} calls"))
         found += [*meetings(merged.accumulate, inputs=False), *meetings(merged.flush, inputs=False)]
     return found
-
-
-_PLACES = {"reduce_scatter": -1, "all_to_all": -1}  # their last option says which rank this is
 
 
 def compare(mesh: Mesh, everyone: Mapping[int, Sequence[Meeting]]) -> None:

@@ -142,7 +142,7 @@ class Program:
     @property
     def kinds(self) -> dict[str, int]:
         """Kind of collective to how many of them a step runs."""
-        return dict(Counter(COLLECTIVES[n.target] for n in self.collectives()))
+        return dict(Counter(COLLECTIVES[n.target].name for n in self.collectives()))
 
     def cause(self, node: fx.Node) -> Record | None:
         """The record of the conversion that a node serves."""

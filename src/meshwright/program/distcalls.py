@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
 from .. import record, runtime
-from ..collective import COLLECTIVES, bytes_of, mesh_text
-from ..collective.graph import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
+from ..collective import ALL_GATHER, ALL_REDUCE, BROADCAST, OPERATORS, REDUCE_SCATTER, Kind, bytes_of, mesh_text
 from ..errors import CaptureError
 from ..mesh import Mesh
 
@@ -73,19 +72,19 @@ class DistCalls:
             f"{self.rank}; give capture_local a mesh whose axes are the process groups of the step"
         )
 
-    def run(self, operator: Any, x: Tensor, ranks: tuple[int, ...], *options: Any) -> Tensor:
+    def run(self, kind: Kind, x: Tensor, ranks: tuple[int, ...], *options: Any) -> Tensor:
         """One operator, with a record of why it is there."""
-        kind = COLLECTIVES[operator.default]
-        axes = self.axes(ranks, ordered=kind != "all_reduce")
+        operator = OPERATORS[kind.name].default
+        axes = self.axes(ranks, ordered=kind is not ALL_REDUCE)
         runtime.RT.line, outer = None, runtime.RT.line
-        moved = bytes_of(operator.default, x.shape, x.dtype, (*options, axes, self.text))
+        moved = bytes_of(operator, x.shape, x.dtype, (*options, axes, self.text))
         made = record.Record(
-            kind, 0, (kind,), tuple(axes.split(",")), tuple(x.shape), "local", "local", moved, 0.0, runtime.user_line(),
-            "the step itself calls torch.distributed", asked=True,
+            kind.name, 0, (kind.name,), tuple(axes.split(",")), tuple(x.shape), "local", "local", moved, 0.0,
+            runtime.user_line(), "the step itself calls torch.distributed", asked=True,
         )  # fmt: skip
         runtime.RT.line, runtime.RT.cause = outer, made
         try:
-            out: Tensor = operator.default(x, *options, axes, self.text)
+            out: Tensor = operator(x, *options, axes, self.text)
         finally:
             runtime.RT.cause = None
         return out

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 Owed = Mapping[str, frozenset[str]]
 
 _NOTHING: Owed = {}
-_REDUCING = ("all_reduce", "reduce_scatter")
 
 
 def check_gradients(program: Program) -> None:
@@ -204,7 +203,8 @@ def _writer(node: fx.Node) -> fx.Node | None:
 
 def _sums(node: fx.Node) -> bool:
     """Whether a node sums over ranks."""
-    return COLLECTIVES.get(node.target) in _REDUCING and node.args[1] in ("sum", "avg")
+    kind = COLLECTIVES.get(node.target)
+    return kind is not None and kind.reduces and node.args[1] in ("sum", "avg")
 
 
 def _replaces(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from .trace import VIEWS, ancestors
 
 aten = torch.ops.aten
 
-_SUMS = {t for t, kind in COLLECTIVES.items() if kind in ("all_reduce", "reduce_scatter")}
+_SUMS = {t for t, kind in COLLECTIVES.items() if kind.reduces}
 _LINEAR = {
     *VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar,
     aten._to_copy.default,

@@ -231,7 +231,7 @@ def _moved(value: Any, renumbered: dict[int, int]) -> Any:
 
 def _again(cause: Record, nodes: list[fx.Node]) -> Record:
     """The record of a conversion that runs again, as far as it does."""
-    kinds = {COLLECTIVES[n.target] for n in nodes if n.target in COLLECTIVES}
+    kinds = {COLLECTIVES[n.target].name for n in nodes if n.target in COLLECTIVES}
     made = replace(cause, reason="run again for the backward: " + cause.reason, phase=RECOMPUTATION)
     if kinds.issuperset(cause.kinds):
         return made

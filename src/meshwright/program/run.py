@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -163,23 +162,9 @@ def _collective(target: Any, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
     *options, axes, mesh = rest
     group = collective.group_of(axes, mesh)
     kind = COLLECTIVES[target]
-    if target in STARTS.values():
-        if kind == "all_reduce":
-            return lambda x: collective.all_reduce_async(x, options[0], group)
-        if kind == "all_gather":
-            return lambda x: collective.all_gather_async(x, options[0], options[1], group)
-        return lambda x: collective.reduce_scatter_async(x, options[1], options[2], options[0], group)
-    if kind == "all_reduce":
-        return lambda x: collective.all_reduce(x, options[0], group)
-    if kind == "all_gather":
-        return lambda x: collective.all_gather(x, options[0], options[1], group)
-    if kind == "reduce_scatter":
-        op, dim, sizes, _ = options
-        return lambda x: collective.reduce_scatter(x, dim, sizes, op, group)
-    if kind == "all_to_all":
-        split, give, concat, take, _ = options
-        return lambda x: collective.all_to_all(x, split, give, concat, take, group)
-    return partial(lambda src, x: collective.broadcast(x, src, group), options[0])
+    way = kind.start if target in STARTS.values() else kind.run
+    assert way is not None
+    return lambda x: way(x, *options, group)
 
 
 def _hashable(a: Any) -> Any:

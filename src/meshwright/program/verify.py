@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES, mesh_text
+from ..collective import ALL_REDUCE, COLLECTIVES, Kind, mesh_text
 from ..collective.graph import KEEP_ONE
 from ..errors import DesyncError, ProgramError
 from ..layout import REDUCE_OPS, Spec
@@ -203,9 +203,9 @@ def _check_collectives(program: Program) -> None:
             _check_arguments(where, kind, options, value, *_place(mesh, program.rank, axes))
         cause = program.cause(node)
         if cause is not None:
-            op = str(options[0]) if kind in ("all_reduce", "reduce_scatter") else ""
+            op = str(kind.named(options)["op"]) if kind.reduces else ""
             _check_cause(where, kind, op, options, names, cause)
-            served.setdefault(node.meta["cause"], []).append((kind, op))
+            served.setdefault(node.meta["cause"], []).append((kind.name, op))
     _check_served(program, served)
 
 
@@ -216,7 +216,7 @@ def _place(mesh: Mesh, rank: int, axes: str) -> tuple[int, int]:
     return len(ranks), ranks.index(rank)
 
 
-def _check_arguments(where: str, kind: str, options: Sequence[Any], value: Value, size: int, index: int) -> None:
+def _check_arguments(where: str, kind: Kind, options: Sequence[Any], value: Value, size: int, index: int) -> None:
     """The arguments of a collective against its group and what it is given."""
 
     def cut(dim: Any, sizes: Any, what: str, whole: int | None) -> None:
@@ -228,26 +228,18 @@ def _check_arguments(where: str, kind: str, options: Sequence[Any], value: Value
         if have != want:
             raise ProgramError(f"{where}: sizes {list(sizes)} want {want} in dim {dim} of rank {index}; it has {have}")
 
-    def own(given: Any) -> None:
-        if given != index:
-            raise ProgramError(f"{where}: it is given index {given} in its group; this rank has index {index}")
-
-    if kind in ("all_reduce", "reduce_scatter") and options[0] not in REDUCE_OPS:
-        raise ProgramError(f"{where}: the reduction {options[0]!r} is none of {', '.join(REDUCE_OPS)}")
-    if kind == "all_gather":
-        cut(options[0], options[1], "gathers dim", index)
-    elif kind == "reduce_scatter":
-        own(options[3])
-        cut(options[1], options[2], "scatters dim", None)
-    elif kind == "all_to_all":
-        own(options[4])
-        cut(options[0], options[1], "splits dim", None)
-        cut(options[2], options[3], "joins dim", index)
-    elif kind == "broadcast" and not 0 <= options[0] < size:
-        raise ProgramError(f"{where}: it comes from index {options[0]} of a group of {size}")
+    said = kind.named(options)
+    if kind.reduces and said["op"] not in REDUCE_OPS:
+        raise ProgramError(f"{where}: the reduction {said['op']!r} is none of {', '.join(REDUCE_OPS)}")
+    if said.get("index", index) != index:
+        raise ProgramError(f"{where}: it is given index {said['index']} in its group; this rank has index {index}")
+    for c in kind.cuts:
+        cut(said[c.dim], said[c.sizes], f"{c.verb} dim", index if c.joins else None)
+    if not 0 <= said.get("src_index", 0) < size:
+        raise ProgramError(f"{where}: it comes from index {said['src_index']} of a group of {size}")
 
 
-def _check_cause(where: str, kind: str, op: str, options: Sequence[Any], axes: Sequence[str], cause: Record) -> None:
+def _check_cause(where: str, kind: Kind, op: str, options: Sequence[Any], axes: Sequence[str], cause: Record) -> None:
     """A collective against the conversion that it serves."""
     what = f"the conversion {cause.src} -> {cause.dst} of {cause.op}"
     strange = [a for a in axes if a not in cause.axes]
@@ -257,8 +249,8 @@ def _check_cause(where: str, kind: str, op: str, options: Sequence[Any], axes: S
     ops = {src[a][1].strip("'") or "sum" for a in axes if src.get(a, ("", ""))[0] == "Partial"}
     # The gradient of a maximum goes to the ranks that hold it: how many they are is summed in the forward (and how many
     # factors of a product are zero).
-    ties = kind == "all_reduce" and op == "sum" and bool(ops & _WEIGHTED)
-    if kind not in cause.kinds and not ties:
+    ties = kind is ALL_REDUCE and op == "sum" and bool(ops & _WEIGHTED)
+    if kind.name not in cause.kinds and not ties:
         raise ProgramError(f"{where}: {what} consists of {' + '.join(cause.kinds) or 'no communication'}")
     if ops and op and op not in ops and not (op == "sum" and "avg" in ops) and not ties:
         raise ProgramError(f"{where} reduces by {op}; {what} is a reduction by {' and '.join(sorted(ops))}")
@@ -268,7 +260,7 @@ def _check_cause(where: str, kind: str, op: str, options: Sequence[Any], axes: S
 
 def _check_dims(
     where: str,
-    kind: str,
+    kind: Kind,
     options: Sequence[Any],
     axes: Sequence[str],
     src: dict[str, tuple[str, str]],
@@ -276,15 +268,14 @@ def _check_dims(
     what: str,
 ) -> None:
     """The dims of a collective against the layouts around it, where it is the only one of its conversion."""
-    joined = {"all_gather": 0, "all_to_all": 2}.get(kind)
-    split = {"reduce_scatter": 1, "all_to_all": 0}.get(kind)
-    for place, layout, verb in ((joined, src, "joins"), (split, dst, "splits")):
-        if place is None:
-            continue
+    said = kind.named(options)
+    for cut in kind.cuts:
+        layout = src if cut.joins else dst
         wanted = {layout[a][1] for a in axes if layout.get(a, ("", ""))[0] == "Shard"}
-        if wanted and str(options[place]) not in wanted:
+        if wanted and str(said[cut.dim]) not in wanted:
             raise ProgramError(
-                f"{where} {verb} dim {options[place]}; {what} is about dim {' and '.join(sorted(wanted))}"
+                f"{where} {'joins' if cut.joins else 'splits'} dim {said[cut.dim]}; {what} is about dim "
+                f"{' and '.join(sorted(wanted))}"
             )
 
 
@@ -334,13 +325,14 @@ def _check_meetings(programs: Sequence[Program]) -> None:
                 )
 
 
-def _meeting_shape(kind: str, node: fx.Node) -> tuple[int, ...]:
+def _meeting_shape(kind: Kind, node: fx.Node) -> tuple[int, ...]:
     """What of the shape of a collective's input all ranks of its group must have alike."""
     value = value_of(node.all_input_nodes[0])
     shape = list(value.shape) if value is not None else []
-    dim = {"all_gather": 1, "all_to_all": 3}.get(kind)
-    if dim is not None and shape:
-        shape[int(node.args[dim])] = -1  # type: ignore[arg-type]
+    said = kind.named(node.args[1:-2])
+    for cut in kind.cuts if shape else ():
+        if cut.joins:
+            shape[said[cut.dim]] = -1
     return tuple(shape)
 
 

@@ -1,0 +1,87 @@
+"""What a kind of collective is: one description that running, recording, checking, pricing and explaining read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .wire import resized
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim along which ranks of the group have parts.
+
+    Attributes:
+        dim, sizes: names of the options that say which dim, and the length of each rank's part.
+        verb: what happens to the dim, for messages.
+        joins: the parts come together; else the tensor is cut into them.
+    """
+
+    dim: str
+    sizes: str
+    verb: str
+    joins: bool = False
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of collective.  Of its options, ``op`` is a reduction and ``index`` this rank's place in the group.
+
+    Attributes:
+        name: ``"all_reduce"``...
+        options: the operator's options between the tensor and the group, as in its schema.
+        run: ``run(x, *options, group)`` meets the others and returns the result.
+        start: the same without waiting: a ``Pending``; None where there is none.
+        start_writes: the started one works in the memory of its input.
+        cuts: the dims that it joins or cuts.
+        passes: how often (n-1)/n of what a rank brings, and of what it ends with, passes it in the ring model.
+    """
+
+    name: str
+    options: str
+    run: Callable[..., Tensor]
+    start: Callable[..., Any] | None = None
+    start_writes: bool = False
+    cuts: tuple[Cut, ...] = ()
+    passes: tuple[int, int] = (1, 0)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the options, in order."""
+        return tuple(o.split()[-1] for o in self.options.split(", "))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it sums, or reduces otherwise."""
+        return "op" in self.names
+
+    def named(self, options: Sequence[Any]) -> dict[str, Any]:
+        """The options by name."""
+        return dict(zip(self.names, options, strict=True))
+
+    def shape(self, given: Sequence[int], options: Sequence[Any]) -> tuple[int, ...]:
+        """Shape of the result from that of the input."""
+        by_name, made = self.named(options), tuple(given)
+        for cut in self.cuts:
+            sizes = by_name[cut.sizes]
+            made = tuple(resized(made, by_name[cut.dim], sum(sizes) if cut.joins else sizes[by_name["index"]]))
+        return made
+
+    def bytes(self, before: int, after: int, n: int) -> int:
+        """Bytes that pass each of ``n`` ranks, from those of what it brings and of what it ends with."""
+        if self.name == "broadcast":
+            return before
+        return (n - 1) * (self.passes[0] * before + self.passes[1] * after) // n
+
+
+__all__ = ["Cut", "Kind"]
