@@ -113,6 +113,8 @@ TWICE: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = 
     "max_pool": (lambda x, w: F.max_pool1d(x, 2), (2, 2, 4), (1,)),
     "unfold": (lambda x, w: F.unfold(x, 2), (2, 2, 3, 3), (1,)),
     "fold": (lambda x, w: F.fold(x, (3, 3), 2), (2, 8, 4), (1,)),
+    "embedding": (lambda x, w: F.embedding(torch.tensor([1]), (x * w).sum(2)), (2, 2, 2), (1,)),
+    "pad": (lambda x, w: F.pad(x * w, (1, 1), "reflect"), (2, 2, 3), (1,)),
     "layer_norm": (lambda x, w: F.layer_norm(x, (3,)), (2, 2, 3), (1,)),
     "rms_norm": (lambda x, w: F.rms_norm(x, (3,)), (2, 2, 3), (1,)),
     "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, training=True), (2, 2, 3), (2,)),

@@ -91,14 +91,13 @@ def meta_shapes(fn: Callable[..., Any], x: Arg, *args: Any, **kwargs: Any) -> li
 def nothing(shape: Sequence[int], *tensors: Tensor) -> Tensor:
     """Zeros that depend on all the tensors: with an empty shard, too, a rank needs the others' graph.
 
-    However often it is differentiated: the derivatives of an exponential of no elements depend on the tensor too.
+    Linearly: for an op whose derivative depends on its inputs give functions of them, or use :func:`filled`.
     """
     first, *rest = tensors
     zeros = first.new_zeros(shape)
     for t in (first, *rest):
         # Without a gradient too: what a captured step reads on one rank only would be dropped on the others.
-        none = t.flatten()[:0]
-        zeros = zeros + (none.exp() if t.is_floating_point() or t.is_complex() else none).sum().to(zeros.dtype)
+        zeros = zeros + t.flatten()[:0].sum().to(zeros.dtype)
     return zeros
 
 

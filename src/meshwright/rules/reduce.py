@@ -406,7 +406,7 @@ def cumprod(x: Arg, dim: int, **kwargs: Any) -> Rule:
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             made = torch.cumprod(x, *args, **kwargs)
-            return made + nothing((), x)  # of one element PyTorch's derivative is a constant
+            return made + nothing((), x.exp())  # of one element PyTorch's derivative is a constant
 
         return run
 
