@@ -15,6 +15,7 @@ import queue
 import statistics
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,30 +29,41 @@ from meshwright.train.model import GPT
 RANKS = 2
 
 
+@dataclass
+class Message:
+    """What one collective took on the wire, seconds; when it was asked for, and when somebody waited for it."""
+
+    took: float
+    gathers: bool
+    asked: float
+    waited: float = 0.0
+
+
 class Wire(threading.Thread):
     """One serial link: each message starts when the one before has arrived."""
 
     def __init__(self, alpha: float, beta: float) -> None:
         super().__init__(daemon=True)
         self.alpha, self.beta, self.instant = alpha, beta, True
-        self.queue: queue.Queue[tuple[float, float, Any, Any]] = queue.Queue()
-        self.times: list[float] = []
+        self.queue: queue.Queue[tuple[Message, Any, Any]] = queue.Queue()
+        self.messages: list[Message] = []
         self.start()
 
-    def put(self, sent: float, future: Any, value: Any) -> None:
+    def put(self, sent: float, gathers: bool, future: Any, value: Any) -> Message:
         """Send that many bytes, then complete the future."""
-        took = self.alpha + sent / self.beta
-        self.times.append(took)
-        if not self.instant:
-            self.queue.put((time.perf_counter(), took, future, value))
-        else:
+        message = Message(self.alpha + sent / self.beta, gathers, time.perf_counter())
+        self.messages.append(message)
+        if self.instant:
             future.set_result(value)
+        else:
+            self.queue.put((message, future, value))
+        return message
 
     def run(self) -> None:
         free = 0.0
         while True:
-            given, took, future, value = self.queue.get()
-            free = max(free, given) + took
+            message, future, value = self.queue.get()
+            free = max(free, message.asked) + message.took
             left = free - time.perf_counter()
             if left > 0:
                 time.sleep(left)
@@ -61,11 +73,12 @@ class Wire(threading.Thread):
 class Work(dist._Work):  # type: ignore[name-defined,misc]
     """What a collective on the wire gives."""
 
-    def __init__(self, future: Any) -> None:
+    def __init__(self, future: Any, message: Message) -> None:
         super().__init__()
-        self.future = future
+        self.future, self.message = future, message
 
     def wait(self, timeout: Any = None) -> bool:
+        self.message.waited = self.message.waited or time.perf_counter()
         self.future.wait()
         return True
 
@@ -83,19 +96,18 @@ class OnWire(dist.ProcessGroup):
         super().__init__(0, RANKS)
         self.wire = wire
 
-    def _sent(self, share: float, t: torch.Tensor, value: Any) -> Work:
+    def _sent(self, share: float, t: torch.Tensor, value: Any, gathers: bool = False) -> Work:
         future: Any = torch.futures.Future()
-        self.wire.put(share * t.nbytes, future, value)
-        return Work(future)
+        return Work(future, self.wire.put(share * t.nbytes, gathers, future, value))
 
     def _allgather_base(self, out: Any, given: Any, options: Any = None) -> Work:
         out.view(RANKS, -1).copy_(given.reshape(1, -1).expand(RANKS, -1))
-        return self._sent((RANKS - 1) / RANKS, out, out)
+        return self._sent((RANKS - 1) / RANKS, out, out, True)
 
     def allgather(self, outs: Any, given: Any, options: Any = None) -> Work:
         for out, t in zip(outs[0], [given[0]] * RANKS, strict=True):
             out.copy_(t if t.shape == out.shape else t.new_zeros(out.shape))
-        return self._sent(RANKS - 1, given[0], outs)
+        return self._sent(RANKS - 1, given[0], outs, True)
 
     def _reduce_scatter_base(self, out: Any, given: Any, options: Any = None) -> Work:
         out.copy_(given.view(RANKS, -1)[0].view(out.shape)).mul_(RANKS)
@@ -151,32 +163,44 @@ class Captured:
         self.compiled(self.batch)
 
 
-def timed(contender: Any, wire: Wire, *, instant: bool) -> tuple[float, list[float]]:
-    """Seconds of a step, and of each of its messages."""
+def timed(contender: Any, wire: Wire, *, instant: bool) -> tuple[float, float, list[Message]]:
+    """When a step began, how long it took (seconds), and its messages."""
     wire.instant = instant
-    wire.times.clear()
+    wire.messages.clear()
     start = time.perf_counter()
     contender.step()
-    return time.perf_counter() - start, list(wire.times)
+    return start, time.perf_counter() - start, list(wire.messages)
+
+
+def least_exposed(start: float, took: float, messages: list[Message]) -> float:
+    """What no order of the messages avoids, from a step whose wire took no time: seconds.
+
+    All that is gathered for a computation, and for those before it, must have passed the wire: the head.  Behind the
+    end of the computation passes what could not be sent earlier: the tail.  And the wire is never faster than itself.
+    """
+    passed, head = 0.0, 0.0
+    for m in sorted((m for m in messages if m.gathers and m.waited), key=lambda m: m.waited):
+        passed += m.took
+        head = max(head, passed - (m.waited - start))
+    rest, tail = 0.0, 0.0
+    for m in sorted((m for m in messages if not m.gathers), key=lambda m: -m.asked):
+        rest += m.took
+        tail = max(tail, rest - (start + took - m.asked))
+    return max(head + tail, sum(m.took for m in messages) - took)
 
 
 def measured(contender: Any, wire: Wire, rounds: int) -> dict[str, float]:
-    """Milliseconds of a step without the wire's time, sent, exposed, and the least that any schedule exposes.
-
-    Nothing can be computed before the first parameters came, and the last gradients leave when all is computed; what is
-    sent beyond the computing time is waited for too.
-    """
-    exposed, computed, messages = [], [], [0.0]
+    """Milliseconds of a step without the wire's time, sent, exposed, and the least that any schedule exposes."""
+    lists: dict[str, list[float]] = {"compute": [], "sent": [], "exposed": [], "bound": []}
+    count = 0
     for _ in range(rounds):
-        quiet, _ = timed(contender, wire, instant=True)
-        slow, messages = timed(contender, wire, instant=False)
-        computed.append(quiet)
-        exposed.append(slow - quiet)
-    sent, compute = sum(messages), statistics.median(computed)
-    bound = max(messages[0] + messages[-1], sent - compute)
-    found = {"compute": compute, "sent": sent, "exposed": statistics.median(exposed), "bound": bound}
-    made = {k: 1e3 * v for k, v in found.items()}
-    return {**made, "messages": float(len(messages)), "exposed / bound": made["exposed"] / made["bound"]}
+        start, quiet, messages = timed(contender, wire, instant=True)
+        _, slow, _ = timed(contender, wire, instant=False)
+        sent, bound, count = sum(m.took for m in messages), least_exposed(start, quiet, messages), len(messages)
+        for name, value in zip(lists, (quiet, sent, slow - quiet, bound), strict=True):
+            lists[name].append(1e3 * value)
+    made = {name: statistics.median(values) for name, values in lists.items()}
+    return {**made, "messages": float(count), "exposed / bound": made["exposed"] / made["bound"]}
 
 
 def main() -> None:
@@ -190,7 +214,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     wire, mesh = Wire(given.alpha_us * 1e-6, given.gb_per_s * 1e9), mw.Mesh({"dp": RANKS})
-    collective.override_group(mesh, (0,), OnWire(wire))
+    collective.override_group(mesh, (0,), OnWire(wire)).scatters = True
     ids = torch.randint(0, 256, (2, 128))
     batch = mw.from_local(ids, mesh, {"dp": mw.Shard(0)}, check=False)
     found: dict[str, dict[str, float]] = {}

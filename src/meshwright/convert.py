@@ -43,7 +43,7 @@ class Step:
     @property
     def moves(self) -> bool:
         """Whether data crosses between ranks."""
-        return self.kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+        return self.kind in collective.KINDS
 
     def transpose(self) -> Step:
         """The step that the backward of this one runs."""

@@ -52,7 +52,7 @@ def group_of(axes: str, mesh: str) -> Group:
 # ---------------------------------------------------------------------------------------------- operators
 
 
-def _register(kind: Kind, way: Callable[..., Any], suffix: str = "", *, writes: bool = False) -> Any:
+def _operator_of(kind: Kind, way: Callable[..., Any], suffix: str = "", *, writes: bool = False) -> Any:
     """The operator of a kind: ``name(x, options, axes, mesh)``."""
     to = "Tensor(a!)" if writes else "Tensor"
 
@@ -75,16 +75,24 @@ def _at_once(start: Callable[..., Any]) -> Callable[..., Any]:
 OPERATORS: dict[str, Any] = {}
 COLLECTIVES: dict[Any, Kind] = {}
 STARTS: dict[Any, Any] = {}
-for _kind in ops.KINDS.values():
-    OPERATORS[_kind.name] = _made = _register(_kind, _kind.run)
-    COLLECTIVES[_made.default] = _kind
-    if _kind.start is not None:
+
+
+def add(kind: Kind) -> None:
+    """Give a kind its operators: from then on programs hold it, and all that reads programs knows it."""
+    ops.KINDS[kind.name] = kind
+    OPERATORS[kind.name] = made = _operator_of(kind, kind.run)
+    COLLECTIVES[made.default] = kind
+    if kind.start is not None:
         # A collective under way: between the start and the wait nobody may touch what it works on.  A program runs them
         # on the asynchronous collectives, with what is under way in place of the tensor; called as operators, the
         # start does it all.
-        _started = _register(_kind, _at_once(_kind.start), "_start", writes=_kind.start_writes)
-        COLLECTIVES[_started.default] = _kind
-        STARTS[_made.default] = _started.default
+        started = _operator_of(kind, _at_once(kind.start), "_start", writes=kind.start_writes)
+        COLLECTIVES[started.default] = kind
+        STARTS[made.default] = started.default
+
+
+for _kind in (ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.ALL_TO_ALL, ops.BROADCAST):
+    add(_kind)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -493,4 +493,4 @@ ALL_TO_ALL = Kind(
     cuts=(Cut("split_dim", "split_sizes", "splits"), Cut("concat_dim", "concat_sizes", "joins", joins=True)),
 )  # fmt: skip
 BROADCAST = Kind("broadcast", "int src_index", broadcast)
-KINDS = {k.name: k for k in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST)}
+KINDS: dict[str, Kind] = {}  # by name; filled by ``graph.add``
