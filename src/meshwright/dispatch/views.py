@@ -6,6 +6,7 @@ On one device a view shares the memory of its base.  Where making it needs commu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,13 +25,14 @@ Tensor = torch.Tensor
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class View:
     """How a copy was made: output ``index`` of ``func(*args, **kwargs)``, whose first tensor is ``base``.
 
     ``version``: of the base, when the copy last held what the base holds; None where it does not count its writes.
     ``alias``: it is the memory of the base, which is a copy itself.  ``recorded``: made with gradients on.
     ``detached``: writes to it have no history.  ``writing``: what is written is on its way to the base.
+    ``pieces``: all that the call made, itself included: parts of the base that do not overlap.
     """
 
     base: Tensor
@@ -43,6 +45,7 @@ class View:
     recorded: bool
     detached: bool = False
     writing: bool = False
+    pieces: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 def view_of(t: Tensor) -> View | None:
@@ -54,11 +57,17 @@ def view_of(t: Tensor) -> View | None:
 
 def remember(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, made: Sequence[Tensor]) -> None:
     """Note of each of these copies how it was made.  Must run with dispatch disabled."""
+    pieces: weakref.WeakSet[Any] = weakref.WeakSet()
     for i, t in enumerate(made):
         if t is base:
             continue
         alias = view_of(base) is not None and t.untyped_storage()._cdata == base.untyped_storage()._cdata
-        t.__dict__["_view"] = View(base, func, args, kwargs, i, _version(base), alias, torch.is_grad_enabled())
+        view = View(
+            base, func, args, kwargs, i, _version(base), alias, torch.is_grad_enabled(),
+            pieces=pieces if len(made) > 1 else weakref.WeakSet(),
+        )  # fmt: skip
+        view.pieces.add(view)
+        t.__dict__["_view"] = view
 
 
 @dataclass(slots=True)
@@ -189,7 +198,7 @@ def write_through(t: Tensor, call: Call) -> None:
         if view.alias:
             write_through(view.base, call)
             return
-        view.writing = True
+        view.writing, version = True, _version(view.base)
         try:
             index = _slices(view, t)
             if index is not None:
@@ -199,7 +208,10 @@ def write_through(t: Tensor, call: Call) -> None:
                 call(_writer(op_name(view.func)), (view.base, t, view.func, args, kwargs, view.index), {})
         finally:
             view.writing = False
-        view.version = _version(view.base)
+        # What was written to one piece left the others as they are: to make them anew would be a write to them.
+        now = _version(view.base)
+        for piece in [p for p in view.pieces if p is view or p.version == version]:
+            piece.version = now
 
 
 def with_base(old: Any, new: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
