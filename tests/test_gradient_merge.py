@@ -504,3 +504,41 @@ def by_hand(passes: Sequence[str]) -> Any:
 @pytest.mark.parametrize("passes", [(MERGE,), (DPO, MERGE)], ids=["merge", "both"])
 def test_merged_steps_by_hand(passes: Any) -> None:
     assert max(run_processes(by_hand, 2, passes)) < 1e-9
+
+
+@pytest.mark.parametrize("rows", [(5, 1), (1, 5), (1, 1), (5, 4), (1, 1, 5, 4)])
+def test_micro_batches_of_one_row(rows: tuple[int, ...]) -> None:
+    """A dim of one element is not split: gradients lie otherwise, and are not added to the others."""
+    mesh = mw.Mesh({"dp": 2})
+    batches = [torch.randn(n, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in rows]
+    loss_fn = lambda m, x: m(x).square().mean()  # noqa: E731
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3).double()
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    model, optimizer = made()
+    for i in range(0, len(rows), 2):
+        for b in batches[i : i + 2]:
+            (loss_fn(model, b) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run() -> Any:
+        mine, own = made()
+        step = mw.compile_step(
+            mine, loss_fn, own, batches[0], mesh=mesh, batch={"dp": mw.Shard(0)}, passes=["gradient-merge:k_steps=2"]
+        )
+        for b in batches:
+            step(b)
+        return mw.unshard(mine.weight.detach())
+
+    if rows in ((5, 1), (1, 5)):
+        with pytest.raises(
+            ProgramError, match=r"the gradient of bias lies as .* a dim of one element .* step.flush\(\)"
+        ):
+            mw.simulate(run, mesh)
+    else:
+        for got in mw.simulate(run, mesh):
+            torch.testing.assert_close(got, model.weight.detach())

@@ -430,3 +430,53 @@ def test_states_are_the_optimizers_own() -> None:
 
     for one, other in mw.simulate(rank, MESH):
         assert one == other
+
+
+class Scaled(nn.Module):
+    """Reads a buffer in eval mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("factor", torch.arange(1.0, 5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.up(x))
+        return h if self.training else h * self.factor
+
+
+@pytest.mark.parametrize("change", ["eval", "freeze the norm"])
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_buffers_stay_as_the_first_capture_left_them(axes: dict[str, int], change: str) -> None:
+    data = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mesh = mw.Mesh(axes)
+
+    def run(captured: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = Scaled().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn = lambda m, x: m(x).square().mean()  # noqa: E731
+        step: Any = None
+        if captured:
+            batch = {"dp": mw.Shard(0)} if "dp" in axes else {}
+            layouts = {"up.weight": {"tp": mw.Shard(0)}}
+            step = mw.compile_step(model, loss_fn, optimizer, data, mesh=mesh, layouts=layouts, batch=batch)
+        losses = []
+        for i in range(4):
+            if i == 2:
+                (step or model).eval() if change == "eval" else model.norm.eval()
+            if step is not None:
+                losses.append(step(data).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_fn(model, data)
+            losses.append(loss.item())
+            if model.training:
+                loss.backward()
+                optimizer.step()
+        return losses
+
+    want = run(False)
+    for got in mw.simulate(lambda: run(True), mesh):
+        assert got == pytest.approx(want, rel=1e-12)

@@ -161,3 +161,44 @@ def test_an_empty_part_has_the_graph_of_the_others(dtype: torch.dtype) -> None:
                     torch.testing.assert_close(g, t, msg=lambda m: f"{name}, {d}, {e}: {m}")  # noqa: B023
 
     mw.simulate(run, mesh)
+
+
+UNITS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "conv": (lambda: torch.nn.Conv1d(3, 4, 2), (2, 3, 4)),
+    "conv_transpose": (lambda: torch.nn.ConvTranspose1d(3, 4, 2), (2, 3, 4)),
+    "group_norm": (lambda: torch.nn.GroupNorm(2, 4), (2, 4, 4)),
+    "prelu": (lambda: torch.nn.PReLU(3), (2, 3, 4)),
+    "conv, batch_norm": (lambda: torch.nn.Sequential(torch.nn.Conv1d(3, 4, 2), torch.nn.BatchNorm1d(4)), (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_rank_without_rows_gathers_stored_parameters_as_often_as_the_others(name: str) -> None:
+    mesh = mw.Mesh({"dp": 3})
+    make, shape = UNITS[name]
+    data = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def step(on: mw.Mesh | None, captured: bool = False) -> list[Any]:
+        torch.manual_seed(0)
+        model: Any = make().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn = lambda m, x: m(x).square().sum()  # noqa: E731
+        if captured:
+            run = mw.compile_step(
+                model, loss_fn, optimizer, data, mesh=mesh, batch={"dp": mw.Shard(0)}, stored_over="dp"
+            )
+            run(data)
+        else:
+            x: Any = data
+            if on is not None:
+                model, x = mw.shard_module(model, on, stored_over="dp"), mw.shard_tensor(data, on, {"dp": mw.Shard(0)})
+                optimizer = mw.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            loss_fn(model, x).backward()
+            optimizer.step()
+        return [mw.unshard(p.detach()) if isinstance(p, mw.DistTensor) else p.detach() for p in model.parameters()]
+
+    want = step(None)
+    for got in mw.simulate(lambda: step(mesh), mesh):
+        torch.testing.assert_close(got, want)
+    for got in mw.simulate(lambda: step(mesh, captured=True), mesh):
+        torch.testing.assert_close(got, want)

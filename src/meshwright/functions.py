@@ -16,14 +16,16 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
+import weakref
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from .dispatch import disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
 from .layout import Layout, Replicate, Spec
+from .rules.dropout import run_alike
 from .tensor import DistTensor, stamp, whole
 
 _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
@@ -39,6 +41,8 @@ def _guarded(cls: Any, *args: Any, **kwargs: Any) -> Any:
     # With dispatch disabled the caller works on locals: conversions do.
     if _enabled() and any(map(_is_dist, args)) and cls is not CheckpointFunction:
         return _gathered(cls, args)
+    if cls is CheckpointFunction:
+        args = (run_alike(args[0]), *args[1:])
     return _apply(cls, *args, **kwargs)
 
 
@@ -134,12 +138,39 @@ def _guard_compile() -> None:
     torch.compile = guarded
 
 
+def _keep_layouts() -> None:
+    """Inputs of a checkpoint keep their layouts through hooks around it that pack what is saved (another checkpoint's).
+
+    What such hooks give back is a tensor of its own, which knows nothing of a mesh.
+    """
+    save, get = _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs
+
+    @functools.wraps(save)
+    def saved(self: Any, *args: Any) -> None:
+        self.recompute_fn = run_alike(self.recompute_fn)
+        self._layouts = [(weakref.ref(a), a._spec) if _is_dist(a) else None for a in args]
+        save(self, *args)
+
+    @functools.wraps(get)
+    def given(self: Any) -> list[Any]:
+        made = get(self)
+        for a, known in zip(made, getattr(self, "_layouts", ()), strict=False):
+            if known is not None and a.__class__ is torch.Tensor:
+                ref, spec = known
+                first = ref()  # its type may have been found since
+                stamp(a, spec if first is None else first._spec)
+        return made
+
+    _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = saved, given  # type: ignore[method-assign]
+
+
 def install() -> None:
     """Guard them; plain tensors pass through."""
     torch.autograd.Function.apply = classmethod(_guarded)  # type: ignore[assignment,method-assign]
     _guard_wrapper(torch.nn.parallel.DistributedDataParallel, _SYNC)
     _guard_wrapper(torch.nn.DataParallel, _SYNC)
     _guard_compile()
+    _keep_layouts()
     later = _Later()
     sys.meta_path.insert(0, later)
     for name in later.classes:

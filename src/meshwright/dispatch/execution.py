@@ -199,7 +199,7 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if plan.back is not None:
         with as_plain(locals_[0]) as local:
             locals_[0] = local.clone()  # what was converted may be kept for its next use
-    result = _run_local(plan, func, args, kwargs, tensors, locals_)
+    result = (_run_replayed if plan.replayed else _run_local)(plan, func, args, kwargs, tensors, locals_)
     if plan.op.inplace:
         return _finish_write(plan, tensors, locals_[0], result, stamp)
     result = _own(plan, result, tensors, locals_)
@@ -267,6 +267,16 @@ def _bring_back(t: Tensor, steps: reshard.Plan, note: Note | None) -> Tensor:
     return convert.apply(steps.steps, t)
 
 
+def _run_replayed(plan: Plan, *given: Any) -> Any:
+    """Where this rank's part of a result is empty, the op run in such a way that writes to the result are
+    differentiated as on the other ranks: PyTorch else takes a view that was written to (the result of ``tensordot`` is
+    one of its own) for an ``as_strided`` of its base, whose derivative is a constant where it is empty, so that a
+    second backward would leave out collectives.
+    """
+    with torch.autograd.grad_mode._force_original_view_tracking(True):
+        return _run_local(plan, *given)
+
+
 def _run_local(
     plan: Plan,
     func: Any,
@@ -287,6 +297,8 @@ def _run_local(
             given = iter(locals_)
             args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return func(*args, **kwargs) if plan.native is None else plan.native(args[0])
+    if not plan.op.inplace and _saving():  # what is saved must not become another kind of tensor behind its back
+        locals_ = [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
     # Code that looks at .shape must see local tensors as plain ones.
     swapped = [t for t in locals_ if getattr(type(t), "class_set", False)]
     kind = type(swapped[0]) if swapped else Tensor

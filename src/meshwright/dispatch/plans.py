@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import reshard, runtime
 from ..choose import Choice, carries_grad, choose
@@ -43,6 +44,7 @@ class Plan:
     value is taken in its place.  ``alias``: a custom op, whose backward may look at the inputs that it saved: it gets
     plain aliases.  ``back``: a write that cannot be made in the layout of its target: it is made in a copy of another
     layout, which is then brought back and copied into the target.
+    ``replayed``: this rank has nothing of a result (see ``execution``).
     ``copies``: it makes views that are copies on the mesh; ``cuts``: pieces of one value, parts of sums (see
     ``views``); ``watched``: arguments are such copies (see ``views``).
     ``graded``: it holds for arguments of these ``requires_grad`` only: another choice is cheaper for others.
@@ -68,6 +70,7 @@ class Plan:
     gathered: bool = False
     copies: bool = False
     cuts: bool = False
+    replayed: bool = False
     watched: bool = False
     graded: bool = False
     back: reshard.Plan | None = None
@@ -232,7 +235,7 @@ def _mark_copies(
         smaller = len(plan.outputs) > 1 or plan.outputs[0].shape.numel() < specs[0].shape.numel()
         plan.cuts = smaller and _is_view(func, specs, args, kwargs)
     if _nothing_here(plan):
-        _replay(plan, func)
+        plan.replayed, plan.plain, plan.retypes, plan.swift = True, False, False, False
     return plan
 
 
@@ -242,23 +245,6 @@ def _nothing_here(plan: Plan) -> bool:
         return False
     here = plan.mesh.coordinate(runtime.RT.rank)
     return any(s.shape.numel() and not math.prod(s.local_shape(here)) for s in plan.outputs)
-
-
-def _replay(plan: Plan, func: Any) -> None:
-    """Where this rank's part of a result is empty, the op run in such a way that writes to the result are
-    differentiated as on the other ranks: PyTorch else takes a view that was written to (the result of ``tensordot`` is
-    one of its own) for an ``as_strided`` of its base, whose derivative is a constant where it is empty, so that a
-    second backward would leave out collectives.
-    """
-    fn = plan.local or func
-    native = plan.native
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.grad_mode._force_original_view_tracking(True):
-            return fn(*args, **kwargs) if native is None else native(args[0])
-
-    plan.local, plan.native = run, None
-    plan.plain = plan.retypes = plan.swift = False
 
 
 def _in_parts(choice: Choice) -> bool:
@@ -400,7 +386,8 @@ def _run_meta(
         return given[-1]
 
     try:
-        with disabled(), torch.no_grad(), warnings.catch_warnings():
+        # Modes around the call, as selective checkpoints have, are to see what runs on this rank alone.
+        with disabled(), torch.no_grad(), warnings.catch_warnings(), _disable_current_modes():
             warnings.simplefilter("ignore")
             kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
             args = tuple("meta" if isinstance(a, torch.device) else a for a in args)

@@ -63,16 +63,30 @@ class BaseStep:
         return self.program.passes
 
     def _install(self, leaves: Sequence[Any], made: Ready) -> Ready:
-        if self.training and self._micro and self._merged is not None and made.sums != self._merged.sums:
-            other = sorted(set(made.sums) ^ set(self._merged.sums))[0]
-            raise ProgramError(
-                f"{other} has a gradient in one micro-step of a merge and none in another (requires_grad was changed "
-                "between them): call step.flush() before the change"
-            )
+        if self.training:
+            self._join(made)
         self._ready[self._signature(leaves)] = self._current = made
-        if made.flush is not None:
-            self._merged = made
         return made
+
+    def _join(self, made: Ready) -> None:
+        """Merge with the micro-steps since the last update: their sums must be what this one adds to."""
+        before = self._merged
+        if made.flush is None or made is before:
+            return
+        if self._micro and before is not None and made.sums != before.sums:
+            other = sorted(set(made.sums) ^ set(before.sums))
+            if other:
+                raise ProgramError(
+                    f"{other[0]} has a gradient in one micro-step of a merge and none in another (requires_grad was "
+                    "changed between them): call step.flush() before the change"
+                )
+            name = next(n for n, s in made.sums.items() if s != before.sums[n])
+            raise ProgramError(
+                f"the gradient of {name} lies as {made.sums[name]!r} here and as {before.sums[name]!r} in the "
+                "micro-step before: a dim of one element is not split, so its work is done by every rank; call "
+                "step.flush() before this batch, or give micro-batches with more than one element in each split dim"
+            )
+        self._merged = made
 
     def _signature(self, leaves: Sequence[Any]) -> Any:
         shapes = tuple([(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves])
@@ -127,6 +141,7 @@ class BaseStep:
         ready = self._current = self._for(leaves)
         if not self.training:
             return ready.cycle[0](leaves)
+        self._join(ready)
         made = ready.cycle[self._micro](leaves)
         self._micro = (self._micro + 1) % len(ready.cycle)
         return made

@@ -114,10 +114,12 @@ class Bound:
 
     def _sum(self, given: Input, node: fx.Node) -> Tensor:
         """A sum of gradients, made if no other program of the step has it."""
-        sums = self.carrier.sums
-        if given.name not in sums:
-            sums[given.name] = zeros(checked_value(node), self.program.mesh.device)
-        return sums[given.name]
+        sums, value, key = self.carrier.sums, checked_value(node), given.name
+        if key in sums and tuple(sums[key].shape) != tuple(value.shape):
+            key = f"{key} of {list(value.shape)}"  # of micro-steps whose gradients lie otherwise
+        if key not in sums:
+            sums[key] = zeros(value, self.program.mesh.device)
+        return sums[key]
 
     def _own(self, given: Input, node: fx.Node) -> Tensor:
         """The local part of a parameter or buffer."""
@@ -125,6 +127,11 @@ class Bound:
         module = self.carrier.model.get_submodule(prefix)
         table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
         value, found = checked_value(node), local(table[key])
+        if tuple(found.shape) != tuple(value.shape):
+            raise ProgramError(
+                f"{given.name} has shape {list(found.shape)} on this rank, the program wants {list(value.shape)}: "
+                "it was laid out otherwise than the step was captured for"
+            )
         if not same(value.shape, tuple(found.stride()), value.strides):
             with torch.no_grad(), disabled():  # a buffer that was laid on the mesh otherwise than it was
                 table[key].data = laid(found, value.strides)
@@ -253,7 +260,7 @@ class Ready:
         self.program = program
         self.cycle: list[Bound] = []
         self.flush: Bound | None = None
-        self.sums = [i.name for i in program.inputs if i.kind == "accumulator"]
+        self.sums = {i.name: i.spec for i in program.inputs if i.kind == "accumulator"}
         merged = program.merged
         if merged is not None:
             self.cycle = [Bound(merged.accumulate, carrier, leaves, tree)] * (merged.k_steps - 1)

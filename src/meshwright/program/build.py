@@ -98,6 +98,7 @@ def build(
     *,
     rank: int | None = None,
     train: bool = True,
+    again: bool = False,
 ) -> Built:
     """Capture a step, complete its layouts and partition it for one rank.
 
@@ -109,12 +110,13 @@ def build(
         mesh: need not be connected.
         rank: whose program; the first one's unless given.
         train: False: forward only.
+        again: the model lies as another capture laid it: what that left plain, because it was whole, stays whole.
 
     Raises:
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
     with no_collection():
-        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train)
+        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train, again)
 
 
 @contextlib.contextmanager
@@ -139,10 +141,15 @@ def _build(
     plan: Plan,
     rank: int | None,
     train: bool,
+    again: bool,
 ) -> Built:
     with _wishes(model, mesh, plan):
         captured = capture(model, loss_fn, batch, mesh.device)
-    completed = complete(captured, mesh, _said(model, captured, mesh, plan, batch))
+    said = _said(model, captured, mesh, plan, batch)
+    if again:
+        plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}
+        said.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
+    completed = complete(captured, mesh, said)
     laid, stored, seen = _laid(model, captured, completed, mesh, plan)
     update = None
     if optimizer is not None and train:

@@ -80,7 +80,7 @@ class Step(BaseStep):
         with together(self.mesh, "capturing the step again"):
             built = build(
                 self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
-                rank=runtime.RT.rank, train=self.training,
+                rank=runtime.RT.rank, train=self.training, again=True,
             )  # fmt: skip
             if self.training:
                 built = self._transformed(built)

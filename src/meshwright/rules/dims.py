@@ -129,7 +129,10 @@ def filled(ctx: Local, fn: LocalFn) -> LocalFn | None:
         left = iter(pads)
 
         def wider(a: Any) -> Any:
-            return torch.constant_pad_nd(a, next(left)) if isinstance(a, Tensor) else a
+            if not isinstance(a, Tensor):
+                return a
+            # As it is where nothing is missing: what the op saves of it is then what the other ranks save.
+            return torch.constant_pad_nd(a, around) if any(around := next(left)) else a
 
         made = fn(*map(wider, args), **{k: wider(a) for k, a in named.items()})
         if isinstance(made, Tensor):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, redispatch_function
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, redispatch_function
 
 from . import counter
 from .core import Arg, Local, LocalFn, Rule, notation, rule
@@ -124,6 +124,9 @@ for _name, _kernel in KERNELS.items():
 PLAIN: dict[str, tuple[Kernel, Callable[..., bool]]] = {}
 
 
+_RUNS_USERS_CODE = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
 class _Reproducible(TorchFunctionMode):
     """Runs the dropout ops of plain tensors with the masks that distributed tensors get."""
 
@@ -136,8 +139,9 @@ class _Reproducible(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if getattr(func, "__module__", None) == "torch.nn.functional":
-            with self:  # the body of a Python function: the dropout inside it is still ours
+        if getattr(func, "__module__", None) == "torch.nn.functional" or func in _RUNS_USERS_CODE:
+            # The body of a Python function: the dropout inside it is still ours, and that of a checkpoint's second run.
+            with self:
                 return redispatch_function(func, types, args, kwargs)
         x = args[0] if args else kwargs.get("input")
         if not isinstance(x, Tensor) or "_spec" in getattr(x, "__dict__", {}):
@@ -150,6 +154,18 @@ class _Reproducible(TorchFunctionMode):
         kwargs.pop("input", None)
         made = kernel((tuple(x.shape), (0,) * x.ndim), x, *args[1:], **kwargs)
         return x.copy_(made) if name.endswith("_") else made
+
+
+def run_alike(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, which a checkpoint will run again: then as it runs now."""
+    if not any(isinstance(m, _Reproducible) for m in _get_current_function_mode_stack()):
+        return fn
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with reproducible_random():
+            return fn(*args, **kwargs)
+
+    return run
 
 
 @contextmanager

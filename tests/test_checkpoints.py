@@ -1,0 +1,93 @@
+"""``torch.utils.checkpoint`` on distributed tensors: nested, under other hooks, selective, with empty shards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import meshwright as mw
+
+LAYOUTS = {"0.*": {"tp": mw.Shard(0)}, "1.weight": {"tp": mw.Shard(1)}}  # the second one's output is Partial
+
+
+def again(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+
+
+def saved_elsewhere(m: nn.Sequential, x: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return m[3](again(m[2], m[1](m[0](x))))
+
+
+def packed(m: nn.Sequential, x: Any) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return m[3](again(m[2], m[1](m[0](x))))
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op is torch.ops.aten.gelu.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(m: nn.Sequential, x: Any) -> Any:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    return m[3](again(m[2], m[1](m[0](x)), context_fn=contexts))
+
+
+WAYS: dict[str, Callable[[nn.Sequential, Any], Any]] = {
+    "one": lambda m, x: again(m, x),
+    "nested": lambda m, x: again(lambda h: m[3](again(m[2], h)), m[1](m[0](x))),
+    "nested, a mean": lambda m, x: again(lambda h: m[3](again(lambda t: t - t.mean(0), h)), m[1](m[0](x))),
+    "three": lambda m, x: again(lambda h: again(lambda t: m[3](again(m[2], t)), h.sin()), m[1](m[0](x))),
+    "a block": lambda m, x: again(lambda x: m[3](again(m[2], m[1](m[0](x)))), x),
+    "save_on_cpu": saved_elsewhere,
+    "hooks": packed,
+    "selective": selective,
+}
+
+
+def gradients(way: Callable[..., Any], mesh: mw.Mesh | None, rows: int) -> list[Any]:
+    torch.manual_seed(0)
+    m: Any = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3)).double()
+    x: Any = torch.randn(rows, 5, dtype=torch.float64)
+    if mesh is not None:
+        m = mw.shard_module(m, mesh, LAYOUTS if "tp" in mesh.axes else {})
+        x = mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)} if "dp" in mesh.axes else {})
+    way(m, x).square().mean().backward()
+    return [p.grad if mesh is None else mw.unshard(p.grad) for p in m.parameters()]
+
+
+@pytest.mark.parametrize("rows", [6, 2, 1])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 3}], ids=str)
+def test_gradients(mesh: dict[str, int], rows: int) -> None:
+    for name, way in WAYS.items():
+        on = mw.Mesh(mesh)
+        want = gradients(way, None, rows)
+        for got in mw.simulate(lambda: gradients(way, on, rows), on):  # noqa: B023
+            torch.testing.assert_close(got, want, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("back", [lambda y: y.backward(), lambda y: torch.autograd.backward([y])])
+def test_reproducible_random_reaches_the_second_run(back: Callable[[Any], None], reentrant: bool, inside: bool) -> None:
+    def gradient(kept: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        x = torch.ones(4, 5, requires_grad=True)
+        m = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.3), nn.Tanh())
+        with mw.reproducible_random():
+            y = (m(x) if kept else checkpoint(m, x, use_reentrant=reentrant)).sum()
+            if inside:
+                back(y)
+        if not inside:
+            back(y)
+        assert x.grad is not None
+        return x.grad
+
+    torch.testing.assert_close(gradient(False), gradient(True))
