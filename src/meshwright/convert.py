@@ -42,8 +42,8 @@ class Step:
 
     @property
     def moves(self) -> bool:
-        """Whether data crosses between ranks."""
-        return self.kind in collective.KINDS
+        """Whether data crosses between ranks: over axes of one rank none does."""
+        return self.kind in collective.KINDS and any(self.src.mesh.sizes[a] > 1 for a in self.axes)
 
     def transpose(self) -> Step:
         """The step that the backward of this one runs."""

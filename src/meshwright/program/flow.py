@@ -25,6 +25,9 @@ Owed = Mapping[str, frozenset[str]]
 
 _NOTHING: Owed = {}
 
+# What a node gives, or what a node that writes leaves in the memory of this number: it may write to many at once.
+_Held = tuple[fx.Node, int | None]
+
 
 def check_gradients(program: Program) -> None:
     """Follow gradients from where they are used back to where autograd gave them.
@@ -44,7 +47,7 @@ class _Flow:
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
         self.inputs: dict[fx.Node, Input] = dict(zip(program.placeholders, program.inputs, strict=True))
         self.params = {i.name: i for i in program.inputs if i.kind == "param"}
-        self.found: dict[fx.Node, Owed] = {}
+        self.found: dict[_Held, Owed] = {}
         self.given: dict[fx.Node, Owed] = {}  # what a node that writes a gradient adds to the memory it writes to
         self.writers: dict[int, list[fx.Node]] = {}  # storage to the nodes that write to it, in order
         self.sums: dict[int, list[fx.Node]] = {}  # of these, the sums over ranks and what replaces all that was there
@@ -70,7 +73,7 @@ class _Flow:
         self._check(out.name, node, len(self.order), left, f"output grad {out.name} (%{node.name})")
 
     def _check(self, name: str, gradient: fx.Node, at: int, left: frozenset[str], where: str) -> None:
-        owed = self._made(gradient, [self._owed(s) for s in self._latest(gradient, at)], sums=False)
+        owed = _made(gradient, [self._owed(s) for s in self._latest(gradient, at)], sums=False)
         if name not in owed:
             other = f"that of {', '.join(sorted(owed)[:3])}" if owed else "not one that autograd gave"
             raise ProgramError(f"{where} gets %{gradient.name} as gradient of {name}; it is {other}")
@@ -87,7 +90,7 @@ class _Flow:
         for node in self.program.graph.nodes:
             given = self.inputs.get(node)
             if given is not None and given.kind == "accumulator":
-                self.found[node] = {given.name: _partial(given.spec) if given.spec is not None else frozenset()}
+                self.found[node, None] = {given.name: _partial(given.spec) if given.spec is not None else frozenset()}
             pairs = node.meta.get("grad_of")
             if pairs:
                 declared = {name: self._declared(node, name, spec) for name, spec in pairs}
@@ -95,7 +98,7 @@ class _Flow:
                 if writer is not None:
                     self.given[writer] = declared
                 if writer is not node:
-                    self.found[node] = declared
+                    self.found[node, None] = declared
             if node.op == "call_function" and is_mutating(node):
                 for storage in written(node):
                     self.writers.setdefault(storage, []).append(node)
@@ -125,70 +128,71 @@ class _Flow:
 
     # -- what reaches a value -------------------------------------------------------------------------
 
-    def _owed(self, node: fx.Node) -> Owed:
+    def _owed(self, held: _Held) -> Owed:
         """The gradients in a value; iterative, as chains are as long as buffers have entries."""
-        stack = [node]
+        stack = [held]
         while stack:
             at = stack[-1]
             if at in self.found:
                 stack.pop()
                 continue
-            sources = list(self._sources(at))
+            sources = list(self._sources(*at))
             open_ = [s for s in sources if s not in self.found]
             if open_:
                 stack.extend(open_)
                 continue
-            self.found[at] = self._made(at, [*(self.found[s] for s in sources), self.given.get(at, _NOTHING)])
+            self.found[at] = _made(at[0], [*(self.found[s] for s in sources), self.given.get(at[0], _NOTHING)])
             stack.pop()
-        return self.found[node]
+        return self.found[held]
 
-    def _sources(self, node: fx.Node) -> Iterator[fx.Node]:
+    def _sources(self, node: fx.Node, storage: int | None) -> Iterator[_Held]:
         """The values that a value is made of, as they are when it is made."""
         if node.op != "call_function" or node.meta.get("role") == "forward":
             return
-        given = _entry(node)
+        given = _entry(node) if storage is None else _entries(node, storage)
         if _replaces(node):
             given = [n for n in node.all_input_nodes if n is not node.args[0]]
         for source in node.all_input_nodes if given is None else given:
             yield from self._latest(source, self.order[node])
 
-    def _latest(self, source: fx.Node, at: int) -> Iterator[fx.Node]:
+    def _latest(self, source: fx.Node, at: int) -> Iterator[_Held]:
         """What a value holds when it is read at ``at``: itself, and the last write to its memory since it was made.
 
         That write follows on earlier ones.  A sum over ranks in place leaves nothing of what was there before it.
         """
         made = self.order[source]
-        last, reduced = source, False
+        last, where, reduced = source, None, False
         for storage in storages(source):
             listed = self.writers.get(storage)
             if listed is None:
                 continue
             i = bisect_left(listed, at, key=self.order.__getitem__)
             if i and self.order[listed[i - 1]] > self.order[last]:
-                last = listed[i - 1]
+                last, where = listed[i - 1], storage
             j = bisect_left(self.sums.get(storage, ()), at, key=self.order.__getitem__)
             reduced = reduced or bool(j and self.order[self.sums[storage][j - 1]] > made)
         if not reduced:
-            yield source
+            yield source, None
         if last is not source:
-            yield last
+            yield last, where
 
-    @staticmethod
-    def _made(node: fx.Node, sources: list[Owed], sums: bool = True) -> Owed:
-        full = [s for s in sources if s]
-        if not full:
-            return _NOTHING
-        made: Owed = full[0]
-        if len(full) > 1:
-            merged: dict[str, frozenset[str]] = {}
-            for source in full:
-                for name, axes in source.items():
-                    merged[name] = merged.get(name, frozenset()) | axes
-            made = merged
-        if sums and _sums(node):
-            done = frozenset(str(node.args[-2]).split(","))
-            return {name: axes - done for name, axes in made.items()}
-        return made
+
+def _made(node: fx.Node, sources: list[Owed], sums: bool = True) -> Owed:
+    """What is in a value that a node makes of others."""
+    full = [s for s in sources if s]
+    if not full:
+        return _NOTHING
+    made: Owed = full[0]
+    if len(full) > 1:
+        merged: dict[str, frozenset[str]] = {}
+        for source in full:
+            for name, axes in source.items():
+                merged[name] = merged.get(name, frozenset()) | axes
+        made = merged
+    if sums and _sums(node):
+        done = frozenset(str(node.args[-2]).split(","))
+        return {name: axes - done for name, axes in made.items()}
+    return made
 
 
 def _writer(node: fx.Node) -> fx.Node | None:
@@ -214,7 +218,10 @@ def _replaces(node: fx.Node) -> bool:
 
 
 def _partial(spec: Spec) -> frozenset[str]:
-    return frozenset(a for a, p in zip(spec.mesh.axes, spec.layout.placements, strict=True) if isinstance(p, Partial))
+    """Axes over which there is something to sum: not those of one rank."""
+    mesh, placements = spec.mesh, spec.layout.placements
+    listed = zip(mesh.axes, mesh.sizes, placements, strict=True)
+    return frozenset(axis for axis, n, p in listed if isinstance(p, Partial) and n > 1)
 
 
 def _entry(node: fx.Node) -> list[fx.Node] | None:
@@ -222,9 +229,19 @@ def _entry(node: fx.Node) -> list[fx.Node] | None:
     source = node.args[0] if node.target is operator.getitem else None
     if not isinstance(source, fx.Node) or "_foreach_" not in str(source.target):
         return None
-    lists = [a for a in source.args if isinstance(a, (list, tuple)) and any(isinstance(x, fx.Node) for x in a)]
     i: Any = node.args[1]
-    return [listed[i] for listed in lists if isinstance(listed[i], fx.Node)]
+    return [listed[i] for listed in _lists(source)]
+
+
+def _entries(node: fx.Node, storage: int) -> list[fx.Node] | None:
+    """Of an op on lists that writes, the entries that are what it leaves in this memory."""
+    rows = list(zip(*_lists(node), strict=False))
+    return [n for row in rows if any(storage in storages(n) for n in row) for n in row] if rows else None
+
+
+def _lists(node: fx.Node) -> list[list[fx.Node]]:
+    """Its arguments that are lists of tensors."""
+    return [a for a in node.args if isinstance(a, (list, tuple)) and a and all(isinstance(x, fx.Node) for x in a)]  # type: ignore[misc]
 
 
 def updates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -24,7 +24,7 @@ from ..reshard import plan as plan_conversion
 from ..shard.packing import chunk_dim, cut_over
 from .capture import VALUES, Captured, Source
 from .core import Input, Origin, Output, Program, without_unserved
-from .inplace import storages
+from .inplace import storages, written
 from .interpret import Interpreter, spec_at, stamp
 from .memory import LAID, Strides, dense, is_dense, same
 from .recompute import recompute
@@ -84,14 +84,21 @@ def partition(
         CaptureError: the step does what a program cannot hold.
         MeshwrightError: what dispatch raises for these layouts, with the user's line.
     """
-    with as_rank(mesh, rank), _no_values():
-        made = _Partition(captured, laid, mesh, rank, loss_scale if train else None)
+
+    def recorded(merge: bool) -> _Partition:
+        made = _Partition(captured, laid, mesh, rank, loss_scale if train else None, merge)
         with captured.mode, made.recorder, torch.set_grad_enabled(train):
             made.forward()
             if train:
                 made.backward(states_over)
                 with torch.no_grad():
                     made.update(update, clip_grad_norm, gradients)
+        return made
+
+    with as_rank(mesh, rank), _no_values():
+        made = recorded(merge=True)
+        if any(not made.recorder.merged.isdisjoint(written(n)) for n in made.recorder.graph.nodes):
+            made = recorded(merge=False)  # one of two results is written to: each needs memory of its own
         for node in made.recorder.graph.nodes:
             if node.meta.get("gather") in laid.units:
                 node.meta["unit"] = laid.units[node.meta["gather"]]
@@ -128,11 +135,11 @@ class _Partition:
     """The state of one partition."""
 
     def __init__(
-        self, captured: Captured, laid: Laid, mesh: Mesh, rank: int, loss_scale: LossScale | None = None
+        self, captured: Captured, laid: Laid, mesh: Mesh, rank: int, loss_scale: LossScale | None, merge: bool
     ) -> None:
         self.captured, self.laid, self.mesh, self.rank = captured, laid, mesh, rank
         self.here = mesh.coordinate(rank)
-        self.recorder = Recorder()
+        self.recorder = Recorder(merge)
         self.inputs: list[Input] = []
         self.params: dict[str, Tensor] = {}  # name to the local fake leaf, in the order of the model
         self.leaves: dict[int, Tensor] = {}  # id of the global fake to the local one: tied ones share it

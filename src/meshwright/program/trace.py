@@ -66,6 +66,9 @@ class Value:
 class Recorder(TorchDispatchMode):
     """Records every op on fake tensors as a node.
 
+    Args:
+        merge: record collectives that repeat once.
+
     Attributes:
         graph: the graph so far.
         role: of the nodes to come: ``"forward"``, ``"backward"`` or ``"optimizer"``.
@@ -73,10 +76,12 @@ class Recorder(TorchDispatchMode):
             from autograd).
         regions: the checkpointed calls that the nodes to come are part of, or are the backward of.
         sync, gather: the parameter whose gradient the nodes to come synchronise, or that they gather, if they do.
+        merged: storages that hold the result of several collectives, which were recorded once: none may be written to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, merge: bool = True) -> None:
         super().__init__()
+        self.merge, self.merged = merge, set[int]()
         self.graph = fx.Graph()
         self.role, self.line, self.source = "forward", "", ""
         self.sync = self.gather = ""
@@ -136,7 +141,7 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any = None) -> fx.Node:
         made_args, made_kwargs = self._nodes(args), self._nodes(kwargs)
         key = None
-        if func in VIEWS or func in COLLECTIVES:
+        if func in VIEWS or (func in COLLECTIVES and self.merge):
             key = (func, _frozen(made_args), _frozen(made_kwargs))
             hit = self._seen.get(key)
             if hit is not None:
@@ -148,15 +153,13 @@ class Recorder(TorchDispatchMode):
                 node.meta["saved"] = saved
         if key is not None:
             self._seen[key] = node
-        elif func._schema.is_mutable:
-            # A collective of what was written since is another one; views stay views.
-            for old in [k for k in self._seen if k[0] in COLLECTIVES]:
-                del self._seen[old]
         return node
 
     def emit(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
         """A node of the present role, line and cause; its value is to be set."""
         node = self.graph.create_node("call_function", target, args, kwargs or {})
+        if is_mutating(node):  # a collective of what was written since is another one; views stay views
+            self._seen = {k: n for k, n in self._seen.items() if k[0] not in COLLECTIVES}
         source, line, regions = self._origin()
         cause = runtime.RT.cause
         node.meta.update(role=self.role, line=line, source=source)
@@ -183,6 +186,11 @@ class Recorder(TorchDispatchMode):
         t.__dict__["_node"] = node
         if "value" not in node.meta:
             node.meta["value"] = self.value(t)
+            return
+        storage, known = t.untyped_storage(), value_of(node)
+        if known is not None and storage._cdata not in self._storages:  # of a node that was recorded before
+            self._storages[storage._cdata] = (storage, known.storage)
+            self.merged.add(known.storage)
 
     def value(self, t: Tensor) -> Value:
         """Shape, dtype and storage of a fake tensor."""

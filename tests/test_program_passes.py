@@ -1,0 +1,116 @@
+"""Captured steps with the built-in passes in both orders, against one device: what they once refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from programs import compare
+from torch import Tensor
+
+import meshwright as mw
+
+BOTH = ["gradient-merge:k_steps=1", "data-parallel-optimization"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n, self.b = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.n(F.gelu(self.a(x))))  # type: ignore[no-any-return]
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def batches() -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(5, 8, dtype=torch.float64) for _ in range(3)]
+
+
+COLUMNS = {"layouts": {"a.weight": {"tp": mw.Shard(0)}}}
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"dp": 1}, {}),
+        ({"dp": 1, "tp": 2}, {}),
+        ({"dp": 1, "tp": 2}, COLUMNS),
+        ({"dp": 1, "tp": 2}, {**COLUMNS, "states_over": "dp", "loss_scale": 8.0}),
+        ({"dp": 1, "tp": 1}, {**COLUMNS, "stored_over": "dp"}),
+        ({"dp": 2, "tp": 1}, {**COLUMNS, "states_over": "dp", "loss_scale": "dynamic"}),
+        ({"dp": 2, "tp": 2}, {**COLUMNS, "states_over": "dp", "loss_scale": 8.0}),  # sums over tp of parts over dp
+    ],
+)
+def test_axes(axes: dict[str, int], options: dict[str, Any]) -> None:
+    for passes in (BOTH, BOTH[::-1]):
+        compare(Net, squares, batches(), mw.Mesh(axes), batch={"dp": mw.Shard(0)}, clip=0.5, passes=passes, **options)
+
+
+def test_nothing_moves_over_axes_of_one_rank() -> None:
+    """No record of it, nothing to ask for, and a copy where somebody asks for another layout."""
+    mesh = mw.Mesh({"dp": 1, "tp": 2})
+
+    def rank() -> tuple[Tensor, Tensor, str]:
+        x = mw.shard_tensor(torch.zeros(2, 3), mesh, {"dp": mw.Shard(0)})
+        mw.reshard(x, {"dp": mw.Replicate()}).add_(1)
+        one = mw.shard_tensor(torch.ones(3, 3), mesh, {"dp": mw.Shard(0)})
+        with mw.explicit():
+            return mw.unshard(x), mw.unshard(one @ one), str(mw.explain(lambda: one @ one))
+
+    for x, product, text in mw.simulate(rank, mesh):
+        assert not x.any()
+        assert torch.equal(product, torch.full((3, 3), 3.0))
+        assert "all_" not in text
+
+
+class Repeated(nn.Module):
+    """One value brought to one layout twice: recorded once, and one of the results may be written to."""
+
+    def __init__(self, write: bool) -> None:
+        super().__init__()
+        self.w, self.write = nn.Parameter(torch.randn(4, 6, dtype=torch.float64)), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (mw.constrain(self.w.transpose(0, 1), {"tp": mw.Replicate()}) for _ in range(2))
+        a = a.add_(x) if self.write and isinstance(x, torch._subclasses.FakeTensor) else a + x  # one device has one
+        return (a * b.sin()).sum(0).view(-1).exp()[None]
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_conversion_that_repeats(write: bool) -> None:
+    data = [torch.ones(6, 4, dtype=torch.float64) / (i + 1) for i in range(3)]
+    options = {"layouts": {"w": {"tp": mw.Shard(0)}}, "batch": {}, "passes": BOTH}
+    compare(lambda: Repeated(write), squares, data, mw.Mesh({"tp": 2}), **options)
+
+
+class Attention(nn.Module):
+    """Disentangled attention: positions are gathered from products with one table, which two of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r = nn.Parameter(torch.randn(8, 6))
+        self.q, self.k = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = lambda t: t.view(*t.shape[:-1], 2, 3).transpose(-3, -2)  # noqa: E731
+        q, k, r = heads(self.q(x)), heads(self.k(x)), heads(self.r[None])
+        i = (torch.arange(4)[:, None] - torch.arange(4) + 3).expand(3, 2, 4, 4)
+        rel = torch.gather(q @ r.transpose(-1, -2), -1, i) + 0
+        rel += torch.gather(k @ r.transpose(-1, -2), -1, i).transpose(-1, -2)
+        return (q @ k.transpose(-1, -2) + rel).softmax(-1) @ k
+
+
+def test_memory_of_what_repeats() -> None:
+    data = [torch.randn(3, 4, 6, dtype=torch.float64) for _ in range(2)]
+    layouts = {"q.weight": {"tp": mw.Shard(0)}, "r": {"tp": mw.Shard(0)}}
+    compare(Attention, squares, data, mw.Mesh({"tp": 2}), layouts=layouts, batch={}, passes=BOTH)
