@@ -16,7 +16,7 @@ import torch.fx as fx
 from ..collective import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
 from ..errors import PassError
 from ..program.core import Input, Merged, Program, value_of
-from ..program.inplace import follow, storages, written
+from ..program.inplace import follow, returned, storages, written
 from ..program.trace import VIEWS, Value, ancestors, draws
 from .core import Pass, PassRecord, register
 from .slicing import copied, needed, new_storage, part_of
@@ -198,8 +198,9 @@ class _Merge:
                 changed |= written(node) & self.updated
 
     def _by_forward(self, node: fx.Node) -> bool:
-        """Whether a node writes what a forward leaves behind: running statistics, say."""
-        return node.meta.get("role") != "optimizer" and not self.kept.isdisjoint(written(node))
+        """Whether a node writes what a forward leaves behind: running statistics, parameters that it averages."""
+        wrote = node.meta.get("role") != "optimizer" and not self.kept.isdisjoint(written(node))
+        return wrote or "writes" in node.meta
 
     # -- sums -----------------------------------------------------------------------------------------
 
@@ -298,19 +299,24 @@ class _Merge:
         grads = [o for o in self.program.outputs if o.kind == "grad"]
         values = dict(zip(self.program.outputs, self.program.results, strict=True))
 
-        def writes(node: fx.Node) -> bool:
+        # What a forward wrote to parameters it wrote in its micro-step.
+        done = {n: returned(n) for n in self.graph.nodes if "writes" in n.meta}
+        instead = {**self.totals, **{n: held for n, held in done.items() if held is not None}}
+
+        def writes(node: fx.Node) -> bool | None:
             left = written(node)
-            return not wanted.isdisjoint(left) or (
+            wrote = not wanted.isdisjoint(left) or (
                 node.meta.get("role") == "optimizer" and not self.kept.isdisjoint(left)
             )
+            return None if node in done else wrote
 
-        nodes = needed(self.graph, [values[o] for o in grads], writes, self.totals)
+        nodes = needed(self.graph, [values[o] for o in grads], writes, instead)
         for node, given in zip(self.program.placeholders, self.program.inputs, strict=True):
             if node in nodes and given.kind == "batch":
                 raise PassError(
                     f"the update reads {given.name}, which only a micro-step has: it may read gradients only"
                 )
-        made = part_of(self.program, nodes, grads, self.totals)
+        made = part_of(self.program, nodes, grads, instead)
         return self._leftover(made) if self.avg else made
 
     def _leftover(self, program: Program) -> Program:

@@ -25,21 +25,24 @@ def new_storage(program: Program) -> int:
 def needed(
     graph: fx.Graph,
     roots: Iterable[fx.Node],
-    writes: Callable[[fx.Node], bool],
+    writes: Callable[[fx.Node], bool | None],
     instead: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
 ) -> set[fx.Node]:
     """Nodes that must run so that ``roots`` have their values and the wanted writes happen.
 
     Args:
-        writes: whether a node that writes is wanted for what it leaves behind when the program has ended.
+        writes: whether a node that writes is wanted for what it leaves behind when the program has ended; None: never,
+            whoever reads that memory.
         instead: nodes to what they need, in place of their inputs.
     """
     live, read = set(roots), set[int]()
     for node in reversed(graph.nodes):
         if node.op == "output":
             continue
-        if node not in live and is_mutating(node) and (writes(node) or not read.isdisjoint(written(node))):
-            live.add(node)
+        if node not in live and is_mutating(node):
+            wanted = writes(node)
+            if wanted or (wanted is not None and not read.isdisjoint(written(node))):
+                live.add(node)
         if node in live:
             for used in (instead[node],) if node in instead else node.all_input_nodes:
                 live.add(used)

@@ -96,7 +96,7 @@ class Program:
     ``cause`` (the number of the record of the conversion that it belongs to, if it does) and, where a value of the
     user's program ends, ``spec``.  A gradient as autograd gave it has ``grad_of``: pairs of a parameter's name and the
     spec of the gradient, Partial on the axes over which it is still to be summed; what then synchronises it has
-    ``sync``, that name.
+    ``sync``, that name.  What the user's forward writes to an input has ``writes``.
 
     Attributes:
         mesh, rank: whose program it is.

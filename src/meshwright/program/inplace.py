@@ -36,6 +36,15 @@ def written(node: fx.Node) -> set[int]:
     return found
 
 
+def note_writes(graph: fx.Graph) -> None:
+    """Note of what the recorded forward writes to inputs that it does (``writes`` in a node's ``meta``): parameters
+    that a model averages or clamps, say.  Nobody else may have a forward write to a parameter."""
+    held = {s for n in graph.nodes if n.op == "placeholder" for s in storages(n)}
+    for node in graph.nodes:
+        if node.meta.get("role") == "forward" and not held.isdisjoint(written(node)):
+            node.meta["writes"] = True
+
+
 def functional(graph: fx.Graph, writes: Iterable[fx.Node]) -> int:
     """Turn writes into values of their own: ``div_(g, 4)`` becomes ``h = div(g, 4)``, and who reads g later reads h.
 
@@ -64,7 +73,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     """Whose memory a node gives, if it is not its own."""
     source = node.args[0] if node.args else None
     if is_mutating(node):
-        source = _returned(node)
+        source = returned(node)
     elif node.target is operator.getitem:
         source = source if isinstance(source, fx.Node) and len(set(storages(source))) == 1 else None
     elif node.target not in VIEWS:
@@ -72,7 +81,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) else None
 
 
-def _returned(node: fx.Node) -> Any:
+def returned(node: fx.Node) -> Any:
     """The argument that a write returns; None if it returns something else."""
     schema = node.target._schema  # type: ignore[union-attr]
     back = schema.returns[0].alias_info if len(schema.returns) == 1 else None
@@ -234,4 +243,4 @@ def _counterpart(target: Any) -> Any:
     return getattr(packet, target._overloadname, None)
 
 
-__all__ = ["follow", "functional", "storages", "written"]
+__all__ = ["follow", "functional", "note_writes", "returned", "storages", "written"]

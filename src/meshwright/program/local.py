@@ -33,7 +33,7 @@ from .bind import BACKENDS, Carrier, Ready
 from .core import Input, Output, Program
 from .distcalls import DistCalls
 from .flow import updates
-from .inplace import functional
+from .inplace import functional, note_writes
 from .memory import dense
 from .naming import join, mark
 from .optimizers import Given, as_one, check_unscaled, parts_of
@@ -364,6 +364,7 @@ class _Recording:
             _nothing_after(graph)
         constants = dict(self.recorder.constants)
         inputs = self._in_order(graph, constants)
+        note_writes(graph)
         graph.lint()
         return Program(
             self.local.mesh, self.local.rank, graph, inputs, tuple(o for o, _ in self.outputs),

@@ -24,7 +24,7 @@ from ..reshard import plan as plan_conversion
 from ..shard.packing import chunk_dim, cut_over
 from .capture import VALUES, Captured, Source
 from .core import Input, Origin, Output, Program, without_unserved
-from .inplace import storages, written
+from .inplace import note_writes, storages, written
 from .interpret import Interpreter, spec_at, stamp
 from .memory import LAID, Strides, dense, is_dense, same
 from .recompute import recompute
@@ -144,7 +144,7 @@ class _Partition:
         self.params: dict[str, Tensor] = {}  # name to the local fake leaf, in the order of the model
         self.leaves: dict[int, Tensor] = {}  # id of the global fake to the local one: tied ones share it
         self.by_node: dict[str, Tensor] = {}
-        self.gathered: dict[int, Tensor] = {}
+        self.gathered: dict[int, tuple[Tensor, int]] = {}  # and its version when it was gathered
         self.outputs: list[tuple[Output, fx.Node]] = []
         self.grads: dict[str, Tensor] = {}
         self.chunks: dict[str, Spec] = {}  # of parameters of which this rank updates a part only
@@ -199,16 +199,17 @@ class _Partition:
             node = self.recorder.node_of(value)
             node.meta["spec"] = spec
             self.outputs.append((Output("loss" if i == 0 else f"aux.{i - 1}", "aux" if i else "loss", spec), node))
+        self._store()
 
     def _read(self, node: fx.Node) -> Tensor:
         local = self.by_node[node.name]
         stored, seen = self.laid.stored.get(node.name), self.laid.specs[node.name]
         if stored is None or stored.layout == seen.layout:
             return local
-        made = self.gathered.get(id(local))
-        if made is None:
-            made = self.gathered[id(local)] = self._seen(local, stored, seen, node.name)
-        return made
+        if id(local) not in self.gathered:
+            made = self._seen(local, stored, seen, node.name)
+            self.gathered[id(local)] = made, made._version
+        return self.gathered[id(local)][0]
 
     def _seen(self, local: Tensor, stored: Spec, seen: Spec, name: str) -> Tensor:
         """A stored parameter as the ops see it: gathered over the axes it is stored split over, each rank using it for
@@ -226,6 +227,20 @@ class _Partition:
         self.recorder.gather, runtime.RT.cause = "", None
         tie([local, made])
         return made
+
+    def _store(self) -> None:
+        """Bring what the forward wrote to gathered parameters back to where they are stored.
+
+        Once, behind the forward: what the backward gathers again is what was written last, and autograd has refused to
+        differentiate with what was written since it was read.
+        """
+        for local in dict.fromkeys(self.by_node.values()):
+            made, version = self.gathered.get(id(local), (local, local._version))
+            if made._version != version:
+                have, want = (spec_at(t).with_(reduced=0, undecided=0) for t in (made, local))  # type: ignore[union-attr]
+                self.recorder.begin("", "")
+                with torch.no_grad():
+                    local.detach().copy_(convert.apply(plan_conversion(have, want).steps, made.detach()))
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -334,6 +349,7 @@ class _Partition:
         brought = tuple(Input(n, "constant") for n in self.recorder.constants if n.startswith("constant_"))
         held = {i.name for i in brought}
         inputs = _in_order(graph, self.inputs, held, brought)
+        note_writes(graph)
         graph.lint()
         made = Program(
             self.mesh, self.rank, graph, inputs, tuple(o for o, _ in self.outputs), tuple(self.recorder.causes),

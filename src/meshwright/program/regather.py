@@ -1,6 +1,7 @@
 """Gather stored parameters again for the backward, instead of keeping them whole in between (ZeRO-3).
 
 A view of a gathered parameter that the backward reads is made again from a second gather, right before its first use.
+What the forward wrote to it is part of that: it was brought to the stored parameter.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import replace
 import torch.fx as fx
 
 from ..record import Record
-from .inplace import storages
+from .inplace import returned, storages
 from .recompute import RECOMPUTATION
-from .trace import VIEWS, Value
+from .trace import VIEWS, Value, is_mutating
 
 _LATER = ("backward", RECOMPUTATION)
 
@@ -36,10 +37,13 @@ def _ends(node: fx.Node) -> bool:
 
 
 def _views(node: fx.Node) -> Iterator[fx.Node]:
-    """A node and the views of it that the forward made."""
+    """A node and the views of it that the forward made, what its writes give included."""
     yield node
     for user in node.users:
-        if user.meta.get("role") == "forward" and (user.target in VIEWS or user.target is operator.getitem):
+        looks = (
+            user.target in VIEWS or user.target is operator.getitem or (is_mutating(user) and returned(user) is node)
+        )
+        if looks and user.meta.get("role") == "forward":
             yield from _views(user)
 
 
@@ -54,6 +58,8 @@ def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes
     def clone(node: fx.Node) -> fx.Node:
         if node not in whole and node.meta.get("gather") != name:
             return node
+        if is_mutating(node):
+            return clone(returned(node))
         if node not in made:
             args = fx.map_arg(node.args, clone)
             made[node] = graph.create_node("call_function", node.target, args, dict(node.kwargs))

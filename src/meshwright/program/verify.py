@@ -35,7 +35,7 @@ ROLES = ("forward", "recomputation", "backward", "optimizer")
 KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator", "scale")
 # Who may write to an input of which kind.
 _WRITERS = {
-    "param": {"optimizer"},
+    "param": {"optimizer"},  # and, noted of its nodes, the forward of the user
     "state": {"optimizer"},
     "scale": {"optimizer"},
     "buffer": set(ROLES),
@@ -176,7 +176,8 @@ def _check_nodes(program: Program) -> None:
         if is_mutating(node):
             for storage in written(node):
                 kind, name = owned.get(storage, ("", ""))
-                if kind and role not in _WRITERS.get(kind, ()):
+                own = role == "forward" and kind == "param" and node.meta.get("writes") is True
+                if kind and role not in _WRITERS.get(kind, ()) and not own:
                     raise ProgramError(f"{described(node)}, which is part of the {role}, writes to {kind} {name}")
 
 

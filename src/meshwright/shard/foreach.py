@@ -60,6 +60,8 @@ def _elementwise(name: str) -> Callable[..., Any]:
     func = getattr(torch, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if _captured((args, kwargs)):
+            return _one_by_one(name, args, kwargs)
         specs = tuple([_specs(a) for a in (*args, *kwargs.values())])
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         if recorded or not _fits(name, specs):
@@ -72,6 +74,11 @@ def _elementwise(name: str) -> Callable[..., Any]:
         return [m if s is None else stamp(m, s) for m, s in zip(made, of_first, strict=True)]
 
     return run
+
+
+def _captured(args: Any) -> bool:
+    """Whether these are what a captured step runs on: each tensor a call of its own, which a program can hold."""
+    return any(t.__class__ is not DistTensor and "_spec" in t.__dict__ for t in tensors_in(args))
 
 
 @lru_cache(maxsize=1024)
@@ -113,7 +120,9 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         named = {k: nth(v, i) for k, v in kwargs.items()}
         if isinstance(t, DistTensor):
             others = [reshard(o, t.layout) if isinstance(o, DistTensor) and o.ndim else o for o in others]
-        elif method.endswith("_"):  # a plain tensor is the same everywhere: what is written to it must be too
+        elif (
+            method.endswith("_") and "_spec" not in t.__dict__
+        ):  # a plain tensor is the same everywhere: what is written to it must be too
             others = [map_tensors(o, unshard) for o in others]
         if method.startswith("addc") and len(others) == 3:  # a number here, of a list's entries too, has a name there
             named["value"] = others.pop()
@@ -128,6 +137,8 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
     """The norm of each tensor (of its global value), as plain 0-d tensors that are the same on every rank."""
     ord = float(ord)
     tensors = list(tensors)
+    if _captured(tensors):
+        return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
     groups = _groups(tuple([t._spec if t.__class__ is DistTensor else None for t in tensors]))
     if groups is None:
         return norms([_reduced(t) if isinstance(t, DistTensor) else t for t in tensors], ord, dtype)
