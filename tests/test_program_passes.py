@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from programs import compare
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright as mw
 
@@ -114,3 +117,76 @@ def test_memory_of_what_repeats() -> None:
     data = [torch.randn(3, 4, 6, dtype=torch.float64) for _ in range(2)]
     layouts = {"q.weight": {"tp": mw.Shard(0)}, "r": {"tp": mw.Shard(0)}}
     compare(Attention, squares, data, mw.Mesh({"tp": 2}), layouts=layouts, batch={}, passes=BOTH)
+
+
+# ---------------------------------------------------------------------------------------------- steps by hand
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """What ``torch.distributed`` calls the ranks while a step is captured; simulated ranks run it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def gradients(how: str, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+    if how == "backward":
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    made = torch.autograd.grad(loss, parameters, retain_graph=how == "twice")
+    if how == "twice":
+        made = tuple(a + b for a, b in zip(made, torch.autograd.grad(loss, parameters), strict=True))
+    for p, g in zip(parameters, made, strict=True):
+        p.grad = g * 3 if how == "scaled" else g
+
+
+@pytest.mark.parametrize("how", ["backward", "grad", "scaled", "twice"])
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 1, "dp": 2}])
+def test_a_flat_buffer(group: None, axes: dict[str, int], how: str) -> None:
+    """Gradients from ``backward`` or ``autograd.grad``, summed as parts of one tensor."""
+    mesh, factor = mw.Mesh(axes), {"scaled": 3, "twice": 2}.get(how, 1)
+    data = [torch.randn(4, 8, dtype=torch.float64) for _ in range(4)]
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Net()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def rank(passes: list[str]) -> list[Tensor]:
+        model, optimizer = made()
+        parameters = list(model.parameters())
+
+        def step(x: Tensor) -> Tensor:
+            loss = squares(model, x)
+            gradients(how, loss, parameters)
+            flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+            dist.all_reduce(flat)
+            flat /= 2
+            for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                assert p.grad is not None
+                p.grad.copy_(part.view_as(p))
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = mw.capture_local(step, mesh, model=model, optimizer=optimizer, batch=data[0][:2], passes=passes)
+        i = mesh.coordinate(mw.runtime.RT.rank)[-1]
+        for x in data:
+            run(x[2 * i : 2 * i + 2])
+        return [p.detach().clone() for p in parameters]
+
+    for k, passes in (
+        (1, []),
+        (1, BOTH),
+        (2, ["gradient-merge:k_steps=2", BOTH[1]]),
+        (2, [BOTH[1], "gradient-merge:k_steps=2"]),
+    ):
+        model, optimizer = made()
+        for i in range(0, len(data), k):
+            (squares(model, torch.cat(data[i : i + k])) * factor).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        for got in mw.simulate(lambda passes=passes: rank(passes), mesh):
+            for a, b in zip(got, model.parameters(), strict=True):
+                torch.testing.assert_close(a, b.detach(), rtol=1e-9, atol=1e-12)

@@ -234,9 +234,9 @@ def _entry(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _entries(node: fx.Node, storage: int) -> list[fx.Node] | None:
-    """Of an op on lists that writes, the entries that are what it leaves in this memory."""
-    rows = list(zip(*_lists(node), strict=False))
-    return [n for row in rows if any(storage in storages(n) for n in row) for n in row] if rows else None
+    """Of an op on lists that writes to some of them, the entries that are what it leaves in this memory."""
+    rows = zip(*_lists(node), strict=False)
+    return [n for row in rows if any(storage in storages(n) for n in row) for n in row] or None
 
 
 def _lists(node: fx.Node) -> list[list[fx.Node]]:

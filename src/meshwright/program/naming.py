@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES
 from ..layout import Layout, Partial, Spec
 from ..mesh import Mesh
-from .trace import VIEWS, ancestors
+from .trace import VIEWS, ancestors, value_of
 
 aten = torch.ops.aten
 
 _SUMS = {t for t, kind in COLLECTIVES.items() if kind.reduces}
 _LINEAR = {
     *VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar,
-    aten._to_copy.default,
+    aten._to_copy.default, operator.getitem,
 }  # fmt: skip
 
 
@@ -29,11 +31,16 @@ def join(name: str, used: fx.Node, asked: set[fx.Node], spec: Spec) -> None:
     sources = [n for n in ancestors([used]) if is_source(n)]
     if asked.isdisjoint(sources):
         return
-    at = used
-    while not is_source(at) and at.target in _SUMS | _LINEAR and len(at.all_input_nodes) == 1:
-        (at,) = at.all_input_nodes
+    at, between = used, _between(sources, used)
+    while not is_source(at) and at.target in _SUMS | _LINEAR:
+        above = [n for n in at.all_input_nodes if n in between]
+        if len(above) != 1:
+            break
+        (at,) = above  # of a flat buffer of many gradients, the own one
     # Where they are summed over ranks one by one and then added, they stay several.
-    made = sources if any(n.target in _SUMS for n in _between(sources, at)) else [at]
+    value = value_of(at)
+    alone = value is not None and value.shape == spec.shape
+    made = sources if not alone or any(n.target in _SUMS for n in _between(sources, at)) else [at]
     for node in {*sources, *made}:
         others = tuple(pair for pair in node.meta.pop("grad_of", ()) if pair[0] != name)
         pairs = (*others, (name, spec)) if node in made else others
