@@ -235,3 +235,34 @@ def test_a_lent_dtype_moves_nothing() -> None:
                     assert made[0].placements == x.to(dtype).placements
 
     mw.simulate(run, mesh)
+
+
+def test_methods_whose_tensor_is_not_the_first_argument_of_the_op() -> None:
+    """Rules are written for the order of the op's schema; these are all that PyTorch has."""
+    found = set()
+    for schema in torch._C._jit_get_all_schemas():
+        name, listed = schema.name.removeprefix("aten::"), [a.name for a in schema.arguments]
+        if schema.name.startswith("aten::") and hasattr(torch.Tensor, name) and "self" in listed[1:]:
+            found.add(name)
+    assert found == {"where", "polygamma"}
+
+    mesh = mw.Mesh({"a": 2, "b": 2})
+    x, y = (torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    layouts = [mw.Replicate(), mw.Shard(0), mw.Partial(), mw.Partial("max")]
+
+    def outcome(x: Any, y: Any, c: Any) -> list[Any]:
+        outs = [x.where(c, y), x.where(condition=c, other=y), y.where(c, x), x.abs().polygamma(1)]
+        return [*outs, *torch.autograd.grad(sum(o.square().sum() for o in outs), [x, y])]
+
+    want = outcome(x.clone().requires_grad_(), y.clone().requires_grad_(), x > 0)
+
+    def run() -> None:
+        for p in layouts:
+            for q in layouts:
+                a = mw.shard_tensor(x.clone(), mesh, {"a": p}).requires_grad_()
+                b = mw.shard_tensor(y.clone(), mesh, {"a": q, "b": mw.Shard(1)}).requires_grad_()
+                for c in (mw.shard_tensor(x > 0, mesh, {"a": mw.Shard(0)}), mw.shard_tensor(x > 0, mesh, {})):
+                    got = [mw.unshard(t) for t in outcome(a, b, c)]
+                    torch.testing.assert_close(got, want, msg=lambda m: f"{p}, {q}: {m}")  # noqa: B023
+
+    mw.simulate(run, mesh)

@@ -75,6 +75,13 @@ def forget_ops() -> None:
     runtime.RT.fast.clear()
 
 
+# Methods of which the tensor is not the first argument of the op: rules are written for the op's order.
+_SELF_SECOND: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.where: lambda x, condition, other: torch.where(condition, x, other),
+    torch.Tensor.polygamma: lambda x, n: torch.polygamma(n, x),
+}
+
+
 def _resolve(func: Any) -> Op:
     name = op_name(func)
     python = isinstance(func, types.FunctionType) and func is not torch.Tensor.unflatten  # which calls itself
@@ -102,7 +109,7 @@ def _resolve(func: Any) -> Op:
         python,
         pointwise,
         RULES.get(name) or (pointwise_rule if pointwise else None),
-        COMPOSITES.get(name),
+        _SELF_SECOND.get(func) or COMPOSITES.get(name),
     )
 
 
