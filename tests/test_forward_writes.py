@@ -219,3 +219,111 @@ class Norms(nn.Module):
 
 def test_lists_of_tensors_in_a_captured_forward() -> None:
     alike(mw.simulate(lambda: captured(Norms, BOTH, layouts=TP, stored_over="dp"), BOTH), one_device(Norms))
+
+
+# ---------------------------------------------------------------------------------------------- eager, inside a unit
+
+
+class Own(nn.Linear):
+    """A layer that does something with its own parameters before it uses them."""
+
+    def __init__(self, change: Callable[[nn.Linear], Any], trained: bool = True) -> None:
+        super().__init__(7, 5)
+        self.change = change
+        self.weight.requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.change(self)
+        y = F.linear(x, self.weight, self.bias)
+        return y * found if isinstance(found, Tensor) else y
+
+
+def unit(change: Callable[[nn.Linear], Any], trained: bool = True) -> nn.Module:
+    layers = nn.ModuleList([Own(change, trained), nn.Linear(5, 3)])
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x)).square().mean()  # type: ignore[no-any-return]
+
+    return Net()
+
+
+def several(own: nn.Linear) -> Tensor:
+    """Writes by all ways, one after the other, and reads in between."""
+    w = own.weight
+    with torch.no_grad():
+        first = w.view(-1)
+        first[:5].mul_(0.5)
+        assert w.add_(0.1) is w
+        w.view(-1)[3:9].mul_(0.5)
+        w.detach().mul_(0.9)
+        w.t().mul_(1.1)
+        torch._foreach_mul_([w, own.bias], 0.9)
+        torch.mul(w, 0.9, out=w)
+        return first.sum() + w.data.sum() + float(w.detach().max())  # type: ignore[no-any-return]
+
+
+def quietly(write: Write) -> Callable[[nn.Linear], None]:
+    def change(own: nn.Linear) -> None:
+        with torch.no_grad():
+            write(own, own)
+
+    return change
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_what_a_unit_writes_to_its_own_parameters(regather: bool) -> None:
+    """Through views, by name of the argument, by functions that change their argument: as on one device."""
+    layouts = {"layers.0.weight": {"tp": mw.Shard(0)}}
+    changes = [several, *(quietly(WRITES[n]) for n in ("setitem", "rows", "chunk", "relu", "init", "detached"))]
+    changes.append(lambda own: quietly(lambda a, k: nn.init.constant_(tensor=a.weight, val=0.5))(own))
+    for change in changes:
+
+        def make(change: Any = change) -> nn.Module:
+            return unit(change)
+
+        def both(make: Any = make) -> Result:
+            return eager(make, BOTH, layouts, stored_over="dp", regather=regather)
+
+        alike(mw.simulate(both, BOTH), one_device(make))
+
+
+def test_lookups_that_scale_rows_eagerly() -> None:
+    alike(mw.simulate(lambda: eager(Tables, DP, stored_over="dp"), DP), one_device(Tables))
+
+    def looked(mesh: mw.Mesh | None) -> Result:
+        model, _ = made_of(Tables)
+        if mesh is not None:
+            mw.shard_module(model, mesh, stored_over="dp")
+        with torch.inference_mode():
+            model(X if mesh is None else mw.shard_tensor(X, mesh, {"dp": mw.Shard(0)}))
+        return [mw.unshard(p.detach()) for p in model.parameters()]
+
+    alike(mw.simulate(lambda: looked(DP), DP), looked(None))
+
+
+@pytest.mark.parametrize(
+    ("change", "trained", "words"),
+    [
+        (lambda own: own.weight.view(-1)[:5].zero_(), True, "leaf Variable that requires grad is being"),
+        (lambda own: F.relu(own.weight, inplace=True), True, "leaf Variable that requires grad is being"),
+        (lambda own: own.weight.mul_(2), True, "leaf Variable that requires grad is being"),
+        (lambda own: own.weight.view(-1)[:5].zero_(), False, ""),
+    ],
+)
+def test_writes_that_gradients_are_recorded_of(change: Any, trained: bool, words: str) -> None:
+    """Refused as on one device, on every rank; those to frozen parameters are not."""
+
+    def make() -> nn.Module:
+        return unit(change, trained)
+
+    if words:
+        for run in (lambda: one_device(make), lambda: mw.simulate(lambda: eager(make, DP, stored_over="dp"), DP)):
+            with pytest.raises(RuntimeError, match=words):
+                run()
+    else:
+        alike(mw.simulate(lambda: eager(make, DP, stored_over="dp"), DP), one_device(make))

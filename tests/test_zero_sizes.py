@@ -202,3 +202,28 @@ def test_a_rank_without_rows_gathers_stored_parameters_as_often_as_the_others(na
         torch.testing.assert_close(got, want)
     for got in mw.simulate(lambda: step(mesh, captured=True), mesh):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("over", ["stored_over", "states_over"])
+def test_a_rank_all_of_whose_parts_are_empty_packs_none(over: str) -> None:
+    """Of a column over tp, its five rows over dp: one rank in each pair has no element to copy."""
+    mesh, x = mw.Mesh({"dp": 2, "tp": 2}), torch.randn(6, 1, generator=torch.Generator().manual_seed(0))
+
+    def train(distributed: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, losses = torch.nn.Linear(1, 5, bias=False), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if distributed:
+            stored = {"stored_over": "dp"} if over == "stored_over" else {}
+            mw.shard_module(model, mesh, {"weight": {"tp": mw.Shard(1)}}, **stored)  # type: ignore[arg-type]
+            mw.shard_optimizer(optimizer, states_over=None if stored else "dp")
+        for _ in range(3):
+            loss = model(mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)}) if distributed else x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    for made in mw.simulate(lambda: train(True), mesh):
+        assert made == pytest.approx(train(False), abs=1e-6)

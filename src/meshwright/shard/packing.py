@@ -74,18 +74,18 @@ class Packing:
     def place(self, rows: Tensor, wholes: Sequence[Tensor]) -> None:
         """Fill rows, which may be parts of longer ones, from the tensors."""
         packed, cut = self._in_rows(rows, [t if t.is_contiguous() else t.contiguous() for t in wholes])
-        torch._foreach_copy_(packed, cut)
+        _copy(packed, cut)
 
     def take(self, rows: Tensor, wholes: Sequence[Tensor]) -> None:
         """Fill the (contiguous) tensors from rows, which may be parts of longer ones."""
         packed, cut = self._in_rows(rows, wholes)
-        torch._foreach_copy_(cut, packed)
+        _copy(cut, packed)
 
     def pack_row(self, chunks: Sequence[Tensor]) -> Tensor:
         """One rank's row from its chunks."""
         row = chunks[0].new_empty(self.row)
         views = [row[o : o + c.numel()].view(c.shape) for o, c in zip(self.offsets, chunks, strict=True)]
-        torch._foreach_copy_(views, list(chunks))
+        _copy(views, list(chunks))
         return row
 
     def chunks(self, row: Tensor, rank: int) -> list[Tensor]:
@@ -95,6 +95,12 @@ class Packing:
             chunk = self.chunk_shape(shape, dim, rank)
             made.append(row[offset : offset + math.prod(chunk)].view(chunk))
         return made
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    """All of them in one call, which does not take lists of none: where a rank's parts are empty."""
+    if into:
+        torch._foreach_copy_(into, values)
 
 
 def chunk_dim(spec: Spec, axis: int, *, first: bool = False) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,10 +51,14 @@ class Saved:
 
 
 class Saver:
-    """Saved-tensor hooks of one forward of a unit."""
+    """Saved-tensor hooks of one forward of a unit.
 
-    def __init__(self, unit: Gathered) -> None:
-        self.unit = unit
+    Args:
+        keep: brings what was written to gathered parameters to the parameters.
+    """
+
+    def __init__(self, unit: Gathered, keep: Callable[[], None]) -> None:
+        self.unit, self.keep = unit, keep
         self.at: dict[int, tuple[int, torch.dtype, int]] = {}
 
     def note(self, wholes: Sequence[Tensor]) -> None:
@@ -74,6 +78,8 @@ class Saver:
                         "ModuleList or Sequential), or shard_module(..., regather=False)"
                     )
                 return t
+            self.keep()
+            found = self.at[t.untyped_storage().data_ptr()]
             return Saved(self.unit, found[0], found[2], Tensor.size(t), t.stride(), t.storage_offset())
 
     def unpack(self, saved: Any) -> Tensor:

@@ -23,7 +23,8 @@ import torch.nn as nn
 
 from .. import collective, convert, runtime
 from ..dispatch import disabled, tie
-from ..layout import Spec
+from ..errors import ShardError
+from ..layout import Spec, chunk_bounds
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, held, hold, stamp
@@ -212,7 +213,7 @@ class Unit:
             ahead[self] = self._begin()
 
     def _begin(self) -> tuple[Any, list[Any]]:
-        with torch.no_grad(), disabled():
+        with torch.inference_mode(False), torch.no_grad(), disabled():  # that versions are counted
             return self.state(), [self._send(axis, members) for axis, members in self._parts()]
 
     def state(self) -> list[Any]:
@@ -240,7 +241,7 @@ class Unit:
         if self in ahead and ahead[self][0] != self.state():
             self.forget(ahead)  # the parameters have changed since
         _, parts = ahead.pop(self, None) or self._begin()
-        with torch.no_grad(), disabled():
+        with torch.inference_mode(False), torch.no_grad(), disabled():
             made: dict[int, Tensor] = {}
             for members, packing, pending in parts:
                 flat = pending.wait()
@@ -300,6 +301,9 @@ def _frames() -> set[int]:
     return found
 
 
+_VIEWED = "a view of a leaf Variable that requires grad is being used in an in-place operation."
+
+
 class Seen:
     """One forward of a unit in one thread: what stands in for its parameters, gathered at their first use.
 
@@ -310,11 +314,13 @@ class Seen:
     def __init__(self, unit: Unit, frame: Any) -> None:
         self.unit, self.frame = unit, frame
         self.wholes: list[Tensor] = []
-        self.states: list[Any] = []
+        self.states: list[Any] = []  # of the parameters, and versions of the wholes, when they were alike
+        self.versions: list[int] = []
         self.made: dict[bool, list[Tensor]] = {}  # by whether gradients are recorded
+        self.node: Any = None  # of autograd, that gave the stand-ins which have a history
         self.saver: Saver | None = None
         if unit.spans and unit.zero.regather and torch.is_grad_enabled() and may_save_references():
-            self.saver = Saver(unit)
+            self.saver = Saver(unit, self.keep)
             self.saver.push()
 
     def find(self, p: Tensor) -> Tensor | None:
@@ -322,6 +328,8 @@ class Seen:
         i = self.unit.index.get(id(p))
         if i is None or self.unit.params[i] is not p:
             return None
+        if self.wholes and self.wholes[i]._version != self.versions[i]:
+            self.keep()
         if not self.wholes or self.states[i] != state_of(p) or aliased(p):
             self._gather()
         recorded = torch.is_grad_enabled()
@@ -330,11 +338,53 @@ class Seen:
             made = self.made[recorded] = self._stand_ins(recorded)
         return made[i]
 
+    def held(self, p: Tensor) -> Tensor | None:
+        """What stands in for a parameter, if something does already."""
+        return self.find(p) if self.wholes else None
+
+    def keep(self) -> None:
+        """Bring to the parameters what was written to what stands in for them: through a view, by a lookup that scales
+        the rows that it reads.  Each rank has the whole, so nothing is sent.
+
+        Raises:
+            RuntimeError: the write is part of what gradients are recorded of, as on one device.
+            ShardError: the parameter was written to by itself in between.
+        """
+        changed = [i for i, t in enumerate(self.wholes) if t._version != self.versions[i]]
+        here = self.unit.zero.mesh.coordinate(runtime.RT.rank) if changed else ()
+        for i in changed:
+            p, t = self.unit.params[i], self.wholes[i]
+            if state_of(p) != self.states[i]:
+                raise ShardError(
+                    f"{p.__dict__.get('_param_name', 'a parameter')} is stored split, and in one forward was written "
+                    "to both through a view of it and through its detach() or data: say one of them"
+                )
+            stand_in = self.made[True][i] if True in self.made else t
+            if stand_in.requires_grad and stand_in.grad_fn is not self.node:
+                raise RuntimeError(f"{_VIEWED} ({p.__dict__.get('_param_name', 'a parameter')})")
+            axis = stored_axis(p)
+            dim = stored_dim(p, axis)
+            lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
+            with torch.no_grad(), disabled():
+                bare(p).copy_(t.narrow(dim, lo, hi - lo))
+            self.states[i], self.versions[i] = state_of(p), t._version
+        if changed and self.saver is not None:
+            self.saver.note(self.wholes)
+
     def _gather(self) -> None:
+        self.keep()
         unit = self.unit
         known = unit.zero.sync.backward().wholes.get(unit) if in_backward() and not self.wholes else None
+        old, states = self.wholes, self.states
         self.states, self.made = unit.state(), {}
         self.wholes = unit.gather() if known is None else known
+        for i, t in enumerate(old):  # of which there may be views
+            if states[i] != self.states[i]:
+                with torch.no_grad():
+                    t.copy_(self.wholes[i])
+            if not aliased(unit.params[i]):
+                self.wholes[i] = t
+        self.versions = [t._version for t in self.wholes]
         if self.saver is not None:
             self.saver.note(self.wholes)
 
@@ -346,6 +396,7 @@ class Seen:
             params = [unit.params[i] for i in learning]
             with disabled():
                 out = _Gather.apply(unit, params, [made[i] for i in learning], *params)
+            self.node = out[0].grad_fn
             for i, t in zip(learning, out, strict=True):
                 made[i] = t
         for i, (p, t) in enumerate(zip(unit.params, made, strict=True)):
@@ -359,6 +410,7 @@ class Seen:
         """The forward is over."""
         if self.saver is not None:
             self.saver.pop()
+        self.keep()
 
 
 class _Gather(torch.autograd.Function):

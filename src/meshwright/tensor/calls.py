@@ -48,6 +48,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
         key = (func, args[0]._spec, args[1]._spec)
     else:
         if args and args[0].__class__ is list and func in LISTED:
+            args, kwargs = with_stand_ins(func, args, kwargs or NO) or (args, kwargs)
             return LISTED[func](*args, **kwargs or NO)
         key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
     if kwargs:
@@ -131,12 +132,18 @@ def _stored(plan: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
     """A call on tensors for which others may stand in: here and now, so that it is never one known native op."""
     found = with_stand_ins(func, args, kwargs)
     if found is not None:
-        return dispatch(func, types, *found)
-    written = args[0] if plan.op.inplace and args[0].__class__ is DistTensor and args[0]._spec.stored else None
+        return _instead(func, types, args, found)
+    written = [a for a in args[:1] if plan.op.inplace and a.__class__ is DistTensor and a._spec.stored]
     made = _run(plan, func, types, args, kwargs)
-    if written is not None:
-        written._spec = written._spec.with_(stored=True)
+    for t in written:
+        t._spec = t._spec.with_(stored=True)
     return made
+
+
+def _instead(func: Any, types: Any, args: tuple[Any, ...], found: tuple[Any, Any]) -> Any:
+    """The call with stand-ins; an op in place returns what the user gave it."""
+    made = dispatch(func, types, *found)
+    return args[0] if args and made is found[0][0] and made is not args[0] else made
 
 
 def _any_tied(args: Any) -> bool:
@@ -159,7 +166,7 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     if stored:
         found = with_stand_ins(func, args, kwargs)
         if found is not None:
-            return dispatch(func, types, *found)
+            return _instead(func, types, args, found)
     op = resolve(func)  # here, so that the key of the next call knows whether the op is pointwise
     if op.inplace and not op.python and args and isinstance(args[0], Tensor) and not isinstance(args[0], DistTensor):
         plan = Plan(op, run=into_plain(func))

@@ -17,7 +17,7 @@ from ..dispatch import call_disabled, disabled, refresh, remember_detached, sett
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
-from .standin import stands_in
+from .standin import itself, stands_in
 
 Tensor = torch.Tensor
 NO: dict[str, Any] = {}
@@ -214,6 +214,7 @@ class DistTensor(torch.Tensor):
     @property
     def data(self) -> DistTensor:
         """The tensor without its history, sharing memory (writes to one are not counted for the other)."""
+        itself(self)
         spec = self._spec.with_(undecided=every_axis(self._spec), stored=False)
         made = stamp(call_disabled(_GET_DATA, (), (self,), NO), spec)
         share(self, made)
@@ -238,6 +239,7 @@ class DistTensor(torch.Tensor):
         It has no type yet: what is made a leaf of it starts undecided.  A method and not an op, because code that
         runs inside native ops (checkpoints) detaches what they save and compares the shapes.
         """
+        itself(self)
         spec = self._spec
         undecided = every_axis(spec)
         made = stamp(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=undecided, stored=False))
@@ -403,6 +405,7 @@ def local_of(value: Tensor, spec: Spec) -> Tensor:
     """Local part of ``value`` brought to the types of ``spec``."""
     if not isinstance(value, DistTensor):
         value = as_layout_of(value, spec)
+    itself(value)
     refresh(value, call_enabled)
     with disabled():
         source = value._spec.with_(undecided=0)
