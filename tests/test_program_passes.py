@@ -119,6 +119,35 @@ def test_memory_of_what_repeats() -> None:
     compare(Attention, squares, data, mw.Mesh({"tp": 2}), layouts=layouts, batch={}, passes=BOTH)
 
 
+@pytest.mark.parametrize("options", [{}, {"states_over": "dp", "clip_grad_norm": 0.5}])
+def test_a_flush_of_plain_sums(options: dict[str, Any]) -> None:
+    """Sums that come in are sent as they are: nothing multiplies them first."""
+    data, mesh = batches(), mw.Mesh({"dp": 2})
+
+    def rank() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        passes = ["gradient-merge:k_steps=4,avg=false", BOTH[1]]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mw.compile_step(
+            model, squares, optimizer, data[0], mesh=mesh, batch={"dp": mw.Shard(0)}, passes=passes, **options
+        )
+        for x in data:
+            step(x)
+        step.flush()
+        return [mw.unshard(p).detach().clone() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    model = Net()
+    sum(squares(model, x) for x in data).backward()  # type: ignore[union-attr]
+    if options:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for got in mw.simulate(rank, mesh):
+        for a, b in zip(got, model.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-9, atol=1e-12)
+
+
 # ---------------------------------------------------------------------------------------------- steps by hand
 
 

@@ -160,10 +160,11 @@ class Gradients:
         for given, made in zip(chain[:0:-1], chain[-2::-1], strict=True):
             place = self.place[made]
             anchor = self.order[self.last_write(given, place)] if self.place[given] < place else given
-            at = self.place[anchor]
+            at = max(self.place[anchor], self.place[given], self.inputs - 1)  # behind all inputs
             if at + 1 < place and not draws(made):
-                (given if at <= self.place[given] else anchor).append(made)
-                self.place[made] = max(at, self.place[given])
+                behind = next((n for n in (given, anchor) if self.place[n] == at), self.order[at])
+                behind.append(made)
+                self.place[made] = at
 
     def _reduction(self, node: fx.Node, index: int) -> Reduction:
         gradient = node.args[0]
