@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import meshwright as mw
-from meshwright.errors import ProgramError
+from meshwright.errors import CaptureError, ProgramError
 from meshwright.program import Program
 from meshwright.program.load import load_program
 
@@ -327,3 +327,14 @@ def test_writes_that_gradients_are_recorded_of(change: Any, trained: bool, words
                 run()
     else:
         alike(mw.simulate(lambda: eager(make, DP, stored_over="dp"), DP), one_device(make))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_data_in_a_captured_forward_is_named(recorded: bool) -> None:
+    def scale(own: nn.Linear) -> None:
+        with torch.set_grad_enabled(recorded):
+            own.weight.data.clamp_(-0.2, 0.2)  # the line
+
+    line = scale.__code__.co_firstlineno + 2
+    with pytest.raises(CaptureError, match=rf"test_forward_writes.py:{line}: the model uses .data.*say .detach"):
+        mw.simulate(lambda: captured(lambda: unit(scale), DP), DP)

@@ -497,3 +497,37 @@ def test_a_parameter_keeps_its_layout_when_its_data_are_set(write: Any, n: int) 
     want = run(None)
     for mesh in (BOTH, THREE):
         mw.simulate(lambda mesh=mesh: same_values(run(mesh), want), mesh)
+
+
+@pytest.mark.parametrize("over", [{"states_over": "dp"}, {"stored_over": "dp"}, {}])
+def test_a_copy_goes_on_as_the_optimizer_that_it_is_of(over: dict[str, str]) -> None:
+    """Copied or pickled with its model, twice too: with what it was told of the mesh, and the states' parts."""
+    mesh, x = mw.Mesh({"dp": 2}), torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+
+    def train() -> tuple[list[float], ...]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+        mw.shard_module(model, mesh, stored_over=over.get("stored_over"))
+        mw.shard_optimizer(opt, states_over=over.get("states_over"))
+
+        def steps(model: nn.Module, opt: torch.optim.Optimizer, n: int) -> list[float]:
+            losses = []
+            for _ in range(n):
+                loss = model(mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)})).square().mean()
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                losses.append(loss.item())
+            return losses
+
+        steps(model, opt, 1)
+        copies = [copy.deepcopy((model, opt)), copy.deepcopy(copy.deepcopy((model, opt)))]
+        states = opt.state_dict()["state"][0]["exp_avg"].to_local().shape
+        found = [steps(m, o, 3) for m, o in [*copies, (model, opt)]]
+        for _, o in copies:
+            assert o.state_dict()["state"][0]["exp_avg"].to_local().shape == states
+        return tuple(found)
+
+    for one, two, own in mw.simulate(train, mesh):
+        assert one == two == own

@@ -167,7 +167,12 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
         else:
             value = {**exported.state_dict, **exported.constants}[str(spec.target)]
             if isinstance(value, FakeTensor):
-                raise CaptureError(f"the model makes a constant from values of other tensors ({spec.target})")
+                line = _used_at(exported.graph_module, node)
+                raise CaptureError(
+                    f"{line + ': ' if line else ''}the model uses .data of a tensor, or makes a constant from values "
+                    "of others, which a captured program does not see: say .detach(), and write to it under "
+                    "torch.no_grad()"
+                )
             sources.append(Source(node.name, "constant", str(spec.target), _fake_of(value, mode, device), value))
     (output,) = exported.graph.find_nodes(op="output")
     returned = exported.call_spec.out_spec
@@ -306,6 +311,21 @@ def line_of(node: fx.Node) -> str:
         if is_users(match["file"]) or not found:
             found = f"{os.path.basename(match['file'])}:{match['line']}"
     return found
+
+
+def _used_at(module: fx.GraphModule, node: fx.Node) -> str:
+    """The line of the first use of a value, in the blocks of a graph too; ``""`` where torch did not say."""
+    for user in node.users:
+        bodies = [a for a in user.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+        line = line_of(user)
+        if isinstance(user.target, torch._ops.HigherOrderOperator) and bodies:
+            body = getattr(module, str(bodies[0].target))
+            given = user.args[user.args.index(bodies[0]) + 1 :]
+            inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+            line = _used_at(body, inputs[given.index(node)])
+        if line:
+            return line
+    return ""
 
 
 _REGION = "meshwright_region"

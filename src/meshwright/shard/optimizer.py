@@ -59,7 +59,7 @@ class Binding:
         reshards: bool = False,
         states_over: str | None = None,
     ) -> None:
-        self.elementwise, self.reshards = elementwise, reshards
+        self.elementwise, self.reshards, self.states_over = elementwise, reshards, states_over
         self.chunks = Chunks(states_over, ()) if states_over is not None else None
         self.shadow: Shadow | None = None
         self.count: tuple[int, ...] = ()
@@ -202,9 +202,28 @@ def binding_of(opt: Optimizer) -> Binding | None:
     """The binding of an optimizer, made at its first step; None if it has no distributed parameters."""
     found: Binding | None = opt.__dict__.get("_meshwright")
     if found is None and any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
+        said = opt.__dict__.pop(_SAID, None)
+        if said is not None:  # a copy of one that was prepared
+            return binding_of(shard_optimizer(opt, **said))
         found = opt.__dict__["_meshwright"] = Binding(opt)
         _state_in(opt)
     return found
+
+
+_SAID = "_meshwright_said"
+_getstate: Any = Optimizer.__getstate__
+
+
+def _with_options(opt: Optimizer) -> dict[str, Any]:
+    """What is copied and pickled of an optimizer, with what ``shard_optimizer`` was told, for the copy's first step."""
+    state: dict[str, Any] = _getstate(opt)
+    binding: Binding | None = opt.__dict__.get("_meshwright")
+    if binding is not None and binding.reshards:
+        return {**state, _SAID: {"states_over": binding.states_over, "elementwise": binding.elementwise}}
+    return {**state, _SAID: opt.__dict__[_SAID]} if _SAID in opt.__dict__ else state
+
+
+Optimizer.__getstate__ = _with_options  # type: ignore[method-assign]
 
 
 def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> Any:
