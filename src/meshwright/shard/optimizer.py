@@ -223,7 +223,7 @@ def _with_options(opt: Optimizer) -> dict[str, Any]:
     return {**state, _SAID: opt.__dict__[_SAID]} if _SAID in opt.__dict__ else state
 
 
-Optimizer.__getstate__ = _with_options  # type: ignore[method-assign]
+Optimizer.__getstate__ = _with_options  # type: ignore[method-assign,assignment]
 
 
 def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> Any:
