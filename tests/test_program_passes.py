@@ -119,6 +119,28 @@ def test_memory_of_what_repeats() -> None:
     compare(Attention, squares, data, mw.Mesh({"tp": 2}), layouts=layouts, batch={}, passes=BOTH)
 
 
+@pytest.mark.parametrize("first", [(0, 1, 5), (0, 3)])
+def test_two_optimizers_share_buckets(first: tuple[int, ...]) -> None:
+    """A sum that both read is waited for ahead of the first; what the other waits for comes later."""
+    data, mesh = batches(), mw.Mesh({"dp": 2})
+
+    def rank(passes: list[str]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4)).double()
+        listed = list(model.parameters())
+        own = [p for i, p in enumerate(listed) if i in first], [p for i, p in enumerate(listed) if i not in first]
+        optimizers = [torch.optim.SGD(ps, lr=0.1, momentum=0.9) for ps in own]
+        options: dict[str, Any] = {"batch": {"dp": mw.Shard(0)}, "passes": passes}
+        step = mw.compile_step(model, squares, optimizers, data[0], mesh=mesh, **options)
+        for x in data:
+            step(x)
+        return [mw.unshard(p).detach().clone() for p in listed]
+
+    wanted = mw.simulate(lambda: rank([]), mesh)[0]
+    for got in mw.simulate(lambda: rank(["data-parallel-optimization:bucket_bytes=60"]), mesh):
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
 @pytest.mark.parametrize("options", [{}, {"states_over": "dp", "clip_grad_norm": 0.5}])
 def test_a_flush_of_plain_sums(options: dict[str, Any]) -> None:
     """Sums that come in are sent as they are: nothing multiplies them first."""

@@ -19,9 +19,10 @@ def split_updates(graph: fx.Graph, waits: Sequence[fx.Node], sums: Mapping[fx.No
     Parameters are independent of each other in an update, so nothing but the order of work changes.
 
     Args:
-        waits: in the order of the starts.
+        waits: of all sums.
         sums: the sum of a gradient to the wait that it comes from.
     """
+    waits = sorted(waits)  # one that several updates read is ahead of the first of them
     place = {w: i for i, w in enumerate(waits)}
     added = 0
     for node in [n for n in graph.nodes if _is_update(n)]:
