@@ -200,7 +200,11 @@ def measured(contender: Any, wire: Wire, rounds: int) -> dict[str, float]:
         for name, value in zip(lists, (quiet, sent, slow - quiet, bound), strict=True):
             lists[name].append(1e3 * value)
     made = {name: statistics.median(values) for name, values in lists.items()}
-    return {**made, "messages": float(count), "exposed / bound": made["exposed"] / made["bound"]}
+    made["messages"] = float(count)
+    made["part hidden"] = 1 - made["exposed"] / made["sent"]
+    if made["bound"] > 0.1:  # else all can be hidden
+        made["exposed / bound"] = made["exposed"] / made["bound"]
+    return made
 
 
 def main() -> None:
@@ -231,7 +235,10 @@ def main() -> None:
     for name, values in found.items():
         print(
             f"{name:10}"
-            + "  ".join(f"{k} {v:.2f}" + ("" if "/" in k or k == "messages" else " ms") for k, v in values.items())
+            + "  ".join(
+                f"{k} {v:.2f}" + ("" if "/" in k or k in ("messages", "part hidden") else " ms")
+                for k, v in values.items()
+            )
         )
 
 
