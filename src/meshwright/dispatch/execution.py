@@ -277,6 +277,11 @@ def _run_replayed(plan: Plan, *given: Any) -> Any:
         return _run_local(plan, *given)
 
 
+def _aliases(locals_: list[Tensor]) -> list[Tensor]:
+    """Plain tensors of the same memory in place of distributed ones."""
+    return [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
+
+
 def _run_local(
     plan: Plan,
     func: Any,
@@ -291,14 +296,14 @@ def _run_local(
         args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return (plan.local or func)(*args, **kwargs)
     if plan.alias:
-        locals_ = [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
+        locals_ = _aliases(locals_)
     if (plan.local is None or plan.native is not None) and not plan.gathered:
         if plan.conversions or plan.known or plan.alias or plan.back is not None:
             given = iter(locals_)
             args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return func(*args, **kwargs) if plan.native is None else plan.native(args[0])
     if not plan.op.inplace and _saving():  # what is saved must not become another kind of tensor behind its back
-        locals_ = [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
+        locals_ = _aliases(locals_)
     # Code that looks at .shape must see local tensors as plain ones.
     swapped = [t for t in locals_ if getattr(type(t), "class_set", False)]
     kind = type(swapped[0]) if swapped else Tensor
