@@ -37,10 +37,10 @@ demo: setup  ## train a small model on 2 x 2 processes and compare it with one d
 	$(ONE_THREAD) $(BIN)/meshwright train --mesh dp=2,tp=2 --steps 50 --verify
 
 test: setup  ## the tests
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-long: setup  ## all tests, with whole grids and long sweeps
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --whole
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal --whole
 
 lint: setup  ## ruff, mypy and the order of the layers
 	$(BIN)/ruff check .

@@ -176,7 +176,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "axes"), CASES, ids=[f"{n}-{'x'.join(map(str, a.values()))}" for n, a in CASES])
 def test_same_parameters_bit_for_bit(name: str, axes: dict[str, int]) -> None:
     """Simulated ranks add in the order of the ranks, whatever shares a buffer: only the order of issue changes."""
@@ -187,7 +187,7 @@ def test_same_parameters_bit_for_bit(name: str, axes: dict[str, int]) -> None:
     assert sum(fewer.values()) < sum(kinds.values()) or name == "tied"
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("more", [{"stored_over": "dp"}, {"states_over": "dp"}, {"gradients": True}], ids=str)
 def test_sharded_parameters_and_states(more: dict[str, Any]) -> None:
     apart, kinds, fewer = both("gpt", {"dp": 2, "tp": 2}, [SMALL], **more)
@@ -221,7 +221,7 @@ def on_processes(name: str, axes: dict[str, int], passes: list[Any]) -> tuple[di
     return train(name, axes, passes, connect=True)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "axes"), [("gpt", {"dp": 2}), ("gpt", {"dp": 2, "tp": 2}), ("cnn", {"dp": 2})])
 def test_real_processes(name: str, axes: dict[str, int]) -> None:
     world = math.prod(axes.values())
@@ -407,7 +407,7 @@ def by_hand(sync: str, passes: list[Any] | None) -> tuple[dict[str, Tensor], dic
     return {n: p.detach().clone() for n, p in model.named_parameters()}, details
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("sync", ["divided", "before", "mixed", "clipped"])
 def test_steps_by_hand(sync: str) -> None:
     passes = ["data-parallel-optimization:bucket_bytes=1000000"]

@@ -140,7 +140,7 @@ MERGE = "gradient-merge:k_steps=4"
 SIZES = (4, 4, 2)  # the last update is of leftovers
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("passes", [(MERGE,), (MERGE, DPO), (DPO, MERGE)], ids=["merge", "merge-dp", "dp-merge"])
 @pytest.mark.parametrize(
     ("axes", "kind", "optim", "options"),
@@ -181,7 +181,7 @@ REAL = [
 ]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(("axes", "kind", "optim", "options", "passes"), REAL)
 def test_real_processes(axes: Any, kind: str, optim: str, options: Any, passes: Any) -> None:

@@ -36,8 +36,7 @@ def meshwright(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def torchrun(n: int, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m", "meshwright",
-         *words],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", *words],
         cwd=folder, env=environment(), capture_output=True, text=True, timeout=150,
     )  # fmt: skip
 
@@ -71,16 +70,6 @@ def test_two_processes_equal_one_device(tmp_path: Path) -> None:
     assert "Gloo" not in done.stderr
 
 
-def test_torchrun_is_joined_and_gives_the_same_run(tmp_path: Path) -> None:
-    words = (*TINY, "--mesh", "dp=1,tp=2", "--steps", "3", "--json")
-    joined = summary(torchrun(2, *words, "--verify", folder=tmp_path))
-    own = summary(meshwright(*words, folder=tmp_path))
-    assert own["max_rel_loss_diff"] is None
-    assert joined["max_rel_loss_diff"] <= 1e-9
-    for name in ("mesh", "loss_first", "loss_last", "collectives_per_step", "bytes_per_step"):
-        assert joined[name] == own[name]
-
-
 ENDED = """
 import os, sys
 from pathlib import Path
@@ -92,29 +81,30 @@ Path(f"threads-{os.environ['RANK']}").write_text(" ".join(names))
 
 
 @LINUX
-def test_no_thread_of_a_process_group_is_left(tmp_path: Path) -> None:
-    """One that still drops its tensors when Python exits would abort the process."""
+def test_torchrun_is_joined_and_gives_the_same_run(tmp_path: Path) -> None:
+    """And no thread of a process group is left: one that drops its tensors when Python exits aborts the process."""
     script = tmp_path / "ended.py"
     script.write_text(ENDED)
-    words = [str(script), *TINY, "--mesh", "dp=1,tp=2", "--steps", "2", "--verify"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = (*TINY, "--mesh", "dp=1,tp=2", "--steps", "3", "--json")
+    joined = summary(torchrun(2, str(script), *words, "--verify", folder=tmp_path))
+    own = summary(meshwright(*words, folder=tmp_path))
+    assert own["max_rel_loss_diff"] is None
+    assert joined["max_rel_loss_diff"] <= 1e-9
+    for name in ("mesh", "loss_first", "loss_last", "collectives_per_step", "bytes_per_step"):
+        assert joined[name] == own[name]
     for rank in (0, 1):
-        names = (tmp_path / f"threads-{rank}").read_text()
-        assert "gloo" not in names
+        assert "gloo" not in (tmp_path / f"threads-{rank}").read_text()
 
 
+@pytest.mark.long
 def test_torchrun_with_another_number_of_processes(tmp_path: Path) -> None:
-    done = torchrun(2, *TINY, "--mesh", "dp=2,tp=2", folder=tmp_path)
+    done = torchrun(2, "-m", "meshwright", *TINY, "--mesh", "dp=2,tp=2", folder=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("--mesh dp=2,tp=2 needs 4 processes and torchrun started 2") == 1
 
 
 def test_torchrun_shows_an_error_of_all_ranks_once(tmp_path: Path) -> None:
-    done = torchrun(2, *TINY, "--mesh", "dp=2", "--data", "nowhere.txt", folder=tmp_path)
+    done = torchrun(2, "-m", "meshwright", *TINY, "--mesh", "dp=2", "--data", "nowhere.txt", folder=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("error: --data nowhere.txt: there is no such file") == 1
 
@@ -133,9 +123,10 @@ def test_an_error_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
     assert not done.stdout
 
 
+@pytest.mark.long
 @LINUX
 def test_torchrun_shows_an_error_of_running_ranks_once(tmp_path: Path) -> None:
-    done = torchrun(2, *TINY, "--mesh", "dp=2", *OWN_TEXT, folder=tmp_path)
+    done = torchrun(2, "-m", "meshwright", *TINY, "--mesh", "dp=2", *OWN_TEXT, folder=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("error: the ranks train with different texts") == 1
 

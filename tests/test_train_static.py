@@ -26,7 +26,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("mesh", "more"), RUNS, ids=[" ".join([mesh, *(f"{k}={v}" for k, v in more.items())]) for mesh, more in RUNS]
 )
@@ -60,6 +60,7 @@ def test_bytes_are_those_of_the_eager_step(more: dict[str, Any], text: str) -> N
     assert static.bytes_per_step == pytest.approx(eager.bytes_per_step, abs=128)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("passes", "more"),
     [
@@ -107,7 +108,7 @@ def test_a_pass_that_does_not_exist() -> None:
 # ---------------------------------------------------------------------------------------------- real processes
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "case",
