@@ -12,11 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.check import CaseError, Score, read_cases, score
-from meshwright.check.paddle import GAPS, REASONS
-from meshwright.check.paddle_steps import builder
-from meshwright.check.report import percent, tallies
+from conformance.paddle import CaseError, Score, read_cases, score
+from conformance.paddle.report import percent, tallies
+from conformance.paddle.scoring import GAPS, REASONS
+from conformance.paddle.steps import builder
 from meshwright.cli import app
+from meshwright.cli import check as yardsticks
 from meshwright.rules import RULES, notation
 
 DATA = Path(__file__).parent / "data"
@@ -327,6 +328,20 @@ def test_help(run: Any) -> None:
         assert word in text
 
 
+def test_outside_of_a_checkout(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yardsticks, "CHECKOUT", tmp_path)
+    found = run("paddle", "cases.jsonl")
+    assert found.exit_code == 2
+    assert re.match(r"error: .* check paddle is conformance/paddle of the repository.*pip install -e", found.stderr)
+    assert found.stderr.count("\n") == 1
+    assert "paddle" in run("--help").output
+
+
+@pytest.mark.parametrize("name", ["paddle", "fuzz"])
+def test_first_lines_of_help(run: Any, name: str) -> None:
+    assert yardsticks.Yardsticks.listed[name] in " ".join(run(name, "--help").output.split())
+
+
 def test_tables(run: Any) -> None:
     found = run("paddle", *map(str, SAMPLES), "--list", "stricter")
     assert found.exit_code == 0
@@ -368,7 +383,7 @@ GOOD = json.dumps({"op": "relu", "direction": "forward", "mesh": [2], "inputs": 
         ),
         (
             GOOD.replace('"inputs": []', '"inputs": [{"shape": [8], "dims_mapping": [0], "partial": [0]}]'),
-            "1: not a case: mesh axes [0, 0] of a tensor: each of 0 to 0 may be used once",
+            "1: not a case: dims_mapping [0]: axis 0 is both Shard(0) and Partial()",
         ),
         (
             GOOD.replace(

@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import meshwright as mw
+from conformance.fuzz import Leaf, Program, campaign, draw_program, judge, run_seed, shrink
 from meshwright import convert
 from meshwright.cli import app
-from meshwright.fuzz import Leaf, Program, campaign, draw_program, judge, run_seed, shrink
 
 F64 = torch.float64
 MESH = mw.Mesh({"a": 2})

@@ -26,8 +26,8 @@ LAYERS = (
         "reshard",
     ),
     *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard"),
-    *("program", "passes", "explain", "compile", "testing", "fuzz", "check"),
-    *(FACADE, "train", "explain_cli", "rules_cli", "cli", "__main__"),
+    *("program", "passes", "explain", "compile", "testing"),
+    *(FACADE, "train", "explain_cli", "cli", "__main__"),
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes
 # mesh, layout and api speak torch's DeviceMesh, placements and DTensor; runtime reads rank and world.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.fuzz import Leaf, Program, judge
+from conformance.fuzz import Leaf, Program, judge
 
 S0, S1 = {"a": mw.Shard(0)}, {"a": mw.Shard(1)}
 

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import meshwright as mw
+from conformance.paddle import from_dims_mapping
 from meshwright.cli import app
 from meshwright.errors import LayoutError, MeshwrightError, RuleError
 from meshwright.rules import COMPOSITES, RULES, partial_table
@@ -121,4 +122,4 @@ def test_wrong_questions_are_refused(name):
 )
 def test_a_dims_mapping_that_is_no_layout_is_refused(mapping, partial, told):
     with pytest.raises(LayoutError, match=told):
-        mw.Layout.from_dims_mapping(MESH, mapping, partial)
+        from_dims_mapping(MESH, mapping, partial)

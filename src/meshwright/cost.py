@@ -23,12 +23,6 @@ def held_bytes(spec: Spec, *, without: tuple[int, ...] = ()) -> float:
     return spec.nbytes / split
 
 
-def reduce_bytes(spec: Spec, axes: tuple[int, ...]) -> float:
-    """Bytes to all-reduce a tensor of this spec over ``axes`` (flattened)."""
-    n = math.prod(spec.mesh.sizes[a] for a in axes)
-    return 2 * (n - 1) / n * held_bytes(spec)
-
-
 def passes(kind: str) -> tuple[int, int]:
     """How often (n-1)/n of what a rank holds before a step, and of what it holds after it, goes over the wire."""
     found = KINDS.get(kind)

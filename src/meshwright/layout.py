@@ -204,26 +204,6 @@ class Layout:
         """Paddle's view: index of each axis on which the tensor is Partial, to the reduction."""
         return {a: p.op for a, p in enumerate(self.placements) if isinstance(p, Partial)}
 
-    @classmethod
-    def from_dims_mapping(
-        cls, mesh: Mesh, dims_mapping: Sequence[int], partial: Mapping[int, str] | None = None
-    ) -> Layout:
-        """The layout that Paddle writes as ``dims_mapping`` and ``partial`` (axis index to reduction).
-
-        Raises:
-            LayoutError: an axis that the mesh lacks, or one that splits two dims, or that splits one and is Partial.
-        """
-        placements: list[Placement] = [REPLICATE] * mesh.ndim
-        given: list[tuple[int, Placement]] = [(a, Shard(d)) for d, a in enumerate(dims_mapping) if a != -1]
-        given += [(a, Partial(op.lower())) for a, op in (partial or {}).items()]
-        for a, p in given:
-            if not isinstance(a, int) or not 0 <= a < mesh.ndim:
-                raise LayoutError(f"dims_mapping names axis {a!r}: {mesh!r} has axes 0 to {mesh.ndim - 1}, -1 is none")
-            if placements[a] != REPLICATE:
-                raise LayoutError(f"dims_mapping {list(dims_mapping)}: axis {a} is both {placements[a]!r} and {p!r}")
-            placements[a] = p
-        return cls(mesh, placements, ndim=len(dims_mapping))
-
     def with_ndim(self, ndim: int) -> Layout:
         """The same layout checked against, and resolved for, a tensor of ``ndim`` dims."""
         return self if self.ndim == ndim else Layout(self.mesh, self, ndim=ndim)

@@ -1,4 +1,4 @@
-"""The command line of ``meshwright check``: one command for each yardstick."""
+"""The command line of ``meshwright check paddle``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from rich.console import Console
 from rich.text import Text
 
 from .cases import CaseError, read_cases
-from .paddle import VERDICTS, Score, score
-from .random_programs import fuzz
 from .report import lines_of, reasons_table, summary, table, tallies, unsupported_line
+from .scoring import VERDICTS, Score, score
 
 BAD_INPUT = 2
 
+app = typer.Typer(rich_markup_mode="rich")
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Cases, one JSON object a line.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]
 Listed = Annotated[str | None, typer.Option("--list", metavar="VERDICT", help="Also show the cases with this verdict.")]
 
 
+@app.command()
 def paddle(files: Files, as_json: Json = False, listed: Listed = None) -> None:
     """Compare the rules with answers of PaddlePaddle's SPMD rules, in bytes moved.
 
@@ -41,15 +42,6 @@ def paddle(files: Files, as_json: Json = False, listed: Listed = None) -> None:
         typer.echo(json.dumps(summary(scores, listed)))
     else:
         _show(scores, listed)
-
-
-check = typer.Typer(
-    help="Check the rules against yardsticks, and random programs against one device.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
-check.command("paddle")(paddle)
-check.command("fuzz")(fuzz)
 
 
 def _show(scores: dict[str, list[Score]], listed: str | None) -> None:

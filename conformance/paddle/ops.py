@@ -3,7 +3,7 @@ that have the same name in PyTorch are not in it: its own tags tell.
 
 A builder gets a :class:`Question` (Paddle's inputs, constants and attributes) and returns a :class:`Call`: the name of
 our rule and its arguments, with a :class:`Slot` for each tensor, or :class:`Steps`, where it is several of ours
-(:mod:`.paddle_steps`).  It returns None where Paddle's op, with these attributes, is none of ours.
+(:mod:`.steps`).  It returns None where Paddle's op, with these attributes, is none of ours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..rules.pointwise import is_pointwise
+from meshwright.rules.pointwise import is_pointwise
+
 from .question import Call, Question, Result, Slot, Steps
 
 INDEX = torch.int64

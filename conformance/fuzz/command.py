@@ -10,9 +10,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..fuzz import Tally, campaign
+from . import Tally, campaign
 
 FOUND = 1
+
+app = typer.Typer(rich_markup_mode="rich")
 
 Count = Annotated[int, typer.Option("--count", min=1, help="How many programs.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the first one; each program has its own.")]
@@ -22,6 +24,7 @@ Whole = Annotated[bool, typer.Option("--whole", help="Show programs as they were
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
+@app.command()
 def fuzz(
     count: Count = 200,
     seed: Seed = 0,

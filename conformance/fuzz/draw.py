@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ..layout import Layout, Partial
-from ..mesh import Mesh
+from meshwright.layout import Layout, Partial
+from meshwright.mesh import Mesh
+
 from .grammar import FAMILIES, WEIGHTS, Filler, Unfit, random_layout
 from .judge import differentiate
 from .program import Leaf, Program, namespace, run_line, tensors

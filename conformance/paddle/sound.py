@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..layout import Layout, Partial, Spec
+from meshwright.layout import Layout, Partial, Spec
+
 from .question import Call, Fresh, Made, Result, Steps, fill, slots_in, slots_of
 
 Tensor = torch.Tensor

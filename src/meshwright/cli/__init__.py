@@ -15,18 +15,18 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from meshwright.check.command import check
 from meshwright.errors import MeshError
 from meshwright.explain_cli import explain
 from meshwright.launchers import launched
-from meshwright.rules_cli import rules
 from meshwright.train.command import train
+
+from . import check, rules
 
 # Name to (function, settings of its context): one line per command, which lives with what it runs.
 COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "train": (train, {"allow_extra_args": True}),  # the second and later files of --data FILE...
     "explain": (explain, {}),
-    "rules": (rules, {}),
+    "rules": (rules.rules, {}),
 }
 
 app = typer.Typer(
@@ -64,7 +64,7 @@ def root(
 
 for _name, (_command, _settings) in COMMANDS.items():
     app.command(_name, context_settings=_settings)(_command)
-app.add_typer(check, name="check")
+app.add_typer(check.app, name="check")
 
 
 _SPELLED = {"×": "x", "→": "->", "…": "...", "≤": "<=", "≥": ">=", "–": "-", "±": "+-", "·": "."}

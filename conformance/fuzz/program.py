@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .. import api, runtime
-from ..layout import Layout, Partial, Shard
-from ..mesh import Mesh
-from ..tensor import DistTensor
+from meshwright import api, runtime
+from meshwright.layout import Layout, Partial, Shard
+from meshwright.mesh import Mesh
+from meshwright.tensor import DistTensor
 
 Tensor = torch.Tensor
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from .errors import RuleError
-from .rules import partial_table
-from .rules import rules as listed
+from meshwright.errors import RuleError
+from meshwright.rules import partial_table
+from meshwright.rules import rules as listed
 
 BAD_INPUT = 2
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cases import DIRECTIONS, Given, Slots
-from .paddle import REASONS, VERDICTS, Answer, Score
+from .scoring import REASONS, VERDICTS, Answer, Score
 
 SUPPORTED = [v for v in VERDICTS if v != "unsupported"]
 STYLES = {"agree": "green", "freer": "green", "stricter": "yellow", "error": "bold red", "unsupported": "dim"}

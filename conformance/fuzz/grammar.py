@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ..layout import Layout, Partial, Placement, Replicate, Shard
-from ..mesh import Mesh
+from meshwright.layout import Layout, Partial, Placement, Replicate, Shard
+from meshwright.mesh import Mesh
 
 Tensor = torch.Tensor
 

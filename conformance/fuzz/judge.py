@@ -11,10 +11,11 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from .. import api
-from ..compile import compile_step
-from ..errors import ConversionError, DesyncError, MeshwrightError, RuleError
-from ..simulation import simulate
+from meshwright import api
+from meshwright.compile import compile_step
+from meshwright.errors import ConversionError, DesyncError, MeshwrightError, RuleError
+from meshwright.simulation import simulate
+
 from .program import Leaf, Program, namespace, run_line, tensors, values
 
 Tensor = torch.Tensor

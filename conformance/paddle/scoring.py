@@ -30,14 +30,15 @@ from typing import Any
 
 import torch
 
-from .. import api
-from ..dispatch import Inference, gathered, infer
-from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
-from ..reshard import plan
+from meshwright import api
+from meshwright.dispatch import Inference, gathered, infer
+from meshwright.layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
+from meshwright.reshard import plan
+
 from .cases import Case, CaseError, Entry, Given, flat
-from .paddle_steps import builder
 from .question import Call, Fresh, Made, Question, Result, Slot, Steps, fill, slots_in, slots_of
 from .sound import tried
+from .steps import builder
 
 VERDICTS = {
     "agree": "neither moves data, and the outputs are the same",

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import LayoutError, MeshwrightError
-from ..layout import REPLICATE, Layout, Partial, Placement, Shard
-from ..mesh import Mesh
+from meshwright.errors import LayoutError, MeshwrightError
+from meshwright.layout import REPLICATE, Layout, Partial, Placement, Shard
+from meshwright.mesh import Mesh
 
 DIRECTIONS = ("forward", "backward")
 
@@ -140,17 +140,31 @@ def _entry(raw: Any, mesh: Mesh, shaped: bool) -> Entry:
 
 
 def _layout(raw: Mapping[str, Any], mesh: Mesh) -> Layout:
-    by_dim = raw.get("multi") or [[a] if a >= 0 else [] for a in raw["dims_mapping"]]
     partial = raw["partial"]
     types = partial if isinstance(partial, dict) else {str(a): "SUM" for a in partial} | (raw.get("reduce_type") or {})
+    return from_dims_mapping(mesh, raw.get("multi") or raw["dims_mapping"], {int(a): str(w) for a, w in types.items()})
+
+
+def from_dims_mapping(
+    mesh: Mesh, dims_mapping: Sequence[int | Sequence[int]], partial: Mapping[int, str] | None = None
+) -> Layout:
+    """The layout that Paddle writes as ``dims_mapping`` and ``partial``.
+
+    Args:
+        dims_mapping: per dim the index of the axis that splits it, -1 for none, or a list of axes.
+        partial: index of an axis to its reduction.
+
+    Raises:
+        LayoutError: an axis that the mesh lacks, or one that splits two dims, or that splits one and is Partial.
+    """
+    by_dim = [([] if a == -1 else [a]) if isinstance(a, int) else list(a) for a in dims_mapping]
     placements: list[Placement] = [REPLICATE] * mesh.ndim
-    used = [*(a for axes in by_dim for a in axes), *map(int, types)]
-    if len(set(used)) < len(used) or not set(used) <= set(range(mesh.ndim)):
-        raise ValueError(f"mesh axes {used} of a tensor: each of 0 to {mesh.ndim - 1} may be used once")
-    for d, axes in enumerate(by_dim):
-        for a in axes:
-            placements[a] = Shard(d)
-    for a, word in types.items():
-        placements[int(a)] = Partial(str(word).lower())
-    order = {d: axes for d, axes in enumerate(by_dim) if len(axes) > 1}
-    return Layout(mesh, placements, order=order, ndim=len(by_dim))
+    given: list[tuple[int, Placement]] = [(a, Shard(d)) for d, axes in enumerate(by_dim) for a in axes]
+    given += [(a, Partial(word.lower())) for a, word in (partial or {}).items()]
+    for a, p in given:
+        if not 0 <= a < mesh.ndim:
+            raise LayoutError(f"dims_mapping names axis {a}: {mesh!r} has axes 0 to {mesh.ndim - 1}, -1 is none")
+        if placements[a] != REPLICATE:
+            raise LayoutError(f"dims_mapping {list(dims_mapping)}: axis {a} is both {placements[a]!r} and {p!r}")
+        placements[a] = p
+    return Layout(mesh, placements, order={d: axes for d, axes in enumerate(by_dim) if len(axes) > 1}, ndim=len(by_dim))

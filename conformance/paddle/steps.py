@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .paddle_ops import INDEX, builder, cross_entropy, paddle
+from .ops import INDEX, builder, cross_entropy, paddle
 from .question import Call, Fresh, Made, Question, Slot, Steps
 
 __all__ = ["builder"]
