@@ -91,3 +91,66 @@ def test_reproducible_random_reaches_the_second_run(back: Callable[[Any], None],
         return x.grad
 
     torch.testing.assert_close(gradient(False), gradient(True))
+
+
+class Inside(nn.Module):
+    """A unit whose own forward checkpoints parts of itself, as transformers' layers do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(5, 8), nn.Linear(8, 5), how
+        self.norm = nn.LayerNorm(5) if how in ("whole", "a part", "nested") else nn.Identity()
+
+    def inner(self, x: Any) -> Any:
+        return self.b(torch.tanh(self.a(x)))
+
+    def forward(self, x: Any) -> Any:
+        if self.how == "whole":
+            return again(lambda x: x + self.inner(self.norm(x)), x)
+        if self.how == "a part":
+            return x + self.b(again(lambda x: torch.tanh(self.a(self.norm(x))), x))
+        if self.how == "nested":
+            return again(lambda x: x + again(self.inner, self.norm(x)), x)
+        if self.how == "twice":
+            return again(self.inner, again(self.inner, x)) + self.inner(x)
+        if self.how == "a weight":
+            return self.b(again(lambda x, w: torch.tanh(x @ w.T), x, self.a.weight))
+        if self.how == "a view":
+            return self.b(again(lambda x, w: torch.tanh(x @ w).repeat(1, 2), x, self.a.weight[2:6].t()))
+        return self.b(again(nn.functional.linear, x, self.a.weight, self.a.bias).relu())
+
+
+INSIDE = ["whole", "a part", "nested", "twice", "a weight", "a view", "a function"]
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("options", [{}, {"regather": False}, {"frozen": True}, {"double": True}], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 3}, {"dp": 2}], ids=str)
+def test_inside_units_of_stored_parameters(mesh: dict[str, int], options: dict[str, bool]) -> None:
+    def train(how: str, mesh: mw.Mesh | None) -> list[Any]:
+        torch.manual_seed(0)
+        m: Any = nn.Sequential(nn.Linear(5, 5), Inside(how), Inside(how), nn.Linear(5, 1)).double()
+        if "frozen" in options:
+            m[1].requires_grad_(False)
+        x: Any = torch.randn(7, 5, dtype=torch.float64)
+        if mesh is not None:
+            plan = {"*.a.*": {"tp": mw.Shard(0)}, "*.b.weight": {"tp": mw.Shard(1)}} if "tp" in mesh.axes else {}
+            m = mw.shard_module(m, mesh, plan, stored_over="dp", regather=options.get("regather", True))
+            x = mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)})
+        opt = torch.optim.AdamW(m.parameters(), 0.05)
+        for _ in range(3):
+            for _ in range(2):
+                loss = m(x).square().mean()
+                if "double" in options and how in ("whole", "a part"):
+                    grads = torch.autograd.grad(loss, list(m.parameters()), create_graph=True)
+                    loss = loss + sum(g.square().sum() for g in grads)
+                loss.backward()
+            opt.step()
+            opt.zero_grad()
+        return [mw.unshard(p.detach()) if mesh is not None else p.detach() for p in m.parameters()]
+
+    made = mw.Mesh(mesh)
+    found = mw.simulate(lambda: [train(how, made) for how in INSIDE], made)
+    for i, how in enumerate(INSIDE):
+        for ranks in found:
+            torch.testing.assert_close(ranks[i], train(how, None), rtol=1e-9, atol=1e-12, msg=how)

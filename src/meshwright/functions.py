@@ -21,12 +21,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+from torch.utils.checkpoint import _allowed_determinism_checks_to_fns as _checks
 
 from .dispatch import disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
 from .layout import Layout, Replicate, Spec
 from .rules.dropout import run_alike
-from .tensor import DistTensor, stamp, whole
+from .tensor import OPEN, DistTensor, stamp, whole, within
 
 _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
 _enabled = torch._C._is_torch_function_enabled
@@ -141,27 +142,48 @@ def _guard_compile() -> None:
 def _keep_layouts() -> None:
     """Inputs of a checkpoint keep their layouts through hooks around it that pack what is saved (another checkpoint's).
 
-    What such hooks give back is a tensor of its own, which knows nothing of a mesh.
+    What such hooks give back is a tensor of its own, which knows nothing of a mesh.  The second run reads the stand-ins
+    that the first one did.
     """
     save, get = _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs
 
     @functools.wraps(save)
     def saved(self: Any, *args: Any) -> None:
-        self.recompute_fn = run_alike(self.recompute_fn)
+        self.recompute_fn = within(OPEN.scopes, run_alike(self.recompute_fn))
         self._layouts = [(weakref.ref(a), a._spec) if _is_dist(a) else None for a in args]
         save(self, *args)
 
     @functools.wraps(get)
     def given(self: Any) -> list[Any]:
         made = get(self)
-        for a, known in zip(made, getattr(self, "_layouts", ()), strict=False):
+        for i, (a, known) in enumerate(zip(made, getattr(self, "_layouts", ()), strict=False)):
             if known is not None and a.__class__ is torch.Tensor:
                 ref, spec = known
                 first = ref()  # its type may have been found since
-                stamp(a, spec if first is None else first._spec)
+                if spec.stored and first is not None:
+                    made[i] = first  # what stands in for it is found by the object that it is
+                else:
+                    stamp(a, spec if first is None else first._spec)
         return made
 
     _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = saved, given  # type: ignore[method-assign]
+
+
+def _compare_parts() -> None:
+    """The two runs of a checkpoint are compared by this rank's parts, not by global shapes.
+
+    Autograd packs the same memory now as a distributed tensor, now as a plain one.
+    """
+    extract = _checks["default"]
+
+    def extracted(t: torch.Tensor) -> Any:
+        if _is_dist(t):
+            with disabled():
+                t = torch.Tensor.detach(t)
+                t.__class__ = torch.Tensor
+        return extract(t)
+
+    _checks["default"] = extracted
 
 
 def install() -> None:
@@ -171,6 +193,7 @@ def install() -> None:
     _guard_wrapper(torch.nn.DataParallel, _SYNC)
     _guard_compile()
     _keep_layouts()
+    _compare_parts()
     later = _Later()
     sys.meta_path.insert(0, later)
     for name in later.classes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,18 +9,15 @@ from typing import Any, Protocol
 import torch
 
 from ..dispatch import disabled
-from ..errors import ShardError
 from ..tensor import DistTensor
 
 Tensor = torch.Tensor
-_CHECKPOINT = "torch.utils.checkpoint"
 _hooks: Any = torch._C._autograd
 
 
 class Gathered(Protocol):
     """Parameters that can be gathered again."""
 
-    what: str
     params: list[DistTensor]
 
     def regathered(self) -> list[Tensor]:
@@ -71,12 +67,6 @@ class Saver:
         with disabled():
             found = self.at.get(t.untyped_storage().data_ptr())
             if found is None or found[1] is not t.dtype:
-                if isinstance(t, DistTensor) and sys._getframe(1).f_globals.get("__name__") == _CHECKPOINT:
-                    raise ShardError(
-                        "torch.utils.checkpoint was called inside a module whose parameters are gathered as one "
-                        f"unit ({self.unit.what}): checkpoint the whole unit (an entry of a "
-                        "ModuleList or Sequential), or shard_module(..., regather=False)"
-                    )
                 return t
             self.keep()
             found = self.at[t.untyped_storage().data_ptr()]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,8 +173,7 @@ class Unit:
         params: the stored parameters of its modules.
         stored: id of a parameter to the axis that it is stored over.
         spans: all modules that run inside the unit's forward belong to it.  Only then may references be
-            saved: what else runs inside (a checkpoint, say) must not meet our hooks.
-        what: class of the module, for messages.
+            saved: what else runs inside must not meet our hooks.
     """
 
     def __init__(
@@ -183,12 +182,11 @@ class Unit:
         params: Sequence[DistTensor],
         stored: Mapping[int, int],
         spans: bool,
-        what: str,
     ) -> None:
         self.zero = zero
         self.params = list({id(p): p for p in params}.values())
         self.axes = [stored[id(p)] for p in self.params]
-        self.spans, self.what = spans, what
+        self.spans = spans
         self._start()
 
     def _start(self) -> None:
@@ -198,7 +196,7 @@ class Unit:
             p._spec = p._spec.with_(stored=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "spans", "what")}
+        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "spans")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -251,7 +249,10 @@ class Unit:
                     wholes = [flat.new_empty(shape) for shape in packing.shapes]
                     packing.unpack(flat, wholes)
                 made |= {id(p): t for p, t in zip(members, wholes, strict=True)}
-            return [made[id(p)] for p in self.params]
+        before = self.zero.before(self) if in_backward() else None
+        if before is not None and before not in self.zero.sync.backward().wholes:
+            before.start()
+        return [made[id(p)] for p in self.params]
 
     def forget(self, ahead: dict[Unit, Any]) -> None:
         """Drop a gather that nobody asked for after all."""
@@ -265,9 +266,6 @@ class Unit:
         backward = self.zero.sync.backward()
         if self not in backward.wholes:
             backward.wholes[self] = self.gather()
-            before = self.zero.before(self)
-            if before is not None and before not in backward.wholes:
-                before.start()
         return backward.wholes[self]
 
     # -- the forward ----------------------------------------------------------------------------------
@@ -406,6 +404,14 @@ class Seen:
                 tie([p, t])
         return made
 
+    def again(self, fn: Callable[[], Any]) -> Any:
+        """Call ``fn``, which runs a part of the forward again."""
+        self.unit.enter(sys._getframe())
+        try:
+            return fn()
+        finally:
+            self.unit.leave()
+
     def close(self) -> None:
         """The forward is over."""
         if self.saver is not None:
@@ -504,7 +510,7 @@ def install(model: nn.Module, mesh: Mesh, sync: GradSync, stored: Mapping[int, i
         params: list[Any] = [p for m in members for p in m._parameters.values() if id(p) in stored]
         if params:
             spans = len(members) == sum(1 for _ in module.modules())
-            unit = Unit(zero, params, stored, spans, type(module).__name__)
+            unit = Unit(zero, params, stored, spans)
             zero.units.append(unit)
             module.register_forward_pre_hook(_Enter(unit), prepend=True)  # other hooks may use parameters
             module.register_forward_hook(_Leave(unit), always_call=True)

@@ -12,7 +12,7 @@ the way into autograd's engine and back, ``standin`` what ops read in the place 
 from . import methods as methods
 from .carrier import DistTensor, GradientHook, call_enabled, stamp, whole
 from .gradients import Coming, held, hold, in_spec
-from .standin import OPEN, stands_in
+from .standin import OPEN, stands_in, within
 
 __all__ = [
     "OPEN",
@@ -26,4 +26,5 @@ __all__ = [
     "stamp",
     "stands_in",
     "whole",
+    "within",
 ]

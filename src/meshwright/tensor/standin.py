@@ -10,7 +10,8 @@ parameter as it is stored.
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,10 @@ class Scope(Protocol):
 
     def keep(self) -> None:
         """Bring what was written to stand-ins to the tensors themselves."""
+        ...
+
+    def again(self, fn: Callable[..., Any]) -> Any:
+        """Call ``fn`` in a scope that has stand-ins for the same tensors."""
         ...
 
 
@@ -93,6 +98,20 @@ def _written(p: Tensor) -> Tensor:
     return itself(p)
 
 
+def within(scopes: Sequence[Scope], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, to be called later, with stand-ins for the tensors that these scopes have some for."""
+    scopes = tuple(scopes)
+
+    @wraps(fn)
+    def run(*args: Any) -> Any:
+        inner = partial(fn, *args)
+        for scope in reversed(scopes):
+            inner = partial(scope.again, inner)
+        return inner()
+
+    return run if scopes else fn
+
+
 @lru_cache(maxsize=1024)
 def _turns(name: str) -> bool:
     """Whether an op in place changes the shape of what it is given, not the values."""
@@ -100,4 +119,4 @@ def _turns(name: str) -> bool:
     return packet is not None and any(torch.Tag.inplace_view in getattr(packet, o).tags for o in packet.overloads())
 
 
-__all__ = ["OPEN", "Scope", "itself", "stands_in", "with_stand_ins"]
+__all__ = ["OPEN", "Scope", "itself", "stands_in", "with_stand_ins", "within"]
