@@ -9,7 +9,7 @@ import torch
 
 import meshwright as mw
 from meshwright.program import build
-from meshwright.program.run import compile_program
+from meshwright.program.run.runner import compile_program
 
 
 class Replay:

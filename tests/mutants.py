@@ -63,7 +63,7 @@ def programs() -> Iterator[bytes]:
     made = build(model, lambda m, x: m(x), optimizer, batch, mesh, plan, rank=1).program
     for passes in ([], ["data-parallel-optimization"], ["gradient-merge:k_steps=2"]):
         file = io.BytesIO()
-        PassManager(passes)(made).save(file)
+        mw.save_program(PassManager(passes)(made), file)
         yield file.getvalue()
 
 
@@ -161,7 +161,7 @@ def _dumped(data: Any) -> str:
 
 def mutant(original: bytes, r: random.Random) -> tuple[bytes, bool]:
     """Another file, and whether its digest was made anew (as who attacks would)."""
-    from meshwright.program.store import digest
+    from meshwright.program.ir.store import digest
 
     if r.random() < 0.15:  # bytes of the zip itself
         file = bytearray(original)
@@ -223,16 +223,16 @@ def judge(path: Path, original: str, anew: bool, ran: list[str]) -> str:
     """``"refused"``, ``"equal"``, ``"another"`` (a program of its own, which verifies) or what is wrong."""
     import meshwright as mw
     from meshwright.errors import ProgramError
-    from meshwright.program.run import python_of
+    from meshwright.program.run.runner import python_of
 
     before = len(ran)
     try:
         program = mw.load_program(path)
         source, names = python_of(program)
         exec(compile(source, "step", "exec"), names, {})
-        program.verify()
+        mw.check_program(program)
         again = io.BytesIO()
-        program.save(again)
+        mw.save_program(program, again)
         same = str(program) == original
         verdict = "equal" if same else "another" if anew else "WRONG: loads as another program"
     except ProgramError:
@@ -245,7 +245,7 @@ def judge(path: Path, original: str, anew: bool, ran: list[str]) -> str:
 def run(count: int, seed: int) -> Counter[str]:
     """Make and judge mutants here; prints what is wrong."""
     import meshwright as mw
-    from meshwright.program import run as runs
+    from meshwright.program.run import runner as runs
 
     runs._collective = lambda target, rest: None  # type: ignore[assignment]  # there are no other ranks
     ran: list[str] = []

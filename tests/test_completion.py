@@ -141,7 +141,7 @@ def test_deterministic() -> None:
 
 
 def test_repeated_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.program import complete
+    from meshwright.program.capture import complete
 
     solved: list[Any] = []
     original = complete._Completion._solve

@@ -20,8 +20,8 @@ from meshwright import collective
 from meshwright.errors import PassError
 from meshwright.passes import DataParallelOptimization, PassManager
 from meshwright.program import Plan, Program, build
-from meshwright.program.trace import VIEWS
-from meshwright.program.verify import verify_together
+from meshwright.program.check.verify import verify_together
+from meshwright.program.ir.trace import VIEWS
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for

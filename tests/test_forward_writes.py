@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from meshwright.program.ir.load import load_program
 
 import meshwright as mw
 from meshwright.errors import CaptureError, ProgramError
 from meshwright.program import Program
-from meshwright.program.load import load_program
 
 Tensor = torch.Tensor
 Write = Callable[[nn.Linear, nn.Linear], Any]
@@ -193,12 +193,12 @@ def test_only_what_was_recorded_may_write_to_parameters(tmp_path: Path) -> None:
         return mw.compile_step(model, None, optimizer, X, mesh=DP, batch=batch, stored_over="dp").program
 
     program = mw.simulate(build, DP)[0]
-    program.save(tmp_path / "step.program")
-    load_program(tmp_path / "step.program").verify()
+    mw.save_program(program, tmp_path / "step.program")
+    mw.check_program(load_program(tmp_path / "step.program"))
     (write, *_) = [n for n in program.graph.nodes if "writes" in n.meta]
     del write.meta["writes"]
     with pytest.raises(ProgramError, match=r"copy_.*which is part of the forward, writes to param"):
-        program.verify()
+        mw.check_program(program)
 
 
 class Norms(nn.Module):

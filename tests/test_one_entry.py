@@ -93,7 +93,7 @@ def test_a_new_collective_and_its_conversion() -> None:
         spoilt = (*node.args[:2], [1] * 3, *node.args[3:])
         old, node.args = node.args, spoilt
         with pytest.raises(ProgramError, match="with these arguments it gives"):
-            program.verify()
+            mw.check_program(program)
         node.args = old
         return float(step(data)), program.kinds.get("ring_gather"), [e.bytes for e in sent]
 

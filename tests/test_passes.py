@@ -228,7 +228,7 @@ def test_records_stay_on_the_step_and_are_explained(tmp_path: Path, caplog: pyte
     assert why.notes[:2] == tuple(f"{r.name}: {r.summary}" for r in records)
     assert all(r.summary in why.text(width=400) for r in records)
     assert [r.getMessage() for r in caplog.records] == [str(r) for r in records]  # of the first rank
-    program.save(tmp_path / "program")
+    mw.save_program(program, tmp_path / "program")
     assert mw.load_program(tmp_path / "program").passes == tuple(str(r) for r in records)
 
 

@@ -337,7 +337,7 @@ def test_eval_computes_the_loss_only() -> None:
         step.eval()
         made = [step(batches[0]).item() for _ in range(2)]
         roles = {n.meta.get("role") for n in step.program.graph.nodes if n.op == "call_function"}
-        step.program.verify()
+        mw.check_program(step.program)
         step.train()
         before = mw.unshard(own.up.weight.detach()).clone()
         step(batches[0])

@@ -189,7 +189,7 @@ def test_ranks_that_capture_different_steps() -> None:
 
 def test_a_saved_program_of_another_mesh(tmp_path: Path) -> None:
     program = build(nn.Linear(8, 6), loss_of, None, BATCH, MESH).program
-    program.save(tmp_path / "step.mw")
+    mw.save_program(program, tmp_path / "step.mw")
     assert str(mw.load_program(tmp_path / "step.mw", mesh=MESH)) == str(program)
     with pytest.raises(MeshwrightError, match=r"saved on the mesh dp=2 .*this is Mesh\(dp=4\)"):
         mw.load_program(tmp_path / "step.mw", mesh=mw.Mesh({"dp": 4}))

@@ -17,8 +17,8 @@ import torch.nn as nn
 import meshwright as mw
 from meshwright.errors import ProgramError
 from meshwright.program import Plan, build
-from meshwright.program.run import compile_program, python_of
-from meshwright.program.store import digest
+from meshwright.program.ir.store import digest
+from meshwright.program.run.runner import compile_program, python_of
 
 ONE = mw.Mesh({"dp": 1})
 LAST = torch.arange(12.0).reshape(1, 3, 2, 2).contiguous(memory_format=torch.channels_last)
@@ -58,7 +58,7 @@ def changed(path: Path, change: Any) -> Path:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("saved") / "step.mw"
-    program().save(path)
+    mw.save_program(program(), path)
     return path.read_bytes()
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import collective, runtime
 from meshwright.compile import capture_local
-from meshwright.program.memory import dense, is_dense, laid, same
-from meshwright.program.partition import as_rank
-from meshwright.program.trace import value_of
+from meshwright.program.capture.partition import as_rank
+from meshwright.program.ir.memory import dense, is_dense, laid, same
+from meshwright.program.ir.trace import value_of
 
 LAST = torch.channels_last
 ONE, TWO, THREE = mw.Mesh({"dp": 1}), mw.Mesh({"dp": 2}), mw.Mesh({"tp": 3})
@@ -308,7 +308,7 @@ def test_values_lie_as_the_program_says() -> None:
         step = mw.compile_step(model, squares, torch.optim.SGD(model.parameters()), images(1, True)[0], mesh=ONE)
         values = [value_of(n) for n in step.program.graph.nodes]
         seen.append(any(v is not None and v.given is not None for v in values))
-        step.program.verify()
+        mw.check_program(step.program)
 
     mw.simulate(rank, ONE)
     assert seen == [True]

@@ -16,8 +16,8 @@ from test_program import CNN, classes, images
 import meshwright as mw
 from meshwright import collective, runtime
 from meshwright.program import load_program
-from meshwright.program.bind import local, part
-from meshwright.program.run import compile_program
+from meshwright.program.run.bind import local, part
+from meshwright.program.run.runner import compile_program
 
 STEPS = 20
 CASES: dict[str, tuple[dict[str, int], Any, Any, Any, dict[str, Any]]] = {
@@ -68,7 +68,7 @@ def saved_and_loaded(folder: str) -> list[float]:
     model = MLP()
     step = mw.compile_step(model, squares, None, batch, mesh=mesh, batch=DP)
     path = Path(folder) / f"rank{runtime.RT.rank}.mwp"
-    step.program.save(path)
+    mw.save_program(step.program, path)
     loaded = load_program(path, mesh=mesh, rank=runtime.RT.rank)
     assert str(loaded) == str(step.program)
     tensors = dict(model.named_parameters())

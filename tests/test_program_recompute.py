@@ -27,7 +27,7 @@ import meshwright as mw
 from meshwright.errors import CaptureError
 from meshwright.explain import explain_program
 from meshwright.program import Plan, Program, build
-from meshwright.program.inductor import Segment, with_inductor
+from meshwright.program.run.inductor import Segment, with_inductor
 
 aten = torch.ops.aten
 ONE, TWO, FOUR, BOTH = mw.Mesh({"dp": 1}), mw.Mesh({"dp": 2}), mw.Mesh({"dp": 4}), mw.Mesh({"dp": 2, "tp": 2})
@@ -176,7 +176,7 @@ def test_a_step_by_hand(how: str) -> None:
             return loss
 
         step = mw.capture_local(by_hand, ONE, model=model, optimizer=opt, batch=rows(96, 0, 32))
-        step.program.verify()
+        mw.check_program(step.program)
         assert ("recomputation" in roles(step.program)) == (how != "plain")
         assert any("set_random_state" in str(n.target) for n in step.program.graph.nodes) == (how != "plain")
         torch.manual_seed(3)
@@ -385,7 +385,7 @@ def test_explain_shows_both_runs() -> None:
 
 def test_a_saved_program_is_the_same(tmp_path: Path) -> None:
     program = program_of("nested", stored_over="dp")
-    program.save(tmp_path / "step")
+    mw.save_program(program, tmp_path / "step")
     assert str(mw.load_program(tmp_path / "step")) == str(program)
 
 

@@ -26,7 +26,7 @@ from .compile import capture_local, compile_step
 from .explain import Explanation, explain, explicit
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
-from .program import LossScale, load_program
+from .program import LossScale, load_program, save_program
 from .rules.random import reproducible_random
 from .shard import no_sync, shard_dataloader, shard_module, shard_optimizer
 from .simulation import simulate
@@ -62,6 +62,7 @@ __all__ = [
     "reproducible_random",
     "reshard",
     "rule",
+    "save_program",
     "shard_dataloader",
     "shard_module",
     "shard_optimizer",

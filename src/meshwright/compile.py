@@ -15,9 +15,9 @@ from .layout import Placements
 from .mesh import Mesh
 from .passes import Pass, PassManager
 from .program import LossScale, Plan, Step
-from .program.build import Globs, checked_mesh
-from .program.capture import LossFn
-from .program.local import LocalStep, StepFn
+from .program.capture.build import Globs, checked_mesh
+from .program.capture.export import LossFn
+from .program.capture.local import LocalStep, StepFn
 
 
 class CompiledStep(Step):

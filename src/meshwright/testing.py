@@ -32,7 +32,7 @@ from .errors import ConversionError, MeshwrightError, ProgramError, RuleError, t
 from .layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec, commute, unreducible
 from .mesh import Mesh
 from .program import Program
-from .program.verify import verify_together
+from .program.check.verify import verify, verify_together
 from .reshard import plan as conversion_plan
 from .rules import Rule, Strategy
 from .simulation import simulate
@@ -559,7 +559,7 @@ def check_program(programs: Program | Sequence[Program]) -> None:
     if not isinstance(programs, Program) and not all(isinstance(p, Program) for p in programs):
         raise ProgramError("check_program takes programs: step.program, or those of all ranks")
     if isinstance(programs, Program):
-        programs.verify()
+        verify(programs)
     else:
         verify_together(programs)
 

@@ -13,7 +13,8 @@ from .. import runtime
 from ..errors import DesyncError
 from ..simulation import Call
 from .groups import Group
-from .watch import disagreement, mark, started
+from .link import mark
+from .watch import disagreement, started
 from .wire import GATHER
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ from .. import runtime
 from ..errors import CollectiveError
 from ..mesh import Mesh
 from . import words
-from .watch import TIMEOUT, Link, open_sockets
+from .link import TIMEOUT, Link, open_sockets
 
 
 class Group:

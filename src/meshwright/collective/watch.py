@@ -8,96 +8,25 @@ stopped, or busy for too long, ends the wait of the others after ``init_mesh(tim
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-import socket
 import time
 import warnings
-import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import runtime
 from ..errors import CollectiveError, DesyncError
 from ..simulation import Call
 from . import words
+from .groups import Group
+from .link import TIMEOUT, mark
 from .words import Word
-
-if TYPE_CHECKING:
-    from .groups import Group
 
 TICK = timedelta(seconds=0.5)  # between two looks, so that signals are handled while a rank waits
 SPEAK = 3.0  # seconds of waiting after which a rank tells the others, and again after as many
 NOTICE = 30.0  # seconds of waiting after which it is said aloud
-TIMEOUT = 300.0  # longer than what one rank does alone (a checkpoint, a look at data), short enough to be sat through
-RECENT = 32
 CHECK = "mw.init_mesh(..., check=True) compares every collective before it runs"
-
-
-class Link:
-    """A process group as its ranks use it: how far each is, and with what.
-
-    Attributes:
-        pg: torch's ProcessGroup.
-        ranks: global ranks of its members.
-        gloo: whether gloo carries it.
-        count: collectives that this rank has begun.
-        trace: digest of all their signatures, in order.
-        recent: (number, signature) of the last ones.
-        broken: why nothing more can be sent, or empty.
-    """
-
-    __slots__ = ("broken", "count", "gloo", "pg", "ranks", "recent", "sockets", "trace")
-
-    def __init__(self, pg: Any, ranks: tuple[int, ...], gloo: bool, sockets: dict[int, str] | None = None) -> None:
-        self.pg, self.ranks, self.gloo = pg, ranks, gloo
-        self.sockets = sockets or {}
-        self.count = self.trace = 0
-        self.recent: deque[tuple[int, Call]] = deque(maxlen=RECENT)
-        self.broken = ""
-
-    def began(self, call: Call) -> int:
-        """Note a collective; its number in this group."""
-        self.count += 1
-        self.trace = (self.trace * 1000003 + mark(call)) & 0x7FFFFFFFFFFFFFFF
-        self.recent.append((self.count, call))
-        return self.count
-
-    def leave(self, why: str) -> None:
-        """Nothing more is sent: the others hear of it at once, and no thread of the backend waits for ever."""
-        self.broken = why
-        for fd, inode in self.sockets.items():
-            with contextlib.suppress(OSError):
-                if _inode(fd) == inode:
-                    with socket.socket(fileno=os.dup(fd)) as own:
-                        own.getpeername()  # raises for one that listens
-                        own.shutdown(socket.SHUT_RDWR)
-
-
-@lru_cache(maxsize=4096)
-def mark(call: Call) -> int:
-    """A signature as a number, the same in every process; without what may differ from rank to rank."""
-    shape = tuple(-1 if i in call.free_dims else n for i, n in enumerate(call.shape))
-    return zlib.crc32(repr((call.kind, call.op, call.dtype, shape, call.args, call.tag)).encode())
-
-
-def _inode(fd: int | str) -> str:
-    return os.readlink(f"/proc/self/fd/{fd}")
-
-
-def open_sockets() -> dict[int, str]:
-    """File descriptors of the sockets of this process, with what they are; empty where the system does not say."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if (inode := _inode(fd)).startswith("socket:"):
-                    found[int(fd)] = inode
-    return found
 
 
 # ---------------------------------------------------------------------------------------------- one collective

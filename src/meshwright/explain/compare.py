@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..program.verify import ROLES
+from ..program.check.verify import ROLES
 from .core import in_bytes
 from .explanation import Explanation
 from .memory import CATEGORIES

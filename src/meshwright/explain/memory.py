@@ -16,7 +16,7 @@ from typing import Any
 import torch.fx as fx
 
 from ..program import Program, last_uses
-from ..program.trace import Value
+from ..program.ir.trace import Value
 
 CATEGORIES = ("parameters", "states", "gradients", "activations", "temporaries", "inputs")
 

@@ -8,14 +8,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..mesh import Mesh
-from ..program.verify import ROLES
+from ..program.check.verify import ROLES
+from .account import Account
 from .core import Collective, Laid, folded_layouts, in_bytes, placed, starred
 from .memory import CATEGORIES, Memory
 
 if TYPE_CHECKING:
     import jinja2
-
-    from .explanation import Explanation
 
 WIDTH = 1000  # of the timeline, in its own units
 _TOP = 18  # above the part that shows memory
@@ -26,7 +25,7 @@ _MESH = 440  # units to the right, at most, where it is large
 _NUMBERS = 64  # cells of a larger mesh have no numbers
 
 
-def as_page(why: Explanation, title: str, compared: Iterable[tuple[str, str, str]] = ()) -> str:
+def as_page(why: Account, title: str, compared: Iterable[tuple[str, str, str]] = ()) -> str:
     """The page.
 
     Args:
@@ -104,7 +103,7 @@ def _mesh(mesh: Mesh | None, rank: int) -> dict[str, Any] | None:
 # ---------------------------------------------------------------------------------------------- along the step
 
 
-def _timeline(why: Explanation) -> dict[str, Any] | None:
+def _timeline(why: Account) -> dict[str, Any] | None:
     """Memory as stacked areas and collectives as bars, over the same ops."""
     listed = why.collectives
     if not listed:

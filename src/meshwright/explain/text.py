@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -12,13 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..mesh import Mesh
-from ..program.verify import ROLES
+from ..program.check.verify import ROLES
 from ..record import SINCE
+from .account import Account
 from .core import Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
 from .memory import CATEGORIES, Memory
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
 
 COLORS = {"forward": "cyan", "recomputation": "green", "backward": "magenta", "optimizer": "yellow"}
 
@@ -26,7 +23,7 @@ _MOST_RANKS = 64  # a larger mesh is not drawn
 _BAR = 28
 
 
-def as_text(why: Explanation, width: int, color: bool) -> str:
+def as_text(why: Account, width: int, color: bool) -> str:
     """The report as a string."""
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=color, color_system="truecolor" if color else None)
@@ -34,14 +31,14 @@ def as_text(why: Explanation, width: int, color: bool) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().strip("\n").splitlines()) + "\n"
 
 
-def report(why: Explanation) -> RenderableType:
+def report(why: Account) -> RenderableType:
     """The report as something that rich prints."""
     if not why.collectives and not why.counts.total and why.mesh is None:
         return Text("no communication")
     return Group(*(part for section in _sections(why) for part in section))
 
 
-def _sections(why: Explanation) -> Iterator[tuple[RenderableType, ...]]:
+def _sections(why: Account) -> Iterator[tuple[RenderableType, ...]]:
     if why.mesh is not None:
         sizes = " × ".join(f"{a}={n}" for a, n in zip(why.mesh.axes, why.mesh.sizes, strict=True))
         update = f"; {why.update}" if why.update else ""
@@ -88,7 +85,7 @@ def _grid(mesh: Mesh, rank: int) -> Table:
 # ---------------------------------------------------------------------------------------------- layouts
 
 
-def _layouts(why: Explanation) -> Table:
+def _layouts(why: Account) -> Table:
     assert why.mesh is not None
     table = _table(
         "×", "name", "global", *why.mesh.axes, "local", "bytes", "said by", right=("×", "global", "local", "bytes")
@@ -123,7 +120,7 @@ def _by(shape: tuple[int, ...]) -> str:
 # ---------------------------------------------------------------------------------------------- collectives
 
 
-def _listed(why: Explanation) -> Iterator[RenderableType]:
+def _listed(why: Account) -> Iterator[RenderableType]:
     """By role, then by what is done and why; below that the tensors that it is done to."""
     if not why.collectives:
         yield Text("none that an op implied", style="dim")
@@ -152,7 +149,7 @@ def _moved(n: int, c: Collective) -> Text:
     return made
 
 
-def _totals(why: Explanation) -> Table:
+def _totals(why: Account) -> Table:
     table = _table("role", "kind", "axes", "count", "bytes", right=("count", "bytes"))
     for t in why.totals:
         role = Text(t.role, style=COLORS.get(t.role, ""))

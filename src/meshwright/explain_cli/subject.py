@@ -29,7 +29,7 @@ class Subject:
 
     Attributes:
         title: of the report.
-        model, loss_fn, batch, plan: as for ``meshwright.program.build``.
+        model, loss_fn, batch, plan: as for ``meshwright.program.capture.build``.
     """
 
     title: str

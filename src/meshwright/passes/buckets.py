@@ -13,8 +13,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
 from ..layout import chunk_sizes
-from ..program.core import value_of
-from ..program.trace import VIEWS, Value
+from ..program.ir.program import value_of
+from ..program.ir.trace import VIEWS, Value
 from .gradients import Gradients, Reduction
 
 _LAUNCH = 50e-6  # seconds of this rank's own time that starting and waiting for a collective takes

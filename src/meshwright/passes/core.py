@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from ..errors import PassError, ProgramError
 from ..program import Program
-from ..program.build import no_collection
-from ..program.core import without_unserved
-from ..program.verify import verify
+from ..program.capture.build import no_collection
+from ..program.check.verify import verify
+from ..program.ir.program import without_unserved
 
 _LOG = logging.getLogger("meshwright.passes")  # of the first rank; others say the same at a lower level
 _KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")

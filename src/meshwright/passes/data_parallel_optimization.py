@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import PassError
-from ..program.core import Program, value_of
-from ..program.inplace import follow
+from ..program.ir.inplace import follow
+from ..program.ir.program import Program, value_of
 from .buckets import Bucket, Network, by_limit, by_time, by_unit, in_order
 from .core import Pass, PassRecord, register
 from .fusing import Fusing

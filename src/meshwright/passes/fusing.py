@@ -12,10 +12,10 @@ import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, WAIT_OP, bytes_of
-from ..program.core import Program, value_of
-from ..program.inplace import storages
-from ..program.packed import PACK
-from ..program.trace import VIEWS, Value
+from ..program.ir.inplace import storages
+from ..program.ir.packed import PACK
+from ..program.ir.program import Program, value_of
+from ..program.ir.trace import VIEWS, Value
 from ..record import Record
 from ..shard.packing import Packing
 from .buckets import Bucket

@@ -15,10 +15,10 @@ import torch.fx as fx
 
 from ..collective import ALL_GATHER, COLLECTIVES, STARTS, WAIT_OP, bytes_of
 from ..layout import chunk_sizes
-from ..program.core import Program, value_of
-from ..program.inplace import follow, storages, written
-from ..program.packed import ROW, UNPACK
-from ..program.trace import Value
+from ..program.ir.inplace import follow, storages, written
+from ..program.ir.packed import ROW, UNPACK
+from ..program.ir.program import Program, value_of
+from ..program.ir.trace import Value
 from ..record import Record
 from ..shard.packing import Packing
 from .buckets import Bucket

@@ -15,9 +15,9 @@ import torch.fx as fx
 
 from ..collective import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
 from ..errors import PassError
-from ..program.core import Input, Merged, Program, value_of
-from ..program.inplace import follow, returned, storages, written
-from ..program.trace import VIEWS, Value, ancestors, draws
+from ..program.ir.inplace import follow, returned, storages, written
+from ..program.ir.program import Input, Merged, Program, value_of
+from ..program.ir.trace import VIEWS, Value, ancestors, draws
 from .core import Pass, PassRecord, register
 from .slicing import copied, needed, new_storage, part_of
 

@@ -18,9 +18,9 @@ import torch.fx as fx
 
 from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
 from ..layout import Shard, Spec
-from ..program.core import Program, value_of
-from ..program.inplace import storages, written
-from ..program.trace import VIEWS, draws, is_mutating
+from ..program.ir.inplace import storages, written
+from ..program.ir.program import Program, value_of
+from ..program.ir.trace import VIEWS, draws, is_mutating
 
 aten = torch.ops.aten
 

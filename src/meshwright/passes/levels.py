@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch.fx as fx
 
 from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
-from ..program.core import Program, value_of
-from ..program.inplace import follow
+from ..program.ir.inplace import follow
+from ..program.ir.program import Program, value_of
 from .gradients import SUMS, is_linear, is_reduction
 
 

@@ -15,9 +15,9 @@ import torch.fx as fx
 
 from ..collective import mesh_of_text
 from ..errors import PassError
-from ..program.core import Program, value_of
-from ..program.inplace import follow, storages, written
-from ..program.trace import is_mutating
+from ..program.ir.inplace import follow, storages, written
+from ..program.ir.program import Program, value_of
+from ..program.ir.trace import is_mutating
 from .gradients import chain_up, is_linear, is_reduction, scale_of
 
 aten = torch.ops.aten

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..program.core import Output, Program
-from ..program.inplace import storages, written
-from ..program.trace import is_mutating
+from ..program.ir.inplace import storages, written
+from ..program.ir.program import Output, Program
+from ..program.ir.trace import is_mutating
 
 aten = torch.ops.aten
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .build import Built, Plan, build
-from .core import Input, Origin, Output, Program, value_of
+from .capture.build import Built, Plan, build
+from .capture.scale import LossScale
+from .ir.program import Input, Origin, Output, Program, value_of
+from .ir.store import save_program
 from .load import load_program
-from .run import last_uses
-from .scale import LossScale
+from .run.runner import last_uses
 from .step import Step
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "build",
     "last_uses",
     "load_program",
+    "save_program",
     "value_of",
 ]

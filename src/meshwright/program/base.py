@@ -12,12 +12,12 @@ import torch.utils._pytree as pytree
 from .. import collective
 from ..errors import DesyncError, ProgramError
 from ..mesh import Mesh
-from .agree import together
-from .bind import Carrier, Ready
-from .core import Program
-from .guard import Guard
-from .optimizers import check_unscaled, parts_of
-from .scale import SCALE
+from .capture.optimizers import check_unscaled, parts_of
+from .capture.scale import SCALE
+from .check.agree import together
+from .ir.program import Program
+from .run.bind import Carrier, Ready
+from .run.guard import Guard
 
 Tensor = torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Programs from files that :func:`~meshwright.program.store.save` wrote."""
+"""Programs from files that :func:`~meshwright.program.ir.store.save_program` wrote."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from ..layout import Spec, dtype_from, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..record import Record
 from ..rules import RULES
-from .core import Input, Merged, Origin, Output, Program
-from .store import DIGEST, FORMAT, NAMED, TENSORS, TEXT, VERSION, digest, torch_version
-from .trace import Value
+from .check.verify import verify
+from .ir.program import Input, Merged, Origin, Output, Program
+from .ir.store import DIGEST, FORMAT, NAMED, TENSORS, TEXT, VERSION, digest, torch_version
+from .ir.trace import Value
 
 # Bounds on what reading a file may cost; a program of a model of many billions of parameters is far below them.
 _MOST_TEXT, _MOST_NODES, _MOST_STEPS, _DEEPEST, _LONGEST = 1 << 27, 1 << 20, 1 << 16, 32, 1024
@@ -58,7 +59,7 @@ def load_program(path: str | Path, *, mesh: Mesh | None = None, rank: int | None
     except Exception as error:
         raise ProgramError(f"{path} is damaged: {error!r}") from error
     try:
-        made.verify()
+        verify(made)
     except Exception as error:
         raise ProgramError(f"{path} was changed after it was saved: {error}") from error
     if said.decode(errors="replace") != digest(text, tensors):
@@ -156,7 +157,7 @@ class _Reader:
         )
 
     def _decoded(self, a: Any, named: Mapping[str, fx.Node], depth: int = 0) -> Any:
-        """What :func:`~meshwright.program.store.encoded` was given."""
+        """What :func:`~meshwright.program.ir.store.encoded` was given."""
         if depth > _DEEPEST:
             raise ValueError("values within values within values")
         depth += 1

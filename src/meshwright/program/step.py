@@ -15,15 +15,15 @@ from ..errors import ProgramError
 from ..mesh import Mesh
 from ..shard.module import lay_module
 from ..shard.optimizer import shard_optimizer
-from .agree import agree, together
 from .base import BaseStep
-from .bind import BACKENDS, Carrier, Ready
-from .build import SEEN, Built, Plan, build
-from .capture import LossFn, batch_sources
-from .core import Program
-from .guard import check_hooks
-from .optimizers import Given, as_one, parts_of
-from .update import update_of
+from .capture.build import SEEN, Built, Plan, build
+from .capture.export import LossFn, batch_sources
+from .capture.optimizers import Given, as_one, parts_of
+from .capture.update import update_of
+from .check.agree import agree, together
+from .ir.program import Program
+from .run.bind import BACKENDS, Carrier, Ready
+from .run.guard import check_hooks
 
 Tensor = torch.Tensor
 

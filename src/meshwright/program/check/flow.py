@@ -5,20 +5,18 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES
-from ..errors import ProgramError
-from ..layout import Partial, Spec
+from ...collective import COLLECTIVES
+from ...errors import ProgramError
+from ...layout import Partial, Spec
+from ..ir.inplace import storages, written
+from ..ir.program import Input, Output, Program
+from ..ir.trace import is_mutating, value_of
 from .derive import described
-from .inplace import storages, written
-from .trace import is_mutating, value_of
-
-if TYPE_CHECKING:
-    from .core import Input, Output, Program
 
 # Name of a parameter to the axes over which its gradient, which is in a value, is still to be summed.
 Owed = Mapping[str, frozenset[str]]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from .. import collective
-from ..collective import COLLECTIVES
-from ..errors import DesyncError
-from ..mesh import Mesh
-from .trace import Value
-
-if TYPE_CHECKING:
-    from .core import Program
+from ... import collective
+from ...collective import COLLECTIVES
+from ...errors import DesyncError
+from ...mesh import Mesh
+from ..ir.program import Program
+from ..ir.trace import Value
 
 
 class together:

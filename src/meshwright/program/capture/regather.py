@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch.fx as fx
 
-from ..record import Record
-from .inplace import returned, storages
+from ...record import Record
+from ..ir.inplace import returned, storages
+from ..ir.trace import VIEWS, Value, is_mutating
 from .recompute import RECOMPUTATION
-from .trace import VIEWS, Value, is_mutating
 
 _LATER = ("backward", RECOMPUTATION)
 

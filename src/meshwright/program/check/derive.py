@@ -8,18 +8,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import ProgramError
-from .memory import same
-from .trace import Value, target_name
-
-if TYPE_CHECKING:
-    from .core import Program
+from ...errors import ProgramError
+from ..ir.memory import same
+from ..ir.program import Program
+from ..ir.trace import Value, target_name
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

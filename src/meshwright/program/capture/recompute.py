@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES
-from ..operators import operator as operator_of
-from ..record import Record
-from .inplace import storages, written
-from .trace import VIEWS, Value, is_mutating
-from .trace import draws as random
+from ...collective import COLLECTIVES
+from ...operators import operator as operator_of
+from ...record import Record
+from ..ir.inplace import storages, written
+from ..ir.trace import VIEWS, Value, is_mutating
+from ..ir.trace import draws as random
 
 aten = torch.ops.aten
 

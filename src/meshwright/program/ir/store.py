@@ -13,18 +13,16 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ..errors import ProgramError
-from ..layout import Spec, spec_data
-from ..mesh import mesh_data
+from ...errors import ProgramError
+from ...layout import Spec, spec_data
+from ...mesh import mesh_data
+from .program import Program
 from .trace import Value, target_name
-
-if TYPE_CHECKING:
-    from .core import Program
 
 FORMAT, VERSION = "meshwright program", 3
 TEXT, TENSORS, DIGEST = "program.json", "constants.bin", "sha256"
@@ -32,7 +30,7 @@ TEXT, TENSORS, DIGEST = "program.json", "constants.bin", "sha256"
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
-def save(program: Program, path: str | Path) -> None:
+def save_program(program: Program, path: str | Path) -> None:
     """Write a rank's program to a file; every rank writes its own.
 
     Raises:
@@ -160,4 +158,4 @@ def _pretty(a: Any, depth: int = 0) -> str:
     return json.dumps(a)
 
 
-__all__ = ["digest", "encoded", "save", "torch_version"]
+__all__ = ["digest", "encoded", "save_program", "torch_version"]

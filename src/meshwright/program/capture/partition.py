@@ -15,22 +15,22 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from .. import collective, convert, record, runtime
-from ..dispatch import root, settle, tie, unit_cotangent
-from ..errors import CaptureError
-from ..layout import Layout, Partial, Replicate, Spec
-from ..mesh import Mesh
-from ..reshard import plan as plan_conversion
-from ..shard.packing import chunk_dim, cut_over
-from .capture import VALUES, Captured, Source
-from .core import Input, Origin, Output, Program, without_unserved
-from .inplace import note_writes, storages, written
+from ... import collective, convert, record, runtime
+from ...dispatch import root, settle, tie, unit_cotangent
+from ...errors import CaptureError
+from ...layout import Layout, Partial, Replicate, Spec
+from ...mesh import Mesh
+from ...reshard import plan as plan_conversion
+from ...shard.packing import chunk_dim, cut_over
+from ..ir.inplace import note_writes, storages, written
+from ..ir.memory import LAID, Strides, dense, is_dense, same
+from ..ir.program import Input, Origin, Output, Program, without_unserved
+from ..ir.trace import Recorder, remove_dead
+from .export import VALUES, Captured, Source
 from .interpret import Interpreter, spec_at, stamp
-from .memory import LAID, Strides, dense, is_dense, same
 from .recompute import recompute
 from .regather import regather
 from .scale import LossScale, Scaling
-from .trace import Recorder, remove_dead
 from .update import Update, clip, emit_update
 
 Tensor = torch.Tensor

@@ -29,12 +29,12 @@ from torch.export.graph_signature import InputKind
 from torch.fx.proxy import TracerBase
 from torch.fx.traceback import annotate, preserve_node_meta
 
-from ..dispatch import disabled
-from ..errors import CaptureError
-from ..marks import gradients_marked
-from ..runtime import is_users
-from ..tensor import DistTensor
-from .memory import Strides, dense
+from ...dispatch import disabled
+from ...errors import CaptureError
+from ...marks import gradients_marked
+from ...runtime import is_users
+from ...tensor import DistTensor
+from ..ir.memory import Strides, dense
 from .regions import Path, Regions
 
 aten = torch.ops.aten

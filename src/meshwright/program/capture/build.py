@@ -17,15 +17,15 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from ..errors import LayoutError, ProgramError
-from ..layout import Layout, Placements, Spec
-from ..mesh import Mesh
-from ..shard.module import Inputs, Outputs, hooked, matching, stored_specs
-from ..shard.zero import units_of
-from ..tensor import DistTensor
-from .capture import Captured, LossFn, capture
+from ...errors import LayoutError, ProgramError
+from ...layout import Layout, Placements, Spec
+from ...mesh import Mesh
+from ...shard.module import Inputs, Outputs, hooked, matching, stored_specs
+from ...shard.zero import units_of
+from ...tensor import DistTensor
+from ..ir.program import Program
 from .complete import Completed, complete
-from .core import Program
+from .export import Captured, LossFn, capture
 from .optimizers import Given, as_one, parts_of
 from .partition import Laid, partition
 from .scale import LossScale

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
-from .. import record, runtime
-from ..collective import ALL_GATHER, ALL_REDUCE, BROADCAST, OPERATORS, REDUCE_SCATTER, Kind, bytes_of, mesh_text
-from ..errors import CaptureError
-from ..mesh import Mesh
+from ... import record, runtime
+from ...collective import ALL_GATHER, ALL_REDUCE, BROADCAST, OPERATORS, REDUCE_SCATTER, Kind, bytes_of, mesh_text
+from ...errors import CaptureError
+from ...mesh import Mesh
 
 Tensor = torch.Tensor
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..dispatch import make_rule, map_tensors, resolve, tensors_in
-from ..errors import LayoutError
-from ..layout import REPLICATE, Layout, Placement, Shard, Spec
-from ..marks import CONSTRAIN, read_wish
-from ..mesh import Mesh
-from ..rules.core import Rule, Strategy
-from .capture import Captured, line_of
-from .core import Origin
+from ...dispatch import make_rule, map_tensors, resolve, tensors_in
+from ...errors import LayoutError
+from ...layout import REPLICATE, Layout, Placement, Shard, Spec
+from ...marks import CONSTRAIN, read_wish
+from ...mesh import Mesh
+from ...rules.core import Rule, Strategy
+from ..ir.program import Origin
+from .export import Captured, line_of
 
 Tensor = torch.Tensor
 Key = tuple[str, int]  # a node and which of its outputs

@@ -11,25 +11,23 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ..collective import ALL_REDUCE, COLLECTIVES, Kind, mesh_text
-from ..collective.graph import KEEP_ONE
-from ..errors import DesyncError, ProgramError
-from ..layout import REDUCE_OPS, Spec
-from ..mesh import Mesh
-from ..record import Record
+from ...collective import ALL_REDUCE, COLLECTIVES, Kind, mesh_text
+from ...collective.graph import KEEP_ONE
+from ...errors import DesyncError, ProgramError
+from ...layout import REDUCE_OPS, Spec
+from ...mesh import Mesh
+from ...record import Record
+from ..ir.inplace import written
+from ..ir.program import Program
+from ..ir.trace import Value, is_mutating, value_of
 from .agree import compare, meetings
 from .derive import check_values, described
 from .flow import check_gradients
-from .inplace import written
-from .trace import Value, is_mutating, value_of
-
-if TYPE_CHECKING:
-    from .core import Program
 
 ROLES = ("forward", "recomputation", "backward", "optimizer")
 KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator", "scale")

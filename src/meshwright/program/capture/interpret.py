@@ -15,8 +15,8 @@ import torch.fx as fx
 from torch.overrides import TorchFunctionMode, redispatch_function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import runtime
-from ..dispatch import (
+from ... import runtime
+from ...dispatch import (
     QUESTIONS,
     before,
     by_grad,
@@ -36,12 +36,12 @@ from ..dispatch import (
     warn_gathered,
     write_through,
 )
-from ..errors import CaptureError, MeshwrightError
-from ..layout import Spec
-from ..marks import CONSTRAIN, GRAD, read_wish
-from .capture import line_of, region_of
+from ...errors import CaptureError, MeshwrightError
+from ...layout import Spec
+from ...marks import CONSTRAIN, GRAD, read_wish
+from ..ir.trace import Recorder
+from .export import line_of, region_of
 from .regions import Path
-from .trace import Recorder
 
 Tensor = torch.Tensor
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from .. import convert, record, runtime
-from ..errors import ProgramError
-from ..layout import Layout, Partial, Spec
-from ..mesh import Mesh
-from ..reshard import plan as plan_conversion
-from .core import Input
-from .trace import Recorder
+from ... import convert, record, runtime
+from ...errors import ProgramError
+from ...layout import Layout, Partial, Spec
+from ...mesh import Mesh
+from ...reshard import plan as plan_conversion
+from ..ir.program import Input
+from ..ir.trace import Recorder
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

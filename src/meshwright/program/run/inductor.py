@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .core import Program
-from .recompute import RECOMPUTATION
-from .trace import draws
+from ..capture.recompute import RECOMPUTATION
+from ..ir.program import Program
+from ..ir.trace import draws
 
 Tensor = torch.Tensor
 _WHOLE = ("aten._fused", "aten._foreach", "aten._amp")

@@ -22,25 +22,25 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import _engine_run_backward
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .. import runtime
-from ..errors import CaptureError, ProgramError
-from ..layout import Layout, Spec
-from ..mesh import Mesh
-from ..tensor import DistTensor
-from .agree import agree, together
-from .base import BaseStep
-from .bind import BACKENDS, Carrier, Ready
-from .core import Input, Output, Program
+from ... import runtime
+from ...errors import CaptureError, ProgramError
+from ...layout import Layout, Spec
+from ...mesh import Mesh
+from ...tensor import DistTensor
+from ..base import BaseStep
+from ..check.agree import agree, together
+from ..check.flow import updates
+from ..ir.inplace import functional, note_writes
+from ..ir.memory import dense
+from ..ir.program import Input, Output, Program
+from ..ir.trace import Recorder, is_mutating, remove_dead
+from ..run.bind import BACKENDS, Carrier, Ready
 from .distcalls import DistCalls
-from .flow import updates
-from .inplace import functional, note_writes
-from .memory import dense
 from .naming import join, mark
 from .optimizers import Given, as_one, check_unscaled, parts_of
 from .partition import as_rank
 from .recompute import recompute
 from .regions import Path, Regions
-from .trace import Recorder, is_mutating, remove_dead
 from .update import Update, emit_update, update_of
 
 Tensor = torch.Tensor

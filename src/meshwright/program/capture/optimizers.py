@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import CaptureError
+from ...errors import CaptureError
 
 Optimizer = torch.optim.Optimizer
 Given = Optimizer | Sequence[Optimizer] | None

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..dispatch import disabled
-from ..errors import CaptureError, ProgramError
-from ..tensor import DistTensor
+from ...dispatch import disabled
+from ...errors import CaptureError, ProgramError
+from ...tensor import DistTensor
 
 Tensor = torch.Tensor
 

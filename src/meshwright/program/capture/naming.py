@@ -7,10 +7,10 @@ import operator
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES
-from ..layout import Layout, Partial, Spec
-from ..mesh import Mesh
-from .trace import VIEWS, ancestors, value_of
+from ...collective import COLLECTIVES
+from ...layout import Layout, Partial, Spec
+from ...mesh import Mesh
+from ..ir.trace import VIEWS, ancestors, value_of
 
 aten = torch.ops.aten
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .. import collective
-from ..collective import COLLECTIVES, STARTS, WAIT_OP
-from ..errors import ProgramError
-from .core import Program, value_of
-from .inplace import storages
-from .memory import LAID, laid, same
-from .trace import Value, is_mutating
+from ... import collective
+from ...collective import COLLECTIVES, STARTS, WAIT_OP
+from ...errors import ProgramError
+from ..ir.inplace import storages
+from ..ir.memory import LAID, laid, same
+from ..ir.program import Program, value_of
+from ..ir.trace import Value, is_mutating
 
 Tensor = torch.Tensor
 Runner = Callable[[Sequence[Tensor]], list[Tensor]]

@@ -11,18 +11,18 @@ import torch.fx as fx
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from ..convert import apply
-from ..dispatch import disabled
-from ..errors import ProgramError
-from ..layout import Layout, Spec
-from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, stamp
-from .core import Input, Program
+from ...convert import apply
+from ...dispatch import disabled
+from ...errors import ProgramError
+from ...layout import Layout, Spec
+from ...reshard import plan as plan_conversion
+from ...tensor import DistTensor, stamp
+from ..capture.optimizers import parts_of
+from ..ir.memory import laid, same
+from ..ir.program import Input, Program
+from ..ir.trace import Value, checked_value
 from .inductor import with_inductor
-from .memory import laid, same
-from .optimizers import parts_of
-from .run import Runner, compile_program
-from .trace import Value, checked_value
+from .runner import Runner, compile_program
 
 Tensor = torch.Tensor
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES
-from ..layout import Spec
-from ..mesh import Mesh
-from ..record import Record
+from ...collective import COLLECTIVES
+from ...layout import Spec
+from ...mesh import Mesh
+from ...record import Record
 from .trace import Value
 from .trace import target_name as target_name
 from .trace import value_of as value_of
@@ -148,26 +147,6 @@ class Program:
         """The record of the conversion that a node serves."""
         i = node.meta.get("cause")
         return None if i is None else self.causes[i]
-
-    def verify(self) -> None:
-        """Check that the program is well formed: values, layouts, collectives, gradients.
-
-        Raises:
-            ProgramError: what is wrong, and at which node.
-        """
-        from .verify import verify
-
-        verify(self)
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file, which ``mw.load_program`` reads; every rank saves its own.
-
-        Raises:
-            ProgramError: a node calls or is given what has no name in a file.
-        """
-        from .store import save
-
-        save(self, path)
 
     def __str__(self) -> str:
         return render(self)

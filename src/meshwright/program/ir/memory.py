@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collective import row_major
-from ..operators import operator
+from ...collective import row_major
+from ...operators import operator
 
 Tensor = torch.Tensor
 Strides = tuple[int, ...]
@@ -45,7 +45,7 @@ def dense(shape: Sequence[int], like: Strides) -> Strides:
 
 
 def unless_row_major(shape: tuple[int, ...], strides: Strides) -> Strides | None:
-    """Strides as a :class:`~meshwright.program.trace.Value` has them."""
+    """Strides as a :class:`~meshwright.program.ir.trace.Value` has them."""
     return None if strides == row_major(shape) else strides
 
 

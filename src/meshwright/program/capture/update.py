@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .. import convert, record, runtime
-from ..errors import ProgramError
-from ..layout import Layout, Partial, Shard, Spec
-from ..mesh import Mesh
-from ..reshard import plan as plan_conversion
-from .core import Input
-from .memory import LAID, Strides, dense, is_dense, same, unless_row_major
+from ... import convert, record, runtime
+from ...errors import ProgramError
+from ...layout import Layout, Partial, Shard, Spec
+from ...mesh import Mesh
+from ...reshard import plan as plan_conversion
+from ..ir.memory import LAID, Strides, dense, is_dense, same, unless_row_major
+from ..ir.program import Input
+from ..ir.trace import Recorder, Value, checked_value
 from .optimizers import parts_of
 from .scale import Scaling
-from .trace import Recorder, Value, checked_value
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..operators import operator
-from ..shard.packing import Packing
+from ...operators import operator
+from ...shard.packing import Packing
 
 Tensor = torch.Tensor
 

@@ -20,7 +20,7 @@ import torch
 import torch.utils.checkpoint as eager
 from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, SelectiveCheckpointContext
 
-from ..errors import CaptureError
+from ...errors import CaptureError
 
 Tensor = torch.Tensor
 

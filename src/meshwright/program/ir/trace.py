@@ -17,12 +17,12 @@ import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import runtime
-from ..collective import COLLECTIVES
-from ..errors import CaptureError, ProgramError
-from ..record import Record
+from ... import runtime
+from ...collective import COLLECTIVES
+from ...errors import CaptureError, ProgramError
+from ...record import Record
+from ..capture.regions import Path
 from .memory import Strides, dense, row_major, unless_row_major
-from .regions import Path
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

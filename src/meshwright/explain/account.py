@@ -1,0 +1,100 @@
+"""What a step or a piece of eager code sends and holds, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import runtime
+from ..mesh import Mesh
+from ..program.check.verify import ROLES
+from ..record import Record
+from .core import Collective, Laid, Total, recorded
+from .memory import Memory
+
+
+@dataclass
+class Account:
+    """Communication of a step or of a piece of eager code, and what it costs.
+
+    Attributes:
+        records: one entry per conversion that an op implied or somebody asked for, in order, with reasons.
+        counts: every collective: kinds, axes and bytes.  Of a step what running it will count, to the byte; of eager
+            code what ran.
+        result: what the explained function returned (``explain(fn, ...)`` only).
+        mesh, rank: whose program it is; None for eager code.
+        collectives: the collectives of a step, or the recorded conversions of eager code, in order.
+        laid: parameters, buffers and batch of a step and how they lie on the mesh.
+        memory: what a rank holds along a step; None for eager code.
+        update: the optimizer that the step contains, in words.
+        notes: what else is to be known: what passes did.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    counts: runtime.Counts = field(default_factory=runtime.Counts)
+    result: Any = None
+    mesh: Mesh | None = None
+    rank: int = 0
+    listed: tuple[Collective, ...] | None = None
+    laid: tuple[Laid, ...] = ()
+    memory: Memory | None = None
+    update: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """In the order in which they run."""
+        if self.listed is not None:
+            return self.listed
+        return tuple(recorded(i, r) for i, r in enumerate(self.records))
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that the listed collectives move per rank."""
+        return sum(c.bytes for c in self.collectives)
+
+    @property
+    def unlisted(self) -> int:
+        """How many collectives of eager code ran that no op implied: those that synchronise gradients."""
+        return 0 if self.listed is not None else self.counts.total - sum(len(r.kinds) for r in self.records)
+
+    @property
+    def totals(self) -> tuple[Total, ...]:
+        """By role, kind and axes."""
+        if self.listed is None:
+            return tuple(Total("", k, a, n, b) for (k, a), (n, b) in self.counts.table.items())
+        found: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
+        for c in self.listed:
+            entry = found.setdefault((c.role, c.kind, c.axes), [0, 0])
+            entry[0] += 1
+            entry[1] += int(c.bytes)
+        order = sorted(found.items(), key=lambda e: (ROLES.index(e[0][0]), e[0][1:]))
+        return tuple(Total(*key, *entry) for key, entry in order)
+
+    # -- as data --------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values; see docs/explain.md for what the keys mean."""
+        made: dict[str, Any] = {
+            "mesh": None if self.mesh is None else dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
+            "rank": self.rank if self.mesh is not None else None,
+            "update": self.update,
+            "notes": list(self.notes),
+            "collectives": self.counts.kinds,
+            "bytes": self.counts.bytes,
+            "total_bytes": self.counts.total_bytes,
+            "totals": [dataclasses.asdict(t) for t in self.totals],
+            "records": [dataclasses.asdict(c) for c in self.collectives],
+            "layouts": [dataclasses.asdict(x) for x in self.laid],
+            "memory": None if self.memory is None else self.memory.to_dict(),
+        }
+        return made
+
+    def to_json(self, **how: Any) -> str:
+        """``to_dict`` as one JSON object; ``how`` as for ``json.dumps``."""
+        return json.dumps(self.to_dict(), **how)
+
+
+__all__ = ["Account"]

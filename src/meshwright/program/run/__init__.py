@@ -1,0 +1,1 @@
+"""Running programs, bound to the tensors that they work on."""
