@@ -18,8 +18,9 @@ from meshwright import collective, runtime
 from meshwright.compile import capture_local
 from meshwright.errors import CaptureError, DesyncError, ProgramError
 from meshwright.passes import DataParallelOptimization, PassManager
-from meshwright.program.capture.local import Local, LocalStep, record_step
+from meshwright.program.capture.local import Local, record_step
 from meshwright.program.capture.update import update_of
+from meshwright.program.local_step import LocalStep
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 

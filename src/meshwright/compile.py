@@ -17,7 +17,8 @@ from .passes import Pass, PassManager
 from .program import LossScale, Plan, Step
 from .program.capture.build import Globs, checked_mesh
 from .program.capture.export import LossFn
-from .program.capture.local import LocalStep, StepFn
+from .program.capture.local import StepFn
+from .program.local_step import LocalStep
 
 
 class CompiledStep(Step):

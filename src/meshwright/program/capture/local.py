@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.fx as fx
@@ -23,70 +22,24 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import runtime
-from ...errors import CaptureError, ProgramError
+from ...errors import CaptureError
 from ...layout import Layout, Spec
 from ...mesh import Mesh
-from ...tensor import DistTensor
-from ..base import BaseStep
-from ..check.agree import agree, together
 from ..check.flow import updates
 from ..ir.inplace import functional, note_writes
-from ..ir.memory import dense
 from ..ir.program import Input, Output, Program
 from ..ir.trace import Recorder, is_mutating, remove_dead
-from ..run.bind import BACKENDS, Carrier, Ready
 from .distcalls import DistCalls
+from .fakes import like, named_in, replaced, stand_ins
 from .naming import join, mark
-from .optimizers import Given, as_one, check_unscaled, parts_of
+from .optimizers import check_unscaled, parts_of
 from .partition import as_rank
 from .recompute import recompute
 from .regions import Path, Regions
-from .update import Update, emit_update, update_of
+from .update import Update, emit_update
 
 Tensor = torch.Tensor
 StepFn = Callable[[Any], Any]
-
-
-class LocalStep(BaseStep):
-    """A step written for one rank, captured.  Call it with this rank's batch; it returns this rank's loss.
-
-    Attributes:
-        step_fn: the step as it was written.
-    """
-
-    def __init__(
-        self,
-        step_fn: StepFn,
-        mesh: Mesh,
-        model: nn.Module,
-        optimizer: Given,
-        batch: Any,
-        backend: str | None,
-        transform: Callable[[Program], Program] | None,
-    ) -> None:
-        if backend not in BACKENDS:
-            raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
-        self.step_fn, self.transform = step_fn, transform
-        with together(mesh, "capture_local"):
-            optimizer = as_one(optimizer)
-        self.update = update_of(optimizer, {id(p): n for n, p in _named(model, optimizer).items()})
-        carrier = Carrier(model, optimizer, self.update is not None, backend=backend)
-        super().__init__(mesh, carrier, batch, hooks=True)
-        self._install(pytree.tree_leaves(batch), self._capture(batch))
-
-    def _capture(self, batch: Any) -> Ready:
-        assert self.optimizer is not None
-        with together(self.mesh, "capture_local"):
-            local = Local(self.step_fn, self.mesh, runtime.RT.rank, self.model, self.optimizer, batch, self.update)
-            program, tree = record_step(local)
-            if self.transform is not None:
-                program = self.transform(program)
-        agree(program)
-        leaves = {i.name: int(i.name.partition(".")[2]) for i in program.inputs if i.kind == "batch"}
-        return Ready(program, self.carrier, leaves, tree)
-
-    def __repr__(self) -> str:
-        return f"<LocalStep of {type(self.model).__name__}: {self.program!r}>"
 
 
 # ---------------------------------------------------------------------------------------------- recording
@@ -192,7 +145,7 @@ class _Recording:
 
     def __init__(self, local: Local, held: bool) -> None:
         self.local, self.held = local, held
-        self.named = _named(local.model, local.optimizer)
+        self.named = named_in(local.model, local.optimizer)
         self.recorder = _Watch(DistCalls(local.mesh, local.rank))
         self.inputs: list[Input] = []
         self.params: dict[fx.Node, str] = {}
@@ -210,11 +163,11 @@ class _Recording:
         """Run the step."""
         local, mode = self.local, FakeTensorMode(allow_non_fake_inputs=True)
         tensors = {**self.named, **dict(local.model.named_buffers())}
-        with as_rank(local.mesh, local.rank), _stand_ins(tensors, mode, self._born):
+        with as_rank(local.mesh, local.rank), stand_ins(tensors, mode, self._born):
             self._inputs(tensors)
             leaves, structure = pytree.tree_flatten(local.batch)
             with mode:
-                fakes = [_like(x) if isinstance(x, Tensor) else x for x in leaves]
+                fakes = [like(x) if isinstance(x, Tensor) else x for x in leaves]
             for i, (x, fake) in enumerate(zip(leaves, fakes, strict=True)):
                 if isinstance(x, Tensor):
                     self._input(fake, f"batch_{i}", Input(f"batch.{i}", "batch"))
@@ -268,11 +221,11 @@ class _Recording:
             return made
 
         with contextlib.ExitStack() as stack:
-            patched = mock.patch.multiple(torch.autograd, backward=begins, grad=asks)
+            patched = replaced(torch.autograd, backward=begins, grad=asks)
             for made in (mode, recorder, patched, _refused(), Regions(recorder.inside).noted()):
                 stack.enter_context(made)
             for i, part in enumerate(parts_of(self.local.optimizer)):
-                stack.enter_context(mock.patch.object(part, "step", partial(self._step, i)))
+                stack.enter_context(replaced(part, step=partial(self._step, i)))
             try:
                 return self.local.step_fn(batch)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -407,15 +360,6 @@ def _nothing_after(graph: fx.Graph) -> None:
                     )
 
 
-def _named(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """The parameters of a model by name; all that the optimizer has must be among them."""
-    named: dict[str, Tensor] = dict(model.named_parameters())
-    known = {id(p) for p in named.values()}
-    if any(id(p) not in known for g in optimizer.param_groups for p in g["params"]):
-        raise CaptureError("the optimizer has parameters that the model has not: give model= all modules of the step")
-    return named
-
-
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
     """Inside, what would keep fakes or numbers of this one run in objects that the step was not given is an error."""
@@ -439,66 +383,10 @@ def _refused() -> Iterator[None]:
     changed: dict[str, Any] = {n: partialmethod(partial(scales, getattr(scaler, n))) for n in names}
     handle = register_optimizer_step_pre_hook(unknown)
     try:
-        with mock.patch.multiple(scaler, **changed):
+        with replaced(scaler, **changed):
             yield
     finally:
         handle.remove()
 
 
-# ---------------------------------------------------------------------------------------------- fakes
-
-
-Born = Callable[[str, Tensor], None]
-
-
-@contextlib.contextmanager
-def _stand_ins(tensors: Mapping[str, Tensor], mode: FakeTensorMode, born: Born) -> Iterator[None]:
-    """Inside, every one of these tensors is fake, wherever it is referred to; its values wait outside.
-
-    Args:
-        born: told each gradient that autograd gave.
-    """
-    swapped: list[tuple[Tensor, Tensor]] = []
-    try:
-        for name, t in tensors.items():
-            fake = _fake(name, t, mode, born)
-            _swap(t, fake)
-            swapped.append((t, fake))
-        yield
-    finally:
-        for t, fake in swapped:
-            _swap(t, fake)
-
-
-def _swap(a: Tensor, b: Tensor) -> None:
-    """Exchange what two tensors are; references to either stay.
-
-    As ``torch.utils.swap_tensors``, but also where a graph holds on to one: the fakes' graphs are never run again.
-    """
-    a.__class__, b.__class__ = b.__class__, a.__class__
-    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    torch._C._swap_tensor_impl(a, b)
-
-
-def _like(x: Tensor) -> Tensor:
-    """A batch tensor's stand-in: as it lies in memory, or will when it comes in."""
-    return torch.empty_strided(x.shape, dense(x.shape, tuple(x.stride())), dtype=x.dtype, device=x.device)
-
-
-def _fake(name: str, t: Tensor, mode: FakeTensorMode, born: Born) -> Tensor:
-    if isinstance(t, DistTensor):
-        raise CaptureError("capture_local is for plain tensors of one rank; for DistTensors there is compile_step")
-    with mode:
-        fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-        fake.requires_grad_(t.requires_grad)
-    fake.__dict__["_is_param"] = isinstance(t, nn.Parameter)
-    if t.requires_grad:
-        fake.register_post_accumulate_grad_hook(partial(born, name))
-        for hook in (t._post_accumulate_grad_hooks or {}).values():
-            fake.register_post_accumulate_grad_hook(hook)
-        for hook in (t._backward_hooks or {}).values():
-            fake.register_hook(hook)
-    return fake
-
-
-__all__ = ["LocalStep", "record_step"]
+__all__ = ["Local", "StepFn", "record_step"]

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint as eager
 from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, SelectiveCheckpointContext
 
 from ...errors import CaptureError
+from .fakes import replaced
 
 Tensor = torch.Tensor
 
@@ -78,8 +78,8 @@ class Regions:
         name = "_checkpoint_without_reentrant_generator"
         with contextlib.ExitStack() as stack:
             for module in filter(None, (eager, composable)):
-                stack.enter_context(mock.patch.object(module, name, self._around))
-            stack.enter_context(mock.patch.object(CheckpointFunction, "apply", self._reentrant))
+                stack.enter_context(replaced(module, **{name: self._around}))
+            stack.enter_context(replaced(CheckpointFunction, apply=self._reentrant))
             yield
 
     @contextmanager

@@ -1,0 +1,97 @@
+"""What stands in for a user's tensors and functions while a step of theirs is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...errors import CaptureError
+from ...tensor import DistTensor
+from ..ir.memory import dense
+
+Tensor = torch.Tensor
+Born = Callable[[str, Tensor], None]
+
+
+@contextlib.contextmanager
+def stand_ins(tensors: Mapping[str, Tensor], mode: FakeTensorMode, born: Born) -> Iterator[None]:
+    """Inside, every one of these tensors is fake, wherever it is referred to; its values wait outside.
+
+    Args:
+        born: told each gradient that autograd gave.
+    """
+    swapped: list[tuple[Tensor, Tensor]] = []
+    try:
+        for name, t in tensors.items():
+            fake = _fake(name, t, mode, born)
+            _swap(t, fake)
+            swapped.append((t, fake))
+        yield
+    finally:
+        for t, fake in swapped:
+            _swap(t, fake)
+
+
+def _swap(a: Tensor, b: Tensor) -> None:
+    """Exchange what two tensors are; references to either stay.
+
+    As ``torch.utils.swap_tensors``, but also where a graph holds on to one: the fakes' graphs are never run again.
+    """
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)
+
+
+def like(x: Tensor) -> Tensor:
+    """A batch tensor's stand-in: as it lies in memory, or will when it comes in."""
+    return torch.empty_strided(x.shape, dense(x.shape, tuple(x.stride())), dtype=x.dtype, device=x.device)
+
+
+def _fake(name: str, t: Tensor, mode: FakeTensorMode, born: Born) -> Tensor:
+    if isinstance(t, DistTensor):
+        raise CaptureError("capture_local is for plain tensors of one rank; for DistTensors there is compile_step")
+    with mode:
+        fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        fake.requires_grad_(t.requires_grad)
+    fake.__dict__["_is_param"] = isinstance(t, nn.Parameter)
+    if t.requires_grad:
+        fake.register_post_accumulate_grad_hook(partial(born, name))
+        for hook in (t._post_accumulate_grad_hooks or {}).values():
+            fake.register_post_accumulate_grad_hook(hook)
+        for hook in (t._backward_hooks or {}).values():
+            fake.register_hook(hook)
+    return fake
+
+
+def named_in(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """The parameters of a model by name; all that the optimizer has must be among them."""
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    known = {id(p) for p in named.values()}
+    if any(id(p) not in known for g in optimizer.param_groups for p in g["params"]):
+        raise CaptureError("the optimizer has parameters that the model has not: give model= all modules of the step")
+    return named
+
+
+@contextlib.contextmanager
+def replaced(target: Any, **given: Any) -> Iterator[None]:
+    """Inside, attributes of a module, class or object are these."""
+    own = {name: vars(target)[name] for name in given if name in vars(target)}
+    try:
+        for name, value in given.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name in given:
+            if name in own:
+                setattr(target, name, own[name])
+            elif name in vars(target):
+                delattr(target, name)
+
+
+__all__ = ["like", "named_in", "replaced", "stand_ins"]
