@@ -14,8 +14,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import collective
+from meshwright.generator import reproducible_random
 from meshwright.program import Program
-from meshwright.rules.random import reproducible_random
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 

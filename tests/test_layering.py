@@ -20,6 +20,7 @@ LAYERS = (
         "runtime",
         "simulation",
         "collective",
+        "generator",
         "rules",
         "convert",
         "cost",

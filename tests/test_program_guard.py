@@ -14,7 +14,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.compile import capture_local
 from meshwright.errors import CaptureError, ProgramError
-from meshwright.rules.random import reproducible_random
+from meshwright.generator import reproducible_random
 
 Change = Callable[[Any, Any], Any]
 BATCHES = pairs(5)

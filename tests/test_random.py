@@ -15,9 +15,7 @@ from sweep import MESHES, mesh_of, sweep
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.rules import counter
-from meshwright.rules import random as rules_random
-from meshwright.rules.random import reproducible_random
+from meshwright.generator import counter, reproducible_random, stream
 
 LAYOUTS_1 = [[mw.Replicate()], [mw.Partial()], [mw.Partial("max")], [mw.Shard(0)], [mw.Shard(1)], [mw.Shard(2)]]
 LAYOUTS_2 = [
@@ -86,13 +84,13 @@ def test_fills(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_fills_longer_than_a_piece() -> None:
-    size = rules_random.CHUNK + 1003
+    size = stream.CHUNK + 1003
     for draw in (lambda x: x.normal_(), lambda x: x.uniform_(), lambda x: x.bernoulli_(0.2)):
         same_draws(draw, torch.zeros(size // 12 + 1, 4, 3))
 
 
 def test_what_does_not_come_in_pieces_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules_random, "_in_pieces", lambda *args: False)
+    monkeypatch.setattr(stream, "_in_pieces", lambda *args: False)
     for name in ("bernoulli_", "exponential_", "normal_"):
         same_draws(FILLS[name], torch.zeros(5, 7, 3))
 

@@ -24,10 +24,10 @@ from .api import (
 )
 from .compile import capture_local, compile_step
 from .explain import Explanation, explain, explicit
+from .generator import reproducible_random
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
 from .program import LossScale, load_program, save_program
-from .rules.random import reproducible_random
 from .shard import no_sync, shard_dataloader, shard_module, shard_optimizer
 from .simulation import simulate
 from .tensor import DistTensor

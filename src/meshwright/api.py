@@ -14,12 +14,12 @@ from . import collective, convert, marks, runtime
 from . import reshard as _reshard
 from .dispatch import Inference, disabled, forget_ops, infer, refresh, relayout, wanted
 from .errors import DesyncError, LayoutError, MeshError, RuleError, takes
+from .generator import materialize
 from .launchers import launched
 from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh
+from .rules import Rule
 from .rules import rule as _rule
-from .rules.core import Rule
-from .rules.random import materialize
 from .tensor import DistTensor, call_enabled, stamp, whole
 
 Tensor = torch.Tensor

@@ -20,7 +20,7 @@ from .errors import DispatchError
 from .layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec, commute
 from .mesh import Mesh
 from .reshard import plan
-from .rules.core import Dims, Rule, Strategy
+from .rules.strategies import Dims, Rule, Strategy
 
 
 @dataclass(frozen=True)

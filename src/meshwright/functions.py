@@ -25,8 +25,8 @@ from torch.utils.checkpoint import _allowed_determinism_checks_to_fns as _checks
 
 from .dispatch import disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
+from .generator.dropout import run_alike
 from .layout import Layout, Replicate, Spec
-from .rules.dropout import run_alike
 from .tensor import OPEN, DistTensor, stamp, whole, within
 
 _apply: Any = torch.autograd.Function.__dict__["apply"].__func__

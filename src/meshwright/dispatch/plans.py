@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..errors import DispatchError, MeshwrightError, RuleError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..rules import Arg, Local, Native, Rule, Strategy
+from ..rules.dims import on_padded
 from . import autocast
 from .calls import (
     Op,
@@ -44,7 +46,8 @@ class Plan:
     value is taken in its place.  ``alias``: a custom op, whose backward may look at the inputs that it saved: it gets
     plain aliases.  ``back``: a write that cannot be made in the layout of its target: it is made in a copy of another
     layout, which is then brought back and copied into the target.
-    ``replayed``: this rank has nothing of a result (see ``execution``).
+    ``replayed``: this rank has nothing of a result (see ``execution``).  ``padded``: makes of a function one for parts
+    without elements, which the op refuses and of which this rank has some.
     ``copies``: it makes views that are copies on the mesh; ``cuts``: pieces of one value, parts of sums (see
     ``views``); ``watched``: arguments are such copies (see ``views``).
     ``graded``: it holds for arguments of these ``requires_grad`` only: another choice is cheaper for others.
@@ -71,6 +74,7 @@ class Plan:
     copies: bool = False
     cuts: bool = False
     replayed: bool = False
+    padded: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     watched: bool = False
     graded: bool = False
     back: reshard.Plan | None = None
@@ -125,6 +129,8 @@ def plan_call(
         plan.run = bound.around(plan.run)
     if bound and plan.local is not None:
         plan.local = bound.around(plan.local)
+    if plan.padded is not None:
+        plan.local = plan.padded(plan.local or func)
     if not (args and isinstance(args[0], Tensor)) and plan.native is not None:
         plan.native, plan.plain, plan.retypes, plan.swift = None, False, False, False
     plan.known = tuple(instead)
@@ -273,12 +279,11 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
     decide = tuple(
         (i, src) for i, (given, src) in enumerate(zip(specs, choice.sources, strict=True)) if given is not src
     )
-    local = None
-    if rule.local is not None:
-        here = mesh.coordinate(runtime.RT.rank)
-        local = rule.local(Local(rule, choice.inputs, choice.outputs, here))
+    ctx = Local(rule, choice.inputs, choice.outputs, mesh.coordinate(runtime.RT.rank))
+    local = None if rule.local is None else rule.local(ctx)
+    padded = partial(on_padded, ctx) if rule.padded and ctx.is_empty() else None
     alias = "::" in op.name
-    direct = (local is None or isinstance(local, Native)) and choice.outputs != () and not alias
+    direct = (local is None or isinstance(local, Native)) and choice.outputs != () and not alias and padded is None
     if op.inplace:  # what says anew what the target is cannot be left to the native op
         direct = direct and not (back or decide or choice.open or choice.outputs[0].shape != specs[0].shape)
     return Plan(
@@ -294,6 +299,7 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
         conversions=tuple(conversions),
         decide=decide,
         local=local,
+        padded=padded,
         back=back,
         open=choice.open,
         mesh=mesh,

@@ -7,7 +7,8 @@ import pkgutil
 import sys
 import types
 
-from .core import COMPOSITES, RULES, Arg, Local, Native, Rule, Strategy, composite, notation, rule
+from .core import COMPOSITES, RULES, Arg, Local, Native, Rule, composite, notation, rule
+from .strategies import Strategy
 
 for _module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "core"):
     importlib.import_module(f"{__name__}.{_module}")

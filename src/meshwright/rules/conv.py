@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, notation, rule
-from .dims import filled, names
+from .core import Arg, Local, LocalFn, Rule, args_in, notation, rule
+from .dims import meta_shapes, names, sizes_of
 
 Tensor = torch.Tensor
 
@@ -29,21 +29,17 @@ def _conv_rule(
     """``x`` (b, i, positions), ``weight`` (o, i, kernel) or, transposed, (i, o, kernel); ``rest``: after the
     bias."""
     groups = rest[groups_at] if len(rest) > groups_at else named.get("groups", 1)
-    meta = [torch.empty(t.shape, dtype=t.dtype, device="meta") if t is not None else None for t in (x, weight, bias)]
-    shape = fn(*meta, *rest, **named).shape
+    (shape,) = meta_shapes(fn, x, weight, bias, *rest, **named)
     before, kernel, after = (
         names(p, s) for p, s in zip("xky", (x.shape[-nd:], weight.shape[2:], shape[-nd:]), strict=True)
     )
-    b = "b " if x.ndim == nd + 2 else ""
-    per_group = {"i": x.shape[-nd - 1] // groups, "o": shape[-nd - 1] // groups}
-    i, o = ("(g i)", "(g o)") if groups > 1 else ("i", "o")
-    w = f"{i} o" if transposed else f"{o} i"
-    text = f"{b}{i} {' '.join(before)}, {w} {' '.join(kernel)}, {o} -> {b}{o} {' '.join(after)}"
-    whole = " ".join(f for f in (*before, *kernel, *after) if f != "1")
-    sizes = {f: n for f, n in zip(after, shape[-nd:], strict=True) if f != "1"} | per_group | {"g": groups}
+    b = ["b"] if x.ndim == nd + 2 else []
+    i, o = (("g", "i"), ("g", "o")) if groups > 1 else (("i",), ("o",))
+    w = [i, ("o",)] if transposed else [o, ("i",)]
+    sizes = {"i": x.shape[-nd - 1] // groups, "o": shape[-nd - 1] // groups, "g": groups}
 
     def local(ctx: Local) -> LocalFn | None:
-        first, last = ctx.bounds("g") if groups > 1 else (0, 1)
+        first, last = ctx.bounds("g")
         own = (last - first) or 1
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:
@@ -53,11 +49,12 @@ def _conv_rule(
                 named = {**named, "groups": own}
             return fn(x, weight, bias, *rest, **named)
 
-        return filled(ctx, run) or (run if ctx.is_split("g") else None)
+        return run if ctx.is_split("g") else None
 
     return notation(
-        text, x, weight, bias, sizes=sizes, whole=whole, reduced="i", linear=[[x, bias], [weight, bias]],
-        heavy=True, local=local,
+        {x: [*b, i, *before], weight: [*w, *kernel], bias: [o]}, [*b, o, *after],
+        sizes=sizes | sizes_of(after, shape[-nd:]), whole=[*before, *kernel, *after], reduced="i",
+        linear=[[x, bias], [weight, bias]], heavy=True, padded=True, local=local,
     )  # fmt: skip
 
 
@@ -96,38 +93,20 @@ def _pool(name: str, nd: int, *, linear: bool = False) -> None:
     fn = getattr(torch._C._nn, name, None) or getattr(torch, name)
 
     def make(input: Arg, *args: Any, **named: Any) -> Rule | None:
-        others = [a for a in (*args, *named.values()) if isinstance(a, Arg)]
-        shapes = _meta_shapes(fn, input, args, named)
-        lead = names("b", input.shape[:-nd])
-        if any(t.shape[: len(lead)] != input.shape[:-nd] for t in others):
-            return None
-        entries = [[*lead, *names("x", input.shape[-nd:])]]
-        known: dict[str, int] = {}
-        for k, t in enumerate(others):
-            entries.append([*lead, *names(f"z{k}_", t.shape[len(lead) :])])
-        outs = []
-        for shape in shapes:
-            own = names("y", shape[-nd:])
-            known |= {f: n for f, n in zip(own, shape[-nd:], strict=True) if f != "1"}
-            outs.append([*lead, *own])
-        whole = {f for dims in (*entries, *outs) for f in dims[len(lead) :] if f != "1"}
-        text = f"{', '.join(map(' '.join, entries))} -> {', '.join(map(' '.join, outs))}"
-
-        groups = [[input]] if linear else []
-        return notation(
-            text, input, *others, sizes=known, whole=" ".join(sorted(whole)), linear=groups,
-            local=lambda ctx: filled(ctx, fn),
-        )  # fmt: skip
+        lead, before = names("b", input.shape[:-nd]), names("x", input.shape[-nd:])
+        entries = {input: [*lead, *before]}
+        for k, t in enumerate(args_in((args, named))):
+            if t.shape[: len(lead)] != input.shape[:-nd]:
+                return None
+            entries[t] = [*lead, *names(f"z{k}_", t.shape[len(lead) :])]
+        shapes = meta_shapes(fn, input, *args, **named)
+        after = names("y", shapes[0][-nd:])
+        sizes = sizes_of(after, shapes[0][-nd:])
+        whole = [f for letters in (*entries.values(), [*lead, *after]) for f in letters[len(lead) :]]
+        groups = [input] if linear else []
+        return notation(entries, *[[*lead, *after]] * len(shapes), sizes=sizes, whole=whole, linear=groups, padded=True)
 
     rule(name)(make)
-
-
-def _meta_shapes(fn: Callable[..., Any], x: Arg, args: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[int, ...]]:
-    def meta(a: Any) -> Any:
-        return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Arg) else a
-
-    made = fn(meta(x), *map(meta, args), **{k: meta(v) for k, v in named.items()})
-    return [tuple(t.shape) for t in ([made] if isinstance(made, Tensor) else made)]
 
 
 for _nd in (1, 2, 3):
@@ -148,20 +127,18 @@ for _nd in (2, 3):
 @rule("im2col")
 def im2col(input: Arg, kernel_size: Sequence[int], *rest: Any, **named: Any) -> Rule:
     """Patches as columns: the channel leads the rows of a patch."""
-    (shape,) = _meta_shapes(torch._C._nn.im2col, input, (kernel_size, *rest), named)
-    b = "b " if input.ndim == 4 else ""
+    (shape,) = meta_shapes(torch._C._nn.im2col, input, kernel_size, *rest, **named)
     sizes = {"k": shape[-2] // max(input.shape[-3], 1), "l": shape[-1]}
-    return _patches(torch._C._nn.im2col, f"{b}c h w -> {b}(c k) l", input, sizes)
+    return _patches("... c h w -> ... (c k) l", input, sizes)
 
 
 @rule("col2im")
 def col2im(input: Arg, output_size: Sequence[int], *rest: Any, **named: Any) -> Rule:
     """Columns added up to images."""
-    (shape,) = _meta_shapes(torch._C._nn.col2im, input, (output_size, *rest), named)
-    b = "b " if input.ndim == 3 else ""
+    (shape,) = meta_shapes(torch._C._nn.col2im, input, output_size, *rest, **named)
     sizes = {"c": shape[-3], "k": input.shape[-2] // max(shape[-3], 1), "h": shape[-2], "w": shape[-1]}
-    return _patches(torch._C._nn.col2im, f"{b}(c k) l -> {b}c h w", input, sizes)
+    return _patches("... (c k) l -> ... c h w", input, sizes)
 
 
-def _patches(fn: LocalFn, text: str, x: Arg, sizes: dict[str, int]) -> Rule:
-    return notation(text, x, sizes=sizes, whole="k l h w", linear=[[x]], local=lambda ctx: filled(ctx, fn))
+def _patches(text: str, x: Arg, sizes: dict[str, int]) -> Rule:
+    return notation(text, x, sizes=sizes, whole="k l h w", linear=[x], padded=True)

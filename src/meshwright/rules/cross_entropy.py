@@ -14,23 +14,22 @@ import torch
 from torch.overrides import redispatch_function
 
 from ..operators import internal, operator
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
+from .core import Arg, Letters, Local, LocalFn, Rule, composite, notation, rule
 from .dims import with_row
 from .index import Shelf
-from .loss import MEAN, NONE, SUM, weighed
+from .loss import MEAN, NONE, SUM, by_rows, weighed
 
 Tensor = torch.Tensor
 _C_NN: Any = torch._C._nn  # whose stubs take the reduction for a str
 BLOCK = 1 << 17  # elements of the logits that are worked on at a time
 
 
-def _texts(x: Arg, target: Arg, weight: Arg | None) -> tuple[list[str], str]:
-    """Texts of the inputs, and the factors of a row: ``x`` is (c), (b, c) or (b, c, positions)."""
-    spatial = [f"s{i}" for i in range(x.ndim - 2)]
-    dims = ["c"] if x.ndim == 1 else ["b", "c", *spatial]
-    rows = " ".join(f for f in dims if f != "c")
-    of_target = " ".join(dims) if target.ndim == x.ndim and target.dtype.is_floating_point else rows
-    return [" ".join(dims), of_target, *(["c"] if weight is not None else [])], rows
+def _inputs(x: Arg, target: Arg, weight: Arg | None) -> tuple[dict[Arg | None, Letters], list[str]]:
+    """Letters of the inputs, and the factors of a row: ``x`` is (c), (b, c) or (b, c, positions)."""
+    dims = ["c"] if x.ndim == 1 else ["b", "c", *(f"s{i}" for i in range(x.ndim - 2))]
+    rows = [f for f in dims if f != "c"]
+    of_target = dims if target.ndim == x.ndim and target.dtype.is_floating_point else rows
+    return {x: dims, target: of_target, weight: "c"}, rows
 
 
 @rule("cross_entropy_loss")
@@ -45,17 +44,10 @@ def cross_entropy_loss(
     """Rows are free; see the module for what happens when classes or the rows of a mean are split."""
     if self.ndim == 0:
         return None
-    texts, rows = _texts(self, target, weight)
-    given = [t for t in (self, target, weight) if t is not None]
-    soft = target.dtype.is_floating_point
-    reduced, out = ("", rows) if reduction == NONE else (rows, "")
+    inputs, rows = _inputs(self, target, weight)
     # A mean over classes as targets divides by what the values say: it is no mean of means.
-    whole = f"c {rows}" if reduction == MEAN and not soft else "c"
-    factors = rows.split()
-    return notation(
-        f"{', '.join(texts)} -> {out}", *given, reduced=reduced, whole=whole, decompose=_by_parts,
-        local=lambda ctx: weighed(_C_NN.cross_entropy_loss, ctx, factors, reduction, 3),
-    )  # fmt: skip
+    averaged = reduction == MEAN and not target.dtype.is_floating_point
+    return by_rows(_C_NN.cross_entropy_loss, inputs, rows, reduction, 3, _by_parts, whole=rows if averaged else [])
 
 
 def _by_parts(
@@ -158,8 +150,7 @@ def class_sums(
 
 @rule("class_sums")
 def _class_sums_rule(x: Arg, top: Arg, target: Arg, weight: Arg | None, ignore_index: int, spread: bool) -> Rule:
-    (dims, rows, *more), _ = _texts(x, target, weight)
-    given = [t for t in (x, top, target, weight) if t is not None]
+    inputs, rows = _inputs(x, target, weight)
 
     def local(ctx: Local) -> LocalFn:
         shelf = _shelf(ctx)
@@ -172,8 +163,7 @@ def _class_sums_rule(x: Arg, top: Arg, target: Arg, weight: Arg | None, ignore_i
         return run
 
     sizes = {"k": 3 if spread else 2}
-    text = f"{', '.join([dims, rows, rows, *more])} -> k {rows}"
-    return notation(text, *given, sizes=sizes, whole="k", reduced="c", local=local)
+    return notation({x: inputs[x], top: rows, **inputs}, ["k", *rows], sizes=sizes, whole="k", reduced="c", local=local)
 
 
 def _class_sums(
@@ -241,8 +231,8 @@ def class_loss(sums: Tensor, top: Tensor, target: Tensor, ignore_index: int) -> 
 
 @rule("class_loss")
 def _class_loss_rule(sums: Arg, top: Arg, target: Arg, ignore_index: int) -> Rule:
-    rows = " ".join(f"d{i}" for i in range(target.ndim))
-    return notation(f"k {rows}, {rows}, {rows} -> ,", sums, top, target, whole="k", reduced=rows)
+    rows = target.letters
+    return notation({sums: ["k", *rows], top: rows, target: rows}, "", "", whole="k", reduced=rows)
 
 
 def _row_blocks(rows: Tensor) -> list[slice]:
@@ -292,15 +282,12 @@ def target_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> 
 
 @rule("target_weights")
 def _target_weights_rule(target: Arg, weight: Arg | None, ignore_index: int) -> Rule:
-    dims = " ".join(f"d{i}" for i in range(target.ndim))
-    if weight is None:
-        return notation(f"{dims} -> {dims}", target)
-
     def local(ctx: Local) -> LocalFn:
         shelf = _shelf(ctx)
         return lambda target, weight, ignore_index: _target_weights(target, weight, ignore_index, shelf)
 
-    return notation(f"{dims}, c -> {dims}", target, weight, reduced="c", local=local)
+    given = {target: target.letters, weight: "c"}
+    return notation(given, target.letters, reduced="c", local=local if weight is not None else None)
 
 
 def _target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, shelf: Shelf) -> Tensor:
@@ -318,20 +305,18 @@ def nll_loss(
     self: Arg, target: Arg, weight: Arg | None = None, reduction: int = MEAN, ignore_index: int = -100
 ) -> Rule:
     """Picks one number per row: with classes split, the rank that holds the class gives it."""
-    texts, rows = _texts(self, target, weight)
-    given = [t for t in (self, target, weight) if t is not None]
-    text, factors = ", ".join(texts), rows.split()
+    inputs, rows = _inputs(self, target, weight)
     if reduction == MEAN:
-        return notation(f"{text} ->", *given, whole=f"c {rows}", decompose=_nll_mean)
+        return notation(inputs, "", whole=["c", *rows], decompose=_nll_mean)
 
     def local(ctx: Local) -> LocalFn | None:
         if not ctx.is_split("c"):
-            return weighed(_C_NN.nll_loss_nd, ctx, factors, reduction, 3)
+            return weighed(_C_NN.nll_loss_nd, ctx, rows, reduction, 3)
         shelf = _shelf(ctx)
         return lambda *args, **named: _pick(shelf, *args, **named)
 
-    reduced, out = ("c", rows) if reduction == NONE else (f"c {rows}", "")
-    return notation(f"{text} -> {out}", *given, reduced=reduced, linear=[[self]], local=local)
+    reduced, out = (["c"], rows) if reduction == NONE else (["c", *rows], [])
+    return notation(inputs, out, reduced=reduced, linear=[self], local=local)
 
 
 def _nll_mean(

@@ -1,9 +1,9 @@
-"""Small helpers for writing rules: dims, letters and texts."""
+"""Small helpers for writing rules: dims, letters, and parts without elements."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,6 @@ import torch
 from .core import Arg, Local, LocalFn
 
 Tensor = torch.Tensor
-
-
-def args_in(value: Any) -> Iterator[Arg]:
-    """All tensors among (nested) arguments of a rule, in order."""
-    if isinstance(value, Arg):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from args_in(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from args_in(v)
 
 
 def dims_of(ndim: int, dim: Any) -> tuple[int, ...]:
@@ -40,20 +28,14 @@ def flat_ints(sizes: Sequence[Any]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def bool_free(*groups: Sequence[Arg | None]) -> list[list[Arg]]:
-    """Linear groups less those of masks only: a bool is never a part of a sum."""
-    made = [[t for t in group if isinstance(t, Arg)] for group in groups]
-    return [g for g in made if any(t.dtype != torch.bool for t in g)]
-
-
 def names(prefix: str, shape: Sequence[int]) -> list[str]:
     """A fresh factor per dim, ``1`` for dims of size 1."""
     return ["1" if n == 1 else f"{prefix}{i}" for i, n in enumerate(shape)]
 
 
 def sizes_of(letters: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
-    """Letter to size; dims of size one have no letter."""
-    return {f: n for f, n in zip(letters, shape, strict=True) if f != "1"}
+    """Letter to size."""
+    return dict(zip(letters, shape, strict=True))
 
 
 def aligned(letters: Sequence[str], shape: Sequence[int]) -> list[str]:
@@ -70,29 +52,29 @@ def broadcast_letters(*shapes: Sequence[int], prefix: str = "b") -> tuple[list[l
     return [aligned(out, s) for s in shapes], out, whole
 
 
-def without(letters: Sequence[str], dims: Sequence[int], keepdim: bool) -> list[str]:
+def without(letters: Sequence[str], dims: Sequence[int], keepdim: bool = False) -> list[str]:
     """Letters of what is left when ``dims`` are reduced away."""
-    if keepdim:
-        return ["1" if i in dims else f for i, f in enumerate(letters)]
-    return [f for i, f in enumerate(letters) if i not in dims]
+    return put(letters, dict.fromkeys(dims, "1" if keepdim else None))
 
 
-def where_split(factors: Sequence[str], fn: LocalFn) -> Callable[[Local], LocalFn | None]:
-    """A ``local`` that replaces the op by ``fn`` where one of the factors is split."""
-    return lambda ctx: fn if ctx.is_split(*factors) else None
+def put(letters: Sequence[str], instead: Mapping[int, Any]) -> list[str]:
+    """Letters with others (or a tuple of them) at some dims, or none."""
+    made = [instead.get(i, f) for i, f in enumerate(letters)]
+    return [f for f in made if f is not None]
 
 
-def meta_shapes(fn: Callable[..., Any], x: Arg, *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:
-    """Global shapes of what ``fn`` gives, from a run on a meta tensor."""
-    made = fn(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
+def meta_shapes(fn: Callable[..., Any], *args: Any, **named: Any) -> list[tuple[int, ...]]:
+    """Global shapes of what ``fn`` gives, from a run on meta tensors."""
+
+    def meta(a: Any) -> Any:
+        return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Arg) else a
+
+    made = fn(*map(meta, args), **{k: meta(v) for k, v in named.items()})
     return [tuple(t.shape) for t in ([made] if isinstance(made, Tensor) else made)]
 
 
 def nothing(shape: Sequence[int], *tensors: Tensor) -> Tensor:
-    """Zeros that depend on all the tensors: with an empty shard, too, a rank needs the others' graph.
-
-    Linearly: for an op whose derivative depends on its inputs give functions of them, or use :func:`filled`.
-    """
+    """Zeros that depend, linearly, on all the tensors: with an empty shard, too, a rank needs the others' graph."""
     first, *rest = tensors
     zeros = first.new_zeros(shape)
     for t in (first, *rest):
@@ -114,15 +96,12 @@ def part(x: Tensor, shape: Sequence[int]) -> Tensor:
     return made if made.numel() else made.clone()
 
 
-def filled(ctx: Local, fn: LocalFn) -> LocalFn | None:
-    """A ``local`` for kernels that refuse empty parts: ``fn`` on one thing more, of zeros, and nothing of it kept.
+def on_padded(ctx: Local, fn: LocalFn) -> LocalFn:
+    """``fn`` for kernels that refuse empty parts: run on one thing more, of zeros, and nothing of it kept.
 
     So the graph of a rank with an empty part is that of the others, however often it is differentiated.
     """
-    parts = [ctx.in_shape(i) for i in range(len(ctx.inputs))]
-    if not any(0 in shape for shape in (*parts, ctx.out_shape())):
-        return None
-    pads = [_padding(ctx, dims, shape) for dims, shape in zip(ctx.rule.inputs, parts, strict=True)]
+    pads = [_padding(ctx, dims, ctx.in_shape(i)) for i, dims in enumerate(ctx.rule.inputs)]
     shapes = [ctx.out_shape(i) for i in range(len(ctx.outputs))]
 
     def run(*args: Any, **named: Any) -> Any:
@@ -149,16 +128,3 @@ def _padding(ctx: Local, dims: Sequence[Sequence[str]], shape: Sequence[int]) ->
         bounds = [ctx.bounds(f) for f in factors]
         added.append(0 if n else math.prod((stop - start) or 1 for start, stop in bounds))
     return [k for n in reversed(added) for k in (0, n)]
-
-
-def unless_empty(ctx: Local) -> LocalFn | None:
-    """A ``local`` for ops that refuse empty tensors: a rank with an empty part makes its result itself."""
-    empty = any(not math.prod(ctx.in_shape(i)) for i in range(len(ctx.inputs)))
-    if not empty or not math.prod(ctx.rule.sizes.values()):
-        return None
-    shape = ctx.out_shape()
-
-    def local(*args: Any, **kwargs: Any) -> Tensor:
-        return nothing(shape, *[a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)])
-
-    return local

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import flat_ints
+from .dims import flat_ints, names, sizes_of
 
 Tensor = torch.Tensor
 
@@ -21,34 +21,22 @@ def _like(make: Callable[..., Tensor], has_value: bool) -> Callable[..., Rule]:
     def like(x: Arg, *args: Any, **kwargs: Any) -> Rule:
         size = size_of(args, kwargs)
 
-        def whole(x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def made(x: Tensor, shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             value = [kwargs.pop("fill_value", args[-1] if args else 0)] if has_value else []
             kwargs.pop("size", None)
-            return make(torch.empty(0, dtype=x.dtype, device=x.device), size, *value, **kwargs)
+            return make(x, shape, *value, **kwargs)
+
+        def whole(x: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return made(torch.empty(0, dtype=x.dtype, device=x.device), size, args, kwargs)
 
         def local(ctx: Local) -> LocalFn:
             shape = ctx.out_shape()
-
-            def part(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                value = [kwargs.pop("fill_value", args[-1] if args else 0)] if has_value else []
-                kwargs.pop("size", None)
-                return make(x, shape, *value, **kwargs)
-
-            return part
+            return lambda x, *args, **kwargs: made(x, shape, args, kwargs)
 
         if size == x.shape:
-            dims = " ".join(x.letters)
-            return notation(f"{dims} -> {dims}", x, local=local)
-        made = [f"n{i}" if n != 1 else "1" for i, n in enumerate(size)]
-        sizes = {f: n for f, n in zip(made, size, strict=True) if f != "1"}
-        return notation(
-            f"{' '.join(x.letters)} -> {' '.join(made)}",
-            x,
-            sizes=sizes,
-            whole=" ".join(sizes),
-            local=local,
-            decompose=whole,
-        )
+            return notation({x: x.letters}, x.letters, local=local)
+        out = names("n", size)
+        return notation({x: x.letters}, out, sizes=sizes_of(out, size), whole=out, local=local, decompose=whole)
 
     return like
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import broadcast_letters, names, sizes_of, with_row
+from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
+from .dims import broadcast_letters, names, put, sizes_of, with_row
 
 Tensor = torch.Tensor
 
@@ -30,6 +30,10 @@ class Index:
     positions: list[int] = field(default_factory=list)  # where in the result the looked up dims would stand
     block: int = 0  # how many are looked up
     picked: dict[int, int] = field(default_factory=dict)  # dims of x of which one index is taken
+
+    def inputs(self, x: Arg) -> dict[Arg | None, Sequence[str]]:
+        """The letters of x and of the index tensors."""
+        return {x: self.source, **dict(zip(self.tensors, self.letters, strict=True))}
 
 
 def is_mask(a: Any) -> bool:
@@ -80,7 +84,7 @@ def read_index(x: Arg, index: Any) -> Index | None:
         if a is None:
             made.result.append("1")
             continue
-        n, f = x.shape[d], "1" if x.shape[d] == 1 else f"d{d}"
+        n, f = x.shape[d], x.letters[d]
         made.source.append(f)
         if isinstance(a, slice):
             if any(isinstance(part, Arg) for part in (a.start, a.stop, a.step)):
@@ -102,7 +106,6 @@ def read_index(x: Arg, index: Any) -> Index | None:
         d += 1
     if shapes:
         _place(made, shapes, constant)
-    made.whole.discard("1")
     return made
 
 
@@ -115,7 +118,7 @@ def _slice(made: Index, a: slice, d: int, n: int, f: str) -> None:
     made.sizes[f"s{d}"] = size
     if size == 1:
         made.picked[d] = a.indices(n)[0]
-    made.result.append("1" if size == 1 else f"s{d}")
+    made.result.append(f"s{d}")
 
 
 def _place(made: Index, shapes: list[tuple[int, ...]], constant: list[int]) -> None:
@@ -131,10 +134,6 @@ def _place(made: Index, shapes: list[tuple[int, ...]], constant: list[int]) -> N
     made.result[at:at] = out
 
 
-def text_of(*sides: Sequence[Sequence[str]]) -> str:
-    return " -> ".join(", ".join(" ".join(t) for t in side) for side in sides)
-
-
 @rule("getitem")
 def getitem(x: Arg, index: Any) -> Rule | None:
     """Full slices keep their split; of a dim that is looked up, or of which one index is taken, each rank brings what
@@ -148,16 +147,10 @@ def getitem(x: Arg, index: Any) -> Rule | None:
         held |= set(made.looked)  # a long list takes more bytes to add up than to gather from
     factors = {d: made.source[d] for d in held if made.source[d] != "1"}
     return notation(
-        text_of([made.source, *made.letters], [made.result]),
-        x,
-        *made.tensors,
-        whole=" ".join(made.whole - set(factors.values())),
-        sizes=made.sizes,
-        reduced=dict.fromkeys(factors.values(), sum_op(x)),
-        linear=[[x]],
-        moves=True,
+        made.inputs(x), made.result, whole=made.whole - set(factors.values()), sizes=made.sizes,
+        reduced=factors.values(), op=sum_op(x), linear=[x], moves=True,
         local=lambda ctx: _take_own(ctx, made, factors, x.shape),
-    )
+    )  # fmt: skip
 
 
 def sum_op(x: Arg) -> str:
@@ -267,32 +260,37 @@ def index_select(x: Arg, dim: int, index: Arg) -> Rule | None:
     """Rows of a dim by index; where the dim is split each rank brings the rows that it has."""
     if not x.ndim or index.ndim != 1:
         return None
-    letters, d = x.letters, x.dim(dim)
-    f, size = letters[d], x.shape[d]
-    its = names("i", index.shape)
+    d, its = x.dim(dim), names("i", index.shape)
+    return _looked_up(x, d, index, its, put(x.letters, {d: its[0]}), torch.index_select, x.ndim - d - 1)
+
+
+def _looked_up(
+    x: Arg, d: int, index: Arg, its: list[str], out: list[str], op: Callable[..., Tensor], after: int, **flags: Any
+) -> Rule:
+    """Where the dim that is looked up is split each rank brings what it has; ``after``: dims behind the index's."""
+    f, size = x.letters[d], x.shape[d]
 
     def local(ctx: Local) -> LocalFn | None:
-        shelf = shelf_of(ctx, f, size) if f != "1" else None
-        return _lookup_select(shelf, d) if shelf else None
+        shelf = shelf_of(ctx, f, size)
+        if shelf is None:
+            return None
 
-    text = text_of([letters, its], [[*letters[:d], *its, *letters[d + 1 :]]])
-    reduced = {} if f == "1" else {f: sum_op(x)}
-    return notation(text, x, index, reduced=reduced, linear=[[x]], moves=True, local=local)
+        def lookup(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
+            inside, away = shelf.find(index)
+            return op(shelf.stocked(x, d), d, inside, **kwargs).masked_fill(widened(away, after), 0)
 
+        return shelf.checked(lookup)
 
-def _lookup_select(shelf: Shelf, d: int) -> LocalFn:
-    def local(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
-        inside, away = shelf.find(index)
-        return torch.index_select(shelf.stocked(x, d), d, inside).masked_fill(widened(away, x.ndim - d - 1), 0)
-
-    return shelf.checked(local)
+    return notation(
+        {x: x.letters, index: its}, out, reduced=[f], op=sum_op(x), linear=[x], moves=True, local=local, **flags
+    )
 
 
 # ------------------------------------------------------------------------------------------------ gather
 
 
-def paired(x: Arg, others: Sequence[Arg], dim: int) -> tuple[list[str], list[list[str]], set[str], dict[str, int]]:
-    """Letters of x and of tensors used side by side with it, all dims but ``dim`` elementwise.
+def paired(x: Arg, others: Sequence[Arg], dim: int) -> tuple[list[list[str]], set[str], dict[str, int]]:
+    """Letters of tensors used side by side with x, all dims but ``dim`` elementwise.
 
     A dim may be split where all have the same size; else it is whole in each.  On ``dim`` the others share
     a factor of their own.  Returns the letters, the whole factors and the sizes.
@@ -314,8 +312,8 @@ def paired(x: Arg, others: Sequence[Arg], dim: int) -> tuple[list[str], list[lis
                 if j != dim or not alike:
                     whole.add(f)
         if j != dim:
-            whole |= {mine[j]} - {"1"}
-    return mine, its, whole, sizes
+            whole.add(mine[j])
+    return its, whole, sizes
 
 
 @rule("gather")
@@ -324,31 +322,8 @@ def gather(x: Arg, dim: int, index: Arg, **kwargs: Any) -> Rule | None:
     if not x.ndim or index.ndim != x.ndim:
         return None
     d = x.dim(dim)
-    letters, (its,), whole, sizes = paired(x, [index], d)
-    f, size = letters[d], x.shape[d]
-
-    def local(ctx: Local) -> LocalFn | None:
-        shelf = shelf_of(ctx, f, size) if f != "1" else None
-        if shelf is None:
-            return None
-
-        def lookup(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
-            inside, away = shelf.find(index)
-            return torch.gather(shelf.stocked(x, d), d, inside, **kwargs).masked_fill(away, 0)
-
-        return shelf.checked(lookup)
-
-    return notation(
-        text_of([letters, its], [its]),
-        x,
-        index,
-        whole=" ".join(whole),
-        sizes=sizes,
-        reduced={} if f == "1" else {f: sum_op(x)},
-        linear=[[x]],
-        moves=True,
-        local=local,
-    )
+    (its,), whole, sizes = paired(x, [index], d)
+    return _looked_up(x, d, index, its, its, torch.gather, 0, whole=whole, sizes=sizes)
 
 
 @composite("take_along_dim")
@@ -373,23 +348,10 @@ def take_along_dim(x: Any, indices: Any, dim: int | None = None, **kwargs: Any) 
 @rule("index")
 def index(x: Arg, indices: Sequence[Any]) -> Rule | None:
     """``x[indices]``, where None stands for a full slice."""
-    if any(is_mask(a) for a in indices):
-        return None
-    made = read_index(x, full_slices(indices))
+    made = None if any(is_mask(a) for a in indices) else read_index(x, full_slices(indices))
     if made is None:
         return None
-    text = text_of([made.source, *made.letters], [made.result])
-    return notation(text, x, *made.tensors, whole=" ".join(made.whole), sizes=made.sizes, linear=[[x]], moves=True)
-
-
-@rule("one_hot")
-def one_hot(x: Arg, num_classes: int = -1) -> Rule | None:
-    """A last dim of classes; how many must be said, else it depends on values."""
-    if num_classes < 1:
-        return None
-    made = x.letters
-    out = [*made, "1" if num_classes == 1 else "class"]
-    return notation(text_of([made], [out]), x, whole="class", sizes={"class": num_classes})
+    return notation(made.inputs(x), made.result, whole=made.whole, sizes=made.sizes, linear=[x], moves=True)
 
 
 @rule("searchsorted")
@@ -397,19 +359,18 @@ def searchsorted(edges: Arg, x: Any, *args: Any, sorter: Arg | None = None, **kw
     """Each element among sorted edges, which must be whole; leading dims go together."""
     if not isinstance(x, Arg) or not edges.ndim:
         return None
-    mine = x.letters
-    last = "1" if edges.shape[-1] == 1 else "edge"
-    its = [*(mine[: edges.ndim - 1]), last] if edges.ndim > 1 else [last]
-    texts, given = [its, mine], [edges, x]
-    if sorter is not None:
-        texts.append(its)
-        given.append(sorter)
-    return notation(text_of(texts, [mine]), *given, whole="edge")
+    its = [*x.letters[: edges.ndim - 1], "edge"]
+    return notation({edges: its, x: x.letters, sorter: its}, x.letters, whole="edge")
 
 
-@rule("bucketize")
-def bucketize(x: Any, boundaries: Arg, **kwargs: Any) -> Rule | None:
-    """Each element among sorted boundaries, which must be whole."""
-    if not isinstance(x, Arg):
-        return None
-    return notation(text_of([x.letters, names("e", boundaries.shape)], [x.letters]), x, boundaries)
+lines({
+    # A last dim of classes; how many must be said, else it depends on values.
+    "one_hot": lambda x, num_classes=-1: (
+        None if num_classes < 1
+        else notation({x: x.letters}, [*x.letters, "class"], whole="class", sizes={"class": num_classes})
+    ),
+    # Each element among sorted boundaries, which must be whole.
+    "bucketize": lambda x, boundaries, **kwargs: (
+        notation({x: x.letters, boundaries: names("e", boundaries.shape)}, x.letters) if isinstance(x, Arg) else None
+    ),
+})  # fmt: skip

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Native, Rule, composite, notation, rule
-from .dims import meta_shapes, unless_empty
+from .core import Arg, Local, LocalFn, Native, Rule, args_in, composite, lines, notation, rule
+from .dims import meta_shapes, put
 from .index import hidden, shelf_of, sum_op
 from .view import at_least_1d, at_least_2d, at_least_3d, moved
 
@@ -19,60 +19,29 @@ Tensor = torch.Tensor
 
 def _pieces(fn: Callable[..., Any], x: Arg, dim: int, *args: Any, drop: bool = False) -> Rule | None:
     """Rule of an op that cuts ``x`` along ``dim``; the sizes come from a run on a meta tensor."""
-    if any(isinstance(a, Arg) for a in args) or not x.ndim:
+    if any(args_in(args)) or not x.ndim or not (x.shape[x.dim(dim)] or not drop):
         return None
-    letters, d = x.letters, x.dim(dim)
-    outs, sizes = [], {}
-    for i, shape in enumerate(meta_shapes(fn, x, *args)):
-        out = list(letters)
-        if drop:
-            del out[d]
-        else:
-            out[d] = "1" if shape[d] == 1 else f"p{i}"
-            sizes[f"p{i}"] = shape[d]
-        outs.append(" ".join(out))
-    whole = " ".join([*(f for f in [letters[d]] if f != "1"), *sizes])
-    text = f"{' '.join(letters)} -> {', '.join(outs)}"
-    return notation(text, x, whole=whole, sizes=sizes, linear=[[x]], moves=True)
+    d = x.dim(dim)
+    sizes = {f"p{i}": 1 if drop else shape[d] for i, shape in enumerate(meta_shapes(fn, x, *args))}
+    outs = [put(x.letters, {d: None if drop else f}) for f in sizes]
+    return notation({x: x.letters}, *outs, whole=[x.letters[d], *sizes], sizes=sizes, linear=[x], moves=True)
 
 
-@rule("chunk", "unsafe_chunk")
-def chunk(x: Arg, chunks: int, dim: int = 0) -> Rule | None:
-    """Equal parts."""
-    return _pieces(torch.chunk, x, dim, chunks, dim)
+def _named_split(name: str, axis: int) -> Callable[..., Rule | None]:
+    return lambda x, given: _pieces(getattr(torch, name), x, 0 if x.ndim == 1 else axis, given)
 
 
-@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-def split(x: Arg, split_size: Any = None, dim: int = 0, **kwargs: Any) -> Rule | None:
-    """Parts of a size or of sizes."""
-    given = next((v for k, v in kwargs.items() if k.startswith("split_size")), split_size)
-    return _pieces(torch.split, x, dim, given, dim)
-
-
-@rule("tensor_split")
-def tensor_split(x: Arg, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any) -> Rule | None:
-    """Nearly equal parts, or parts between indices."""
-    given = kwargs.get("sections", kwargs.get("indices", indices_or_sections))
-    return _pieces(torch.tensor_split, x, dim, given, dim)
-
-
-def _register_named_splits() -> None:
-    for name, axis in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2)):
-
-        def named(x: Arg, given: Any = None, name: str = name, axis: int = axis, **kwargs: Any) -> Rule | None:
-            given = next(iter(kwargs.values()), given)
-            return _pieces(getattr(torch, name), x, 0 if x.ndim == 1 else axis, given)
-
-        rule(name)(named)
-
-
-_register_named_splits()
-
-
-@rule("unbind")
-def unbind(x: Arg, dim: int = 0) -> Rule | None:
-    """One part per index, without the dim."""
-    return _pieces(torch.unbind, x, dim, dim, drop=True) if x.ndim and x.shape[x.dim(dim)] else None
+lines({
+    "chunk unsafe_chunk": lambda x, chunks, dim=0: _pieces(torch.chunk, x, dim, chunks, dim),
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes": lambda x, given, dim=0: _pieces(
+        torch.split, x, dim, given, dim
+    ),
+    "tensor_split": lambda x, given, dim=0: _pieces(torch.tensor_split, x, dim, given, dim),
+    "hsplit": _named_split("hsplit", 1),
+    "vsplit": _named_split("vsplit", 0),
+    "dsplit": _named_split("dsplit", 2),
+    "unbind": lambda x, dim=0: _pieces(torch.unbind, x, dim, dim, drop=True),
+})  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -80,17 +49,12 @@ def unbind(x: Arg, dim: int = 0) -> Rule | None:
 
 def _cut(x: Arg, dim: int, size: int | None, start: int | None) -> Rule:
     """``dim`` cut to ``size`` from ``start``, or dropped with None; one index of it is brought by who has it."""
-    letters, d = x.letters, x.dim(dim)
+    d = x.dim(dim)
     if size == x.shape[d]:
-        return moved(x, letters, letters)
-    out, f = list(letters), letters[d]
-    if size is None:
-        del out[d]
-    else:
-        out[d] = "1" if size == 1 else "cut"
+        return moved(x, x.letters)
+    f, out = x.letters[d], put(x.letters, {d: None if size is None else "cut"})
     if start is None or size not in (None, 1) or f == "1":
-        made = {"cut": size} if size is not None and size != 1 else {}
-        return moved(x, letters, out, whole=[f, *made], sizes=made)
+        return moved(x, out, whole=[f, "cut"], sizes={"cut": size or 0})
 
     def local(ctx: Local) -> LocalFn | None:
         shelf = shelf_of(ctx, f, x.shape[d])
@@ -104,8 +68,7 @@ def _cut(x: Arg, dim: int, size: int | None, start: int | None) -> Rule:
 
         return own
 
-    text = f"{' '.join(letters)} -> {' '.join(out)}"
-    return notation(text, x, reduced={f: sum_op(x)}, linear=[[x]], moves=True, local=local)
+    return moved(x, out, sizes={"cut": 1}, reduced=[f], op=sum_op(x), local=local)
 
 
 @rule("narrow")
@@ -113,14 +76,8 @@ def narrow(x: Arg, dim: int, start: Any, length: int) -> Rule | None:
     """A range of a dim."""
     d = x.dim(dim)
     if length == x.shape[d]:  # each shard whole
-        return moved(x, x.letters, x.letters, local=lambda ctx: Native(torch.narrow, d, 0, ctx.out_shape()[d]))
+        return moved(x, x.letters, local=lambda ctx: Native(torch.narrow, d, 0, ctx.out_shape()[d]))
     return _cut(x, dim, length, start) if isinstance(start, int) else None
-
-
-@rule("select")
-def select(x: Arg, dim: int, index: Any) -> Rule | None:
-    """One index of a dim, which is dropped."""
-    return _cut(x, dim, None, index) if isinstance(index, int) else None
 
 
 @rule("slice")
@@ -131,28 +88,19 @@ def slice_(x: Arg, dim: int = 0, start: int | None = None, end: int | None = Non
     return _cut(x, d, len(taken), taken.start)
 
 
-@rule("slice_scatter")
-def slice_scatter(x: Arg, src: Arg, dim: int = 0, *args: Any, **kwargs: Any) -> Rule:
-    """``x`` with a range of a whole dim replaced."""
-    letters, d = x.letters, x.dim(dim)
-    its = list(letters)
-    if src.shape[d] != x.shape[d]:
-        its[d] = "1" if src.shape[d] == 1 else "cut"
-        whole = " ".join(f for f in {letters[d], its[d]} if f != "1")
-    else:
-        whole = ""
-    text = f"{' '.join(letters)}, {' '.join(its)} -> {' '.join(letters)}"
-    return notation(text, x, src, whole=whole, linear=[[x, src]], moves=True)
+def _replaced(x: Arg, src: Arg, dim: int, its: str | None) -> Rule:
+    """``x`` with a part of a dim replaced, where ``src`` has the factor ``its`` or none: whole, unless that is all."""
+    d = x.dim(dim)
+    whole = [] if its and src.shape[d] == x.shape[d] else [x.letters[d], its or "1"]
+    letters = put(x.letters, {d: its}) if whole else x.letters
+    return notation({x: x.letters, src: letters}, x.letters, whole=whole, linear=[[x, src]], moves=True)
 
 
-@rule("select_scatter")
-def select_scatter(x: Arg, src: Arg, dim: int, index: int) -> Rule:
-    """``x`` with one index of a whole dim replaced."""
-    letters, d = x.letters, x.dim(dim)
-    its = [f for i, f in enumerate(letters) if i != d]
-    whole = letters[d] if letters[d] != "1" else ""
-    text = f"{' '.join(letters)}, {' '.join(its)} -> {' '.join(letters)}"
-    return notation(text, x, src, whole=whole, linear=[[x, src]], moves=True)
+lines({
+    "select": lambda x, dim, index: _cut(x, dim, None, index) if isinstance(index, int) else None,
+    "slice_scatter": lambda x, src, dim=0, *args, **kwargs: _replaced(x, src, dim, "cut"),
+    "select_scatter": lambda x, src, dim, index: _replaced(x, src, dim, None),
+})  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ joins
@@ -161,32 +109,23 @@ def select_scatter(x: Arg, src: Arg, dim: int, index: int) -> Rule:
 @rule("cat", "concat", "concatenate")
 def cat(tensors: Sequence[Arg], dim: int = 0, **kwargs: Any) -> Rule | None:
     """Jointly linear.  An empty vector counts as nothing, whatever the others' shapes are."""
-    dim = kwargs.get("axis", dim)
-    shapes = [t.shape for t in tensors if t.shape != (0,)] or [tensors[0].shape]
-    d = dim % len(shapes[0])
-    letters = ["1" if n == 1 else f"d{i}" for i, n in enumerate(shapes[0])]
-    texts, sizes, total = [], {}, 0
-    for i, t in enumerate(tensors):
-        its, n = list(letters), t.shape[d] if t.ndim == len(letters) else 0
-        its[d] = "1" if n == 1 else f"c{i}"
-        sizes[f"c{i}"] = n
-        total += n
-        texts.append(f"c{i}" if t.shape == (0,) and len(letters) != 1 else " ".join(its))
-    out = list(letters)
-    out[d] = "1" if total == 1 else "all"
-    sizes["all"] = total
-    text = f"{', '.join(texts)} -> {' '.join(out)}"
-    return notation(text, *tensors, whole=" ".join(sizes), sizes=sizes, linear=[[*tensors]], moves=True)
+    first = next((t for t in tensors if t.shape != (0,)), tensors[0])
+    d = dim % first.ndim
+    sizes = {f"c{i}": t.shape[d] if t.ndim == first.ndim else 0 for i, t in enumerate(tensors)}
+    pairs = zip(sizes, tensors, strict=True)
+    inputs = {t: put(first.letters, {d: f}) if t.ndim == first.ndim else [f] for f, t in pairs}
+    sizes["all"] = sum(sizes.values())
+    out = put(first.letters, {d: "all"})
+    return notation(inputs, out, whole=list(sizes), sizes=sizes, linear=[tensors], moves=True)
 
 
 @rule("stack")
 def stack(tensors: Sequence[Arg], dim: int = 0, **kwargs: Any) -> Rule:
     """Along a new dim."""
-    first = tensors[0]
-    out, n = first.letters, len(tensors)
-    out.insert(dim % (first.ndim + 1), "1" if n == 1 else "all")
-    text = f"{', '.join([' '.join(first.letters)] * n)} -> {' '.join(out)}"
-    return notation(text, *tensors, whole="all" if n != 1 else "", sizes={"all": n}, linear=[[*tensors]], moves=True)
+    out = tensors[0].letters
+    out.insert(dim % (len(out) + 1), "all")
+    inputs = dict.fromkeys(tensors, tensors[0].letters)
+    return notation(inputs, out, whole="all", sizes={"all": len(tensors)}, linear=[tensors], moves=True)
 
 
 @composite("hstack")
@@ -217,38 +156,21 @@ def column_stack(tensors: Sequence[Any], **kwargs: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ padding
 
 
-@rule("constant_pad_nd")
-def constant_pad_nd(x: Arg, pad: Sequence[int], value: Any = 0) -> Rule | None:
-    """Padded dims stay whole; linear where the padding is known to be zero."""
-    return _padded(x, pad, value)
-
-
-def _padded(x: Arg, pad: Sequence[int], value: Any = 0) -> Rule:
-    letters = x.letters
-    out, sizes, whole = list(letters), {}, []
-    for i in range(len(pad) // 2):
-        before, after, d = pad[2 * i], pad[2 * i + 1], x.ndim - 1 - i
-        if before or after:
-            size = x.shape[d] + before + after
-            out[d] = "1" if size == 1 else f"w{d}"
-            sizes[f"w{d}"] = size
-            whole += [letters[d], *(f for f in [out[d]] if f != "1")]
+def _padded(x: Arg, pad: Sequence[int], value: Any = 0, free: int | None = None, **flags: Any) -> Rule:
+    """Padded dims stay whole, and all from ``free`` on; linear where the padding is known to be zero."""
+    dims = {x.ndim - 1 - i: sum(pad[2 * i : 2 * i + 2]) for i in range(len(pad) // 2) if any(pad[2 * i : 2 * i + 2])}
+    sizes = {f"w{d}": x.shape[d] + more for d, more in dims.items()}
+    out = put(x.letters, {d: f"w{d}" for d in dims})
+    whole = [*sizes, *(x.letters[d] for d in dims), *([] if free is None else x.letters[free:])]
     zero = value is None or (isinstance(value, int) and value == 0)
-    return moved(x, letters, out, whole=whole, sizes=sizes, linear=zero)
+    return moved(x, out, whole=whole, sizes=sizes, linear=zero, **flags)
 
 
-@rule("pad")
-def pad(x: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Rule | None:
+def _pad(x: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Rule:
     """Other modes than a constant see all dims but the batch."""
     if mode == "constant":
         return _padded(x, pad, value)
-    made = _padded(x, pad)
-    spatial = len(pad) // 2
-    out = [("1" if not d else f"({' '.join(d)})") for d in made.outputs[0]]
-    free = 1 if x.ndim == spatial + 2 else 0
-    letters = x.letters
-    whole = [*letters[free:], *(f for d in made.outputs[0][free:] for f in d)]
-    return moved(x, letters, out, whole=whole, sizes=dict(made.sizes), local=unless_empty)
+    return _padded(x, pad, free=1 if x.ndim == len(pad) // 2 + 2 else 0, padded=True)
 
 
-__all__ = ["cat", "narrow", "pad", "select", "split", "stack"]
+lines({"constant_pad_nd": _padded, "pad": _pad})

@@ -9,22 +9,16 @@ part has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import broadcast_letters
+from .core import Arg, Letters, Local, LocalFn, Rule, args_in, composite, notation, rule
+from .dims import broadcast_letters, names
 
 Tensor = torch.Tensor
 NONE, MEAN, SUM = 0, 1, 2
-
-
-def reduction_of(args: Sequence[Any], named: dict[str, Any], at: int) -> int:
-    """The ``reduction`` argument: position ``at``, a name, or the default (mean)."""
-    found = args[at] if len(args) > at else named.get("reduction", MEAN)
-    return int(found)
 
 
 def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reduction: int, at: int) -> LocalFn | None:
@@ -61,18 +55,24 @@ def _elementwise(name: str, at: int) -> None:
     fn = getattr(torch._C._nn, name, None) or getattr(torch, name)
 
     def make(*args: Any, **named: Any) -> Rule:
-        tensors = [a for a in (*args, *named.values()) if isinstance(a, Arg)]
-        reduction = reduction_of(args, named, at)
+        tensors = list(args_in((args, named)))
         letters, out, _ = broadcast_letters(*[t.shape for t in tensors])
-        text = ", ".join(" ".join(dims) for dims in letters) + " -> "
-        factors = [f for f in out if f != "1"]
-        if reduction == NONE:
-            return notation(text + " ".join(out), *tensors)
-        return notation(
-            text, *tensors, reduced=" ".join(factors), local=lambda ctx: weighed(fn, ctx, factors, reduction, at)
-        )
+        reduction = args[at] if len(args) > at else named.get("reduction", MEAN)
+        return by_rows(fn, dict(zip(tensors, letters, strict=True)), out, reduction, at)
 
     rule(name)(make)
+
+
+def by_rows(
+    fn: Callable[..., Any], inputs: Mapping[Any, Letters], rows: Sequence[str], reduction: int, at: int,
+    decompose: Callable[..., Any] | None = None, **flags: Any,
+) -> Rule:  # fmt: skip
+    """A loss per row (``rows``: its factors), of tensors whose other dims are whole; ``at`` as in :func:`weighed`."""
+    if reduction == NONE:
+        return notation(inputs, rows, decompose=decompose, **flags)
+    return notation(
+        inputs, "", reduced=rows, decompose=decompose, local=lambda ctx: weighed(fn, ctx, rows, reduction, at), **flags
+    )
 
 
 for _name, _at in {
@@ -94,24 +94,6 @@ for _name, _at in {
 # ---------------------------------------------------------------------------------------------- row by row
 
 
-def _rows(
-    fn: Callable[..., Any],
-    texts: Sequence[str],
-    tensors: Sequence[Arg],
-    rows: str,
-    reduction: int,
-    at: int,
-    decompose: Callable[..., Any] | None = None,
-) -> Rule:
-    """A loss per row (``rows``: its factors), of tensors whose other dims are whole."""
-    out = rows if reduction == NONE else ""
-    factors = rows.split()
-    return notation(
-        f"{', '.join(texts)} -> {out}", *tensors, reduced="" if reduction == NONE else rows, decompose=decompose,
-        local=lambda ctx: weighed(fn, ctx, factors, reduction, at),
-    )  # fmt: skip
-
-
 def _reduced(loss: Tensor, reduction: int) -> Tensor:
     return loss if reduction == NONE else loss.mean() if reduction == MEAN else loss.sum()
 
@@ -123,9 +105,9 @@ def cosine_embedding_loss(
     """1 - cos for targets 1, max(0, cos - margin) for targets -1."""
     if input1.shape != input2.shape or target.ndim != input1.ndim - 1 or target.ndim > 1:
         return None
-    rows = "b" if target.ndim else ""
-    texts = [f"{rows} d", f"{rows} d", rows]
-    return _rows(torch.cosine_embedding_loss, texts, (input1, input2, target), rows, reduction, 4, _cosine_loss_by_sums)
+    rows = ["b"] * target.ndim
+    inputs = {input1: [*rows, "d"], input2: [*rows, "d"], target: rows}
+    return by_rows(torch.cosine_embedding_loss, inputs, rows, reduction, 4, _cosine_loss_by_sums)
 
 
 def _cosine_loss_by_sums(
@@ -153,9 +135,9 @@ def triplet_margin_loss(
     """Distances over the last dim."""
     if not anchor.shape == positive.shape == negative.shape or not anchor.ndim:
         return None
-    rows = " ".join(f"r{i}" for i in range(anchor.ndim - 1))
-    tensors = (anchor, positive, negative)
-    return _rows(torch.triplet_margin_loss, [f"{rows} d"] * 3, tensors, rows, reduction, 7, _triplet_by_norms)
+    rows = names("r", anchor.shape[:-1])
+    inputs = {t: [*rows, "d"] for t in (anchor, positive, negative)}
+    return by_rows(torch.triplet_margin_loss, inputs, rows, reduction, 7, _triplet_by_norms)
 
 
 def _triplet_by_norms(
@@ -186,10 +168,9 @@ def multi_margin_loss(
     """A row's classes are whole."""
     if not input.ndim:
         return None
-    rows = "b" if input.ndim > 1 else ""
-    given = [t for t in (input, target, weight) if t is not None]
-    texts = [f"{rows} c", rows if target.ndim == len(rows) else "1", "c"][: len(given)]
-    return _rows(torch._C._nn.multi_margin_loss, texts, given, rows, reduction, 5)
+    rows = ["b"] * (input.ndim - 1)
+    inputs = {input: [*rows, "c"], target: rows if target.ndim == len(rows) else "1", weight: "c"}
+    return by_rows(torch._C._nn.multi_margin_loss, inputs, rows, reduction, 5)
 
 
 @rule("multilabel_margin_loss")
@@ -197,9 +178,9 @@ def multilabel_margin_loss(input: Arg, target: Arg, reduction: int = MEAN) -> Ru
     """A row's classes are whole."""
     if not input.ndim or not target.ndim:
         return None
-    rows = "b" if input.ndim > 1 else ""
-    texts = [f"{rows} c", f"{rows} t"]
-    return _rows(torch._C._nn.multilabel_margin_loss, texts, (input, target), rows, reduction, 2)
+    rows = ["b"] * (input.ndim - 1)
+    inputs = {input: [*rows, "c"], target: [*rows, "t"]}
+    return by_rows(torch._C._nn.multilabel_margin_loss, inputs, rows, reduction, 2)
 
 
 @composite("F.gaussian_nll_loss")

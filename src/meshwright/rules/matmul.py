@@ -8,26 +8,19 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
+from .core import Arg, Rule, composite, lines, notation, rule
 from .dims import aligned, broadcast_letters, dims_of, names, without
-
-
-def _contract(text: str, *tensors: Any, reduced: str, linear: Sequence[Sequence[Any]], **kwargs: Any) -> Rule:
-    return notation(text, *tensors, reduced=reduced, linear=linear, heavy=True, **kwargs)
 
 
 @rule("linear")
 def linear(x: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
     """x Wᵀ + b, with W of shape (n, k) or (k,)."""
-    w = "n k" if weight.ndim == 2 else "k"
-    out = "... n" if weight.ndim == 2 else "..."
-    if bias is None:
-        return _contract(f"... k, {w} -> {out}", x, weight, reduced="k", linear=[[x], [weight]])
-    b = " ".join(aligned(["n"], bias.shape)) if weight.ndim == 2 else " ".join(["1"] * bias.ndim)
-    if bias.ndim > 1:
+    n = ["n"] * (weight.ndim - 1)
+    if bias is not None and bias.ndim > 1:
         return None
-    groups = [[x, bias], [weight, bias]]
-    return _contract(f"... k, {w}, {b} -> {out}", x, weight, bias, reduced="k", linear=groups)
+    b = aligned(n, bias.shape) if bias is not None else []
+    inputs = {x: ["...", "k"], weight: [*n, "k"], bias: b}
+    return notation(inputs, ["...", *n], reduced="k", linear=[[x, bias], [weight, bias]], heavy=True)
 
 
 @rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
@@ -35,93 +28,48 @@ def matmul(x: Arg, y: Arg, out_dtype: torch.dtype | None = None, **kwargs: Any) 
     """Vectors, matrices, and batches that broadcast."""
     if x.ndim == 0 or y.ndim == 0:
         return None
-    left = "k" if x.ndim == 1 else "... m k"
-    right = "k" if y.ndim == 1 else "... k n"
-    out = ("..." if max(x.ndim, y.ndim) > 2 else "") + (" m" if x.ndim > 1 else "") + (" n" if y.ndim > 1 else "")
-    return _contract(f"{left}, {right} -> {out}", x, y, reduced="k", linear=[[x], [y]])
+    m, n = ["m"] * (x.ndim > 1), ["n"] * (y.ndim > 1)
+    left, right = ["..."] * (x.ndim > 1), ["..."] * (y.ndim > 1)
+    lead = ["..."] * (max(x.ndim, y.ndim) > 2)
+    return notation(
+        {x: [*left, *m, "k"], y: [*right, "k", *n]}, [*lead, *m, *n], reduced="k", linear=[x, y], heavy=True
+    )
 
 
 @rule("inner")
 def inner(x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
     """Last dims against each other, all others side by side."""
     if x.ndim == 0 or y.ndim == 0:
-        return notation("..., ... -> ...", x, y, linear=[[x], [y]])
+        return notation("..., ... -> ...", x, y, linear=[x, y])
     a, b = names("m", x.shape[:-1]), names("n", y.shape[:-1])
-    text = f"{' '.join([*a, 'k'])}, {' '.join([*b, 'k'])} -> {' '.join([*a, *b])}"
-    return _contract(text, x, y, reduced="k", linear=[[x], [y]])
+    return notation({x: [*a, "k"], y: [*b, "k"]}, [*a, *b], reduced="k", linear=[x, y], heavy=True)
 
 
-@rule("outer", "ger")
-def outer(x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
-    """Every element of x with every element of y."""
-    return notation("m, n -> m n", x, y, linear=[[x], [y]], heavy=True)
-
-
-def _added(term: Arg, x: Arg, y: Arg, left: str, right: str, out: str, reduced: str, local: Any = None) -> Rule | None:
-    """term + x @ y, where the term broadcasts to the result."""
+def _added(term: Arg, x: Arg, y: Arg, left: str, right: str, out: str, reduced: str = "", **flags: Any) -> Rule | None:
+    """beta × term + alpha × x @ y, where the term broadcasts to the result."""
     letters = out.split()
     if term.ndim > len(letters):
         return None
-    text = f"{' '.join(aligned(letters, term.shape))}, {left}, {right} -> {out}"
     known = dict(zip(left.split(), x.shape, strict=True)) | dict(zip(right.split(), y.shape, strict=True))
-    return _contract(text, term, x, y, reduced=reduced, linear=[[term, x], [term, y]], sizes=known, local=local)
+    return notation(
+        {term: aligned(letters, term.shape), x: left, y: right}, out, reduced=reduced, linear=[[term, x], [term, y]],
+        sizes=known, heavy=True, **flags,
+    )  # fmt: skip
 
 
-@rule("addmm")
-def addmm(term: Arg, x: Arg, y: Arg, out_dtype: torch.dtype | None = None, **kwargs: Any) -> Rule | None:
-    """beta × term + alpha × x y."""
-    return _added(term, x, y, "m k", "k n", "m n", "k")
-
-
-@rule("addmv")
-def addmv(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
-    """beta × term + alpha × x y, with a vector y."""
-
-    def local(ctx: Local) -> LocalFn | None:
-        return None if ctx.out_shape()[0] else _addmv_of_nothing
-
-    return _added(term, x, y, "m k", "k", "m", "k", local)
-
-
-def _addmv_of_nothing(term: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-    return torch.addmv(term.expand(0), x, y, **kwargs)  # the op itself would keep a term of one element
-
-
-@rule("addr")
-def addr(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
-    """beta × term + alpha × x yᵀ."""
-    return _added(term, x, y, "m", "n", "m n", "")
-
-
-@rule("baddbmm")
-def baddbmm(term: Arg, x: Arg, y: Arg, out_dtype: torch.dtype | None = None, **kwargs: Any) -> Rule | None:
-    """beta × term + alpha × x y, per matrix of a batch."""
-    return _added(term, x, y, "b m k", "b k n", "b m n", "k")
-
-
-@rule("addbmm")
-def addbmm(term: Arg, x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
-    """beta × term + alpha × the sum over a batch of x y."""
-    return _added(term, x, y, "b m k", "b k n", "m n", "b k")
-
-
-@rule("bilinear")
-def bilinear(x: Arg, y: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
-    """xᵀ W y + b, with W of shape (o, i, j)."""
-    text = "... i, ... j, o i j, o -> ... o"
-    groups = [[x, bias], [y, bias], [weight, bias]]
-
-    def local(ctx: Local) -> LocalFn | None:
-        # The op itself cannot take empty shards.
-        empty = any(0 in ctx.in_shape(i) for i in range(len(ctx.inputs)))
-        return _bilinear_of_empty if empty else None
-
-    return _contract(text, x, y, weight, bias, reduced="i j", linear=groups, local=local)
-
-
-def _bilinear_of_empty(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
-    made = torch.einsum("...i,oij,...j->...o", x, weight, y)
-    return made if bias is None else made + bias
+lines({
+    "outer ger": lambda x, y, **kwargs: notation("m, n -> m n", x, y, linear=[x, y], heavy=True),
+    "addmm": lambda term, x, y, *args, **kwargs: _added(term, x, y, "m k", "k n", "m n", "k"),
+    "addmv": lambda term, x, y, **kwargs: _added(term, x, y, "m k", "k", "m", "k", padded=True),
+    "addr": lambda term, x, y, **kwargs: _added(term, x, y, "m", "n", "m n"),
+    "baddbmm": lambda term, x, y, *args, **kwargs: _added(term, x, y, "b m k", "b k n", "b m n", "k"),
+    "addbmm": lambda term, x, y, **kwargs: _added(term, x, y, "b m k", "b k n", "m n", "b k"),
+    # xᵀ W y + b, with W of shape (o, i, j).
+    "bilinear": lambda x, y, weight, bias=None: notation(
+        "... i, ... j, o i j, o -> ... o", x, y, weight, bias, reduced="i j",
+        linear=[[x, bias], [y, bias], [weight, bias]], heavy=True, padded=True,
+    ),
+})  # fmt: skip
 
 
 @rule("linalg_vecdot")
@@ -129,16 +77,14 @@ def vecdot(x: Arg, y: Arg, *, dim: int = -1, **kwargs: Any) -> Rule | None:
     """Dot products along one dim, the others broadcast."""
     (a, b), out, whole = broadcast_letters(x.shape, y.shape)
     (d,) = dims_of(len(whole), dim)
-    text = f"{' '.join(a)}, {' '.join(b)} -> {' '.join(without(out, (d,), False))}"
-    return _contract(text, x, y, reduced=out[d] if out[d] != "1" else "", linear=[[x], [y]])
+    return notation({x: a, y: b}, without(out, (d,)), reduced=[out[d]], linear=[x, y], heavy=True)
 
 
 @rule("linalg_cross")
 def linalg_cross(x: Arg, y: Arg, *, dim: int = -1, **kwargs: Any) -> Rule | None:
     """The dim of the three components stays whole."""
     (a, b), out, _ = broadcast_letters(x.shape, y.shape)
-    text = f"{' '.join(a)}, {' '.join(b)} -> {' '.join(out)}"
-    return notation(text, x, y, whole=out[dim], linear=[[x], [y]])
+    return notation({x: a, y: b}, out, whole=[out[dim]], linear=[x, y])
 
 
 @composite("cross")
@@ -168,10 +114,8 @@ def tensordot(x: Arg, y: Arg, dims: Any = 2, dims_other: Any = None, out: Any = 
     for i, j in zip(over_x, over_y, strict=True):
         if a[i] != "1" and b[j] != "1":
             b[j] = a[i]
-        reduced += [f for f in {a[i], b[j]} if f != "1"]
-    free = without(a, over_x, False) + without(b, over_y, False)
-    text = f"{' '.join(a)}, {' '.join(b)} -> {' '.join(free)}"
-    return _contract(text, x, y, reduced=" ".join(reduced), linear=[[x], [y]])
+        reduced += [a[i], b[j]]
+    return notation({x: a, y: b}, without(a, over_x) + without(b, over_y), reduced=reduced, linear=[x, y], heavy=True)
 
 
 # ------------------------------------------------------------------------------------------------ einsum
@@ -226,15 +170,10 @@ def einsum(equation: Any, *operands: Any) -> Rule | None:
     ]
     repeated = {f for fs in shown for f in fs if f != "1" and fs.count(f) > 1}
     summed = {f for fs in shown for f in fs if f not in out and f != "1"} - repeated
-    text = ", ".join(" ".join(fs) for fs in shown) + " -> " + " ".join("1" if sizes[f] == 1 else f for f in out)
     return notation(
-        text,
-        *given,
-        whole=" ".join(repeated),
-        reduced=" ".join(summed),
-        linear=[[t] for t in given],
-        heavy=len(given) > 1,
-    )
+        dict(zip(given, shown, strict=True)), ["1" if sizes[f] == 1 else f for f in out],
+        whole=repeated, reduced=summed, linear=given, heavy=len(given) > 1,
+    )  # fmt: skip
 
 
 @composite("linalg_multi_dot", "chain_matmul")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ import torch
 from ..errors import RuleError
 from ..layout import Partial
 from ..operators import internal
-from .core import Arg, Local, LocalFn, Rule, notation, rule
-from .dims import filled, names
+from .core import Arg, Letters, Local, LocalFn, Rule, lines, notation, rule
+from .dims import names
 
 Tensor = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)
@@ -37,25 +37,16 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 # --------------------------------------------------------------------------------------------- over last dims
 
 
-@rule("layer_norm")
-def layer_norm(
-    x: Arg,
-    normalized_shape: Sequence[int],
-    weight: Arg | None = None,
-    bias: Arg | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Rule:
-    """The normalised dims are whole, or their statistics are sums over parts."""
-    d = " ".join(names("n", normalized_shape))
-    given = [t for t in (weight, bias) if t is not None]
-    text = f"{', '.join([f'... {d}'] + [d] * len(given))} -> ... {d}"
-    linear = [[weight, bias]] if weight is not None else []
-    return notation(text, x, *given, whole=_named(d), linear=linear, decompose=_layer_norm_by_sums)
+def over_last(x: Arg, shape: Sequence[int], *params: Arg | None, decompose: Any) -> Rule:
+    """The normalised dims are whole, or their statistics are sums over parts; jointly linear in the parameters."""
+    d = names("n", shape)
+    inputs: dict[Any, Letters] = {x: ["...", *d], **dict.fromkeys(params, d)}
+    return notation(inputs, ["...", *d], whole=d, linear=_affinely(*params), decompose=decompose)
 
 
-def _named(letters: str) -> str:
-    return " ".join(f for f in letters.split() if f != "1")
+def _affinely(weight: Arg | None, bias: Arg | None = None) -> list[list[Arg | None]]:
+    """Linear in weight and bias, or not: without a weight the rest is added to the bias."""
+    return [[weight, bias]] if weight is not None else []
 
 
 def _layer_norm_by_sums(
@@ -71,15 +62,6 @@ def _layer_norm_by_sums(
     return _affine(made, weight, bias).to(x.dtype)
 
 
-@rule("rms_norm")
-def rms_norm(x: Arg, normalized_shape: Sequence[int], weight: Arg | None = None, eps: float | None = None) -> Rule:
-    """The normalised dims are whole, or their mean square is a sum over parts."""
-    d = " ".join(names("n", normalized_shape))
-    given = [weight] if weight is not None else []
-    text = f"{', '.join([f'... {d}'] + [d] * len(given))} -> ... {d}"
-    return notation(text, x, *given, whole=_named(d), linear=[given] if given else [], decompose=_rms_norm_by_sums)
-
-
 def _rms_norm_by_sums(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
@@ -92,43 +74,38 @@ def _rms_norm_by_sums(
 # --------------------------------------------------------------------------------------------- over the batch
 
 
+lines({
+    "layer_norm F.layer_norm": lambda x, shape, weight=None, bias=None, *rest: over_last(
+        x, shape, weight, bias, decompose=_layer_norm_by_sums
+    ),
+    "rms_norm F.rms_norm": lambda x, shape, weight=None, eps=None: over_last(
+        x, shape, weight, decompose=_rms_norm_by_sums
+    ),
+})  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- over the batch
+
+
 @rule("batch_norm")
 def batch_norm(
-    x: Arg,
-    weight: Arg | None,
-    bias: Arg | None,
-    running_mean: Arg | None,
-    running_var: Arg | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Rule | None:
+    x: Arg, weight: Arg | None, bias: Arg | None, running_mean: Arg | None, running_var: Arg | None, training: bool,
+    *rest: Any,
+) -> Rule | None:  # fmt: skip
     """In training the statistics are those of the global batch; otherwise everything is free."""
     if x.ndim < 2:
         return None
-    spatial = names("s", x.shape[2:])
-    b, c = names("b", x.shape[:1])[0], "c" if x.shape[1] != 1 else "1"
-    dims = " ".join([b, c, *spatial])
-    given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
-    text = f"{', '.join([dims] + [c] * len(given))} -> {dims}"
+    b, c, *spatial = dims = ["b", "c", *names("s", x.shape[2:])]
+    inputs: dict[Any, Letters] = {x: dims, **{t: [c] for t in (weight, bias, running_mean, running_var)}}
     if not training:
-        return notation(
-            text, x, *given, linear=[[weight, bias]] if weight is not None else [],
-            local=_norm_local(torch.batch_norm),
-        )  # fmt: skip
-    whole = [b, *spatial]
-    _written((running_mean, running_var), "batch_norm")
-    if running_mean is not None:
-        # The op writes to the running statistics: a slice of a replicated one must not be written to alone.
-        whole.append(c)
-    return notation(
-        text, x, *given, whole=_named(" ".join(whole)), local=_norm_local(torch.batch_norm),
-        decompose=_batch_norm_by_sums,
-    )  # fmt: skip
+        return notation(inputs, dims, linear=_affinely(weight, bias), padded=True)
+    _refuse_partial((running_mean, running_var), "batch_norm")
+    # The op writes to the running statistics: a slice of a replicated one must not be written to alone.
+    whole = dims if running_mean is not None else [b, *spatial]
+    return notation(inputs, dims, whole=whole, padded=True, decompose=_batch_norm_by_sums)
 
 
-def _written(running: Sequence[Arg | None], op: str) -> None:
+def _refuse_partial(running: Sequence[Arg | None], op: str) -> None:
     """Running statistics are written to: what a conversion gives would be written to, and lost."""
     for t in running:
         if t is not None and t.spec is not None and any(isinstance(p, Partial) for p in t.spec.layout.placements):
@@ -136,11 +113,6 @@ def _written(running: Sequence[Arg | None], op: str) -> None:
                 f"{op} cannot update running statistics of layout {t.spec.layout!r}; "
                 "make them replicated first: mw.reshard(buffer, mw.Replicate())"
             )
-
-
-def _norm_local(fn: LocalFn) -> Callable[[Local], LocalFn | None]:
-    """Kernels refuse parts without elements; where nobody has elements they say so."""
-    return lambda ctx: filled(ctx, fn) if all(ctx.rule.sizes.values()) else None
 
 
 def _batch_norm_by_sums(
@@ -193,30 +165,21 @@ def _blend_running(now: Arg, running: Arg, momentum: float) -> Rule:
 
 
 @rule("group_norm")
-def group_norm(
-    x: Arg,
-    num_groups: int,
-    weight: Arg | None = None,
-    bias: Arg | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Rule:
+def group_norm(x: Arg, num_groups: int, weight: Arg | None = None, bias: Arg | None = None, *rest: Any) -> Rule:
     """Groups are free where a split of the channels respects them."""
-    spatial = " ".join(names("s", x.shape[2:]))
-    given = [t for t in (weight, bias) if t is not None]
-    text = f"{', '.join([f'b (g c) {spatial}'] + ['(g c)'] * len(given))} -> b (g c) {spatial}"
+    spatial, each = names("s", x.shape[2:]), x.shape[1] // num_groups
+    channels = [("g", "c")]
 
     def local(ctx: Local) -> LocalFn | None:
-        each = x.shape[1] // num_groups
-
         def run(x: Tensor, num_groups: int, *args: Any, **named: Any) -> Tensor:
             return torch.group_norm(x, x.shape[1] // each, *args, **named)
 
-        return _norm_local(run)(ctx) or (run if ctx.is_split("g") else None)
+        return run if ctx.is_split("g") else None
 
     return notation(
-        text, x, *given, sizes={"g": num_groups, "c": x.shape[1] // num_groups}, whole=_named(f"c {spatial}"),
-        linear=[[weight, bias]] if weight is not None else [], local=local, decompose=_group_norm_by_sums,
+        {x: ["b", *channels, *spatial], weight: channels, bias: channels}, ["b", *channels, *spatial],
+        sizes={"g": num_groups, "c": each}, whole=["c", *spatial], linear=_affinely(weight, bias), padded=True,
+        local=local, decompose=_group_norm_by_sums,
     )  # fmt: skip
 
 
@@ -237,26 +200,17 @@ def _group_norm_by_sums(
 
 @rule("instance_norm")
 def instance_norm(
-    x: Arg,
-    weight: Arg | None,
-    bias: Arg | None,
-    running_mean: Arg | None,
-    running_var: Arg | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Rule | None:
+    x: Arg, weight: Arg | None, bias: Arg | None, running_mean: Arg | None, running_var: Arg | None,
+    use_input_stats: bool, *rest: Any,
+) -> Rule | None:  # fmt: skip
     """Batch and channels are free, positions too where running statistics are used instead."""
     updates = use_input_stats and running_mean is not None  # with a mean over the batch
     if updates:
-        _written((running_mean, running_var), "instance_norm")
-    spatial = " ".join(names("s", x.shape[2:]))
-    given = [t for t in (weight, bias, running_mean, running_var) if t is not None]
-    text = f"{', '.join([f'b c {spatial}'] + ['c'] * len(given))} -> b c {spatial}"
+        _refuse_partial((running_mean, running_var), "instance_norm")
+    dims = ["b", "c", *names("s", x.shape[2:])]
     return notation(
-        text, x, *given, whole=_named(f"b c {spatial}" if updates else spatial if use_input_stats else ""),
-        linear=[[weight, bias]] if weight is not None else [], local=_norm_local(torch.instance_norm),
+        {x: dims, **{t: ["c"] for t in (weight, bias, running_mean, running_var)}}, dims,
+        whole=dims if updates else dims[2:] if use_input_stats else [], linear=_affinely(weight, bias), padded=True,
         decompose=_instance_norm_by_sums,
     )  # fmt: skip
 

@@ -1,306 +1,58 @@
-"""Random ops: replicas agree, shards differ, and a seed gives the same values whatever the layout and the
-mesh.
+"""Random ops: replicas agree, shards differ, and a seed gives the same values whatever the layout and the mesh.
 
-Two mechanisms.  *Fills* (``uniform_``, ``randn_like``, ``bernoulli``...) give exactly what one device draws
-from the same generator: every rank draws the stream of the global tensor, chunk by chunk, and keeps its own
-part; nothing of the global size is held, and the generator ends where the single device's would.  *Dropout*
-does not draw a stream: it takes one seed from the generator and hashes global indices (:mod:`.counter`),
-which is work for own elements only.
-
-Both need generators that agree between ranks: seed all ranks alike.
+Two mechanisms.  *Fills* (``uniform_``, ``randn_like``, ``bernoulli``...) give exactly what one device draws from the
+same generator (:mod:`meshwright.generator.stream`).  *Dropout* does not draw a stream: it takes one seed from the
+generator and hashes global indices (:mod:`meshwright.generator.counter`), which is work for own elements only.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ..layout import Partial, Spec
-from .core import Arg, Local, LocalFn, Rule, notation, rule
+from ..generator.dropout import KERNELS, Kernel
+from ..generator.stream import Draw, Generator, draw_own, drawing, fill, one_holder
+from .core import Arg, Local, LocalFn, Rule, args_in, notation, rule
 from .dims import nothing
-from .dropout import reproducible_random
 
 Tensor = torch.Tensor
-Generator = torch.Generator
-Draw = Callable[[Tensor, "Generator | None"], Any]  # fills a contiguous tensor in place
-Bounds = Sequence[tuple[int, int]]
-
-CHUNK = 1 << 16  # elements drawn at a time
-NORMAL_BLOCK = 16  # normal_ makes this many values from as many uniform ones, see _normal_stream
-
-# ---------------------------------------------------------------------------------------------- streams
+LINEAR = {"dropout", "feature_dropout"}  # given the mask: Partial passes, as all ranks have the same mask
 
 
-def fill(
-    local: Tensor, spec: Spec, here: Sequence[int], draw: Draw, kind: str, generator: Generator | None = None
-) -> Tensor:
-    """Fill the part ``local`` of a tensor of ``spec``, in place, with what ``draw`` gives one device.
+def _dropout(kernel: Kernel, inplace: bool, outputs: int, linear: bool) -> Callable[..., Rule]:
+    def local(ctx: Local) -> LocalFn:
+        at = ctx.place()
+        if inplace:
+            return lambda x, *args, **named: x.copy_(kernel(at, x, *args, **named))
+        return lambda x, *args, **named: kernel(at, x, *args, **named)
 
-    Args:
-        local: what the rank at coordinate ``here`` holds; its order of elements is the logical one.
-        spec: spec of the whole tensor.
-        here: coordinate of the rank.
-        draw: called with a contiguous scratch tensor and the generator; fills the scratch.
-        kind: name of the drawing method (``"uniform_"``, ``"normal_"``...): how it uses up the stream.
-        generator: instead of the default one.  It ends in the state that one device leaves it in.
-    """
-    return _one_holder(_draw_own(local, spec, here, draw, kind, generator), spec, here)
+    return lambda x, *args, **named: notation(
+        {x: x.letters}, *[x.letters] * outputs, linear=[x] if linear else [], local=local
+    )
 
 
-def _draw_own(
-    local: Tensor, spec: Spec, here: Sequence[int], draw: Draw, kind: str, generator: Generator | None
-) -> Tensor:
-    shape, bounds = tuple(spec.shape), spec.layout.local_bounds(spec.shape, here)
-    order = _memory_order(local, spec)
-    if order != list(range(local.ndim)) and kind == "normal_":
-        draw, kind = _strided(draw), "strided"  # what is not in the order of its elements gets its numbers otherwise
-    shape, bounds = tuple(shape[d] for d in order), [bounds[d] for d in order]
-    _fill(local.permute(order), shape, bounds, draw, kind, generator)
-    return local
+for _name, _kernel in KERNELS.items():
+    _outputs = 2 if _name == "native_dropout" else 1
+    rule(_name)(_dropout(_kernel, False, _outputs, _name in LINEAR))
+    if _outputs == 1:
+        rule(f"{_name}_")(_dropout(_kernel, True, 1, _name in LINEAR))
 
 
-def _one_holder(local: Tensor, spec: Spec, here: Sequence[int]) -> Tensor:
-    """Make the same values on all ranks a Partial: one rank brings them, the others what changes nothing.
-
-    For the average, the extrema and the like, the same values everywhere are right.
-    """
-    for a, placement in enumerate(spec.layout.placements):
-        if isinstance(placement, Partial) and here[a] != 0 and placement.op in ("sum", "product"):
-            with torch.no_grad():
-                local.fill_(0 if placement.op == "sum" else 1)
-    return local
-
-
-def _fill(
-    local: Tensor, shape: tuple[int, ...], bounds: Bounds, draw: Draw, kind: str, generator: Generator | None
-) -> Tensor:
-    with torch.no_grad():
-        if local.is_complex():
-            _fill(torch.view_as_real(local), (*shape, 2), [*bounds, (0, 2)], draw, kind, generator)
-        elif all(b == (0, n) for b, n in zip(bounds, shape, strict=True)) and local.is_contiguous():
-            draw(local, generator)
-        elif isinstance(local, FakeTensor):  # a program is being captured: one draw, not one node per chunk
-            whole = local.new_empty(shape)
-            draw(whole, generator)
-            local.copy_(_cut(whole, bounds))
-        else:
-            own = _own_range(shape, bounds)
-            for start, values in _stream(math.prod(shape), local, draw, kind, generator, own):
-                _place(values, start, shape, bounds, local)
-    return local
-
-
-def _memory_order(local: Tensor, spec: Spec) -> list[int]:
-    """The dims from the slowest to the fastest in memory, in which a device fills a tensor.
-
-    Of dims of one element or none strides tell nothing.  Where any rank may have such a part, all take the order of
-    the elements: they must use up the generator alike.
-    """
-    smallest = spec.local_shape(tuple(n - 1 for n in spec.mesh.sizes))
-    if any(n != 1 and part < 2 for n, part in zip(spec.shape, smallest, strict=True)):
-        return list(range(local.ndim))
-    strides = local.stride()
-    return sorted(range(local.ndim), key=lambda d: -strides[d])
-
-
-def _strided(draw: Draw) -> Draw:
-    def run(scratch: Tensor, generator: Generator | None) -> Any:
-        apart = scratch.new_empty((*scratch.shape, 2))[..., 0]
-        draw(apart, generator)
-        return scratch.copy_(apart)
-
-    return run
-
-
-def _stream(
-    size: int, like: Tensor, draw: Draw, kind: str, generator: Generator | None, own: tuple[int, int]
-) -> Iterator[tuple[int, Tensor]]:
-    """(start, values) of consecutive pieces of what ``draw`` gives a tensor of ``size`` elements."""
-    if kind == "normal_" and size >= NORMAL_BLOCK:
-        yield from _normal_stream(size, like, draw, generator, own)
-        return
-    if kind == "normal_" or not _in_pieces(kind, like.dtype, draw):
-        # Bernoulli's values need a byte each; what does not come in pieces is drawn whole.
-        whole = torch.empty(size, dtype=torch.bool if kind == "bernoulli_" else like.dtype, device=like.device)
-        draw(whole, generator)
-        yield 0, whole
-        return
-    scratch = torch.empty(min(CHUNK, size), dtype=like.dtype, device=like.device)
-    for start in range(0, size, CHUNK):
-        values = scratch[: min(CHUNK, size - start)]
-        draw(values, generator)
-        yield start, values
-
-
-def _normal_stream(
-    size: int, like: Tensor, draw: Draw, generator: Generator | None, own: tuple[int, int]
-) -> Iterator[tuple[int, Tensor]]:
-    """``normal_`` turns 16 uniform numbers at a time into 16 normal ones, in place.
-
-    Where 16 does not divide the size, the last 16 elements are drawn once more; in most dtypes the numbers of
-    the incomplete block were drawn, too, in vain.
-    """
-    scratch = torch.empty(min(CHUNK, max(size, NORMAL_BLOCK)), dtype=like.dtype, device=like.device)
-    rest = size % NORMAL_BLOCK
-    for start in range(0, size - rest, CHUNK):
-        values = scratch[: min(CHUNK, size - rest - start)]
-        if start < own[1] and start + len(values) > own[0]:
-            draw(values, generator)
-            yield start, values
-        else:  # the same numbers are used up, without the logarithms
-            values.uniform_(generator=generator)
-    if rest:
-        if _wastes(like.dtype):
-            scratch[:rest].uniform_(generator=generator)
-        draw(scratch[:NORMAL_BLOCK], generator)
-        yield size - NORMAL_BLOCK, scratch[:NORMAL_BLOCK]
-
-
-@cache
-def _wastes(dtype: torch.dtype) -> bool:
-    """Whether ``normal_`` draws numbers for an incomplete block: tried once, with a generator of our own."""
-    one, other = (torch.Generator().manual_seed(7) for _ in range(2))
-    torch.empty(NORMAL_BLOCK + 1, dtype=dtype).normal_(generator=one)
-    for size in (NORMAL_BLOCK, 1, NORMAL_BLOCK):
-        torch.empty(size, dtype=dtype).uniform_(generator=other)
-    return torch.equal(one.get_state(), other.get_state())
-
-
-_PIECES: dict[tuple[str, torch.dtype], bool] = {}
-
-
-def _in_pieces(kind: str, dtype: torch.dtype, draw: Draw) -> bool:
-    """Whether drawing a tensor in pieces gives the same as drawing it whole: tried once, with other
-    generators.
-
-    It depends on the machine: with MKL on some processors ``bernoulli_`` and ``exponential_`` take one seed
-    per call.
-    """
-    known = _PIECES.get((kind, dtype))
-    if known is None:
-        one, other = (torch.Generator().manual_seed(7) for _ in range(2))
-        whole, pieces = torch.empty(512, dtype=dtype), torch.empty(512, dtype=dtype)
-        draw(whole, one)
-        draw(pieces[:320], other)
-        draw(pieces[320:], other)
-        same = torch.equal(whole, pieces) and torch.equal(one.get_state(), other.get_state())
-        known = _PIECES[kind, dtype] = same
-    return known
-
-
-def _own_range(shape: Sequence[int], bounds: Bounds) -> tuple[int, int]:
-    """(first, last + 1) row-major index of the elements in the box; (0, 0) where it is empty."""
-    if any(a >= b for a, b in bounds):
-        return 0, 0
-    first = last = 0
-    for n, (a, b) in zip(shape, bounds, strict=True):
-        first, last = first * n + a, last * n + b - 1
-    return first, last + 1
-
-
-def _cut(whole: Tensor, bounds: Bounds) -> Tensor:
-    for d, (a, b) in enumerate(bounds):
-        whole = whole.narrow(d, a, b - a)
-    return whole
-
-
-def _place(values: Tensor, start: int, shape: Sequence[int], bounds: Bounds, local: Tensor) -> None:
-    """Copy what of ``values``, which begin at row-major index ``start`` of ``shape``, lies in the box to
-    ``local``."""
-    if not shape:
-        local.copy_(values[0])
-        return
-    (lo, hi), inner = bounds[0], math.prod(shape[1:])
-    if not len(values) or lo == hi:
-        return
-    row, skip = divmod(start, inner)
-    if skip:  # the end of a row that began in an earlier piece
-        part = values[: inner - skip]
-        if lo <= row < hi:
-            _place(part, skip, shape[1:], bounds[1:], local[row - lo])
-        values, row = values[len(part) :], row + 1
-    stop = row + len(values) // inner
-    a, b = max(row, lo), min(stop, hi)
-    if a < b:
-        block = values[(a - row) * inner : (b - row) * inner].view(b - a, *shape[1:])
-        local[a - lo : b - lo].copy_(_cut(block, [(0, b - a), *bounds[1:]]))
-    rest = values[(stop - row) * inner :]
-    if len(rest) and lo <= stop < hi:
-        _place(rest, 0, shape[1:], bounds[1:], local[stop - lo])
-
-
-# ---------------------------------------------------------------------------------------------- factories
-
-_CONSTANT = {torch.zeros, torch.ones, torch.empty, torch.full}
-_STREAMED = {torch.rand: "uniform_", torch.randn: "normal_", torch.randint: "random_"}
-
-
-def materialize(
-    factory: Callable[..., Tensor],
-    shape: Sequence[int],
-    dtype: torch.dtype | None,
-    spec: Spec,
-    here: Sequence[int],
-) -> Tensor:
-    """The part of ``factory(shape, dtype=dtype)`` that the rank at ``here`` holds, without making the whole.
-
-    ``torch.rand``, ``randn`` and ``randint`` are drawn as streams; ``zeros``, ``ones``, ``empty`` and
-    ``full`` make the local shape; all of them may be wrapped in ``functools.partial``.  Any other factory is
-    called for the whole tensor, of which a part is kept.
-    """
-    base: Any = factory
-    before: list[Any] = []
-    options: dict[str, Any] = {}
-    while isinstance(base, functools.partial):
-        before, options, base = [*base.args, *before], {**base.keywords, **options}, base.func
-    local_shape = spec.local_shape(tuple(here))
-    typed = {} if dtype is None else {"dtype": dtype}
-    if base in _CONSTANT:
-        return _one_holder(factory(local_shape, **typed), spec, here)
-    if base not in _STREAMED:
-        whole = factory(tuple(shape), **typed)
-        return _one_holder(_cut(whole, spec.layout.local_bounds(spec.shape, here)).clone(), spec, here)
-    limits: tuple[int, ...] = ()
-    if base is torch.randint:
-        high = options.pop("high") if "high" in options else before.pop()
-        limits = options.pop("low", before.pop() if before else 0), high
-        options.setdefault("dtype", torch.int64)
-    generator = options.pop("generator", None)
-    local = torch.empty(local_shape, **{**options, **typed})
-    kind = _STREAMED[base]
-    return fill(local, spec, here, _drawing(kind, limits, local.is_complex()), kind, generator)
-
-
-def _drawing(kind: str, args: tuple[Any, ...], is_complex: bool = False) -> Draw:
-    """``x.<kind>(*args)`` as a function of (scratch, generator)."""
-    if is_complex and kind == "normal_":  # a standard complex normal number has half the variance in each part
-        mean, std = (*args, 0.0, 1.0)[:2] if len(args) != 1 else (args[0], 1.0)
-        args = (mean, std / math.sqrt(2))
-    method = getattr(Tensor, kind)
-    return lambda scratch, generator: method(scratch, *args, generator=generator)
-
-
-# --------------------------------------------------------------------------------------------- rules of fills
+# ------------------------------------------------------------------------------------------------ fills
 
 
 def _elementwise(x: Arg, local: Callable[[Local], LocalFn | None]) -> Rule:
     """Every dim free; what was in ``x`` does not matter, so a Partial may stay one."""
-    dims = " ".join(x.letters)
-    return notation(f"{dims} -> {dims}", x, linear=[[x]], moves=True, local=local)
+    return notation({x: x.letters}, x.letters, linear=[x], moves=True, local=local)
 
 
 def _inplace_fill(kind: str) -> None:
     def local(ctx: Local) -> LocalFn:
         def run(x: Tensor, *args: Any, generator: Generator | None = None, **named: Any) -> Tensor:
-            values = (*args, *named.values())
             if kind == "normal_" and x.is_complex():
-                draw = _drawing(kind, values, True)
+                draw = drawing(kind, (*args, *named.values()), True)
             else:
                 method = getattr(Tensor, kind)
 
@@ -318,16 +70,18 @@ for _kind in ("uniform_", "normal_", "random_", "exponential_", "geometric_", "c
     _inplace_fill(_kind)
 
 
-def _like(kind: str, args: Callable[[tuple[int, ...]], tuple[Any, ...]] = lambda given: given) -> Callable[..., Rule]:
+def _like(kind: str) -> Callable[..., Rule]:
     """Rule of ``rand_like`` and its kin: ``kind`` with the op's own numbers, on a new tensor."""
 
     def local(ctx: Local) -> LocalFn:
         def run(x: Tensor, *given: int, generator: Generator | None = None, **named: Any) -> Tensor:
-            numbers = args((*given, *[named[k] for k in ("low", "high") if k in named]))
+            numbers = (*given, *[named[k] for k in ("low", "high") if k in named])
+            if kind == "random_" and len(numbers) < 2:
+                numbers = (0, *numbers)
             dtype, device = named.get("dtype") or x.dtype, named.get("device") or x.device
             kept = named.get("memory_format") or torch.preserve_format
             made = torch.empty_like(x, dtype=dtype, device=device, requires_grad=False, memory_format=kept)
-            draw = _drawing(kind, numbers, made.is_complex())
+            draw: Draw = drawing(kind, numbers, made.is_complex())
             fill(made, ctx.outputs[0], ctx.here, draw, kind, generator)
             return made.requires_grad_(bool(named.get("requires_grad")))
 
@@ -336,53 +90,45 @@ def _like(kind: str, args: Callable[[tuple[int, ...]], tuple[Any, ...]] = lambda
     return lambda x, *given, **named: _elementwise(x, local)
 
 
-rule("rand_like")(_like("uniform_"))
-rule("randn_like")(_like("normal_"))
-rule("randint_like")(_like("random_", lambda given: given if len(given) == 2 else (0, *given)))
+for _name, _kind in {"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"}.items():
+    rule(_name)(_like(_kind))
 
 
 @rule("normal")
 def normal(mean: Arg | float, std: Arg | float = 1.0, *, generator: Generator | None = None) -> Rule:
     """``torch.normal`` with means, deviations or both from tensors."""
-    tensors = [t for t in (mean, std) if isinstance(t, Arg)]
-    text = ", ".join(["..."] * len(tensors)) + " -> ..."
 
     def local(ctx: Local) -> LocalFn:
         def run(mean: Any, std: Any = 1.0, *, generator: Generator | None = None) -> Tensor:
             given = [t for t in (mean, std) if isinstance(t, Tensor)]
             made = torch.empty(ctx.out_shape(), dtype=torch.result_type(given[0], given[-1]), device=given[0].device)
             scale = 1.0 if isinstance(std, Tensor) else std
-            fill(made, ctx.outputs[0], ctx.here, _drawing("normal_", (0.0, scale)), "normal_", generator)
+            fill(made, ctx.outputs[0], ctx.here, drawing("normal_", (0.0, scale)), "normal_", generator)
             with torch.no_grad():
                 if isinstance(std, Tensor):
                     made.mul_(std)
                 made.add_(mean)
-            return made + nothing((), *given) if _tracked(given) else made
+            return _tracked(made, given)
 
         return run
 
-    return notation(text, *tensors, local=local)
+    return notation(dict.fromkeys(args_in((mean, std)), "..."), "...", local=local)
 
 
-def _tracked(tensors: Sequence[Tensor]) -> bool:
-    """Whether PyTorch gives these tensors a gradient: of zeros, as a drawn number depends on nothing smoothly."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def _tracked(made: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """With the gradient that PyTorch gives: of zeros, as a drawn number depends on nothing smoothly."""
+    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    return made + nothing((), *given) if tracked else made
 
 
 def _bernoulli(ctx: Local, out: Tensor, p: Any, generator: Generator | None) -> Tensor:
     if not isinstance(p, Tensor):
-        return fill(out, ctx.outputs[0], ctx.here, _drawing("bernoulli_", (p,)), "bernoulli_", generator)
+        return fill(out, ctx.outputs[0], ctx.here, drawing("bernoulli_", (p,)), "bernoulli_", generator)
     # With probabilities from a tensor, PyTorch compares one uniform number each, of this dtype.
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     drawn = torch.empty(out.shape, dtype=dtype, device=out.device)
-    _draw_own(drawn, ctx.outputs[0], ctx.here, _drawing("uniform_", ()), "uniform_", generator)
-    return _one_holder(out.copy_(drawn < p), ctx.outputs[0], ctx.here)
-
-
-def _bernoulli_rule(x: Arg, p: Arg | float | None, run_with: Callable[[Local], LocalFn]) -> Rule:
-    if not isinstance(p, Arg):
-        return _elementwise(x, run_with)
-    return notation("..., ... -> ...", x, p, linear=[[x]], moves=True, local=run_with)
+    draw_own(drawn, ctx.outputs[0], ctx.here, drawing("uniform_", ()), "uniform_", generator)
+    return one_holder(out.copy_(drawn < p), ctx.outputs[0], ctx.here)
 
 
 @rule("bernoulli")
@@ -394,14 +140,11 @@ def bernoulli(x: Arg, p: Arg | float | None = None, *, generator: Generator | No
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             with torch.no_grad():
                 _bernoulli(ctx, out, x if p is None else p, generator)
-            given = [t for t in (x, p) if isinstance(t, Tensor)]
-            return out + nothing((), *given) if _tracked(given) else out
+            return _tracked(out, [t for t in (x, p) if isinstance(t, Tensor)])
 
         return run
 
-    if p is None:
-        return notation("... -> ...", x, local=local)
-    return _bernoulli_rule(x, p, local)
+    return notation("... -> ...", x, local=local) if p is None else _with_probability(x, p, local)
 
 
 @rule("bernoulli_")
@@ -415,7 +158,10 @@ def bernoulli_(x: Arg, p: Arg | float = 0.5, *, generator: Generator | None = No
 
         return run
 
-    return _bernoulli_rule(x, p, local)
+    return _with_probability(x, p, local)
 
 
-__all__ = ["fill", "materialize", "reproducible_random"]
+def _with_probability(x: Arg, p: Arg | float, local: Callable[[Local], LocalFn]) -> Rule:
+    if not isinstance(p, Arg):
+        return _elementwise(x, local)
+    return notation("..., ... -> ...", x, p, linear=[x], moves=True, local=local)

@@ -3,79 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import bool_free, dims_of, meta_shapes, names, nothing, unless_empty, where_split, without
-from .reduce_parts import carrier, extremum, first_index, partial_prod, whole_prod
+from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
+from .dims import dims_of, meta_shapes, names, nothing, put, without
+from .reduce_parts import carrier, extremum, first_index, partial_prod, reduction, whole_prod
 
 Tensor = torch.Tensor
 
-
-def reduction(
-    x: Arg,
-    dim: Any,
-    keepdim: bool = False,
-    *,
-    op: str | None = None,
-    outputs: int = 1,
-    linear: bool = False,
-    local: Callable[[Sequence[str]], Callable[[Local], LocalFn | None]] | None = None,
-    decompose: Callable[..., Any] | None = None,
-) -> Rule:
-    """The rule of a reduction of ``dim``: Partial(``op``) where it may be split, whole without ``op``."""
-    letters, dims = x.letters, dims_of(x.ndim, dim)
-    over = [letters[d] for d in dims if letters[d] != "1"]
-    out = " ".join(without(letters, dims, bool(keepdim)))
-    return notation(
-        f"{' '.join(letters)} -> {', '.join([out] * outputs)}",
-        x,
-        whole="" if op else " ".join(over),
-        reduced=dict.fromkeys(over, op) if op else "",
-        linear=bool_free([x]) if linear else (),
-        local=local(over) if local else None,
-        decompose=decompose,
-    )
-
-
-def _named(kwargs: dict[str, Any], dim: Any, keepdim: bool) -> tuple[Any, bool]:
-    """NumPy's spelling of the arguments, which PyTorch takes too."""
-    return kwargs.get("axis", dim), kwargs.get("keepdims", keepdim)
-
-
-# ------------------------------------------------------------------------------------------------ sums
-
-
-@rule("sum")
-def sum_(x: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """Sums of the parts are parts of the sum."""
-    return reduction(x, *_named(kwargs, dim, keepdim), op="sum", linear=True)
-
-
-@rule("nansum")
-def nansum(x: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """Not linear: a NaN may come about only when parts are added."""
-    return reduction(x, dim, keepdim, op="sum")
+# -------------------------------------------------------------------------------------- sums, logic, products
 
 
 @rule("mean")
 def mean(x: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
     """Sum of the part over the global count: shards may be uneven, so never a mean of means."""
-    dim, keepdim = _named(kwargs, dim, keepdim)
     dims = dims_of(x.ndim, dim)
     count = math.prod(x.shape[d] for d in dims)
 
-    def local(t: Tensor, *args: Any, dtype: torch.dtype | None = None, **rest: Any) -> Tensor:
+    def run(t: Tensor, *args: Any, dtype: torch.dtype | None = None, **rest: Any) -> Tensor:
         dtype = dtype or t.dtype
         # A half precision sum may overflow where the mean does not.
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         total = t.sum(dims, keepdim=keepdim, dtype=wide)
         return (total / count if count else total * math.nan).to(dtype)
 
-    return reduction(x, dim, keepdim, op="sum", linear=True, local=lambda over: where_split(over, local))
+    def local(ctx: Local) -> LocalFn | None:
+        return run if ctx.is_split(*(x.letters[d] for d in dims)) else None
+
+    return reduction(x, dim, keepdim, op="sum", linear=[x], local=local)
 
 
 @composite("nanmean")
@@ -86,49 +44,32 @@ def nanmean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
     return torch.nansum(x, dims, keepdim, dtype=dtype) / count
 
 
-@rule("count_nonzero")
-def count_nonzero(x: Arg, dim: Any = None) -> Rule:
-    """Counts add up."""
-    return reduction(x, dim, op="sum")
-
-
-@rule("trace")
-def trace(x: Arg) -> Rule:
-    """Rows and columns belong together: both stay whole."""
-    return notation("i j ->", x, linear=[[x]])
-
-
-# ------------------------------------------------------------------------------------------- logic, product
-
-
-@rule("any")
-def any_(x: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """Whether any is true (uint8 stays uint8, and its 0 and 1 go by the maximum)."""
-    op = "max" if x.dtype == torch.uint8 else "any"
-    return reduction(x, *_named(kwargs, dim, keepdim), op=op)
-
-
-@rule("all")
-def all_(x: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """Whether all are true."""
-    op = "min" if x.dtype == torch.uint8 else "all"
-    return reduction(x, *_named(kwargs, dim, keepdim), op=op)
-
-
 def _tracks(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _prod_composed(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
-    dim, keepdim = _named(kwargs, dim, keepdim)
     # Each factor's gradient is the product of all the others: it needs them all on one rank.
     return (whole_prod if _tracks(x) else partial_prod)(x, dim, keepdim, dtype)
 
 
-@rule("prod")
-def prod(x: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """Products of the parts without gradients, else whole."""
-    return reduction(x, *_named(kwargs, dim, keepdim), decompose=_prod_composed)
+def _logical(op: str, of_bytes: str) -> Callable[..., Rule]:
+    """uint8 stays uint8, and its 0 and 1 go by the maximum or the minimum."""
+    return lambda x, dim=None, keepdim=False, **kwargs: reduction(
+        x, dim, keepdim, op=of_bytes if x.dtype == torch.uint8 else op
+    )
+
+
+lines({
+    "sum": lambda x, dim=None, keepdim=False, **kwargs: reduction(x, dim, keepdim, op="sum", linear=[x]),
+    # Not linear: a NaN may come about only when parts are added.
+    "nansum": lambda x, dim=None, keepdim=False, **kwargs: reduction(x, dim, keepdim, op="sum"),
+    "count_nonzero": lambda x, dim=None: reduction(x, dim, op="sum"),
+    "trace": lambda x: notation("i j ->", x, linear=[x]),
+    "any": _logical("any", "max"),
+    "all": _logical("all", "min"),
+    "prod": lambda x, dim=None, keepdim=False, **kwargs: reduction(x, dim, keepdim, decompose=_prod_composed),
+})  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ extrema
@@ -171,44 +112,32 @@ def _position(x: Any, dim: int | None, keepdim: bool, largest: bool) -> Any:
 def _register_extrema(word: str, largest: bool) -> None:
     result = getattr(torch.return_types, word)
 
-    @rule(f"a{word}")
-    def values_rule(x: Arg, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Rule:
-        return reduction(x, *_named(kwargs, dim, keepdim), decompose=values)
-
     def values(x: Any, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
-        return _extreme(x, *_named(kwargs, dim, keepdim), largest)
+        return _extreme(x, dim, keepdim, largest)
 
-    @rule(word)
-    def word_rule(x: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule | None:
-        dim = kwargs.get("other", dim)
-        if isinstance(dim, Arg):
-            return notation("..., ... -> ...", x, dim)
-        dim, keepdim = _named(kwargs, dim, keepdim)
-        return reduction(x, dim, keepdim, outputs=1 if dim is None else 2, decompose=word_composed)
-
-    def word_composed(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-        dim, keepdim = _named(kwargs, dim, keepdim)
-        return _extreme(x, (), False, largest) if dim is None else result(_selected(x, dim, keepdim, largest))
-
-    @rule(f"arg{word}")
-    def position_rule(x: Arg, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-        return reduction(x, *_named(kwargs, dim, keepdim), decompose=position)
+    def either(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+        return values(x) if dim is None else result(_selected(x, dim, keepdim, largest))
 
     def position(x: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> Any:
-        return _position(x, *_named(kwargs, dim, keepdim), largest)
+        return _position(x, dim, keepdim, largest)
+
+    @rule(word)
+    def word_rule(x: Arg, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
+        if isinstance(dim, Arg):
+            return notation("..., ... -> ...", x, dim)
+        return reduction(x, dim, keepdim, outputs=1 if dim is None else 2, decompose=either)
+
+    lines({
+        f"a{word}": lambda x, dim=(), keepdim=False, **kwargs: reduction(x, dim, keepdim, decompose=values),
+        f"arg{word}": lambda x, dim=None, keepdim=False, **kwargs: reduction(x, dim, keepdim, decompose=position),
+    })  # fmt: skip
 
 
 _register_extrema("max", True)
 _register_extrema("min", False)
 
 
-@rule("aminmax")
-def aminmax(x: Arg, *, dim: int | None = None, keepdim: bool = False) -> Rule:
-    """Both extrema."""
-    return reduction(x, dim, keepdim, outputs=2, decompose=_aminmax_composed)
-
-
-def _aminmax_composed(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+def _aminmax(x: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
     pair = _extreme(x, dim, keepdim, False), _extreme(x, dim, keepdim, True)
     return torch.return_types.aminmax(pair)
 
@@ -218,21 +147,20 @@ def _aminmax_composed(x: Any, *, dim: int | None = None, keepdim: bool = False) 
 
 def _moment_args(
     dim: Any = None, correction: Any = 1, keepdim: bool = False, unbiased: bool | None = None, **kwargs: Any
-) -> tuple[Any, Any, bool]:
-    """(dim, correction, keepdim) from all the ways to call var: ``var(x, True)``, ``var(x, 0, False)``..."""
-    dim, keepdim = _named(kwargs, dim, keepdim)
+) -> tuple[Any, bool, Any]:
+    """(dim, keepdim, correction) from all the ways to call var: ``var(x, True)``, ``var(x, 0, False)``..."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     if isinstance(correction, bool):
         unbiased = correction
     if unbiased is not None:
         correction = int(unbiased)
-    return dim, 1 if correction is None else correction, keepdim
+    return dim, keepdim, 1 if correction is None else correction
 
 
 def _var(x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Variance and mean, from the differences to the global mean."""
-    dim, correction, keepdim = _moment_args(*args, **kwargs)
+    dim, keepdim, correction = _moment_args(*args, **kwargs)
     dims = dims_of(x.ndim, dim)
     count = math.prod(x.shape[d] for d in dims)
     center = torch.mean(x, dims, keepdim=True)
@@ -250,30 +178,24 @@ def _root(square: Any) -> Any:
     return torch.sqrt(square.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
-_MOMENTS: dict[str, Callable[..., Any]] = {
-    "var": lambda x, *a, **k: _var(x, a, k)[0],
-    "std": lambda x, *a, **k: _root(_var(x, a, k)[0]),
-    "var_mean": lambda x, *a, **k: _var(x, a, k),
-    "std_mean": lambda x, *a, **k: _std_mean(*_var(x, a, k)),
-}
-
-
-def _std_mean(variance: Any, center: Any) -> tuple[Any, Any]:
+def _std_mean(x: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    variance, center = _var(x, args, kwargs)
     return _root(variance), center
 
 
-def _register_moments() -> None:
-    for name, composed in _MOMENTS.items():
-
-        def moment(x: Arg, *args: Any, _name: str = name, _composed: Any = composed, **kwargs: Any) -> Rule | None:
-            dim, _, keepdim = _moment_args(*args, **kwargs)
-            outputs = 2 if _name.endswith("_mean") else 1
-            return reduction(x, dim, keepdim, outputs=outputs, decompose=_composed)
-
-        rule(name)(moment)
+def _moment(composed: Callable[..., Any], outputs: int = 1) -> Callable[..., Rule]:
+    return lambda x, *args, **kwargs: reduction(
+        x, *_moment_args(*args, **kwargs)[:2], outputs=outputs, decompose=composed
+    )
 
 
-_register_moments()
+lines({
+    "aminmax": lambda x, *, dim=None, keepdim=False: reduction(x, dim, keepdim, outputs=2, decompose=_aminmax),
+    "var": _moment(lambda x, *args, **kwargs: _var(x, args, kwargs)[0]),
+    "std": _moment(lambda x, *args, **kwargs: _std_mean(x, *args, **kwargs)[0]),
+    "var_mean": _moment(lambda x, *args, **kwargs: _var(x, args, kwargs), outputs=2),
+    "std_mean": _moment(_std_mean, outputs=2),
+})  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ norms
@@ -325,25 +247,17 @@ def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = 
     return torch.linalg.vector_norm(x, 2 if p in (None, "fro") else p, dim, keepdim, **kwargs)
 
 
-@rule("linalg_vector_norm")
-def linalg_vector_norm(x: Arg, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    """Any order; the sum of absolute values is a sum."""
-    return reduction(x, dim, keepdim, op="sum" if ord == 1 else None, decompose=_vector_norm)
+def _linalg_norm(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    return torch.linalg.vector_norm(x, 2 if ord in (None, "fro") else ord, dim, keepdim, **kwargs)
 
 
 @rule("linalg_norm")
 def linalg_norm(x: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule | None:
     """Vector norms and the Frobenius norm; other matrix norms are gathered."""
     pair = x.ndim == 2 if dim is None else len(dims_of(x.ndim, dim)) == 2
-    if isinstance(ord, str) and ord != "fro":
+    if ord not in (None, "fro") and (pair or isinstance(ord, str)):
         return None
-    if ord is None or not pair or ord == "fro":
-        return reduction(x, dim, keepdim, decompose=_linalg_norm_composed)
-    return None
-
-
-def _linalg_norm_composed(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    return torch.linalg.vector_norm(x, 2 if ord in (None, "fro") else ord, dim, keepdim, **kwargs)
+    return reduction(x, dim, keepdim, decompose=_linalg_norm)
 
 
 @composite("dist")
@@ -353,7 +267,6 @@ def dist(x: Any, other: Any, p: float = 2) -> Any:
 
 
 def _logsumexp_composed(x: Any, dim: Any, keepdim: bool = False, **kwargs: Any) -> Any:
-    dim, keepdim = _named(kwargs, dim, keepdim)
     dims = dims_of(x.ndim, dim)
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     if any(x.shape[d] == 0 for d in dims):  # of nothing there is no maximum
@@ -364,36 +277,38 @@ def _logsumexp_composed(x: Any, dim: Any, keepdim: bool = False, **kwargs: Any) 
     return made if keepdim else made.squeeze(dims)
 
 
-@rule("logsumexp", "special_logsumexp")
-def logsumexp(x: Arg, dim: Any, keepdim: bool = False, **kwargs: Any) -> Rule | None:
-    """Global maximum (a constant), then the log of the sum."""
-    if x.dtype.is_complex:
-        return None
-    return reduction(x, *_named(kwargs, dim, keepdim), decompose=_logsumexp_composed)
-
-
 # ----------------------------------------------------------------------------------------- along whole dims
 
 
-def _along(x: Arg, dim: int, outputs: int = 1, linear: bool = False, local: Any = None) -> Rule:
+def _along(x: Arg, dim: Any, outputs: int = 1, **flags: Any) -> Rule:
     letters = x.letters
-    d = x.dim(dim)
-    out = " ".join(letters)
-    whole = letters[d] if x.ndim and letters[d] != "1" else ""
-    text = f"{out} -> {', '.join([out] * outputs)}"
-    return notation(text, x, whole=whole, linear=bool_free([x]) if linear else (), local=local)
+    return notation({x: letters}, *[letters] * outputs, whole=letters[x.dim(dim) :][:1], **flags)
 
 
-@rule("cumsum")
-def cumsum(x: Arg, dim: int, **kwargs: Any) -> Rule:
-    """Linear, along a whole dim."""
-    return _along(x, kwargs.get("axis", dim), linear=True)
+def _sorted(x: Arg, dim: Any, kwargs: dict[str, Any], outputs: int) -> Rule:
+    return _along(x, kwargs.get("dim", -1) if isinstance(dim, bool) else dim, outputs)
 
 
-@rule("logcumsumexp")
-def cumulative(x: Arg, dim: int, **kwargs: Any) -> Rule:
-    """Along a whole dim."""
-    return _along(x, dim)
+lines({
+    # The sum of absolute values is a sum.
+    "linalg_vector_norm": lambda x, ord=2, dim=None, keepdim=False, **kwargs: reduction(
+        x, dim, keepdim, op="sum" if ord == 1 else None, decompose=_vector_norm
+    ),
+    # The global maximum (a constant), then the log of the sum.
+    "logsumexp special_logsumexp": lambda x, dim, keepdim=False, **kwargs: (
+        None if x.dtype.is_complex else reduction(x, dim, keepdim, decompose=_logsumexp_composed)
+    ),
+    "cumsum": lambda x, dim, **kwargs: _along(x, dim, linear=[x]),
+    "logcumsumexp": lambda x, dim, **kwargs: _along(x, dim),
+    "cummax cummin": lambda x, dim, **kwargs: _along(x, dim, outputs=2),
+    "sort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 2),
+    "argsort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 1),
+    "msort": lambda x: _along(x, 0),
+    "kthvalue": lambda x, k, dim=-1, keepdim=False: reduction(x, (dim,), keepdim, outputs=2),
+    "mode": lambda x, dim=-1, keepdim=False: reduction(x, (dim,), keepdim, outputs=2),
+    # Of everything, or values and indices.
+    "median nanmedian": lambda x, dim=None, keepdim=False: reduction(x, dim, keepdim, outputs=2 - (dim is None)),
+})  # fmt: skip
 
 
 @rule("cumprod")
@@ -413,86 +328,26 @@ def cumprod(x: Arg, dim: int, **kwargs: Any) -> Rule:
     return _along(x, dim, local=local)
 
 
-@rule("cummax", "cummin")
-def cumulative_pair(x: Arg, dim: int, **kwargs: Any) -> Rule:
-    """Values and indices along a whole dim."""
-    return _along(x, dim, outputs=2)
-
-
-@rule("sort")
-def sort(x: Arg, dim: int = -1, *args: Any, **kwargs: Any) -> Rule:
-    """Values and indices along a whole dim."""
-    return _along(x, kwargs.get("dim", -1) if isinstance(dim, bool) else dim, outputs=2)
-
-
-@rule("argsort")
-def argsort(x: Arg, dim: int = -1, *args: Any, **kwargs: Any) -> Rule:
-    """Indices along a whole dim."""
-    return _along(x, kwargs.get("dim", -1) if isinstance(dim, bool) else dim)
-
-
-@rule("msort")
-def msort(x: Arg) -> Rule:
-    """Sort along the first dim."""
-    return _along(x, 0)
-
-
 @rule("renorm")
 def renorm(x: Arg, p: Any, dim: int, maxnorm: Any) -> Rule:
     """Each slice along ``dim`` by its own norm: every other dim stays whole."""
-    letters, d = x.letters, x.dim(dim)
-    whole = " ".join(f for i, f in enumerate(letters) if i != d and f != "1")
-    return notation(f"{' '.join(letters)} -> {' '.join(letters)}", x, whole=whole)
+    return notation({x: x.letters}, x.letters, whole=without(x.letters, (x.dim(dim),)))
 
 
 @rule("topk")
 def topk(x: Arg, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Rule:
     """The best k along a whole dim."""
-    letters = x.letters
-    out = list(letters)
-    if x.ndim:
-        out[x.dim(dim)] = "1" if k == 1 else "best"
-    text = f"{' '.join(letters)} -> {' '.join(out)}, {' '.join(out)}"
-    return notation(text, x, whole="best", sizes={"best": k})
-
-
-@rule("kthvalue")
-def kthvalue(x: Arg, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
-    """Along a whole dim."""
-    return reduction(x, (dim,), keepdim, outputs=2)
-
-
-@rule("mode")
-def mode(x: Arg, dim: int = -1, keepdim: bool = False) -> Rule:
-    """Along a whole dim."""
-    return reduction(x, (dim,), keepdim, outputs=2)
-
-
-@rule("median", "nanmedian")
-def median(x: Arg, dim: int | None = None, keepdim: bool = False) -> Rule:
-    """Along a whole dim (values and indices), or of everything."""
-    return reduction(x, dim, keepdim, outputs=1 if dim is None else 2)
+    out = put(x.letters, {x.dim(dim): "1" if k == 1 else "best"})
+    return notation({x: x.letters}, out, out, whole="best", sizes={"best": k})
 
 
 @rule("quantile", "nanquantile")
 def quantile(x: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> Rule:
     """Along a whole dim; a vector of quantiles leads the result."""
-    letters, dims = x.letters, dims_of(x.ndim, dim)
-    over = [letters[d] for d in dims if letters[d] != "1"]
-    listed = names("q", q.shape) if isinstance(q, Arg) else []
-    out = " ".join([*listed, *without(letters, dims, keepdim)])
-    text = f"{' '.join(letters)}{', ' + ' '.join(listed) if isinstance(q, Arg) else ''} -> {out}"
-    given = [x, q] if isinstance(q, Arg) else [x]
-    smooth = kwargs.get("interpolation", "linear") == "linear"
-
-    def local(ctx: Local) -> LocalFn | None:
-        if unless_empty(ctx) is None:
-            return None
-        shape = ctx.out_shape()
-        # The op refuses empty tensors; the result depends on q only where it interpolates.
-        return lambda x, q, *args, **kwargs: nothing(shape, x, *([q] if smooth and given[1:] else []))
-
-    return notation(text, *given, whole=" ".join([*over, *listed]), local=local)
+    listed = {q: names("q", q.shape)} if isinstance(q, Arg) else {}
+    lead = [f for letters in listed.values() for f in letters]
+    out = [*lead, *without(x.letters, dims_of(x.ndim, dim), keepdim)]
+    return notation({x: x.letters, **listed}, out, whole=lead, padded=True)
 
 
 @rule("diff")
@@ -500,8 +355,6 @@ def diff(x: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: 
     """Differences of neighbours along a whole dim."""
     if prepend is not None or append is not None or not x.ndim:
         return None
-    letters, d = x.letters, x.dim(dim)
-    out, (shape,) = list(letters), meta_shapes(torch.diff, x, n, dim)
-    out[d] = "1" if shape[d] == 1 else "rest"
-    text = f"{' '.join(letters)} -> {' '.join(out)}"
-    return notation(text, x, whole="rest", sizes={"rest": shape[d]}, linear=bool_free([x]))
+    d, (shape,) = x.dim(dim), meta_shapes(torch.diff, x, n, dim)
+    out = put(x.letters, {d: "1" if shape[d] == 1 else "rest"})
+    return notation({x: x.letters}, out, whole="rest", sizes={"rest": shape[d]}, linear=[x])

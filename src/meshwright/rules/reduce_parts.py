@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..layout import neutral
 from ..operators import internal
-from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .core import Arg, Local, LocalFn, Rule, lines, notation, rule
 from .dims import dims_of, without
 
 Tensor = torch.Tensor
+
+
+def reduction(
+    x: Arg, dim: Any, keepdim: bool = False, *, op: str | None = None, outputs: int = 1, **flags: Any
+) -> Rule:
+    """The rule of a reduction of ``dim``: Partial(``op``) where it may be split, whole without ``op``."""
+    letters, dims = x.letters, dims_of(x.ndim, dim)
+    made = [without(letters, dims, bool(keepdim))] * outputs
+    over = {letters[d]: op for d in dims if op}
+    return notation({x: letters}, *made, reduced=over, **flags)
 
 
 # ------------------------------------------------------------------------------------------------ carrier
@@ -36,11 +46,6 @@ def carrier(x: Tensor) -> Tensor:
     return out
 
 
-@rule("carrier")
-def _carrier_rule(x: Arg) -> Rule:
-    return notation("... -> ...", x, linear=[[x]])
-
-
 # ------------------------------------------------------------------------------------------------ extrema
 
 
@@ -54,8 +59,6 @@ def extremum(x: Tensor, dims: Sequence[int], largest: bool) -> Tensor:
 
 @rule("extremum")
 def _extremum_rule(x: Arg, dims: Sequence[int], largest: bool) -> Rule:
-    letters = x.letters
-    over = [letters[d] for d in dims if letters[d] != "1"]
     words = ("any", "all") if x.dtype == torch.bool else ("max", "min")
 
     def local(ctx: Local) -> LocalFn | None:
@@ -64,8 +67,7 @@ def _extremum_rule(x: Arg, dims: Sequence[int], largest: bool) -> Rule:
         shape = ctx.out_shape()
         return lambda x, dims, largest: x.new_full(shape, neutral("max" if largest else "min", x.dtype))
 
-    text = f"{' '.join(letters)} -> {' '.join(without(letters, dims, True))}"
-    return notation(text, x, reduced=dict.fromkeys(over, words[0 if largest else 1]), local=local)
+    return reduction(x, dims, True, op=words[not largest], local=local)
 
 
 @internal
@@ -96,51 +98,38 @@ def first_index(
 
 @rule("first_index")
 def _first_index_rule(x: Arg, best: Arg, dims: Sequence[int]) -> Rule:
-    letters = x.letters
-    over = [letters[d] for d in dims if letters[d] != "1"]
-    kept = " ".join(without(letters, dims, True))
+    over, kept = [x.letters[d] for d in dims], without(x.letters, dims, True)
     sizes = [x.shape[d] for d in dims]
 
     def local(ctx: Local) -> LocalFn | None:
         if not ctx.is_split(*over):
             return None
-        starts = [0 if letters[d] == "1" else ctx.bounds(letters[d])[0] for d in dims]
+        starts = [ctx.bounds(f)[0] for f in over]
         return lambda x, best, dims: first_index(x, best, dims, starts, sizes)
 
-    return notation(f"{' '.join(letters)}, {kept} -> {kept}", x, best, reduced=dict.fromkeys(over, "min"), local=local)
+    return notation({x: x.letters, best: kept}, kept, reduced=over, op="min", local=local)
 
 
 # ------------------------------------------------------------------------------------------------ products
 
 
-def _product(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
-    return torch.prod(x, dtype=dtype) if dim is None else torch.prod(x, dim, keepdim, dtype=dtype)
-
-
 @internal
 def partial_prod(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Product whose dim may be split; only without gradients."""
-    return _product(x, dim, keepdim, dtype)
+    return torch.prod(x, dtype=dtype) if dim is None else torch.prod(x, dim, keepdim, dtype=dtype)
 
 
 @internal
 def whole_prod(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     """Product along a whole dim."""
-    return _product(x, dim, keepdim, dtype)
+    return torch.prod(x, dtype=dtype) if dim is None else torch.prod(x, dim, keepdim, dtype=dtype)
 
 
-def _prod_rule(op: str | None) -> Callable[..., Rule]:
-    def made(x: Arg, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Rule:
-        letters, dims = x.letters, dims_of(x.ndim, dim)
-        over = [letters[d] for d in dims if letters[d] != "1"]
-        text = f"{' '.join(letters)} -> {' '.join(without(letters, dims, keepdim))}"
-        return notation(text, x, reduced=dict.fromkeys(over, op) if op else "")
-
-    return made
+lines({
+    "carrier": lambda x: notation("... -> ...", x, linear=[x]),
+    "partial_prod": lambda x, dim, keepdim, dtype: reduction(x, dim, keepdim, op="product"),
+    "whole_prod": lambda x, dim, keepdim, dtype: reduction(x, dim, keepdim),
+})  # fmt: skip
 
 
-rule("partial_prod")(_prod_rule("product"))
-rule("whole_prod")(_prod_rule(None))
-
-
-__all__ = ["carrier", "extremum", "first_index", "partial_prod", "whole_prod"]
+__all__ = ["carrier", "extremum", "first_index", "partial_prod", "reduction", "whole_prod"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
-from .dims import aligned, bool_free, names, part, with_row
-from .index import Index, Shelf, full_slices, is_mask, items_of, paired, read_index, shelf_of, text_of, widened
+from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
+from .dims import aligned, names, part, put, with_row
+from .index import Index, Shelf, full_slices, is_mask, items_of, paired, read_index, shelf_of, widened
 
 Tensor = torch.Tensor
 
@@ -36,107 +36,74 @@ def _spilled(op: str, factor: str, size: int, d: int) -> Callable[[Local], Local
     return made
 
 
-def _scattered(op: str, x: Arg, dim: int, index: Arg, src: Any, *, linear: bool, adds: bool = False) -> Rule | None:
+def _written(
+    op: str, x: Arg, d: int, row: str, entries: dict[Any, list[str]], linear: Sequence[Any], adds: bool, **flags: Any
+) -> Rule:
+    """Elements or rows of dim ``d`` written; where the op adds, each rank can add its own part of the entries."""
+    return notation(
+        {x: x.letters, **entries}, x.letters, reduced=[row] if adds else [],
+        linear=[linear] if all(isinstance(t, Arg) for t in linear) else [],
+        local=_spilled(op, x.letters[d], x.shape[d], d), **flags,
+    )  # fmt: skip
+
+
+def _scattered(op: str, x: Arg, dim: int, index: Arg, src: Any, linear: bool = True, adds: bool = False) -> Rule | None:
     if not x.ndim or index.ndim != x.ndim:
         return None
     d = x.dim(dim)
-    others = [index, src] if isinstance(src, Arg) and src.ndim else [index]
-    letters, its, whole, sizes = paired(x, others, d)
+    others = [t for t in (index, src) if isinstance(t, Arg) and t.ndim]
+    its, whole, sizes = paired(x, others, d)
+    entries = dict(zip(others, its, strict=True))
+    if isinstance(src, Arg):
+        entries.setdefault(src, [])
     along = its[0][d]
-    # Where the op adds, each rank can add its own part of the entries; else they must all be there.
-    split = adds and along not in ("1", *whole)
+    split = adds and along not in whole
     whole |= set() if split else {along}
-    given = list(others)
-    texts: list[Sequence[str]] = [letters, *its]
-    if isinstance(src, Arg) and not src.ndim:
-        given.append(src)
-        texts.append([])
-    return notation(
-        text_of(texts, [letters]),
-        x,
-        *given,
-        whole=" ".join(whole - {"1"}),
-        sizes=sizes,
-        reduced={along: "sum"} if split else {},
-        linear=bool_free([x, src]) if linear and isinstance(src, Arg) else [],
-        local=None if letters[d] == "1" else _spilled(op, letters[d], x.shape[d], d),
-    )
+    return _written(op, x, d, along, entries, [x, src] if linear else [None], split, whole=whole, sizes=sizes)
 
 
 @rule("scatter")
 def scatter(x: Arg, dim: int, index: Arg, src: Any = None, *, value: Any = None, reduce: Any = None) -> Rule | None:
     """x with some elements along a dim replaced."""
-    given = src if value is None else value
-    return _scattered("scatter", x, dim, index, given, linear=reduce is None)
-
-
-@rule("scatter_add")
-def scatter_add(x: Arg, dim: int, index: Arg, src: Arg) -> Rule | None:
-    """Jointly linear; each rank may add its own part."""
-    return _scattered("scatter_add", x, dim, index, src, linear=True, adds=True)
+    return _scattered("scatter", x, dim, index, src if value is None else value, reduce is None)
 
 
 @rule("scatter_reduce")
 def scatter_reduce(x: Arg, dim: int, index: Arg, src: Arg, reduce: str, *, include_self: bool = True) -> Rule | None:
     """As scatter_add for a sum that includes x."""
     adds = reduce == "sum" and include_self
-    return _scattered("scatter_reduce", x, dim, index, src, linear=adds, adds=adds)
+    return _scattered("scatter_reduce", x, dim, index, src, adds, adds)
 
 
-def _by_rows(op: str, x: Arg, dim: int, index: Arg, src: Any, *, adds: bool = False) -> Rule | None:
+def _by_rows(op: str, x: Arg, dim: int, index: Arg, src: Any, adds: bool = False) -> Rule | None:
     """Writes of whole rows of ``dim``; all other dims may be split."""
     if not x.ndim:
         return None
-    letters, d = x.letters, x.dim(dim)
-    i = names("i", index.shape)
-    row = i[0] if i else "1"
-    texts: list[Sequence[str]] = [letters, i]
-    given = [x, index]
+    d, its = x.dim(dim), names("i", index.shape)
+    row = its[0] if its else "1"
+    entries = {index: its}
     if isinstance(src, Arg):
-        given.append(src)
-        texts.append([*letters[:d], row, *letters[d + 1 :]] if src.ndim else [])
-    split = adds and row != "1"
-    return notation(
-        text_of(texts, [letters]),
-        *given,
-        whole="" if split or row == "1" else row,
-        reduced={row: "sum"} if split else {},
-        linear=bool_free([x, src]) if isinstance(src, Arg) else [],
-        local=None if letters[d] == "1" else _spilled(op, letters[d], x.shape[d], d),
-    )
+        entries[src] = put(x.letters, {d: row}) if src.ndim else []
+    return _written(op, x, d, row, entries, [x, src], adds)
 
 
-@rule("index_add")
-def index_add(x: Arg, dim: int, index: Arg, source: Arg, **kwargs: Any) -> Rule | None:
-    """Jointly linear; each rank may add its own rows."""
-    return _by_rows("index_add", x, dim, index, source, adds=True)
+lines({
+    # Jointly linear; each rank may add its own part.
+    "scatter_add": lambda x, dim, index, src: _scattered("scatter_add", x, dim, index, src, adds=True),
+    "index_add": lambda x, dim, index, source, **kwargs: _by_rows("index_add", x, dim, index, source, adds=True),
+    "index_copy": lambda x, dim, index, source: _by_rows("index_copy", x, dim, index, source),
+    "index_fill": lambda x, dim, index, value: _by_rows("index_fill", x, dim, index, value),
+})  # fmt: skip
 
 
-@rule("index_copy")
-def index_copy(x: Arg, dim: int, index: Arg, source: Arg) -> Rule | None:
-    """Jointly linear."""
-    return _by_rows("index_copy", x, dim, index, source)
+def _in_place(op: Callable[..., Any]) -> Callable[..., Any]:
+    # A split dim is written by way of a copy with a spare row.  The op may keep its input for the backward, so it must
+    # not be the tensor that is written.
+    return lambda x, *args, **kwargs: x.copy_(op(x.clone() if x.requires_grad else x, *args, **kwargs))
 
 
-@rule("index_fill")
-def index_fill(x: Arg, dim: int, index: Arg, value: Any) -> Rule | None:
-    """Rows set to a value."""
-    return _by_rows("index_fill", x, dim, index, value)
-
-
-def _register_in_place() -> None:
-    for name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"):
-        op: Callable[..., Any] = getattr(Tensor, name)
-
-        def in_place(x: Any, *args: Any, op: Callable[..., Any] = op, **kwargs: Any) -> Any:
-            # A split dim is written by way of a copy with a spare row.  The op may keep its input for the
-            # backward, so it must not be the tensor that is written.
-            return x.copy_(op(x.clone() if x.requires_grad else x, *args, **kwargs))
-
-        composite(f"{name}_")(in_place)
-
-
-_register_in_place()
+for _name in ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"):
+    composite(f"{_name}_")(_in_place(getattr(Tensor, _name)))
 
 
 # ------------------------------------------------------------------------------------------------ setitem
@@ -144,17 +111,11 @@ _register_in_place()
 
 def _masked_write(x: Arg, mask: Arg, value: Any) -> Rule | None:
     """``x[mask] = number``: elementwise in the dims of the mask."""
-    letters = x.letters
     fits = mask.dtype == torch.bool and mask.shape == x.shape[: mask.ndim]
     if not fits or (isinstance(value, Arg) and value.ndim):
         return None
-    texts: list[Sequence[str]] = [letters, letters[: mask.ndim]]
-    given = [x, mask]
-    if isinstance(value, Arg):
-        texts.append([])
-        given.append(value)
-    linear = bool_free([x, value]) if isinstance(value, Arg) else []
-    return notation(text_of(texts, [letters]), *given, linear=linear)
+    given = {x: x.letters, mask: x.letters[: mask.ndim]} | ({value: []} if isinstance(value, Arg) else {})
+    return notation(given, x.letters, linear=[[x, value]] if isinstance(value, Arg) else [])
 
 
 @rule("setitem")
@@ -168,16 +129,13 @@ def setitem(x: Arg, index: Any, value: Any) -> Rule | None:
 
 
 def _write(x: Arg, made: Index, value: Any, run: Callable[[Shelves], LocalFn], accumulate: bool = False) -> Rule:
-    entries = {f for fs in made.letters for f in fs} - {"1"}
-    texts: list[Sequence[str]] = [made.source, *made.letters]
-    given = [x, *made.tensors]
-    group: list[Arg] = []
+    entries = {f for fs in made.letters for f in fs}
+    given, group = made.inputs(x), [x]
     if isinstance(value, Arg):
-        given.append(value)
-        texts.append(aligned(made.result, value.shape))
+        given[value] = aligned(made.result, value.shape)
         group = [x, value]
-    elif isinstance(value, int) and not isinstance(value, bool) and value == 0:
-        group = [x]  # zero is a part of a sum
+    elif not isinstance(value, int) or isinstance(value, bool) or value:  # zero is a part of a sum
+        group = []
     cut = [f for f in made.source if f in made.whole]
 
     def local(ctx: Local) -> LocalFn | None:
@@ -189,14 +147,9 @@ def _write(x: Arg, made: Index, value: Any, run: Callable[[Shelves], LocalFn], a
 
     split = accumulate and isinstance(value, Arg)
     return notation(
-        text_of(texts, [made.source]),
-        *given,
-        whole=" ".join((made.whole - set(cut)) | (set() if split else entries)),
-        sizes=made.sizes,
-        reduced=dict.fromkeys(entries, "sum") if split else {},
-        linear=bool_free(group),
-        local=local,
-    )
+        given, made.source, whole=(made.whole - set(cut)) | (set() if split else entries), sizes=made.sizes,
+        reduced=entries if split else [], linear=[group], local=local,
+    )  # fmt: skip
 
 
 @rule("index_put", "_unsafe_index_put", "index_put_")

@@ -9,8 +9,8 @@ import torch.nn as nn
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.generator import reproducible_random
 from meshwright.passes import PassManager
-from meshwright.rules.random import reproducible_random
 
 from .config import TrainConfig
 from .data import Corpus, Windows

@@ -21,7 +21,7 @@ from ...errors import LayoutError
 from ...layout import REPLICATE, Layout, Placement, Shard, Spec
 from ...marks import CONSTRAIN, read_wish
 from ...mesh import Mesh
-from ...rules.core import Rule, Strategy
+from ...rules import Rule, Strategy
 from ..ir.program import Origin
 from .export import Captured, line_of
 

@@ -11,7 +11,6 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, redispatch_function
 
 from . import counter
-from .core import Arg, Local, LocalFn, Rule, notation, rule
 
 Tensor = torch.Tensor
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # global shape, and where in it the local tensor begins
@@ -88,41 +87,43 @@ KERNELS: dict[str, Kernel] = {
 LINEAR = {"dropout", "feature_dropout"}  # given the mask: Partial passes, as all ranks have the same mask
 
 
-def place_of(ctx: Local) -> Place:
-    """Where this rank's part of the first output lies."""
-    spec = ctx.outputs[0]
-    return tuple(spec.shape), spec.local_offset(ctx.here)
+# ---------------------------------------------------------------------------------------------- attention
 
 
-def _rule_of(name: str, kernel: Kernel) -> None:
-    def make(x: Arg, inplace: bool, outputs: int = 1) -> Rule:
-        def local(ctx: Local) -> LocalFn:
-            at = place_of(ctx)
-            if inplace:
-                return lambda x, *args, **named: x.copy_(kernel(at, x, *args, **named))
-            return lambda x, *args, **named: kernel(at, x, *args, **named)
+def attention(
+    at: Place,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention whose dropout mask follows from global indices; the fused kernels draw their own."""
+    if enable_gqa and key.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-2, -1) * ((query.shape[-1] or math.nan) ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    weights = torch.softmax(scores, -1)
+    if dropout_p > 0.0:
+        weights = counter.dropout(weights, counter.draw_seed(), dropout_p, *at)
+    return weights @ value
 
-        dims = " ".join(x.letters)
-        text = f"{dims} -> {', '.join([dims] * outputs)}"
-        return notation(text, x, linear=[[x]] if name in LINEAR else [], local=local)
 
-    if name == "native_dropout":
-        rule(name)(lambda x, *args, **named: make(x, False, 2))
-        return
-    rule(name)(lambda x, *args, **named: make(x, False))
-    rule(f"{name}_")(lambda x, *args, **named: make(x, True))
-
-
-for _name, _kernel in KERNELS.items():
-    _rule_of(_name, _kernel)
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
+    lead = torch.broadcast_shapes(query.shape[:-2], (1,) if named.get("enable_gqa") else key.shape[:-2])
+    shape = (*lead, query.shape[-2], key.shape[-2])
+    return attention((shape, (0,) * len(shape)), query, key, value, *rest, **named)
 
 
 # ---------------------------------------------------------------------------------------------- plain tensors
-
-# Other modules add what else drops: name to (kernel on plain tensors, whether a call with these arguments
-# drops).
-PLAIN: dict[str, tuple[Kernel, Callable[..., bool]]] = {}
-
 
 _RUNS_USERS_CODE = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -143,14 +144,13 @@ class _Reproducible(TorchFunctionMode):
             # The body of a Python function: the dropout inside it is still ours, and that of a checkpoint's second run.
             with self:
                 return redispatch_function(func, types, args, kwargs)
-        x = args[0] if args else kwargs.get("input")
-        if not isinstance(x, Tensor) or "_spec" in getattr(x, "__dict__", {}):
-            return func(*args, **kwargs)
-        if name in PLAIN and PLAIN[name][1](*args, **kwargs):
-            return PLAIN[name][0](*args, **kwargs)
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         kernel = KERNELS.get(name.removesuffix("_"))
-        if kernel is None:
+        drops = name == "scaled_dot_product_attention" and (args[4:5] or [kwargs.get("dropout_p", 0.0)])[0] > 0.0
+        if x is None or "_spec" in x.__dict__ or not (kernel or drops):
             return func(*args, **kwargs)
+        if kernel is None:
+            return _plain_attention(*args, **kwargs)
         kwargs.pop("input", None)
         made = kernel((tuple(x.shape), (0,) * x.ndim), x, *args[1:], **kwargs)
         return x.copy_(made) if name.endswith("_") else made

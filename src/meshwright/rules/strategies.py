@@ -1,0 +1,280 @@
+"""What a rule says about one call, and the strategies that follow from it; nothing is written twice.
+
+Per mesh axis a factor may be sharded where it leads a dim in every tensor that has it; outputs without it are then
+Partial (``reduced``).  *whole* factors must not be split.  Groups of tensors in which the op is jointly linear let
+Partial pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..layout import REPLICATE, Partial, Placement, Shard, Spec, chunk_bounds
+from ..mesh import Mesh
+
+Dim = tuple[str, ...]  # the factors that make up one dim, major first; () for a dim of size 1
+Dims = tuple[Dim, ...]
+
+
+class Local:
+    """What a rule's ``local`` may ask about the rank it runs on, when a plan is made."""
+
+    def __init__(self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...]) -> None:
+        self.rule, self.inputs, self.outputs, self.here = rule, tuple(inputs), tuple(outputs), here
+
+    def out_shape(self, i: int = 0) -> tuple[int, ...]:
+        """Shape of this rank's part of output ``i``."""
+        return self.outputs[i].local_shape(self.here)
+
+    def in_shape(self, i: int = 0) -> tuple[int, ...]:
+        """Shape of this rank's part of input ``i``, after its conversion."""
+        return self.inputs[i].local_shape(self.here)
+
+    def is_empty(self) -> bool:
+        """Whether this rank's part of an input or output has no elements."""
+        return any(0 in spec.local_shape(self.here) for spec in (*self.inputs, *self.outputs))
+
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Global shape of the first output, and where in it this rank's part begins."""
+        return tuple(self.outputs[0].shape), self.outputs[0].local_offset(self.here)
+
+    def axes(self, factor: str) -> tuple[int, ...]:
+        """Mesh axes that split a factor, major first."""
+        for dims, spec in zip(self.rule.inputs, self.inputs, strict=True):
+            for d, names in enumerate(dims):
+                if factor == next((f for f in names if self.rule.sizes[f] != 1), None):
+                    return spec.layout.dim_axes().get(d, ())
+        return ()
+
+    def bounds(self, factor: str) -> tuple[int, int]:
+        """This rank's (start, stop) of a factor."""
+        return nested_bounds(self.rule.sizes.get(factor, 1), self.inputs[0].mesh, self.axes(factor), self.here)
+
+    def is_split(self, *factors: str) -> bool:
+        """Whether any of the factors is split on this mesh."""
+        return any(self.axes(f) for f in factors)
+
+
+LocalFn = Callable[..., Any]
+
+
+class Native:
+    """A local function that is one native call: ``fn(first tensor, *static)`` whatever the call's other arguments.
+
+    Dispatch may run it without entering Python; ``otherwise(x, *static)`` serves where ``fn`` refuses (a view of a
+    shard whose strides do not allow it).
+    """
+
+    __slots__ = ("fn", "otherwise", "static")
+
+    def __init__(self, fn: Callable[..., Any], *static: Any, otherwise: Callable[..., Any] | None = None) -> None:
+        self.fn, self.static, self.otherwise = fn, static, otherwise
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.otherwise is None:
+            return self.fn(x, *self.static)
+        try:
+            return self.fn(x, *self.static)
+        except RuntimeError:
+            return self.otherwise(x, *self.static)
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A rule for one call: factors of each input and output, and how each factor behaves.
+
+    Inputs in ``lends`` only lend their shape: they hint at splits and stay as they are, whatever a strategy says.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[frozenset[int], ...] = ()
+    moves: bool = False
+    heavy: bool = False
+    padded: bool = False
+    lends: frozenset[int] = frozenset()
+    local: Callable[[Local], LocalFn | None] | None = None
+    decompose: Callable[..., Any] | None = None
+    text: str = ""
+
+    def out_shape(self, i: int) -> tuple[int, ...]:
+        """Global shape of output ``i`` as the notation gives it."""
+        return tuple(math.prod(self.sizes[f] for f in dim) for dim in self.outputs[i])
+
+    def shardable(self, factor: str) -> bool:
+        """Whether a factor may be split at all."""
+        return factor not in self.whole and self.sizes[factor] != 1
+
+    def axis_strategies(self, suggested: Sequence[Placement], outputs: Sequence[Placement] = ()) -> list[Strategy]:
+        """Strategies for one axis that the inputs' (and, backward, the outputs') placements suggest.
+
+        The first one replicates everything.
+        """
+        found = [self._replicated()]
+        for dims, p, i in self._occurrences(suggested, outputs):
+            strategy = None
+            if isinstance(p, Shard) and p.dim < len(dims):
+                factors = [f for f in dims[p.dim] if self.sizes[f] != 1]
+                if factors and self.shardable(factors[0]):
+                    strategy = self.by_factor(factors[0])
+            elif isinstance(p, Partial):
+                found += [s for s in self.by_partial(p, i, suggested) if s not in found]
+            if strategy is not None and strategy not in found:
+                found.append(strategy)
+        return found
+
+    def instead_of(self, i: int, p: Placement) -> Iterator[Strategy]:
+        """Where a split of input ``i`` can go that cannot stay: the other factors of its dims, the outermost first.
+
+        Only for what just moves elements: an op that computes along a dim wants it whole, and its layout as it was.
+        """
+        dims = self.inputs[i]
+        if not self.moves or not isinstance(p, Shard) or p.dim >= len(dims):
+            return
+        here = [f for f in dims[p.dim] if self.sizes[f] != 1][:1]
+        if here and self.shardable(here[0]) and self.by_factor(here[0]):
+            return
+        for dim in dims:
+            for f in dim[:1]:
+                if f not in here and self.shardable(f) and f not in self.reduced:
+                    strategy = self.by_factor(f)
+                    if strategy is not None:
+                        yield strategy
+
+    def _occurrences(
+        self, suggested: Sequence[Placement], outputs: Sequence[Placement]
+    ) -> Iterator[tuple[Dims, Placement, int | None]]:
+        for i, (dims, p) in enumerate(zip(self.inputs, suggested, strict=True)):
+            yield dims, p, i
+        for dims, p in zip(self.outputs, outputs, strict=False):
+            yield dims, p, None
+
+    def all_strategies(self, partials: Sequence[Partial] = (Partial(),)) -> list[Strategy]:
+        """Every strategy for one axis: replicate, each factor, each linear group as each of these Partials."""
+        found = [self._replicated()]
+        for f in self.sizes:
+            s = self.by_factor(f) if self.shardable(f) else None
+            if s is not None and s not in found:
+                found.append(s)
+        found += [s for p in partials for s in self.by_partial(p, None) if s not in found]
+        return found
+
+    def _replicated(self) -> Strategy:
+        return Strategy((REPLICATE,) * len(self.inputs), (REPLICATE,) * len(self.outputs), None)
+
+    def by_factor(self, factor: str) -> Strategy | None:
+        """The strategy that splits one factor, or None where it cannot be split."""
+        holders = {i for i, dims in enumerate(self.inputs) if any(factor in dim for dim in dims)}
+        if self.reduced.get(factor) == "sum" and not self._terms_told(holders):
+            return None
+        inputs: list[Placement] = []
+        for i, dims in enumerate(self.inputs):
+            p = self._split(dims, factor)
+            if p is None:
+                return None
+            if (
+                p is REPLICATE
+                and self.reduced.get(factor) == "sum"
+                and any(i in g and g & holders for g in self.linear)
+            ):
+                # An input without the factor that is *added* to terms with it would be counted on every rank.
+                p = Partial()
+            inputs.append(p)
+        outputs: list[Placement] = []
+        for dims in self.outputs:
+            p = self._split(dims, factor)
+            if p is None:
+                return None
+            if p is REPLICATE:
+                if factor not in self.reduced:
+                    return None
+                p = Partial(self.reduced[factor])
+            outputs.append(p)
+        return Strategy(tuple(inputs), tuple(outputs), factor)
+
+    def _terms_told(self, holders: AbstractSet[int]) -> bool:
+        """Whether it is clear which terms the ranks add up.
+
+        In ``index_put(x, index, number, accumulate=True)`` only the index has the factor.  Nothing tells that the
+        number goes with it, and that x is added once.
+        """
+        added = set().union(*(g for g in self.linear if g & holders))
+        return all(len(g) == 1 or g & added for g in self.linear)
+
+    def _split(self, dims: Dims, factor: str) -> Placement | None:
+        """Shard where the factor leads a dim, Replicate where it is absent, None where it is inside one."""
+        place: Placement = REPLICATE
+        for d, names in enumerate(dims):
+            if factor in names:
+                leading = next(f for f in names if self.sizes[f] != 1)
+                if leading != factor or place is not REPLICATE:
+                    return None
+                place = Shard(d)
+        return place
+
+    def by_partial(self, p: Partial, index: int | None, others: Sequence[Placement] = ()) -> Iterator[Strategy]:
+        """Strategies that keep one linear group Partial (with input ``index`` in it, if given).
+
+        An average among ``others`` of another kind becomes a sum, which for the rest is free in the backward too.
+        """
+        if p.op not in ("sum", "avg") and not self.moves:
+            return
+        for group in self.linear:
+            if index is None or index in group:
+                kept = Partial() if p.op == "avg" and any(others[i] != p for i in group if others) else p
+                ins = tuple(kept if i in group else REPLICATE for i in range(len(self.inputs)))
+                yield Strategy(ins, (kept,) * len(self.outputs), None)
+
+    def aligned(self, factor: str, mesh: Mesh, axes: Sequence[int]) -> bool:
+        """Whether splitting ``factor`` over ``axes`` cuts every dim that it leads at whole multiples of the rest."""
+        for dims in (*self.inputs, *self.outputs):
+            for names in dims:
+                if factor in names and len(names) > 1:
+                    rest = math.prod(self.sizes[f] for f in names) // max(self.sizes[factor], 1)
+                    if rest != 1 and not _aligned(self.sizes[factor], rest, tuple(mesh.sizes[a] for a in axes)):
+                        return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What one mesh axis does to each input and output of an op."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    factor: str | None
+
+
+@lru_cache(maxsize=4096)
+def _aligned(size: int, rest: int, parts: tuple[int, ...]) -> bool:
+    if size % math.prod(parts) == 0:
+        return True
+    spans = [(0, size, 0, size * rest)]
+    for n in parts:
+        finer = []
+        for a, b, c, d in spans:
+            for i in range(n):
+                lo, hi = chunk_bounds(b - a, n, i)
+                low, high = chunk_bounds(d - c, n, i)
+                finer.append((a + lo, a + hi, c + low, c + high))
+        spans = finer
+    return all((a * rest, b * rest) == (c, d) or (a == b and c == d) for a, b, c, d in spans)
+
+
+def nested_bounds(size: int, mesh: Mesh, axes: Sequence[int], here: Sequence[int]) -> tuple[int, int]:
+    """(start, stop) of ``size`` things split over ``axes`` one after the other, at coordinate ``here``."""
+    start, stop = 0, size
+    for a in axes:
+        lo, hi = chunk_bounds(stop - start, mesh.sizes[a], here[a])
+        start, stop = start + lo, start + hi
+    return start, stop
