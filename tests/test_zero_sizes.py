@@ -227,3 +227,22 @@ def test_a_rank_all_of_whose_parts_are_empty_packs_none(over: str) -> None:
 
     for made in mw.simulate(lambda: train(True), mesh):
         assert made == pytest.approx(train(False), abs=1e-6)
+
+
+def test_an_empty_part_of_a_call_by_name_in_any_order() -> None:
+    mesh = mw.Mesh({"x": 3})
+    x, weight, bias = torch.randn(2, 4, 5), torch.randn(6, 4, 3), torch.randn(6)
+
+    def body() -> tuple[torch.Tensor, torch.Tensor]:
+        w, b = (mw.shard_tensor(t, mesh, {}).requires_grad_() for t in (weight, bias))
+        y = F.conv1d(mw.shard_tensor(x, mesh, {"x": mw.Shard(0)}), bias=b, weight=w)
+        y.square().sum().backward()
+        assert w.grad is not None
+        return mw.unshard(y.detach()), mw.unshard(w.grad)
+
+    w = weight.clone().requires_grad_()
+    want = F.conv1d(x, w, bias)
+    want.square().sum().backward()
+    for y, grad in mw.simulate(body, mesh):
+        torch.testing.assert_close(y, want.detach())
+        torch.testing.assert_close(grad, w.grad)

@@ -113,7 +113,8 @@ def on_padded(ctx: Local, fn: LocalFn) -> LocalFn:
             # As it is where nothing is missing: what the op saves of it is then what the other ranks save.
             return torch.constant_pad_nd(a, around) if any(around := next(left)) else a
 
-        made = fn(*map(wider, args), **{k: wider(a) for k, a in named.items()})
+        positional = [wider(a) for a in args]  # before those by name: so they are numbered
+        made = fn(*positional, **{k: wider(a) for k, a in named.items()})
         if isinstance(made, Tensor):
             return part(made, shapes[0])
         return tuple(part(t, shape) for t, shape in zip(made, shapes, strict=True))
