@@ -18,6 +18,7 @@ LAYERS = (
         "mesh",
         "layout",
         "runtime",
+        "raw",
         "simulation",
         "collective",
         "generator",

@@ -8,11 +8,9 @@ import pytest
 import torch
 import torch.nn as nn
 from shard_networks import TP, Block, batches, loss_of, net, same_values, trained
-from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright import collective
-from meshwright.errors import ShardError
 
 DP = mw.Mesh({"dp": 2})
 THREE = mw.Mesh({"dp": 3})
@@ -195,23 +193,3 @@ def test_a_step_between_forward_and_prefetch() -> None:
         torch.testing.assert_close(whole, mw.unshard(unit.params[0].detach()))
 
     mw.simulate(fn, DP)
-
-
-class Inside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda y: self.linear(y).relu(), x, use_reentrant=False)
-
-
-def test_a_checkpoint_inside_a_unit_is_explained() -> None:
-    x = torch.randn(4, 4)
-
-    def fn() -> None:
-        model = mw.shard_module(nn.Sequential(Inside(), Inside()), DP, stored_over="dp")
-        model(mw.shard_tensor(x, DP, {"dp": mw.Shard(0)})).sum().backward()
-
-    with pytest.raises(ShardError, match=r"unit \(Inside\).*regather=False"):
-        mw.simulate(fn, DP)

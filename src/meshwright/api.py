@@ -82,7 +82,7 @@ def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | Non
 
 def _spec_for(shape: Any, dtype: torch.dtype, mesh: Mesh, placements: Placements, order: Any = None) -> Spec:
     layout = Layout(mesh, placements, order=order, ndim=len(shape))
-    return Spec(shape, dtype, layout, undecided=(1 << mesh.ndim) - 1)
+    return Spec(shape, dtype, layout, undecided=mesh.everywhere)
 
 
 def agree(what: str, value: Any, mesh: Mesh) -> None:
@@ -165,7 +165,7 @@ def from_local(
     here = mesh.coordinate(runtime.RT.rank)
     if shape is None:
         shape = _global_shape(local, layout, check)
-    spec = Spec(shape, local.dtype, layout, undecided=(1 << mesh.ndim) - 1)
+    spec = Spec(shape, local.dtype, layout, undecided=mesh.everywhere)
     want = spec.local_shape(here)
     fits = tuple(local.shape) == want
     if check and mesh.size > 1:

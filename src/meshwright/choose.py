@@ -476,7 +476,7 @@ def _typed(
         if carries_grad(dtype):
             outputs.append(Spec(shape, dtype, layout, out_reduced, still_open))
         else:
-            outputs.append(Spec(shape, dtype, layout, 0, (1 << mesh.ndim) - 1))
+            outputs.append(Spec(shape, dtype, layout, 0, mesh.everywhere))
     return Choice(tuple(sources), tuple(inputs), tuple(outputs), tuple(chosen), still_open, total)
 
 

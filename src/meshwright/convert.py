@@ -22,6 +22,7 @@ import torch
 from . import collective, runtime
 from .errors import ConversionError
 from .layout import REPLICATE, Partial, Placement, Replicate, Shard, Spec, chunk_bounds, neutral
+from .raw import as_plain
 
 Tensor = torch.Tensor
 
@@ -280,7 +281,8 @@ def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
     if not steps:
         return local
     if getattr(type(local), "class_set", False):
-        return _as_plain(steps, local)
+        with as_plain(local):
+            return apply(steps, local)
     if torch.is_grad_enabled():
         if local.requires_grad:
             parts = runtime.RT.memo.get(steps)
@@ -296,16 +298,6 @@ def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
     for step in steps:
         local = run(step, local)
     return local
-
-
-def _as_plain(steps: tuple[Step, ...], given: Tensor) -> Tensor:
-    """A subclass answers with global shapes: while the steps run, it is the plain local tensor that it is."""
-    kind = type(given)
-    given.__class__ = Tensor
-    try:
-        return apply(steps, given)
-    finally:
-        given.__class__ = kind
 
 
 def _nothing_here(step: Step) -> bool:

@@ -27,6 +27,7 @@ from .dispatch import disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
 from .generator.dropout import run_alike
 from .layout import Layout, Replicate, Spec
+from .raw import bare
 from .tensor import OPEN, DistTensor, stamp, whole, within
 
 _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
@@ -59,7 +60,7 @@ def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
             stacklevel=3,
         )
     made = _apply(cls, *map_tensors(args, lambda t: whole(t) if isinstance(t, DistTensor) else t))
-    everywhere = (1 << mesh.ndim) - 1
+    everywhere = mesh.everywhere
     with disabled():
         for t in tensors_in(made):
             if type(t) is torch.Tensor:
@@ -178,9 +179,7 @@ def _compare_parts() -> None:
 
     def extracted(t: torch.Tensor) -> Any:
         if _is_dist(t):
-            with disabled():
-                t = torch.Tensor.detach(t)
-                t.__class__ = torch.Tensor
+            t = bare(t)
         return extract(t)
 
     _checks["default"] = extracted

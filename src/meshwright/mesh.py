@@ -61,6 +61,11 @@ class Mesh:
         """Number of axes."""
         return len(self.sizes)
 
+    @cached_property
+    def everywhere(self) -> int:
+        """The set of all axes, as the mask of bits in which specs name axes."""
+        return (1 << len(self.sizes)) - 1
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the axes (the name that torch's DeviceMesh uses)."""

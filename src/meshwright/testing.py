@@ -369,7 +369,7 @@ def _term(value: Tensor, op: str, n: int, index: int, generator: torch.Generator
 
 
 def _distributed(value: Tensor, layout: Layout, seed: int) -> DistTensor:
-    spec = Spec(value.shape, value.dtype, layout, undecided=(1 << layout.mesh.ndim) - 1)
+    spec = Spec(value.shape, value.dtype, layout, undecided=layout.mesh.everywhere)
     made = stamp(local_part(value, spec.with_(undecided=0), seed), spec)
     # Factors have gradients, but a product of them that is a leaf has none: see Spec.grad.
     made.requires_grad_(carries_grad(value.dtype) and "product" not in layout.partial.values())

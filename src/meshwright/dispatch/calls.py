@@ -272,7 +272,7 @@ def spec_of(t: Tensor, mesh: Mesh) -> Spec:
     spec = t.__dict__.get("_spec") if hasattr(t, "__dict__") else None
     if spec is not None:
         return spec
-    everywhere = (1 << mesh.ndim) - 1
+    everywhere = mesh.everywhere
     return Spec(t.shape, t.dtype, Layout(mesh), undecided=0 if t.requires_grad else everywhere)
 
 
@@ -291,19 +291,3 @@ def mesh_of(tensors: Sequence[Tensor], name: str) -> Mesh:
     if mesh is None:
         raise LayoutError(f"{name}: no argument is a DistTensor")
     return mesh
-
-
-class as_plain:
-    """A distributed tensor seen as its plain local tensor for a while."""
-
-    def __init__(self, t: Tensor) -> None:
-        self.t, self.kind = t, type(t)
-
-    def __enter__(self) -> Tensor:
-        if getattr(self.kind, "class_set", False):
-            self.t.__class__ = Tensor
-        return self.t
-
-    def __exit__(self, *_: object) -> None:
-        if self.t.__class__ is not self.kind:
-            self.t.__class__ = self.kind

@@ -10,8 +10,8 @@ import torch
 from .. import convert, record, reshard, runtime
 from ..errors import RuleError
 from ..layout import REPLICATE, Layout, Partial, Placements, Spec
+from ..raw import as_plain
 from .calls import (
-    as_plain,
     disabled,
     map_tensors,
     spec_of,
@@ -105,7 +105,7 @@ def _learn(t: Tensor, steps: reshard.Plan, made: Tensor) -> None:
     if not steps.src.layout.partial or steps.dst.layout.partial:
         return
     spec: Spec = t.__dict__["_spec"]
-    known = steps.dst if t.requires_grad else steps.dst.with_(reduced=0, undecided=(1 << spec.mesh.ndim) - 1)
+    known = steps.dst if t.requires_grad else steps.dst.with_(reduced=0, undecided=spec.mesh.everywhere)
     t.__dict__["_spec"] = spec.with_(known=known)
     made.__dict__["_spec"] = known
 
@@ -224,10 +224,8 @@ def _finish_write(plan: Plan, tensors: Sequence[Tensor], written: Tensor, result
         if plan.gathered and new.shape != old.shape:  # resize_: what is left of the old layout is of no use
             if value is not target:
                 with as_plain(target) as local:
-                    local.set_(new)  # type: ignore[call-overload]
-            return cast(
-                Tensor, stamp(target, Spec(new.shape, old.dtype, Layout(old.mesh), 0, (1 << old.mesh.ndim) - 1))
-            )
+                    local.set_(new)
+            return cast(Tensor, stamp(target, Spec(new.shape, old.dtype, Layout(old.mesh), 0, old.mesh.everywhere)))
     if plan.back is not None:
         value = _convert_recorded(plan, 0, value, plan.back, _bring_back)
     if value is not target:
@@ -305,17 +303,10 @@ def _run_local(
     if not plan.op.inplace and _saving():  # what is saved must not become another kind of tensor behind its back
         locals_ = _aliases(locals_)
     # Code that looks at .shape must see local tensors as plain ones.
-    swapped = [t for t in locals_ if getattr(type(t), "class_set", False)]
-    kind = type(swapped[0]) if swapped else Tensor
-    for t in swapped:
-        t.__class__ = Tensor
-    try:
+    with as_plain(*locals_):
         given = iter(locals_)
         args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
         return (plan.local or func)(*args, **kwargs)
-    finally:
-        for t in swapped:
-            t.__class__ = kind
 
 
 def _own(plan: Plan, result: Any, tensors: Sequence[Tensor], locals_: Sequence[Tensor]) -> Any:
@@ -389,7 +380,7 @@ def _check_locals(plan: Plan, made: Sequence[Tensor]) -> None:
 def _finish_gathered(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp) -> Any:
     assert plan.mesh is not None
     whole = Layout(plan.mesh)
-    everywhere = (1 << plan.mesh.ndim) - 1
+    everywhere = plan.mesh.everywhere
 
     def spec(t: Tensor) -> Spec:
         return Spec(t.shape, t.dtype, whole, 0, 0 if t.requires_grad else everywhere, plan.copies)

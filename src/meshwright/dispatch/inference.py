@@ -119,7 +119,7 @@ def gathered(
 def _toward(rule: Rule, specs: Sequence[Spec], like: list[tuple[Any, torch.dtype]], outputs: Sequence[Spec]) -> Choice:
     """The choice for wished outputs.  What is replicated may be asked for sliced: that sends nothing either way, since
     a value of which each rank uses its own part has its gradient reduced where it comes from."""
-    free = [s.with_(reduced=(1 << s.mesh.ndim) - 1, undecided=0) for s in specs]
+    free = [s.with_(reduced=s.mesh.everywhere, undecided=0) for s in specs]
     return choose_for(rule, free, like, Wish(tuple(outputs)))
 
 

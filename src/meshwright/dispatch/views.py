@@ -17,7 +17,8 @@ import torch
 from .. import convert, reshard
 from ..errors import DispatchError
 from ..operators import Internal
-from .calls import as_plain, disabled, op_name, tensors_in
+from ..raw import as_plain
+from .calls import disabled, op_name, tensors_in
 from .leaves import lead_root, settle
 from .plans import Plan, written_spec
 
@@ -182,8 +183,8 @@ def _replace(t: Tensor, made: Tensor) -> None:
     source = made.__dict__["_spec"]
     spec = written_spec(t.__dict__["_spec"], source)
     local = convert.apply(reshard.plan(source, spec.with_(dtype=source.dtype)).steps, made)
-    with as_plain(t) as old, as_plain(local) as new:
-        old.copy_(new)
+    with as_plain(t, local):
+        t.copy_(local)
     if torch.is_grad_enabled() and t.requires_grad:
         t.__dict__["_spec"] = spec
         lead_root(t, [t])

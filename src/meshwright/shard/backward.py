@@ -16,12 +16,12 @@ from ..dispatch import disabled
 from ..errors import ShardError
 from ..layout import Shard, Spec
 from ..mesh import Mesh
+from ..raw import bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, held, hold, in_spec, stamp
 from .buckets import Bucket, Buckets
 from .flights import Flight, Reduction, Scattering
 from .packing import Packing
-from .raw import bare, get_grad, set_grad
 
 Tensor = torch.Tensor
 _engine: Any = torch.autograd.Variable._execution_engine

@@ -10,9 +10,9 @@ from .. import collective
 from ..dispatch import disabled
 from ..layout import Partial, Spec
 from ..mesh import Mesh
+from ..raw import get_grad, set_grad
 from ..tensor import Coming, DistTensor, held, hold, in_spec, stamp
 from .packing import Packing
-from .raw import get_grad, set_grad
 
 Tensor = torch.Tensor
 

@@ -8,8 +8,7 @@ same axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +20,7 @@ from ..api import reshard, unshard
 from ..dispatch import disabled, map_tensors, tensors_in
 from ..layout import Partial, Replicate, Shard, Spec
 from ..mesh import Mesh
+from ..raw import as_plain
 from ..rules import COMPOSITES
 from ..tensor import DistTensor, stamp
 
@@ -29,19 +29,6 @@ APART = {"_foreach_max", "_foreach_powsum", "_foreach_mm"}  # not elementwise
 # What may be done to parts of a sum: f(a) + f(b) = f(a + b).
 LINEAR = {"_foreach_zero_", "_foreach_neg", "_foreach_neg_"}
 SCALING = {"_foreach_mul", "_foreach_mul_", "_foreach_div", "_foreach_div_"}
-
-
-@contextmanager
-def plain(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, distributed tensors are the plain local tensors that they are underneath."""
-    swapped: list[Any] = [t for t in tensors if t.__class__ is DistTensor]
-    for t in swapped:
-        t.__class__ = Tensor
-    try:
-        yield
-    finally:
-        for t in swapped:
-            t.__class__ = DistTensor
 
 
 Specs = tuple[Spec | None, ...]
@@ -215,7 +202,7 @@ def unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """``GradScaler``'s check and unscaling; all ranks agree on whether there is a non-finite value."""
     meshes = dict.fromkeys(t._spec.mesh for t in grads if isinstance(t, DistTensor))
     with torch.no_grad(), disabled():
-        with plain(grads):
+        with as_plain(*grads):
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         for mesh in meshes:
             group = collective.group(mesh, tuple(range(mesh.ndim)))
@@ -239,4 +226,4 @@ def _one_by_one_of(name: str) -> Callable[..., Any]:
 
 _register()
 
-__all__ = ["norms", "plain", "split_axes", "unscale"]
+__all__ = ["norms", "split_axes", "unscale"]

@@ -253,7 +253,7 @@ def _plan(names: _Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
             raise
         if layout.partial:
             raise LayoutError(f"{name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
-        plan[name] = Spec(t.shape, t.dtype, layout, undecided=(1 << mesh.ndim) - 1)
+        plan[name] = Spec(t.shape, t.dtype, layout, undecided=mesh.everywhere)
     return plan
 
 
@@ -283,9 +283,7 @@ def _stored(
             )
         dim = chunk_dim(spec, axis)
         if dim is not None:
-            plan[name] = Spec(
-                spec.shape, spec.dtype, spec.layout.replace(axis, Shard(dim)), undecided=(1 << mesh.ndim) - 1
-            )
+            plan[name] = Spec(spec.shape, spec.dtype, spec.layout.replace(axis, Shard(dim)), undecided=mesh.everywhere)
             found[name] = axis
     return found
 

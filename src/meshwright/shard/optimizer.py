@@ -23,9 +23,9 @@ from .. import convert, runtime
 from ..dispatch import disabled, refresh, write_through
 from ..errors import LayoutError, ShardError, takes
 from ..layout import Layout, Partial, Spec
+from ..raw import as_plain, bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, stamp
-from .raw import become, get_grad, set_grad
 from .states import Chunks, Shadow, check_size
 
 Tensor = torch.Tensor
@@ -67,7 +67,7 @@ class Binding:
         self.copies: list[DistTensor] = []
         self.specs: list[Spec] = []
         self.wanted: list[Spec] = []
-        self.swapped: list[Tensor] = []
+        self.swapped: as_plain | None = None
         self.follow(opt)
         if _state_out not in opt._optimizer_state_dict_post_hooks.values():
             opt.register_state_dict_post_hook(_state_out)
@@ -107,15 +107,14 @@ class Binding:
                     g = self._fitted(i, p, g, opt)
                 swapped.append(g)
             swapped += self.params
-            for t in swapped:
-                become(t, Tensor)
-        self.swapped = swapped
+            self.swapped = as_plain(*swapped)
+            self.swapped.__enter__()
 
     def restore(self) -> None:
         """Make them distributed again."""
-        for t in self.swapped:
-            become(t, DistTensor)
-        self.swapped = []
+        if self.swapped is not None:
+            self.swapped.__exit__()
+        self.swapped = None
 
     def _fitted(self, i: int, p: DistTensor, g: Tensor, opt: Optimizer) -> Tensor:
         """A gradient in the layout of its parameter."""
@@ -391,10 +390,7 @@ def local_state(value: Any, spec: Spec, what: str) -> Any:
             if source.shape != spec.shape:
                 return value.as_subclass(Tensor)
             made = convert.apply(plan_conversion(source, target).steps, value)
-            if made is value:
-                made = made.detach()
-            become(made, Tensor)
-            return made
+            return bare(made)
         shape, own = tuple(value.shape), spec.local_shape(spec.mesh.coordinate(runtime.RT.rank))
         if not shape or shape == own:
             return value

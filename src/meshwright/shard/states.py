@@ -17,9 +17,9 @@ from .. import collective, runtime
 from ..dispatch import disabled
 from ..errors import ShardError
 from ..layout import Replicate, Shard, Spec
+from ..raw import bare
 from ..tensor import DistTensor, in_spec
 from .packing import Packing, chunk_dim, cut_over
-from .raw import bare
 from .sync import BUCKET_BYTES
 
 Tensor = torch.Tensor

@@ -33,11 +33,11 @@ from ..dispatch import disabled
 from ..errors import DesyncError, ShardError, takes
 from ..layout import Replicate
 from ..mesh import Mesh
+from ..raw import bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, stamp
 from .backward import Backward, begin, call_after
 from .buckets import Buckets, bits
-from .raw import bare, get_grad, set_grad
 
 Tensor = torch.Tensor
 BUCKET_BYTES = 8 << 20  # small enough for most of the work to overlap with the backward, large enough for bandwidth

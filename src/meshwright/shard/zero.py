@@ -26,12 +26,12 @@ from ..dispatch import disabled, tie
 from ..errors import ShardError
 from ..layout import Spec, chunk_bounds
 from ..mesh import Mesh
+from ..raw import bare
 from ..reshard import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, held, hold, stamp
 from .buckets import STORED
 from .flights import Flight, Scattering, partial_axes
 from .packing import Packing, whole_over
-from .raw import aliased, bare, state_of
 from .saved import Saver, may_save_references
 from .sync import GradSync
 
@@ -140,6 +140,19 @@ class Zero:
         return found
 
 
+def _state_of(p: Tensor) -> tuple[int, int, Any]:
+    """What changes when a tensor is written to, or could have been by a tensor that shares its memory."""
+    return p._version, p.__dict__.get("_shared", 0), p._spec.layout  # type: ignore[attr-defined]
+
+
+def _aliased(p: Tensor) -> bool:
+    """Whether writes to a tensor may go uncounted: somebody holds one that shares its memory (``p.data``)."""
+    if "_shared" not in p.__dict__:
+        return False
+    storage = p.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor and ``storage``
+
+
 def in_backward() -> bool:
     """Whether this thread runs a node of a backward."""
     return torch._C._current_graph_task_id() != -1
@@ -161,7 +174,7 @@ def seen_spec(p: DistTensor, learning: bool = True) -> Spec:
     axis, spec = stored_axis(p), p._spec
     layout = whole_over(spec, axis)
     if not learning:
-        return Spec(spec.shape, spec.dtype, layout, undecided=(1 << spec.mesh.ndim) - 1)
+        return Spec(spec.shape, spec.dtype, layout, undecided=spec.mesh.everywhere)
     return Spec(spec.shape, spec.dtype, layout, spec.reduced | 1 << axis, spec.undecided)
 
 
@@ -207,7 +220,7 @@ class Unit:
     def start(self) -> None:
         """Start to gather ahead of use, unless that is under way or may be in vain."""
         ahead = self.zero.ahead()
-        if self not in ahead and not any(aliased(p) for p in self.params):
+        if self not in ahead and not any(_aliased(p) for p in self.params):
             ahead[self] = self._begin()
 
     def _begin(self) -> tuple[Any, list[Any]]:
@@ -216,7 +229,7 @@ class Unit:
 
     def state(self) -> list[Any]:
         """What changes when a parameter is written to."""
-        return [state_of(p) for p in self.params]
+        return [_state_of(p) for p in self.params]
 
     def _parts(self) -> list[tuple[int, list[DistTensor]]]:
         """Parameters that travel together: same axis, same dtype."""
@@ -328,7 +341,7 @@ class Seen:
             return None
         if self.wholes and self.wholes[i]._version != self.versions[i]:
             self.keep()
-        if not self.wholes or self.states[i] != state_of(p) or aliased(p):
+        if not self.wholes or self.states[i] != _state_of(p) or _aliased(p):
             self._gather()
         recorded = torch.is_grad_enabled()
         made = self.made.get(recorded)
@@ -352,7 +365,7 @@ class Seen:
         here = self.unit.zero.mesh.coordinate(runtime.RT.rank) if changed else ()
         for i in changed:
             p, t = self.unit.params[i], self.wholes[i]
-            if state_of(p) != self.states[i]:
+            if _state_of(p) != self.states[i]:
                 raise ShardError(
                     f"{p.__dict__.get('_param_name', 'a parameter')} is stored split, and in one forward was written "
                     "to both through a view of it and through its detach() or data: say one of them"
@@ -365,7 +378,7 @@ class Seen:
             lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
             with torch.no_grad(), disabled():
                 bare(p).copy_(t.narrow(dim, lo, hi - lo))
-            self.states[i], self.versions[i] = state_of(p), t._version
+            self.states[i], self.versions[i] = _state_of(p), t._version
         if changed and self.saver is not None:
             self.saver.note(self.wholes)
 
@@ -380,7 +393,7 @@ class Seen:
             if states[i] != self.states[i]:
                 with torch.no_grad():
                     t.copy_(self.wholes[i])
-            if not aliased(unit.params[i]):
+            if not _aliased(unit.params[i]):
                 self.wholes[i] = t
         self.versions = [t._version for t in self.wholes]
         if self.saver is not None:

@@ -17,14 +17,13 @@ from ..dispatch import call_disabled, disabled, refresh, remember_detached, sett
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
+from ..raw import bare, get_grad
 from .standin import itself, stands_in
 
 Tensor = torch.Tensor
 NO: dict[str, Any] = {}
 
 BASE: Any = Tensor  # its properties as descriptors, to be called with dispatch disabled
-GET_GRAD = BASE.grad.__get__
-SET_GRAD = BASE.grad.__set__
 _DETACH = Tensor.detach
 _GET_REQUIRES = BASE.requires_grad.__get__
 _GET_DATA = BASE.data.__get__
@@ -185,9 +184,7 @@ class DistTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refresh(self, call_enabled)
-        with disabled():
-            local = Tensor.detach(self)
-        local.__class__ = Tensor
+        local = bare(self)
         spec = self._spec.with_(copied=False)
         about = {
             "mesh": mesh_data(spec.mesh),
@@ -215,7 +212,7 @@ class DistTensor(torch.Tensor):
     def data(self) -> DistTensor:
         """The tensor without its history, sharing memory (writes to one are not counted for the other)."""
         itself(self)
-        spec = self._spec.with_(undecided=every_axis(self._spec), stored=False)
+        spec = self._spec.with_(undecided=self._spec.mesh.everywhere, stored=False)
         made = stamp(call_disabled(_GET_DATA, (), (self,), NO), spec)
         share(self, made)
         remember_detached(self, made)
@@ -241,7 +238,7 @@ class DistTensor(torch.Tensor):
         """
         itself(self)
         spec = self._spec
-        undecided = every_axis(spec)
+        undecided = spec.mesh.everywhere
         made = stamp(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=undecided, stored=False))
         remember_detached(self, made)
         return made
@@ -340,7 +337,7 @@ def plain(t: Tensor) -> Tensor:
 
 def raw_grad(t: Tensor) -> Tensor | None:
     """What autograd's slot for the gradient holds."""
-    return cast("Tensor | None", call_disabled(GET_GRAD, (), (t,), NO))
+    return cast("Tensor | None", call_disabled(get_grad, (), (t,), NO))
 
 
 def share(*tensors: Tensor) -> None:
@@ -351,11 +348,6 @@ def share(*tensors: Tensor) -> None:
     for t in tensors:
         t.__dict__["_shared"] = t.__dict__.get("_shared", 0) + 1
         t.__dict__.pop("_memo", None)
-
-
-def every_axis(spec: Spec) -> int:
-    """The mask of all axes."""
-    return (1 << spec.mesh.ndim) - 1
 
 
 def _rebuild(local: Tensor, about: dict[str, Any]) -> DistTensor:

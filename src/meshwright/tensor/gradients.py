@@ -20,7 +20,8 @@ from .. import convert, reshard
 from ..dispatch import call_disabled, disabled
 from ..errors import LayoutError
 from ..layout import Spec
-from .carrier import GET_GRAD, NO, SET_GRAD, DistTensor, as_layout_of, raw_grad, stamp
+from ..raw import get_grad, set_grad
+from .carrier import NO, DistTensor, as_layout_of, raw_grad, stamp
 
 Tensor = torch.Tensor
 
@@ -68,19 +69,19 @@ def _merge(p: DistTensor, kept: DistTensor, slot: Tensor) -> None:
         if kept._spec.layout.partial:
             total = Tensor.add(kept, _converted(slot, spec, kept._spec))
             hold(p, stamp(total, kept._spec))
-            SET_GRAD(p, None)
+            set_grad(p, None)
         else:
             total = Tensor.add(slot, _converted(kept, kept._spec, spec))
             hold(p, None)
-            SET_GRAD(p, stamp(total, spec))
+            set_grad(p, stamp(total, spec))
 
 
 def _get(self: DistTensor) -> DistTensor | None:
     # Optimizers and clipping read it several times a step for each parameter: no more than must be here.
-    found: Any = call_disabled(GET_GRAD, (), (self,), NO)
+    found: Any = call_disabled(get_grad, (), (self,), NO)
     if "_held" in self.__dict__:
         kept = held(self)
-        found = call_disabled(GET_GRAD, (), (self,), NO)  # another one, if what was held came into the slot
+        found = call_disabled(get_grad, (), (self,), NO)  # another one, if what was held came into the slot
         if kept is None or found is None:
             return kept if found is None else found
         _merge(self, kept, found)
@@ -93,19 +94,19 @@ def _get(self: DistTensor) -> DistTensor | None:
 def _set(self: DistTensor, value: Any) -> None:
     spec = self._spec
     if value is None or (value.__class__ is DistTensor and value._spec is spec.grad() and not spec.undecided):
-        call_disabled(SET_GRAD, (), (self, value), NO)
+        call_disabled(set_grad, (), (self, value), NO)
         self.__dict__.pop("_held", None)
         return
     given = _checked(self, value)
     with disabled():
         if Tensor.size(given) == Tensor.size(self):
-            SET_GRAD(self, given)
+            set_grad(self, given)
             hold(self, None)
             _guard(self, given._spec)
         elif given.dtype is not self.dtype:  # the slot would refuse it too
             raise RuntimeError(f"assigned grad has dtype {given.dtype}, its tensor {self.dtype}: they must be equal")
         else:
-            SET_GRAD(self, None)
+            set_grad(self, None)
             hold(self, given)
 
 
@@ -158,7 +159,7 @@ def _convert_slot(p: DistTensor) -> None:
         return
     with disabled():  # with history, where this backward is to be differentiated
         local = _converted(found, source, target)
-        SET_GRAD(p, stamp(local.clone() if local is found else local, target))
+        set_grad(p, stamp(local.clone() if local is found else local, target))
 
 
 def _delete(self: DistTensor) -> None:

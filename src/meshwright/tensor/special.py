@@ -12,7 +12,7 @@ from torch import Tensor
 from ..dispatch import call_disabled
 from ..errors import DispatchError
 from .autograd import backward, grad
-from .carrier import DistTensor, every_axis
+from .carrier import DistTensor
 from .memory import READERS
 
 
@@ -48,7 +48,7 @@ def _detach(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _detach_in_place(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = args
     call_disabled(func, types, args, kwargs)
-    x._spec = x._spec.with_(reduced=0, undecided=every_axis(x._spec))
+    x._spec = x._spec.with_(reduced=0, undecided=x._spec.mesh.everywhere)
     return x
 
 

@@ -256,7 +256,7 @@ def _batch_wish(wish: Any, name: str) -> Any:
 def _laid(
     model: nn.Module, captured: Captured, completed: Completed, mesh: Mesh, plan: Plan
 ) -> tuple[Laid, dict[str, Spec], dict[str, Layout]]:
-    everywhere = (1 << mesh.ndim) - 1
+    everywhere = mesh.everywhere
     specs: dict[str, Spec] = {}
     params: dict[str, Spec] = {}
     for source in captured.sources:

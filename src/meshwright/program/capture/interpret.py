@@ -204,7 +204,7 @@ class Interpreter:
             spec = x.__dict__["_spec"]
             made = x.detach() if name == "detach" else x.detach_()
             remember_detached(x, made)
-            return stamp(made, spec.with_(reduced=0, undecided=(1 << spec.mesh.ndim) - 1))
+            return stamp(made, spec.with_(reduced=0, undecided=spec.mesh.everywhere))
         plan = self._plan(func, args, kwargs)
         if plan.run is not None:
             with self.mode:

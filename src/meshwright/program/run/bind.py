@@ -15,6 +15,7 @@ from ...convert import apply
 from ...dispatch import disabled
 from ...errors import ProgramError
 from ...layout import Layout, Spec
+from ...raw import bare
 from ...reshard import plan as plan_conversion
 from ...tensor import DistTensor, stamp
 from ..capture.optimizers import parts_of
@@ -286,13 +287,7 @@ def lying(t: Tensor, value: Value) -> Tensor:
 def local(t: Tensor) -> Tensor:
     """The local tensor as a plain alias that shares memory and version."""
     with torch.no_grad(), disabled():
-        return t.detach().as_subclass(Tensor) if not isinstance(t, DistTensor) else _bare(t)
-
-
-def _bare(t: DistTensor) -> Tensor:
-    made = Tensor.detach(t)
-    made.__class__ = Tensor
-    return made
+        return t.detach().as_subclass(Tensor) if not isinstance(t, DistTensor) else bare(t)
 
 
 def part(t: Any, spec: Spec) -> Tensor:
@@ -303,7 +298,7 @@ def part(t: Any, spec: Spec) -> Tensor:
                 f"a batch tensor of shape {tuple(t.shape)} lies as {t.layout!r}, the program expects {spec.layout!r}: "
                 "give it so (shard_dataloader), or give plain tensors with the global values"
             )
-        return _bare(t)
+        return bare(t)
     whole = Spec(spec.shape, spec.dtype, Layout(spec.mesh))
     with torch.no_grad():
         made = apply(plan_conversion(whole, spec.with_(undecided=0, reduced=0)).steps, t)
