@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from meshwright.cli import app
-from meshwright.train import TrainConfig, command
+import meshwright as mw
+from meshwright.cli import Commands, app
+from meshwright.cli import train as command
+from meshwright.cli.options import options_of, values_of
+from meshwright.train import OptionError, TrainConfig, launch
+from meshwright.train.options import COUNT, option, options_in
 
 RUNNER = CliRunner()
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -39,10 +46,15 @@ def test_help_and_version() -> None:
     assert run().exit_code == 2  # no command: the help
 
 
+@pytest.mark.parametrize("name", Commands.listed)
+def test_help_lists_the_first_lines_of_commands(name: str) -> None:
+    assert Commands.listed[name] in " ".join(plain(run(name, "--help").output).split())
+
+
 def test_help_of_train_names_every_option() -> None:
     text = plain(run("train", "--help").output)
-    for field in fields(TrainConfig):  # --pass is given once for each of the passes
-        assert "--" + {"passes": "pass"}.get(field.name, field.name).replace("_", "-") in text
+    for made in options_in(TrainConfig).values():
+        assert made.flag in text
     for more in ("--json", "--plot", "--no-plot", "Exit codes", "standard library"):
         assert more in text
     assert run("train", "-h").exit_code == 0
@@ -52,7 +64,7 @@ def test_every_option_reaches_the_config(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "a").write_bytes(b"x" * 99)
     (tmp_path / "b").write_bytes(b"y" * 99)
     seen: list[TrainConfig] = []
-    monkeypatch.setattr(command, "run_processes", lambda config, show: seen.append(config))
+    monkeypatch.setattr(launch, "run_processes", lambda config, show: seen.append(config))
     line = (
         "train --mesh dp=2,tp=3 --threads 2 --seq 9 --batch 6 --steps 7 --accumulate 2 --optimizer sgd "
         "--lr 0.5 --clip 1.5 --seed 4 --layers 1 --hidden 12 --heads 3 --tie --dropout 0.25 --dtype float64 "
@@ -66,6 +78,38 @@ def test_every_option_reaches_the_config(monkeypatch: pytest.MonkeyPatch, tmp_pa
         hidden=12, heads=3, seq=9, batch=6, steps=7, accumulate=2, optimizer="sgd", lr=0.5, clip=1.5,
         dropout=0.25, tie=True, seed=4, dtype="float64", verify=True, threads=2,
     )  # fmt: skip
+
+
+def test_a_new_option_is_one_field() -> None:
+    @dataclass(frozen=True)
+    class More(TrainConfig):
+        warmup: int = option(1, "--warmup", "Training", "Steps until the learning rate is reached.", COUNT)
+
+    made, seen = typer.Typer(), []
+
+    @made.command()
+    @options_of(More)
+    def more(**given: Any) -> None:
+        seen.append(More(**values_of(More, given)))
+
+    assert RUNNER.invoke(made, ["--warmup", "3", "--mesh", "dp=2", "--data", "a"]).exit_code == 0
+    assert seen == [More(warmup=3, mesh=(("dp", 2),), data=("a",))]
+    text = plain(RUNNER.invoke(made, ["--help"], env={"COLUMNS": "200"}).output)
+    assert "Steps until the learning rate is reached." in text
+    with pytest.raises(OptionError, match=r"--warmup 0: at least 1 was expected"):
+        More(warmup=0)
+
+
+def test_what_is_wrong_is_said_without_pytorch() -> None:
+    """The package itself is skipped, which imports everything."""
+    folder = str(Path(mw.__file__).parent)
+    code = (
+        "import sys, types; package = types.ModuleType('meshwright'); package.__path__ = [sys.argv[1]]; "
+        "sys.modules['meshwright'] = package; from meshwright.cli import check, explain, train; "
+        "from meshwright.train import TrainConfig; from meshwright.train.text import load_text; "
+        "TrainConfig(mesh=(('dp', 2),), states_over='dp'); load_text((), 64); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, folder], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +150,7 @@ def test_bad_input_is_refused_before_anything_starts(
     def never(*args: Any) -> None:
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr(command, "run_processes", never)
+    monkeypatch.setattr(launch, "run_processes", never)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("short")
     result = run("train", *words.split())
@@ -168,10 +212,10 @@ def test_failures_have_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for error, code, text in (
         (KeyboardInterrupt(), 130, "interrupted"),
-        (command.RankError("rank 1 of 2 failed:\nboom [x]"), 1, "error: rank 1 of 2 failed:\nboom [x]"),
+        (launch.RankError("rank 1 of 2 failed:\nboom [x]"), 1, "error: rank 1 of 2 failed:\nboom [x]"),
         (command.MeshwrightError("bad"), 2, "error: bad"),
     ):
-        monkeypatch.setattr(command, "run_processes", fail(error))
+        monkeypatch.setattr(launch, "run_processes", fail(error))
         result = run("train", "--no-plot")
         assert result.exit_code == code
         assert text in result.stderr

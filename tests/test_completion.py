@@ -21,7 +21,7 @@ MESH = mw.Mesh({"dp": 2, "tp": 2})
 CONFIG = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=2, hidden=64, heads=4, seq=16, batch=4)
 BATCH = (torch.zeros(4, 16, dtype=torch.long), torch.zeros(4, 16, dtype=torch.long))
 DP = {"dp": S(0)}
-MEGATRON = {n: p for n, p in plan_for(MESH).parameters.items() if n.startswith("*")}  # of the blocks alone
+MEGATRON = {n: p for n, p in plan_for(MESH).layouts.items() if n.startswith("*")}  # of the blocks alone
 
 
 def gpt(layouts: Any = (), model: nn.Module | None = None, batch: Any = None, **plan: Any) -> Built:

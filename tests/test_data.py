@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from meshwright.errors import DataError
-from meshwright.train.data import LIMIT, Corpus, Windows, load_corpus, standard_library
+from meshwright.train.data import Corpus, Windows, load_corpus
+from meshwright.train.text import LIMIT, standard_library
 
 
 def write(folder: Path, name: str, text: bytes) -> str:

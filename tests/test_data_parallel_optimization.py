@@ -99,7 +99,7 @@ def classes(model: nn.Module, batch: Any) -> Tensor:
 def gpt(axes: dict[str, int], tie: bool = False) -> tuple[Any, ...]:
     cfg = TrainConfig(mesh=tuple(axes.items()), layers=2, hidden=48, heads=6, seq=12, batch=8, dtype="float64", tie=tie)
     plan = plan_for(mw.Mesh(axes), sequence_parallel=False, tie=tie)
-    options = {"layouts": plan.parameters, "batch": plan.batch, "inputs": plan.inputs, "outputs": plan.outputs}
+    options = {"layouts": plan.layouts, "batch": plan.batch, "inputs": plan.inputs, "outputs": plan.outputs}
     ids = [torch.randint(0, 256, (8, 12)) for _ in range(2)]
     return GPT(cfg), (lambda m, b: loss_of(m, *b)), tuple(ids), options
 

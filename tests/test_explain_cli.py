@@ -14,8 +14,10 @@ from typer.testing import CliRunner, Result
 
 import meshwright as mw
 from meshwright.cli import app
-from meshwright.explain_cli import llama
 from meshwright.program import build
+from meshwright.train.config import StepConfig
+from meshwright.train.model import GPT, loss_of
+from meshwright.train.plan import plan_for
 
 SMALL = ("--layers", "2", "--hidden", "32", "--heads", "4", "--seq", "8")
 OWN = """
@@ -79,6 +81,8 @@ def test_options_of_the_step() -> None:
     assert stored["collectives"]["all_gather"] > 0
     assert stored["rank"] == 3
     assert stored["memory"]["at_peak"]["parameters"] < plain["memory"]["at_peak"]["parameters"] / 3
+    states = data("--mesh", "dp=4", *SMALL, "--states-over", "dp")
+    assert states["memory"]["at_peak"]["states"] < plain["memory"]["at_peak"]["states"] / 3
     clipped = data("--mesh", "tp=2", *SMALL, "--clip", "1", "--optimizer", "sgd", "--tie", "--dropout", "0.1")
     assert [r["role"] for r in clipped["records"]].count("optimizer") == 1
     split = data("--mesh", "tp=2", *SMALL, "--sequence-parallel", "--dtype", "bfloat16")
@@ -162,9 +166,14 @@ def test_bad_input(own: str, args: tuple[str, ...], message: str) -> None:
 # ------------------------------------------------------------------------------------------ Llama
 
 
-def small_llama() -> tuple[llama.Llama, Any]:
+def llama_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return loss_of(model, *batch)
+
+
+def small_llama() -> tuple[GPT, Any]:
     torch.manual_seed(0)
-    model = llama.Llama(2, 32, 4, 48, 64, 12).double()
+    config = StepConfig(layers=2, hidden=32, heads=4, seq=12, dtype="float64")
+    model = GPT(config, vocabulary=64, llama=True)
     ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     return model, (ids, ids.roll(-1, 1))
 
@@ -175,7 +184,7 @@ def test_llama_trains_as_on_one_device(sequence_parallel: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     want = []
     for _ in range(3):
-        loss = llama.loss_of(model, batch)
+        loss = llama_loss(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -184,9 +193,9 @@ def test_llama_trains_as_on_one_device(sequence_parallel: bool) -> None:
 
     def steps() -> list[float]:
         model, batch = small_llama()
-        plan = llama.plan_for(mesh, sequence_parallel=sequence_parallel)
+        plan = plan_for(mesh, sequence_parallel=sequence_parallel, few=True)
         step = mw.compile_step(
-            model, llama.loss_of, torch.optim.AdamW(model.parameters(), lr=1e-2), batch, mesh=mesh,
+            model, llama_loss, torch.optim.AdamW(model.parameters(), lr=1e-2), batch, mesh=mesh,
             layouts=plan.layouts, batch=plan.batch, inputs=plan.inputs, outputs=plan.outputs,
         )  # fmt: skip
         return [step(batch).item() for _ in range(3)]
@@ -199,14 +208,15 @@ def test_llama_from_few_words() -> None:
     """Two weights of each layer and the vocabulary are said; all others follow."""
     mesh = mw.Mesh({"dp": 2, "tp": 4})
     with torch.device("meta"):
-        model, ids = llama.Llama(2, 64, 4, 128, 256, 16), torch.empty(4, 16, dtype=torch.long)
-    made = build(model, llama.loss_of, None, (ids, ids), mesh, llama.plan_for(mesh))
+        config = StepConfig(layers=2, hidden=64, heads=4, seq=16)
+        model, ids = GPT(config, "meta", llama=True), torch.empty(4, 16, dtype=torch.long)
+    made = build(model, llama_loss, None, (ids, ids), mesh, plan_for(mesh, few=True))
     placed = {n: s.layout.placements[1] for n, s in made.stored.items()}
     for name in ("query", "key", "value"):
-        assert placed[f"layers.1.attention.{name}.weight"] == mw.Shard(0)
+        assert placed[f"blocks.1.attention.{name}.weight"] == mw.Shard(0)
     for name in ("gate", "up"):
-        assert placed[f"layers.1.mlp.{name}.weight"] == mw.Shard(0)
-    assert placed["layers.1.norm1.weight"] == mw.Replicate()
+        assert placed[f"blocks.1.mlp.{name}.weight"] == mw.Shard(0)
+    assert placed["blocks.1.norm1.weight"] == mw.Replicate()
     forward = [n for n in made.program.collectives() if n.meta["role"] == "forward"]
     assert len(forward) == 2 * 2 + 3
 

@@ -63,7 +63,7 @@ def parts(
     plan = plan_for(described, sequence_parallel=sequence_parallel, tie=tie)
     ids = torch.zeros(batch, seq, dtype=torch.long, device=device)
     made = Plan(
-        layouts=plan.parameters, batch=plan.batch, inputs=plan.inputs, outputs=plan.outputs, stored_over=stored_over,
+        layouts=plan.layouts, batch=plan.batch, inputs=plan.inputs, outputs=plan.outputs, stored_over=stored_over,
         clip_grad_norm=clip,
     )  # fmt: skip
     return model, torch.optim.AdamW(model.parameters()), (ids, ids), described, made

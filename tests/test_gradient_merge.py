@@ -71,7 +71,7 @@ def gpt_case(axes: dict[str, int], tie: bool = False, sp: bool = False, dtype: t
 
     torch.manual_seed(0)
     plan = plan_for(mw.Mesh(axes), sequence_parallel=sp, tie=tie)
-    options = {"layouts": plan.parameters, "batch": plan.batch, "inputs": plan.inputs, "outputs": plan.outputs}
+    options = {"layouts": plan.layouts, "batch": plan.batch, "inputs": plan.inputs, "outputs": plan.outputs}
     return GPT(cfg).to(dtype), lambda m, b: loss_of(m, *b), data, options, 0
 
 

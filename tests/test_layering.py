@@ -29,7 +29,7 @@ LAYERS = (
     ),
     *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard"),
     *("program", "passes", "explain", "compile", "testing"),
-    *(FACADE, "train", "explain_cli", "cli", "__main__"),
+    *(FACADE, "train", "cli", "__main__"),
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes
 # mesh, layout and api speak torch's DeviceMesh, placements and DTensor; runtime reads rank and world.

@@ -49,7 +49,7 @@ def test_gpt(axes: dict[str, int], more: dict[str, Any]) -> None:
     g = torch.Generator().manual_seed(1)
     batches = [tuple(torch.randint(0, 256, (6, 18), generator=g) for _ in "xy") for _ in range(4)]
     compare(
-        lambda: GPT(config), lambda m, b: loss_of(m, *b), batches, mesh, layouts=plan.parameters, batch=plan.batch,
+        lambda: GPT(config), lambda m, b: loss_of(m, *b), batches, mesh, layouts=plan.layouts, batch=plan.batch,
         inputs=plan.inputs, outputs=plan.outputs, clip=more.get("clip"), **step,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ ops = torch.ops.meshwright
 def program_of(rank: int = 0, **more: Any) -> Program:
     config = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=1, hidden=32, heads=4, seq=16, batch=4)
     model, plan = GPT(config, "meta"), plan_for(MESH, sequence_parallel=True)
-    wishes = Plan(plan.parameters, plan.batch, inputs=plan.inputs, outputs=plan.outputs, **more)
+    wishes = Plan(plan.layouts, plan.batch, inputs=plan.inputs, outputs=plan.outputs, **more)
     optimizer = torch.optim.AdamW(model.parameters())
     return build(model, lambda m, b: loss_of(m, *b), optimizer, BATCH, MESH, wishes, rank=rank).program
 

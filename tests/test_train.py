@@ -18,7 +18,8 @@ import meshwright as mw
 from meshwright import runtime
 from meshwright.cli import app
 from meshwright.errors import DataError, DesyncError, MeshError
-from meshwright.train import OptionError, Summary, TrainConfig, command, loop, show, train
+from meshwright.train import OptionError, TrainConfig, launch, loop, show
+from meshwright.train.loop import Summary, train
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
 from meshwright.train.plot import draw
@@ -271,7 +272,7 @@ def test_every_glob_of_the_plan_matches(tie: bool, sequence_parallel: bool) -> N
     model = GPT(replace(SMALL, tie=tie))
     plan = plan_for(mw.Mesh({"dp": 2, "tp": 2}), sequence_parallel=sequence_parallel, tie=tie)
     names, modules = dict(model.named_parameters()), dict(model.named_modules())
-    for globs, among in ((plan.parameters, names), (plan.inputs, modules), (plan.outputs, modules)):
+    for globs, among in ((plan.layouts, names), (plan.inputs, modules), (plan.outputs, modules)):
         for glob in globs:
             assert any(fnmatch(name, glob) for name in among), glob
     assert bool(plan.inputs) == sequence_parallel
@@ -474,7 +475,7 @@ def test_failed_verification_has_exit_code_1(text: str, monkeypatch: pytest.Monk
             listener(kind, values)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "run_processes", replay)
+    monkeypatch.setattr(launch, "run_processes", replay)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     result = CliRunner().invoke(app, ["train", "--verify", "--data", text, "--seq", "8", "--json"])

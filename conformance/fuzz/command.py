@@ -14,7 +14,7 @@ from . import Tally, campaign
 
 FOUND = 1
 
-app = typer.Typer(rich_markup_mode="rich")
+app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 Count = Annotated[int, typer.Option("--count", min=1, help="How many programs.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the first one; each program has its own.")]

@@ -16,7 +16,7 @@ from .scoring import VERDICTS, Score, score
 
 BAD_INPUT = 2
 
-app = typer.Typer(rich_markup_mode="rich")
+app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Cases, one JSON object a line.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]

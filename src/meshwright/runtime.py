@@ -27,8 +27,8 @@ import torch.distributed.nn.functional
 from .errors import CollectiveError, MeshError
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
-# The models of the main job and of `meshwright explain` are user code.
-_EXAMPLES = (os.path.join(_OWN, "train"), os.path.join(_OWN, "explain_cli"))
+# The main job is user code.
+_EXAMPLES = os.path.join(_OWN, "train")
 _NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)))
 
 

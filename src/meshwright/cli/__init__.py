@@ -8,29 +8,37 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
-import torch
 import typer
 
 from meshwright.errors import MeshError
-from meshwright.explain_cli import explain
 from meshwright.launchers import launched
-from meshwright.train.command import train
 
-from . import check, rules
+from .lazy import LazyGroup
 
-# Name to (function, settings of its context): one line per command, which lives with what it runs.
-COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "train": (train, {"allow_extra_args": True}),  # the second and later files of --data FILE...
-    "explain": (explain, {}),
-    "rules": (rules.rules, {}),
-}
+
+class Commands(LazyGroup):
+    """Each is a file of this package with its ``app``."""
+
+    listed: ClassVar = {
+        "train": "Train a byte-level GPT on real text, across a mesh of processes.",
+        "explain": "Show what a training step sends and holds on a mesh, and why, with no devices and no processes.",
+        "rules": "List the rules: op, kind, notation for an example, linear groups, where it is written.",
+        "check": "Check the rules against yardsticks, and random programs against one device.",
+    }
+
+    def load(self, name: str) -> typer.Typer:
+        """The command."""
+        app: typer.Typer = import_module(f"{__name__}.{name}").app
+        return app
+
 
 app = typer.Typer(
     name="meshwright",
+    cls=Commands,
     help="Semi-automatic parallel training for PyTorch.",
     epilog="meshwright COMMAND --help explains a command.",
     no_args_is_help=True,
@@ -43,7 +51,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"meshwright {version('meshwright')} (torch {torch.__version__})")
+        typer.echo(f"meshwright {version('meshwright')} (torch {version('torch')})")
         raise typer.Exit
 
 
@@ -60,11 +68,6 @@ def root(
         context.obj = launched()
     except MeshError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-for _name, (_command, _settings) in COMMANDS.items():
-    app.command(_name, context_settings=_settings)(_command)
-app.add_typer(check.app, name="check")
 
 
 _SPELLED = {"×": "x", "→": "->", "…": "...", "≤": "<=", "≥": ">=", "–": "-", "±": "+-", "·": "."}

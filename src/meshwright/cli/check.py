@@ -10,9 +10,9 @@ from typing import ClassVar
 import typer
 
 from .lazy import LazyGroup
+from .options import BAD_INPUT, complain
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-BAD_INPUT = 2
 
 
 class Yardsticks(LazyGroup):
@@ -26,10 +26,9 @@ class Yardsticks(LazyGroup):
     def load(self, name: str) -> typer.Typer:
         """The command; ends with 2 where this is not a checkout."""
         if not (CHECKOUT / "conformance" / name / "command.py").is_file():
-            typer.echo(
-                f"error: meshwright check {name} is conformance/{name} of the repository, which is not installed: "
-                "clone it, pip install -e it, and run this again",
-                err=True,
+            complain(
+                f"meshwright check {name} is conformance/{name} of the repository, which is not installed: "
+                "clone it, pip install -e it, and run this again"
             )
             raise typer.Exit(BAD_INPUT)
         if str(CHECKOUT) not in sys.path:
@@ -38,7 +37,7 @@ class Yardsticks(LazyGroup):
         return app
 
 
-app = typer.Typer(cls=Yardsticks, no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer(cls=Yardsticks, no_args_is_help=True, rich_markup_mode="rich", add_completion=False)
 
 
 @app.callback()

@@ -1,4 +1,4 @@
-"""``meshwright rules``: the book of rules on the command line."""
+"""``meshwright rules``: the book of rules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from meshwright.errors import RuleError
 from meshwright.rules import partial_table
 from meshwright.rules import rules as listed
 
-BAD_INPUT = 2
+from .options import BAD_INPUT, complain
+
+app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 
+@app.command()
 def rules(
     pattern: Annotated[str, typer.Argument(metavar="PATTERN", help="A name of an op, or a glob.")] = "*",
     partial: Annotated[
@@ -30,5 +33,5 @@ def rules(
         for entry in listed(pattern):
             typer.echo(str(entry))
     except RuleError as error:
-        typer.echo(f"error: {error}", err=True)
+        complain(error)
         raise typer.Exit(BAD_INPUT) from None

@@ -2,20 +2,24 @@
 
 Read it in this order:
 
+    options   fields of a dataclass that are options
     config    the options as one frozen value, checked before anything starts
-    data      bytes of files, and the same random windows of them on every rank
+    text      bytes of files
+    data      the same random windows of them on every rank
     model     the GPT: plain PyTorch, nothing about distribution in it
     plan      the Megatron layout of that model, as globs to placements
     loop      one training step on a mesh, and the loop around it
     verify    the same training on one device, and the comparison
     launch    processes: our own, or those of a launcher
     show      what the terminal shows;  plot: the picture of the loss
-    command   the command line
+
+The command line is ``meshwright.cli.train``.  What that needs to say what is wrong with options or files (``options``,
+``config``, ``text``) does without PyTorch.
 """
 
 from __future__ import annotations
 
-from .config import OptionError, TrainConfig
-from .loop import Summary, train
+from .config import TrainConfig
+from .options import OptionError
 
-__all__ = ["OptionError", "Summary", "TrainConfig", "train"]
+__all__ = ["OptionError", "TrainConfig"]

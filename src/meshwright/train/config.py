@@ -1,108 +1,112 @@
-"""The options of a training run as one frozen value."""
+"""The options of a training step, and of a training run, as frozen values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from meshwright.errors import MeshError
+from meshwright.mesh import Mesh, parse_mesh
 
-import meshwright as mw
-from meshwright.errors import MeshError, MeshwrightError
-from meshwright.passes import PassManager
+from .options import COUNT, POSITIVE, PROBABILITY, OptionError, check_bounds, one_of, option
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-OPTIMIZERS = ("adamw", "sgd")
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.passes import PassManager
+
+DTYPES = ("float64", "float32", "bfloat16")
 LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
+OPTIMIZERS = tuple(LEARNING_RATES)
 DEVICES = ("cpu", "cuda")
 VOCABULARY = 256  # one entry per byte
 MOMENTUM = 0.9
 MERGE = "gradient-merge"  # the pass that accumulates
+AXES = {"dp": "splits the batch", "tp": "splits heads, MLP and vocabulary"}  # of the plan of the built-in models
+# dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
+# mathematics.  bfloat16 has 8 bits, so sums in another order differ in the second digit: there the bound only
+# tells a wrong step from a right one.
+TOLERANCES = {"float64": (1e-9, 1e-8), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-1)}
+
+MESH, MODEL, TRAINING, SPLITTING = "Mesh", "Model", "Training", "Splitting more"
+PROGRAM, OUTPUT = "Static program", "Output"
 
 
-class OptionError(MeshwrightError, ValueError):
-    """Options of a training run that do not fit together."""
+def read_mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """``"dp=2,tp=4"`` as axes and sizes.  Raises MeshError."""
+    mesh = parse_mesh(text)
+    return tuple(zip(mesh.axes, mesh.sizes, strict=True))
+
+
+def check_axes(mesh: Mesh) -> None:
+    """Raises MeshError for an axis that the plan of the built-in models knows nothing to do with."""
+    unknown = [a for a in mesh.axes if a not in AXES]
+    if unknown:
+        known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
+        raise MeshError(
+            f"axis {unknown[0]!r} of {mesh!r}: the plan of this model does not know it. It knows {known}; "
+            "e.g. --mesh dp=2,tp=2"
+        )
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """What ``meshwright train`` was asked for.
+class StepConfig:
+    """A training step of a built-in model, as ``train`` runs and ``explain`` explains it.
 
     Attributes:
-        mesh: axis name to size, outermost first; the plan knows ``dp`` and ``tp``.
-        data: files to train on; empty: the sources of Python's standard library.
-        stored_over: axis over which parameters are stored split (ZeRO-3), or None.
-        states_over: axis over which optimizer states are split (ZeRO-1/2), or None.
-        layers, hidden, heads: size of the model.
-        seq: bytes per window.
-        batch: windows per micro-step, over all ranks.
-        accumulate: micro-steps per step; the loss is their mean.
-        lr: learning rate; None: the default of the optimizer.
-        clip: largest norm of all gradients together, or None.
-        static: train through a captured step (``mw.compile_step``) instead of eagerly.
+        mesh: axis name to size, outermost first.
         passes: of the captured step, as ``meshwright.passes.parse`` reads them.
-        verify: train the same model on one device too, and compare every step.
-        threads: threads of each process inside one op.
     """
 
-    mesh: tuple[tuple[str, int], ...] = (("dp", 1),)
-    data: tuple[str, ...] = ()
-    stored_over: str | None = None
-    states_over: str | None = None
-    sequence_parallel: bool = False
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    seq: int = 64
-    batch: int = 8
-    steps: int = 50
-    accumulate: int = 1
-    optimizer: str = "adamw"
-    lr: float | None = None
-    clip: float | None = None
-    dropout: float = 0.0
-    tie: bool = False
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "cpu"
-    static: bool = False
-    passes: tuple[str, ...] = ()
-    verify: bool = False
-    threads: int = 1
+    mesh: tuple[tuple[str, int], ...] = option(
+        (("dp", 1),), "--mesh", MESH,
+        "Named axes and their sizes; of the built-in models [bold]dp[/] splits the batch, [bold]tp[/] the model.",
+        metavar="AXIS=SIZE,...", read=read_mesh, shown="dp=1",
+    )  # fmt: skip
+    device: str = option("cpu", "--device", MESH, f"One of {', '.join(DEVICES)}.", one_of(DEVICES))
+    layers: int = option(2, "--layers", MODEL, "Transformer blocks.", COUNT)
+    hidden: int = option(64, "--hidden", MODEL, "Width of the residual stream.", COUNT)
+    heads: int = option(4, "--heads", MODEL, "Attention heads.", COUNT)
+    tie: bool = option(False, "--tie", MODEL, "The head shares the weight of the embedding.")
+    dropout: float = option(
+        0.0, "--dropout", MODEL, "Probability of dropout; the masks are the same on every mesh.", PROBABILITY
+    )
+    dtype: str = option("float32", "--dtype", MODEL, f"One of {', '.join(DTYPES)}.", one_of(DTYPES))
+    seq: int = option(64, "--seq", TRAINING, "Tokens per sequence: bytes per window of text.", COUNT)
+    batch: int = option(8, "--batch", TRAINING, "Sequences per micro-step, over all ranks.", COUNT)
+    optimizer: str = option(
+        "adamw", "--optimizer", TRAINING, f"One of {', '.join(OPTIMIZERS)} (sgd: momentum {MOMENTUM}).",
+        one_of(OPTIMIZERS),
+    )  # fmt: skip
+    clip: float | None = option(
+        None, "--clip", TRAINING, "Largest norm of all gradients together.", POSITIVE, unset="no clipping"
+    )
+    stored_over: str | None = option(
+        None, "--stored-over", SPLITTING, "Store parameters split over this axis (ZeRO-3).", metavar="AXIS"
+    )
+    states_over: str | None = option(
+        None, "--states-over", SPLITTING, "Split optimizer states over this axis (ZeRO-1/2).", metavar="AXIS"
+    )
+    sequence_parallel: bool = option(
+        False, "--sequence-parallel", SPLITTING, "Split the residual stream over tp along the sequence."
+    )
+    passes: tuple[str, ...] = option(
+        (), "--pass", PROGRAM, "A pass over the captured step, and its options; may be repeated.",
+        metavar="NAME:OPTION=VALUE,...",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Raises OptionError, or MeshError for the mesh, naming the option and what would be right."""
-        for name in ("layers", "hidden", "heads", "seq", "batch", "steps", "accumulate", "threads"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"--{name} {getattr(self, name)}: at least 1 was expected")
+        check_bounds(self)
         if self.hidden % self.heads:
             raise OptionError(
                 f"--hidden {self.hidden} cannot be split over --heads {self.heads}: take a multiple of the "
                 f"heads, e.g. --hidden {-(-self.hidden // self.heads) * self.heads}"
             )
-        for name, choices in (("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("device", DEVICES)):
-            if getattr(self, name) not in choices:
-                raise OptionError(f"--{name} {getattr(self, name)}: one of {', '.join(choices)} was expected")
-        if not 0.0 <= self.dropout < 1.0:
-            raise OptionError(f"--dropout {self.dropout}: a probability in [0, 1) was expected")
-        if self.lr is not None and not self.lr > 0:
-            raise OptionError(f"--lr {self.lr}: a positive number was expected")
-        if self.clip is not None and not self.clip > 0:
-            raise OptionError(f"--clip {self.clip}: a positive number was expected (leave it out: no clipping)")
-        self.check_mesh()
-        self.check_passes()
-
-    def check_mesh(self) -> None:
-        """Raises OptionError or MeshError where the mesh and the options that name its axes do not fit."""
         mesh = self.make_mesh()
-        for name in ("stored_over", "states_over"):
-            axis, option = getattr(self, name), "--" + name.replace("_", "-")
-            if axis is None:
-                continue
+        for flag, axis in self._over():
             if axis not in mesh.axes:
-                raise MeshError(f"{option} {axis}: unknown axis; {mesh!r} has the axes {', '.join(mesh.axes)}")
-            if axis == "tp":
-                raise OptionError(f"{option} tp: the plan splits the parameters over tp already; take {option} dp")
+                raise MeshError(f"{flag} {axis}: unknown axis; {mesh!r} has the axes {', '.join(mesh.axes)}")
         if self.stored_over and self.states_over:
             raise OptionError(
                 f"--stored-over {self.stored_over} splits the optimizer states too: leave --states-over out"
@@ -113,43 +117,103 @@ class TrainConfig:
                 "add one, e.g. --mesh dp=2,tp=2"
             )
 
-    def check_passes(self) -> None:
-        """Raises OptionError or PassError for passes that do not exist or do not fit the other options."""
+    def _over(self) -> list[tuple[str, str]]:
+        given = (("--stored-over", self.stored_over), ("--states-over", self.states_over))
+        return [(flag, axis) for flag, axis in given if axis is not None]
+
+    def pass_manager(self) -> PassManager:
+        """The passes of the captured step.  Raises PassError for those that do not exist."""
+        from meshwright.passes import PassManager
+
+        return PassManager(self.passes)
+
+    def make_mesh(self) -> Mesh:
+        """The mesh, as a description."""
+        return Mesh(dict(self.mesh), device=self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of parameters and activations."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def learning_rate(self) -> float:
+        """The default of the optimizer."""
+        return LEARNING_RATES[self.optimizer]
+
+    def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """The optimizer, native, for what is trained of a model."""
+        import torch
+
+        parameters: Any = [p for p in model.parameters() if p.requires_grad]
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=MOMENTUM)
+        return torch.optim.AdamW(parameters, lr=self.learning_rate)
+
+
+@dataclass(frozen=True)
+class TrainConfig(StepConfig):
+    """What ``meshwright train`` was asked for.
+
+    Attributes:
+        data: files to train on; empty: the sources of Python's standard library.
+        accumulate: micro-steps per step; the loss is their mean.
+    """
+
+    threads: int = option(1, "--threads", MESH, "Threads of each process inside one op.", COUNT)
+    data: tuple[str, ...] = option(
+        (), "--data", TRAINING, "Text to train on, read as bytes; several files may follow.",
+        unset="Python's standard library", metavar="FILE...",
+    )  # fmt: skip
+    steps: int = option(50, "--steps", TRAINING, "Steps of the optimizer.", COUNT)
+    accumulate: int = option(
+        1, "--accumulate", TRAINING, "Micro-steps per step; gradients are exchanged once per step.", COUNT
+    )
+    lr: float | None = option(
+        None, "--lr", TRAINING, "Learning rate.", POSITIVE,
+        unset=", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items()),
+    )  # fmt: skip
+    seed: int = option(0, "--seed", TRAINING, "The same seed gives the same run on every mesh.")
+    static: bool = option(False, "--static", PROGRAM, "Capture the step as one program and run that.")
+    verify: bool = option(
+        False, "--verify", OUTPUT,
+        "Train the same model on one device too and compare loss and gradients in every step.  Largest relative "
+        f"differences: {'; '.join(f'{n} {loss:.0e} and {grad:.0e}' for n, (loss, grad) in TOLERANCES.items())}.  "
+        "Exit code 1 beyond.",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        """Raises OptionError, MeshError or PassError, naming the option and what would be right."""
+        super().__post_init__()
+        check_axes(self.make_mesh())
+        for flag, axis in self._over():
+            if axis == "tp":
+                raise OptionError(f"{flag} tp: the plan splits the parameters over tp already; take {flag} dp")
         if self.passes and not self.static:
             raise OptionError(f"--pass {self.passes[0]}: passes change the captured step: add --static")
         if self.static and self.accumulate > 1 and any(p.partition(":")[0] == MERGE for p in self.passes):
             raise OptionError(
                 f"--accumulate {self.accumulate} is the pass {MERGE} of a captured step: leave one of the two out"
             )
-        self.pass_manager()
+        if self.passes:
+            self.pass_manager()
 
     def pass_manager(self) -> PassManager:
         """The passes of the captured step; micro-steps are one of them."""
+        from meshwright.passes import PassManager
+
         merge = (f"{MERGE}:k_steps={self.accumulate}",) if self.accumulate > 1 and self.static else ()
         return PassManager((*merge, *self.passes))
-
-    def make_mesh(self) -> mw.Mesh:
-        """The mesh, as a description."""
-        return mw.Mesh(dict(self.mesh), device=self.device)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of parameters and activations."""
-        return DTYPES[self.dtype]
 
     @property
     def learning_rate(self) -> float:
         """``lr``, or the default of the optimizer."""
-        return LEARNING_RATES[self.optimizer] if self.lr is None else self.lr
+        return super().learning_rate if self.lr is None else self.lr
 
     @property
     def tokens_per_step(self) -> int:
         """Bytes of text that one step learns from, over all ranks."""
         return self.batch * self.seq * self.accumulate
-
-    def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The optimizer, native, for a model of either kind."""
-        parameters: Any = model.parameters()
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=MOMENTUM)
-        return torch.optim.AdamW(parameters, lr=self.learning_rate)

@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright import errors, runtime
-from meshwright.errors import MeshError, MeshwrightError
+from meshwright.errors import MeshwrightError
 from meshwright.launchers import Launch
 
-from .config import OptionError, TrainConfig
+from .config import TrainConfig
 from .loop import Emit, train
+from .options import OptionError
 
 LOOK = 1.0  # seconds between two looks whether a rank is stopped
 STOPPED = 10.0  # seconds after which one that is counts as failed: the others wait for it
@@ -245,17 +246,6 @@ def _connect(config: TrainConfig, rank: int, local_rank: int, **how: Any) -> Non
 
 
 # ---------------------------------------------------------------------------------------------- started by a launcher
-
-
-def check_joined(config: TrainConfig, joined: Launch) -> None:
-    """Raises MeshError, on every rank alike, where the mesh does not match the number of processes."""
-    size = config.make_mesh().size
-    if size != joined.world:
-        given = ",".join(f"{axis}={n}" for axis, n in config.mesh)
-        raise MeshError(
-            f"--mesh {given} needs {size} processes and {joined.by} started {joined.world}: start {size}, "
-            "or change the mesh"
-        )
 
 
 def run_joined(config: TrainConfig, joined: Launch, emit: Emit) -> None:

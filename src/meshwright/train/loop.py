@@ -103,7 +103,7 @@ class Trainer:
         self.model = mw.shard_module(
             self.model,
             self.mesh,
-            plan.parameters,
+            plan.layouts,
             stored_over=config.stored_over,
             inputs=plan.inputs,
             outputs=plan.outputs,
@@ -152,7 +152,7 @@ class StaticTrainer(Trainer):
             self.optimizer,
             (example, example),
             mesh=self.mesh,
-            layouts=plan.parameters,
+            layouts=plan.layouts,
             batch=plan.batch,
             inputs=plan.inputs,
             outputs=plan.outputs,

@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain PyTorch.  Nothing here knows about meshes: ``plan`` says how it is laid out."""
+"""A GPT in plain PyTorch.  Nothing here knows about meshes: ``plan`` says how it is laid out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .config import VOCABULARY, TrainConfig
+from .config import VOCABULARY, StepConfig
+
+LLAMA_INNER = 11008 / 4096  # width of the MLP by that of the stream
 
 
 class Embedding(nn.Embedding):
@@ -35,89 +37,126 @@ class Head(nn.Linear):
             super().reset_parameters()
 
 
+class Rotary(nn.Module):
+    """Turns pairs of features by an angle that grows with the position (Su et al., 2021)."""
+
+    def __init__(self, width: int, seq: int, device: str | torch.device, base: float = 10000.0) -> None:
+        super().__init__()
+        speeds = base ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+        angles = torch.outer(torch.arange(seq, dtype=torch.float32, device=device), speeds).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, heads, seq, width]`` to the same."""
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return x * self.cos.to(x.dtype) + turned * self.sin.to(x.dtype)  # type: ignore[operator]
+
+
 class Attention(nn.Module):
     """Causal self-attention.
 
     One Linear makes queries, keys and values, and its output is read head by head: ``heads, 3, head_dim``.
-    Whoever splits its weight by rows then splits whole heads.
+    Whoever splits its weight by rows then splits whole heads.  Llama's are three, without biases.
     """
 
-    def __init__(self, hidden: int, heads: int, dropout: float, **where: Any) -> None:
+    def __init__(self, hidden: int, heads: int, dropout: float, llama: bool = False, **where: Any) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(hidden, 3 * hidden, **where)
-        self.out = nn.Linear(hidden, hidden, **where)
-        self.drop = nn.Dropout(dropout)
+        if llama:
+            self.query, self.key, self.value = (nn.Linear(hidden, hidden, bias=False, **where) for _ in range(3))
+        else:
+            self.qkv = nn.Linear(hidden, 3 * hidden, **where)
+        self.out = nn.Linear(hidden, hidden, bias=not llama, **where)
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
         """``[batch, seq, hidden]`` to the same."""
-        made = self.qkv(x)
-        batch, seq, width = made.shape
-        q, k, v = made.view(batch, seq, self.heads, 3, width // (3 * self.heads)).transpose(1, 2).unbind(3)
+        if rotary is None:
+            made = self.qkv(x)
+            batch, seq, width = made.shape
+            q, k, v = made.view(batch, seq, self.heads, 3, width // (3 * self.heads)).transpose(1, 2).unbind(3)
+        else:
+            q, k, v = (
+                part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+            )
+            q, k = rotary(q), rotary(k)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.drop(self.out(y.transpose(1, 2).flatten(2)))
 
 
 class MLP(nn.Module):
-    """Up to four times the width, GELU, and down again."""
+    """Up, GELU, and down again; Llama's is gated by SiLU (Shazeer, 2020), without biases."""
 
-    def __init__(self, hidden: int, dropout: float, **where: Any) -> None:
+    def __init__(self, hidden: int, dropout: float, llama: bool, **where: Any) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden, 4 * hidden, **where)
-        self.down = nn.Linear(4 * hidden, hidden, **where)
-        self.drop = nn.Dropout(dropout)
+        inner = round(hidden * LLAMA_INNER) if llama else 4 * hidden
+        self.gate = nn.Linear(hidden, inner, bias=False, **where) if llama else None
+        self.up = nn.Linear(hidden, inner, bias=not llama, **where)
+        self.down = nn.Linear(inner, hidden, bias=not llama, **where)
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to the same."""
-        return self.drop(self.down(F.gelu(self.up(x))))
+        y = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        return self.drop(self.down(y))
 
 
 class Block(nn.Module):
     """A pre-norm transformer block (Xiong et al., 2020)."""
 
-    def __init__(self, hidden: int, heads: int, dropout: float, **where: Any) -> None:
+    def __init__(self, hidden: int, heads: int, dropout: float, llama: bool, **where: Any) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(hidden, **where)
-        self.attention = Attention(hidden, heads, dropout, **where)
-        self.norm2 = nn.LayerNorm(hidden, **where)
-        self.mlp = MLP(hidden, dropout, **where)
+        norm = nn.RMSNorm if llama else nn.LayerNorm
+        self.norm1 = norm(hidden, **where)
+        self.attention = Attention(hidden, heads, dropout, llama, **where)
+        self.norm2 = norm(hidden, **where)
+        self.mlp = MLP(hidden, dropout, llama, **where)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """``[batch, seq, hidden]`` to the same."""
-        x = x + self.attention(self.norm1(x))
+        x = x + self.attention(self.norm1(x), rotary)
         return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
-    """The model of ``meshwright train``.
+    """The decoder of ``meshwright train`` and ``meshwright explain``.
 
     Args:
         config: layers, hidden, heads, seq (the longest sequence), dropout, tie, dtype.
         device: where the parameters are made; ``"meta"``: nowhere yet.
+        vocabulary: number of tokens.
+        llama: RMSNorm, rotary positions, a gated MLP and no biases (Touvron et al., 2023).
     """
 
-    def __init__(self, config: TrainConfig, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, config: StepConfig, device: str | torch.device = "cpu", vocabulary: int = VOCABULARY, llama: bool = False
+    ) -> None:
         super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": config.torch_dtype}
-        self.tokens = Embedding(VOCABULARY, config.hidden, **where)
-        self.positions = Embedding(config.seq, config.hidden, **where)
-        self.drop = nn.Dropout(config.dropout)
+        self.tokens = Embedding(vocabulary, config.hidden, **where)
+        self.positions = None if llama else Embedding(config.seq, config.hidden, **where)
+        self.rotary = Rotary(config.hidden // config.heads, config.seq, device) if llama else None
+        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.blocks = nn.ModuleList(
-            Block(config.hidden, config.heads, config.dropout, **where) for _ in range(config.layers)
+            Block(config.hidden, config.heads, config.dropout, llama, **where) for _ in range(config.layers)
         )
-        self.norm = nn.LayerNorm(config.hidden, **where)
-        self.head = Head(config.hidden, VOCABULARY, self.tokens if config.tie else None, **where)
+        self.norm = (nn.RMSNorm if llama else nn.LayerNorm)(config.hidden, **where)
+        self.head = Head(config.hidden, vocabulary, self.tokens if config.tie else None, **where)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[batch, seq, 256]`` for the byte after each of ``x``: int64 ``[batch, seq]``."""
-        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        """Logits ``[batch, seq, vocabulary]`` for the token after each of ``x``: int64 ``[batch, seq]``."""
+        h = self.tokens(x)
+        if self.positions is not None:
+            h = h + self.positions(torch.arange(x.shape[1], device=x.device))
         h = self.drop(h)
         for block in self.blocks:
-            h = block(h)
+            h = block(h, self.rotary)
         return self.head(self.norm(h))
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Mean cross entropy in nats per byte over the whole batch."""
+    """Mean cross entropy in nats per token over the whole batch."""
     # Every target counts.  A mean inside would first have to count those that are not ignored, on all ranks.
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / y.numel()

@@ -1,105 +1,76 @@
-"""The options of ``meshwright train`` as typer reads them.  TrainConfig checks their bounds."""
+"""Options as fields of frozen dataclasses: default, words for ``--help`` and bounds stand in one place.
+
+A new option of a command is one such field; ``meshwright.cli.options`` makes the command line of them.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-import typer
-
-from .config import DEVICES, DTYPES, LEARNING_RATES, OPTIMIZERS
-from .verify import TOLERANCES
-
-RATES = ", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items())
-BOUNDS = "; ".join(f"{name} {loss:.0e} and {grad:.0e}" for name, (loss, grad) in TOLERANCES.items())
+from meshwright.errors import MeshwrightError
 
 
-def option(panel: str, name: str, text: str, **more: Any) -> Any:
-    """One option, shown in a panel of ``--help``."""
-    return typer.Option(name, rich_help_panel=panel, help=text, **more)
+class OptionError(MeshwrightError, ValueError):
+    """Options of a command that do not fit together."""
 
 
-def unset(text: str) -> str:
-    """How ``--help`` shows the default of an option that has no value of its own."""
-    return f"  [dim]\\[default: {text}][/]"
+@dataclass(frozen=True)
+class Allowed:
+    """Which values are allowed, and that in words: what ... was expected."""
+
+    holds: Callable[[Any], bool]
+    words: str
 
 
-MESH, MODEL, TRAINING, SPLITTING = "Mesh", "Model", "Training", "Splitting more"
-PROGRAM, OUTPUT = "Static program", "Output"
+COUNT = Allowed(lambda n: n >= 1, "at least 1")
+POSITIVE = Allowed(lambda x: x > 0, "a positive number")
+PROBABILITY = Allowed(lambda p: 0 <= p < 1, "a probability in [0, 1)")
 
-Mesh = Annotated[
-    str,
-    option(
-        MESH,
-        "--mesh",
-        "Named axes and their sizes: [bold]dp[/] splits the batch, [bold]tp[/] splits the model.",
-        metavar="AXIS=SIZE,...",
-    ),
-]
-Device = Annotated[str, option(MESH, "--device", f"One of {', '.join(DEVICES)}.")]
-Threads = Annotated[int, option(MESH, "--threads", "Threads of each process inside one op.")]
 
-Layers = Annotated[int, option(MODEL, "--layers", "Transformer blocks.")]
-Hidden = Annotated[int, option(MODEL, "--hidden", "Width of the residual stream.")]
-Heads = Annotated[int, option(MODEL, "--heads", "Attention heads.")]
-Tie = Annotated[bool, option(MODEL, "--tie", "The head shares the weight of the embedding.")]
-Dropout = Annotated[float, option(MODEL, "--dropout", "Probability of dropout; the masks are the same on every mesh.")]
-Dtype = Annotated[str, option(MODEL, "--dtype", f"One of {', '.join(DTYPES)}.")]
+def one_of(names: tuple[str, ...]) -> Allowed:
+    """One of these words."""
+    return Allowed(names.__contains__, f"one of {', '.join(names)}")
 
-Data = Annotated[
-    list[str] | None,
-    option(
-        TRAINING,
-        "--data",
-        "Text to train on, read as bytes; several files may follow." + unset("Python's standard library"),
-        metavar="FILE...",
-    ),
-]
-Seq = Annotated[int, option(TRAINING, "--seq", "Bytes per window of text.")]
-Batch = Annotated[int, option(TRAINING, "--batch", "Windows per micro-step, over all processes.")]
-Steps = Annotated[int, option(TRAINING, "--steps", "Steps of the optimizer.")]
-Accumulate = Annotated[
-    int, option(TRAINING, "--accumulate", "Micro-steps per step; gradients are exchanged once per step.")
-]
-Optimizer = Annotated[str, option(TRAINING, "--optimizer", f"One of {', '.join(OPTIMIZERS)} (sgd: momentum 0.9).")]
-Lr = Annotated[float | None, option(TRAINING, "--lr", "Learning rate." + unset(RATES))]
-Clip = Annotated[
-    float | None, option(TRAINING, "--clip", "Largest norm of all gradients together." + unset("no clipping"))
-]
-Seed = Annotated[int, option(TRAINING, "--seed", "The same seed gives the same run on every mesh.")]
 
-StoredOver = Annotated[
-    str | None,
-    option(SPLITTING, "--stored-over", "Store parameters split over this axis (ZeRO-3).", metavar="AXIS"),
-]
-StatesOver = Annotated[
-    str | None,
-    option(SPLITTING, "--states-over", "Split optimizer states over this axis (ZeRO-1/2).", metavar="AXIS"),
-]
-SequenceParallel = Annotated[
-    bool, option(SPLITTING, "--sequence-parallel", "Split the residual stream over tp along the sequence.")
-]
+@dataclass(frozen=True)
+class Option:
+    """A field on the command line.
 
-Static = Annotated[bool, option(PROGRAM, "--static", "Capture the step as one program and run that.")]
-Passes = Annotated[
-    list[str] | None,
-    option(
-        PROGRAM,
-        "--pass",
-        "With --static: a pass over the program, and its options; may be repeated.",
-        metavar="NAME:OPTION=VALUE,...",
-    ),
-]
+    Attributes:
+        flag: ``--name``.
+        panel, text: where and how ``--help`` explains it.
+        allowed: which values are allowed; None always is.
+        unset: what None means.
+        metavar: how the value is called.
+        read: makes the value from the text on the command line; ``shown``: its default as text.
+    """
 
-Verify = Annotated[
-    bool,
-    option(
-        OUTPUT,
-        "--verify",
-        "Train the same model on one device too and compare loss and gradients in every step.  Largest "
-        f"relative differences: {BOUNDS}.  Exit code 1 beyond.",
-    ),
-]
-Json = Annotated[bool, option(OUTPUT, "--json", "Print one JSON object last; everything else goes to stderr.")]
-Plot = Annotated[Path, option(OUTPUT, "--plot", "Where the plot of the loss goes.")]
-NoPlot = Annotated[bool, option(OUTPUT, "--no-plot", "Draw no plot.")]
+    flag: str
+    panel: str
+    text: str
+    allowed: Allowed | None = None
+    unset: str = ""
+    metavar: str | None = None
+    read: Callable[[str], Any] | None = None
+    shown: str = ""
+
+
+def option(default: Any, flag: str, panel: str, text: str, allowed: Allowed | None = None, **more: Any) -> Any:
+    """A field with this default that is an :class:`Option`."""
+    return field(default=default, metadata={"option": Option(flag, panel, text, allowed, **more)})
+
+
+def options_in(config: type[Any]) -> dict[str, Option]:
+    """Name of a field to its option, in the order of the fields."""
+    return {f.name: f.metadata["option"] for f in fields(config)}
+
+
+def check_bounds(config: Any) -> None:
+    """Raises OptionError for the first value that is not allowed."""
+    for name, made in options_in(type(config)).items():
+        value = getattr(config, name)
+        if value is not None and made.allowed is not None and not made.allowed.holds(value):
+            unset = f" (leave it out: {made.unset})" if made.unset else ""
+            raise OptionError(f"{made.flag} {value}: {made.allowed.words} was expected{unset}")

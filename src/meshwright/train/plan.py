@@ -12,57 +12,41 @@ Sequence parallelism is a wish about activations only: the residual stream betwe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import meshwright as mw
-from meshwright.errors import MeshError
+from meshwright.program import Plan
 
-AXES = {"dp": "splits the batch", "tp": "splits heads, MLP and vocabulary"}
+from .config import check_axes
 
-Globs = dict[str, dict[str, Any]]
-
-COLUMN_SPLIT = ("*.attention.qkv.weight", "*.attention.qkv.bias", "*.mlp.up.weight", "*.mlp.up.bias")
+FIRST_OF_A_PAIR = ("*.attention.[qkv]*", "*.mlp.[gu]*")  # qkv, or query, key and value; up, or gate and up
 ROW_SPLIT = ("*.attention.out.weight", "*.mlp.down.weight")
 VOCABULARY_SPLIT = ("tokens.weight", "head.weight")
-
-GATHERED_BEFORE = ("*.attention.qkv", "*.mlp.up", "head")
+NORMS = ("*.norm1", "*.norm2", "norm")  # split along the sequence; what they give is gathered
 SCATTERED_AFTER = ("tokens", "*.attention.out", "*.mlp.down")
 
 
-@dataclass(frozen=True)
-class ModelPlan:
-    """Arguments for ``mw.shard_module`` and the layout of a batch."""
-
-    parameters: Globs = field(default_factory=dict)
-    inputs: Globs = field(default_factory=dict)
-    outputs: Globs = field(default_factory=dict)
-    batch: dict[str, Any] = field(default_factory=dict)
-
-
-def plan_for(mesh: mw.Mesh, *, sequence_parallel: bool = False, tie: bool = False) -> ModelPlan:
+def plan_for(
+    mesh: mw.Mesh, *, sequence_parallel: bool = False, tie: bool = False, few: bool = False, **more: Any
+) -> Plan:
     """The plan of the GPT for a mesh with the axes ``dp``, ``tp`` or both.
+
+    Args:
+        few: leave out what follows in a captured step: the first Linear of each pair.
+        more: of the :class:`Plan`.
 
     Raises:
         MeshError: an axis that the plan knows nothing to do with.
     """
-    unknown = [a for a in mesh.axes if a not in AXES]
-    if unknown:
-        known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
-        raise MeshError(
-            f"axis {unknown[0]!r} of {mesh!r}: the plan of this model does not know it. It knows {known}; "
-            "e.g. --mesh dp=2,tp=2"
-        )
+    check_axes(mesh)
     batch = {"dp": mw.Shard(0)} if "dp" in mesh.axes else {}
     if "tp" not in mesh.axes:
-        return ModelPlan(batch=batch)
+        return Plan(batch=batch, **more)
     rows, columns = {"tp": mw.Shard(1)}, {"tp": mw.Shard(0)}
     vocabulary = VOCABULARY_SPLIT[:1] if tie else VOCABULARY_SPLIT  # a tied weight has one name
-    parameters: Globs = {
-        **dict.fromkeys((*vocabulary, *COLUMN_SPLIT), columns),
-        **dict.fromkeys(ROW_SPLIT, rows),
-    }
+    layouts = dict.fromkeys((*vocabulary, *(() if few else FIRST_OF_A_PAIR)), columns) | dict.fromkeys(ROW_SPLIT, rows)
     if not sequence_parallel:
-        return ModelPlan(parameters, batch=batch)
+        return Plan(layouts, batch, **more)
     split, whole = {"tp": mw.Shard(1)}, {"tp": mw.Replicate()}
-    return ModelPlan(parameters, dict.fromkeys(GATHERED_BEFORE, whole), dict.fromkeys(SCATTERED_AFTER, split), batch)
+    outputs = dict.fromkeys(SCATTERED_AFTER, split) | dict.fromkeys(NORMS, whole)
+    return Plan(layouts, batch, dict.fromkeys(NORMS, split), outputs, **more)

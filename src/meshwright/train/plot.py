@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import OptionError
+from .options import OptionError
 
 LOSS, REFERENCE, GRAY = "#2a6fbb", "#e08214", "#666666"
 
 
 def check_path(path: Path) -> None:
     """Make the folder of the plot.  Raises OptionError if the plot cannot be written there."""
-    from matplotlib.backend_bases import FigureCanvasBase
+    if path.suffix.lower() != ".png":
+        from matplotlib.backend_bases import FigureCanvasBase
 
-    formats = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise OptionError(f"--plot {path}: unknown kind of picture; end the name in one of .{', .'.join(formats)}")
+        formats = sorted(FigureCanvasBase.get_supported_filetypes())
+        if path.suffix.removeprefix(".").lower() not in formats:
+            raise OptionError(f"--plot {path}: unknown kind of picture; end the name in one of .{', .'.join(formats)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):

@@ -12,14 +12,9 @@ import meshwright as mw
 from meshwright.generator import reproducible_random
 from meshwright.passes import PassManager
 
-from .config import TrainConfig
+from .config import TOLERANCES, TrainConfig
 from .data import Corpus, Windows
 from .model import GPT, loss_of
-
-# dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
-# mathematics.  bfloat16 has 8 bits, so sums in another order differ in the second digit: there the bound only
-# tells a wrong step from a right one.
-TOLERANCES = {"float64": (1e-9, 1e-8), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-1)}
 
 
 @dataclass

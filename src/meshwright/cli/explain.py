@@ -1,0 +1,128 @@
+"""``meshwright explain``: what a step sends and holds on a mesh, without the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.text import Text
+
+from meshwright.errors import MeshwrightError
+from meshwright.train.config import MESH, MODEL, OUTPUT, PROGRAM, StepConfig
+from meshwright.train.options import OptionError, one_of, option
+
+from .options import BAD_INPUT, complain, options_of, terminal, values_of
+
+if TYPE_CHECKING:
+    from meshwright.explain import Comparison, Explanation
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama-7b": {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "dtype": "bfloat16"},
+}
+GPT_ONLY = ("dropout", "tie")
+OF_MODEL = ("layers", "hidden", "heads", "seq", "batch", "dtype", *GPT_ONLY, "sequence_parallel")
+
+
+@dataclass(frozen=True)
+class ExplainConfig(StepConfig):
+    """What ``meshwright explain`` was asked for."""
+
+    rank: int = option(0, "--rank", MESH, "Whose program is shown.")
+    preset: str = option(
+        "gpt", "--preset", MODEL, "A built-in model: [bold]gpt[/] (of meshwright train), [bold]llama-7b[/].",
+        one_of(tuple(PRESETS)),
+    )  # fmt: skip
+    model: str | None = option(
+        None, "--model", MODEL,
+        "Your own: a function that takes the mesh and returns model, loss function, batch and a mapping of what "
+        "compile_step is told (layouts, batch, ...).  Called with the meta device as default: nothing is allocated.",
+        metavar="MODULE:FUNCTION",
+    )  # fmt: skip
+    diff: bool = option(False, "--diff", PROGRAM, "Compare the program before and after the passes.")
+    as_json: bool = option(False, "--json", OUTPUT, "One JSON object on stdout instead of text.")
+    html: str | None = option(None, "--html", OUTPUT, "Also write one self-contained page.", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        """Raises OptionError or MeshError."""
+        super().__post_init__()
+        mesh = self.make_mesh()
+        if not mesh.axes or self.rank not in mesh.ranks:
+            raise OptionError(f"--rank {self.rank}: {mesh!r} has the ranks 0 to {mesh.size - 1}")
+        if self.diff and not self.passes:
+            raise OptionError("--diff compares the program before and after passes: give some, e.g. --pass NAME")
+
+
+app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+
+
+@app.command()
+@options_of(ExplainConfig)
+def explain(context: typer.Context, **given: Any) -> None:
+    """Show what a training step sends and holds on a mesh, and why, with no devices and no processes.
+
+    Every collective of one rank's step with its layouts, bytes, group, line and reason; totals; memory.
+
+    [dim]Exit codes: 0 done; 2 bad input.[/]
+    """
+    said = {n for n in given if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
+    try:
+        config = _config(given, said)
+        title, report = _report(config)
+        if config.html is not None:
+            _write(config.html, report.to_html(title))
+    except MeshwrightError as error:
+        complain(error)
+        raise typer.Exit(BAD_INPUT) from None
+    if config.as_json:
+        typer.echo(report.to_json())
+        return
+    console = terminal()
+    console.print(Text(title, style="bold"))
+    console.print(report)
+
+
+def _config(given: dict[str, Any], said: set[str]) -> ExplainConfig:
+    """The options as a value; sizes of which nothing was said are those of the preset."""
+    values = values_of(ExplainConfig, given)
+    if values["model"] is not None:
+        others = [n for n in ("preset", *OF_MODEL) if n in said]
+        if others:
+            flag = others[0].replace("_", "-")
+            raise OptionError(f"--{flag} is for the built-in models; --model {values['model']} says it itself")
+        return ExplainConfig(**values)
+    preset = PRESETS.get(values["preset"], {})
+    for name in GPT_ONLY:
+        if preset and name in said:
+            raise OptionError(f"--{name}: only the GPT has that")
+    ways = dict(values["mesh"]).get("dp", 1)  # into so many parts the batch is split
+    batch = ways if preset else max(ExplainConfig.batch, ways)
+    return ExplainConfig(**values | {n: v for n, v in (preset | {"batch": batch}).items() if n not in said})
+
+
+def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
+    """A title, and the explanation of the step."""
+    import torch
+
+    from meshwright.explain import Comparison, explain_program
+    from meshwright.program import build
+
+    from .subject import subject_of
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device cuda: PyTorch knows the ops of a GPU only where there is one; leave it out")
+    manager, mesh = config.pass_manager(), config.make_mesh()
+    subject = subject_of(config, config.model, llama=config.preset != "gpt")
+    optimizer = config.make_optimizer(subject.model)
+    before = build(subject.model, subject.loss_fn, optimizer, subject.batch, mesh, subject.plan, rank=config.rank)
+    made = explain_program(manager(before.program))
+    return subject.title, Comparison(explain_program(before.program), made) if config.diff else made
+
+
+def _write(path: str, page: str) -> None:
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--html {path}: {error.strerror}") from error

@@ -1,0 +1,100 @@
+"""What is explained: a built-in model or the user's own, on the meta device."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from meshwright.mesh import Mesh
+from meshwright.program import Plan
+from meshwright.train.config import VOCABULARY, StepConfig
+from meshwright.train.model import GPT, loss_of
+from meshwright.train.options import OptionError
+from meshwright.train.plan import plan_for
+
+LLAMA_VOCABULARY = 32000
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A training step to be laid on a mesh.
+
+    Attributes:
+        title: of the report.
+        model, loss_fn, batch, plan: as for ``meshwright.program.capture.build``.
+    """
+
+    title: str
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], Any] | None
+    batch: Any
+    plan: Plan
+
+
+def subject_of(config: StepConfig, path: str | None, llama: bool) -> Subject:
+    """A built-in model, or what the function at ``path`` returns.
+
+    Raises:
+        OptionError, MeshError: no such function, or an axis that the plan of a built-in model does not know.
+    """
+    mesh = config.make_mesh()
+    made = _built_in(config, mesh, llama) if path is None else users(path, mesh)
+    said: dict[str, Any] = {
+        "stored_over": config.stored_over, "states_over": config.states_over, "clip_grad_norm": config.clip
+    }  # fmt: skip
+    return replace(made, plan=replace(made.plan, **{k: v for k, v in said.items() if v is not None}))
+
+
+def _built_in(config: StepConfig, mesh: Mesh, llama: bool) -> Subject:
+    plan = plan_for(mesh, sequence_parallel=config.sequence_parallel, tie=config.tie, few=llama)
+    model = GPT(config, "meta", LLAMA_VOCABULARY if llama else VOCABULARY, llama)
+    count = sum(p.numel() for p in model.parameters())
+    title = f"Llama of {count / 1e9:.1f}B parameters" if llama else f"GPT, {config.layers} × {config.hidden}"
+    ids = torch.empty(config.batch, config.seq, dtype=torch.long, device="meta")
+    return Subject(title, model, lambda m, b: loss_of(m, *b), (ids, ids), plan)
+
+
+def users(path: str, mesh: Mesh) -> Subject:
+    """What the user's function ``module:function`` returns, called with the mesh.
+
+    Raises:
+        OptionError: no such function, or it returns something else.
+    """
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise OptionError(f"--model {path}: module:function was expected, as in mypackage.train:step")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"--model {path}: {error}") from error
+    with torch.device("meta"):
+        made = function(mesh)
+    if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[0], nn.Module):
+        raise OptionError(
+            f"--model {path}: it returned {type(made).__name__}; a tuple (model, loss_fn, batch) or (model, loss_fn, "
+            "batch, {'layouts': {...}, 'batch': {...}}) was expected"
+        )
+    model, loss_fn, batch, *said = made
+    return Subject(f"{type(model).__name__} of {path}", model, loss_fn, batch, _plan(path, said[0] if said else {}))
+
+
+def _plan(path: str, said: Any) -> Plan:
+    if isinstance(said, Plan):
+        return said
+    known = [f.name for f in dataclasses.fields(Plan)]
+    if not isinstance(said, Mapping) or any(k not in known for k in said):
+        raise OptionError(
+            f"--model {path}: {said!r} was returned last; a mapping with some of {', '.join(known)} was expected"
+        )
+    return Plan(**said)
