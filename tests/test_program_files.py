@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import re
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
+from meshwright import runtime
 from meshwright.errors import ProgramError
 from meshwright.program import Plan, build
 from meshwright.program.ir.store import digest
@@ -188,3 +191,55 @@ def test_a_file_is_what_was_saved(path: Path) -> None:
 def test_mutants() -> None:
     # 10,000 of them: python tests/mutants.py
     assert "WRONG" not in mutants.run_apart(150, seed=3, timeout=300)
+
+
+NAMES = [
+    "0",
+    "a",
+    "a_b",
+    "b",
+    "lr",
+    "0_weight",
+    "class",
+    "é x",
+    "step",
+    "leftover",
+    "param",
+    "constant_0",
+    "'",
+    "n" * 2000,
+]
+TWO = mw.Mesh({"dp": 2})
+
+
+def _leaf(r: random.Random) -> nn.Module:
+    made = nn.Module()
+    made.register_parameter(r.choice(NAMES), nn.Parameter(torch.rand(2)))
+    return made
+
+
+def _tree(r: random.Random, depth: int = 2) -> nn.Module:
+    made = nn.Module()
+    for name in r.sample(NAMES, 3):
+        made.add_module(name, _tree(r, depth - 1) if depth and r.random() < 0.5 else _leaf(r))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_name_that_a_module_may_have_is_saved(seed: int, tmp_path: Path) -> None:
+    """Beginning with a digit, keywords, very long, or equal once dots are underscores."""
+    how: dict[str, Any] = [{}, {"passes": ["gradient-merge:k_steps=2"]}, {"states_over": "dp"}][seed % 3]
+
+    def run() -> bool:
+        model = _tree(random.Random(seed))
+        optimizer = [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)][seed % 2](model.parameters())
+        step = mw.compile_step(
+            model, lambda m, x: sum((p * x).square().sum() for p in m.parameters()), optimizer, torch.ones(4, 2),
+            mesh=TWO, batch={"dp": mw.Shard(0)}, **how,
+        )  # fmt: skip
+        path = tmp_path / str(runtime.RT.rank)
+        mw.save_program(step.program, path)
+        made = mw.load_program(path)
+        return str(made) == str(step.program) and made.inputs == step.program.inputs
+
+    assert mw.simulate(run, TWO) == [True, True]

@@ -28,7 +28,7 @@ from .ir.store import DIGEST, FORMAT, NAMED, TENSORS, TEXT, VERSION, digest, tor
 from .ir.trace import Value
 
 # Bounds on what reading a file may cost; a program of a model of many billions of parameters is far below them.
-_MOST_TEXT, _MOST_NODES, _MOST_STEPS, _DEEPEST, _LONGEST = 1 << 27, 1 << 20, 1 << 16, 32, 1024
+_MOST_TEXT, _MOST_NODES, _MOST_STEPS, _DEEPEST = 1 << 27, 1 << 20, 1 << 16, 32
 _OPS = ("placeholder", "call_function", "output")
 _TEXTS = ("role", "line", "source", "sync", "gather")
 
@@ -216,7 +216,7 @@ def _word(a: Any) -> str:
 
 def _identifier(a: Any) -> str:
     """Names in a program are words: graphs are written as Python elsewhere too."""
-    if not _word(a).isidentifier() or keyword.iskeyword(a) or len(a) > _LONGEST:
+    if not _word(a).isidentifier() or keyword.iskeyword(a):
         raise ValueError(f"{a!r} is not a name")
     return a
 

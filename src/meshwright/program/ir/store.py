@@ -107,7 +107,7 @@ def _node(node: fx.Node) -> dict[str, Any]:
 
 def _target(node: fx.Node) -> str:
     if node.op != "call_function":
-        return str(node.target)
+        return node.name  # a word; the target of an input is what was asked for: "0_weight_exp_avg"
     name = target_name(node.target)
     if not isinstance(node.target, torch._ops.OpOverload) and name != "operator.getitem":
         raise TypeError("it calls a function that is no operator of torch")
