@@ -245,13 +245,13 @@ def test_conversions_and_their_transposes(monkeypatch: pytest.MonkeyPatch) -> No
     mw.check_conversion(spec(mw.Partial()), spec(mw.Shard(0)))
     mw.check_conversion(spec(mw.Replicate(), reduced=1), spec(mw.Shard(1)))
 
-    from meshwright import testing
+    from meshwright.testing import conversions
 
     def one_step_less(src: Spec, dst: Spec) -> Plan:
         made = original(src, dst)
         return Plan(src, dst, made.steps[:-1], 0.0, 0.0)
 
-    original = testing.conversion_plan
-    monkeypatch.setattr(testing, "conversion_plan", one_step_less)
+    original = conversions.conversion_plan
+    monkeypatch.setattr(conversions, "conversion_plan", one_step_less)
     with pytest.raises(ConversionError, match=r"wrong value .* in the conversion from float64\[5, 3\]"):
         mw.check_conversion(spec(mw.Partial()), spec(mw.Replicate()))

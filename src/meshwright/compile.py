@@ -65,16 +65,15 @@ def compile_step(
     init: Callable[[nn.Module], Any] | None = None,
     backend: str | None = None,
 ) -> CompiledStep:
-    """Capture a training step of ``model`` on a mesh as one static program.
+    """Capture a training step of ``model`` on a mesh as one static program, which ``loss = step(batch)`` runs.
 
     Args:
-        model: for one device.  Plain (the same on every rank), on the meta device, or from
+        model: for one device: plain (the same on every rank), on the meta device, or from
             ``shard_module(sync=False)``.  Its parameters are laid on the mesh, as completion decides.
         loss_fn: ``loss_fn(model, batch)`` returns the loss (global values), or a tuple that begins with it; None: the
             model returns the loss, given the batch.
-        optimizer: over the model's parameters.  SGD, Adam and AdamW become part of the program; others run after it, on
-            local tensors.  Several, each with parameters of its own, as a list.  None: the program computes gradients
-            only.
+        optimizer: of the model's parameters; several, each with its own, as a list; None: gradients only.  SGD, Adam
+            and AdamW become part of the program, others run after it, on local tensors.
         example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.
         mesh: connected (or simulated).
         layouts: glob over names of parameters, buffers, batch tensors (``batch.0``) or values of the program to
@@ -86,21 +85,16 @@ def compile_step(
         states_over: split the optimizer's states over this axis, and with them gradients and the update (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients before the update.
         gradients: set ``parameter.grad`` after each step.
-        loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from this instead of 1, and
-            an update whose gradients are not finite, on whatever rank, is skipped on all, as ``torch.amp.GradScaler``
-            does; the host waits for nothing.  ``step.loss_scale`` is the scale, ``step.state_dict()`` has it.
+        loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
+            gradients are not finite, on whatever rank, is skipped on all; the host waits for nothing.
         passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
             that they declare, then as listed.  Or a :class:`PassManager`.
         init: as for ``shard_module``.
         backend: ``"inductor"`` compiles what lies between collectives.
 
-    Returns:
-        A step: ``loss = step(batch)``.
-
     Raises:
         PassError: a pass given twice, passes that conflict, one that cannot be applied.
-        CaptureError, LayoutError, ShardError: on all ranks, before anything runs.
-        DesyncError: ranks whose programs differ.
+        CaptureError, LayoutError, ShardError, DesyncError (programs differ): on all ranks, before anything runs.
     """
     plan = Plan(
         dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,

@@ -60,7 +60,7 @@ class _Left(BaseException):
 
 
 @dataclass
-class _Meeting:
+class _Rendezvous:
     """One collective under way."""
 
     ranks: tuple[int, ...]
@@ -81,8 +81,8 @@ class Simulation:
         self.ranks = mesh.ranks
         self.runtimes = {r: runtime.Runtime(r, mesh.size, self) for r in self.ranks}
         self.state = dict.fromkeys(self.ranks, READY)
-        self.waits: dict[int, _Meeting] = {}  # rank to the meeting that it waits in
-        self.meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.waits: dict[int, _Rendezvous] = {}  # rank to the meeting that it waits in
+        self.meetings: dict[tuple[int, ...], _Rendezvous] = {}
         self.turns = {r: threading.Semaphore(0) for r in self.ranks}
         start = torch.random.get_rng_state()
         self.rng = dict.fromkeys(self.ranks, start)
@@ -124,7 +124,7 @@ class Simulation:
         order = self.ranks[at + 1 :] + self.ranks[: at + 1]
         return next((r for r in order if self.state[r] == READY), None)
 
-    def _break(self, ranks: Sequence[int] | dict[int, _Meeting], error: str) -> None:
+    def _break(self, ranks: Sequence[int] | dict[int, _Rendezvous], error: str) -> None:
         """Wake the given waiting ranks with a DesyncError."""
         for r in list(ranks):
             meeting = self.waits.pop(r)
@@ -154,7 +154,7 @@ class Simulation:
             raise _Left("this rank belongs to a simulation that was left")
         rank = runtime.RT.rank  # not the thread: a backward may run in another one
         self._refuse(ranks, call)
-        meeting = self.meetings.setdefault(ranks, _Meeting(ranks))
+        meeting = self.meetings.setdefault(ranks, _Rendezvous(ranks))
         meeting.calls[rank], meeting.payloads[rank] = call, payload
         if len(meeting.calls) < len(ranks):
             self.state[rank] = WAITING
@@ -183,7 +183,7 @@ class Simulation:
         self._break([r for r in ranks if r in self.waits and self.waits[r].ranks == ranks], error)
         raise DesyncError(error)
 
-    def _complete(self, meeting: _Meeting, compute: Callable[[list[Any]], Sequence[Any]]) -> None:
+    def _complete(self, meeting: _Rendezvous, compute: Callable[[list[Any]], Sequence[Any]]) -> None:
         first = meeting.calls[meeting.ranks[0]]
         if all(first.agrees(other) for other in meeting.calls.values()):
             try:

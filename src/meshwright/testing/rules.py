@@ -1,9 +1,4 @@
-"""Rules and conversions against the single device, by enumeration, on simulated ranks.
-
-``check_rule`` runs an op with every layout of its inputs and with every strategy of its rule, and compares
-values and gradients with those of one device on every rank.  ``check_conversion`` checks a conversion against
-its transpose, ``check_program`` what a captured program says of itself.
-"""
+"""``check_rule``: an op with every layout of its inputs, and with every strategy of its rule, against one device."""
 
 from __future__ import annotations
 
@@ -15,9 +10,9 @@ from typing import Any
 
 import torch
 
-from . import collective, convert, runtime
-from .choose import carries_grad
-from .dispatch import (
+from .. import collective
+from ..choose import carries_grad
+from ..dispatch import (
     disabled,
     execute,
     function_named,
@@ -28,21 +23,16 @@ from .dispatch import (
     resolve,
     tensors_in,
 )
-from .errors import ConversionError, MeshwrightError, ProgramError, RuleError, takes
-from .layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Replicate, Shard, Spec, commute, unreducible
-from .mesh import Mesh
-from .program import Program
-from .program.check.verify import verify, verify_together
-from .reshard import plan as conversion_plan
-from .rules import Rule, Strategy
-from .simulation import simulate
-from .tensor import DistTensor, stamp, whole
+from ..errors import MeshwrightError, RuleError
+from ..layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Shard, Spec, commute, unreducible
+from ..mesh import Mesh
+from ..rules import Rule, Strategy
+from ..simulation import simulate
+from ..tensor import DistTensor, stamp, whole
+from .values import difference_of, local_part, tolerance_of
 
 Tensor = torch.Tensor
 MESHES = (Mesh({"x": 4}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2}), Mesh({"x": 2, "y": 3}))
-_TOLERANCE = {
-    torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 2e-2, torch.complex32: 2e-2, torch.bfloat16: 5e-2
-}  # fmt: skip
 
 
 @dataclass
@@ -90,7 +80,7 @@ def _partial_name(s: Strategy) -> str:
 
 
 @dataclass
-class _Reference:
+class _Expected:
     """What one device answers."""
 
     outputs: list[Any]
@@ -100,7 +90,7 @@ class _Reference:
 
 
 @dataclass
-class _Call:
+class _OpUnderTest:
     """The op with its global arguments."""
 
     name: str
@@ -152,7 +142,7 @@ def check_rule(
         RuleError: naming the op, the layouts, the rank and the largest difference, in a value or a gradient.
     """
     fn = function_named(op) if isinstance(op, str) else op
-    call = _Call(resolve(fn).name, fn, args, kwargs)
+    call = _OpUnderTest(resolve(fn).name, fn, args, kwargs)
     if not call.tensors:
         raise RuleError(f"check_rule({call.name!r}): give the op's arguments, with at least one tensor")
     meshes = MESHES if mesh is None else (mesh,) if isinstance(mesh, Mesh) else tuple(mesh)
@@ -173,17 +163,17 @@ def _described(s: Strategy) -> str:
     return f"{s.factor or _partial_name(s)}: {ins} -> {outs}"
 
 
-# --------------------------------------------------------------------------------------- what to compare with
+# ------------------------------------------------------------------------------------------ what to compare with
 
 
-def _reference(call: _Call) -> _Reference:
+def _reference(call: _OpUnderTest) -> _Expected:
     generator = torch.Generator().manual_seed(7)
     leaves = [_leaf(t) for t in call.tensors]
     torch.manual_seed(1)
     outputs = _flat(call.run(leaves))
     torch.manual_seed(2)
     again = _flat(call.run(leaves))
-    is_random = any(_difference(a, b) is not None for a, b in zip(outputs, again, strict=True))
+    is_random = any(difference_of(a, b) is not None for a, b in zip(outputs, again, strict=True))
     cotangents: list[Tensor | None] = [
         torch.rand(y.shape, generator=generator, dtype=torch.float64).add(0.5).to(y.dtype)
         if isinstance(y, Tensor) and y.requires_grad
@@ -191,7 +181,7 @@ def _reference(call: _Call) -> _Reference:
         for y in outputs
     ]
     grads = _grads(outputs, leaves, cotangents)
-    return _Reference([_detached(y) for y in outputs], cotangents, grads, is_random)
+    return _Expected([_detached(y) for y in outputs], cotangents, grads, is_random)
 
 
 def _leaf(t: Tensor) -> Tensor:
@@ -220,37 +210,10 @@ def _grads(
     return found
 
 
-def _tolerance(*tensors: Tensor) -> float:
-    """The loosest of theirs."""
-    return max((_TOLERANCE.get(t.dtype, 1e-4) for t in tensors if carries_grad(t.dtype)), default=1e-9)
+# --------------------------------------------------------------------------------------------------- what to run
 
 
-def _difference(got: Any, want: Any, tolerance: float = 1e-9) -> float | str | None:
-    """None where equal up to rounding, else the largest difference, or what differs."""
-    if not isinstance(want, Tensor):
-        same = got == want or (isinstance(want, float) and abs(got - want) <= 1e-4 * max(1.0, abs(want)))
-        return None if same else f"{got!r} instead of {want!r}"
-    if not isinstance(got, Tensor):
-        return f"a {type(got).__name__} instead of a tensor"
-    if (got.shape, got.dtype) != (want.shape, want.dtype):
-        return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
-    if want.layout is not torch.strided:
-        got, want = got.to_dense(), want.to_dense()
-    if not carries_grad(want.dtype):
-        return None if torch.equal(got, want) else float((got.double() - want.double()).abs().max())
-    tolerance = max(tolerance, _tolerance(want))
-    got, want = got.detach(), want.detach()
-    finite = want[torch.isfinite(want)].abs()
-    scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
-    if torch.allclose(got, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
-        return None
-    return float(torch.nan_to_num((got - want).abs(), nan=float("inf")).max())
-
-
-# ---------------------------------------------------------------------------------------------- what to run
-
-
-def _rule_on(call: _Call, mesh: Mesh) -> Rule | None:
+def _rule_on(call: _OpUnderTest, mesh: Mesh) -> Rule | None:
     """The rule for this call with everything replicated: its strategies do not depend on layouts."""
     op = resolve(call.fn)
     if op.composite is not None or op.rule is None:
@@ -261,7 +224,7 @@ def _rule_on(call: _Call, mesh: Mesh) -> Rule | None:
     return None if rule is None or like is None or not rule.outputs else rule
 
 
-def _cases(call: _Call, mesh: Mesh, rule: Rule | None, most: int) -> Iterator[_Case]:
+def _cases(call: _OpUnderTest, mesh: Mesh, rule: Rule | None, most: int) -> Iterator[_Case]:
     tensors = call.tensors
     if rule is not None:
         every = list(itertools.product(rule.all_strategies(_partials(*tensors)), repeat=mesh.ndim))
@@ -327,45 +290,7 @@ def _products(choices: Sequence[Sequence[Any]], most: int) -> list[tuple[Any, ..
     return list(dict.fromkeys([*single, *mixed]))
 
 
-# ---------------------------------------------------------------------------------------------- one run
-
-
-def local_part(value: Tensor, spec: Spec, seed: int = 0) -> Tensor:
-    """This rank's part of a value; Partial parts are random, of both signs, and reduce to it."""
-    here = spec.mesh.coordinate(runtime.RT.rank)
-    generator = torch.Generator().manual_seed(seed)
-    part = value.detach()
-    for a, p in enumerate(spec.layout.placements):
-        if isinstance(p, Partial):
-            part = _term(part, p.op, spec.mesh.sizes[a], here[a], generator)
-    for d, (lo, hi) in enumerate(spec.layout.local_bounds(spec.shape, here)):
-        part = part.narrow(d, lo, hi - lo)
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def _term(value: Tensor, op: str, n: int, index: int, generator: torch.Generator) -> Tensor:
-    """Part ``index`` of ``n`` random ones that reduce to a value; it is the same random numbers on every rank."""
-    noise = torch.randn((n, *value.shape), generator=generator, dtype=torch.float64)
-    holder = torch.randint(n, value.shape, generator=generator) == index
-    if not carries_grad(value.dtype):  # whole numbers add up without rounding: labels stay labels
-        noise = torch.round(2 * noise) if value.dtype is not torch.bool else noise > 0
-    if op in ("sum", "avg") and value.dtype is not torch.bool:
-        if torch.equal(value, torch.round(value.real)):
-            noise = torch.round(4 * noise)
-        noise = noise.to(value.dtype)
-        part = noise[index] if index < n - 1 else value - noise[:-1].sum(0, dtype=value.dtype)
-        return part * n if op == "avg" else part
-    if op == "product" and value.is_floating_point() and not torch.equal(value, torch.round(value)):
-        factors = noise[:-1].abs().add(0.5) * noise[:-1].sign()
-        last = (value.to(factors.dtype) / factors.prod(0)).to(value.dtype)
-        return factors[index].to(value.dtype) if index < n - 1 else last
-    if value.dtype is torch.bool:  # a false one makes all false, a true one any true
-        spread = value & noise[index] if op in ("sum", "max", "any") else value | noise[index]
-        return torch.where(holder, value, spread)
-    if op == "product":
-        return torch.where(holder, value, 1)
-    other = value - noise[index].abs().to(value.dtype) * (1 if op == "max" else -1)
-    return torch.where(holder, value, other)
+# ------------------------------------------------------------------------------------------------------- one run
 
 
 def _distributed(value: Tensor, layout: Layout, seed: int) -> DistTensor:
@@ -379,7 +304,7 @@ def _distributed(value: Tensor, layout: Layout, seed: int) -> DistTensor:
 _Finding = tuple[str, Any]
 
 
-def _check_case(call: _Call, case: _Case, want: _Reference, report: Report) -> None:
+def _check_case(call: _OpUnderTest, case: _Case, want: _Expected, report: Report) -> None:
     """Run one case on all ranks.  Raises RuleError for what the first rank with a difference found."""
     try:
         found = simulate(lambda: _run_case(call, case, want), case.layouts[0].mesh)
@@ -398,7 +323,7 @@ def _check_case(call: _Call, case: _Case, want: _Reference, report: Report) -> N
     report.cases += 1
 
 
-def _run_case(call: _Call, case: _Case, want: _Reference) -> _Finding | None:
+def _run_case(call: _OpUnderTest, case: _Case, want: _Expected) -> _Finding | None:
     leaves = [_distributed(t, layout, i) for i, (t, layout) in enumerate(zip(call.tensors, case.layouts, strict=True))]
     torch.manual_seed(1)
     with collective.counting() as counts:
@@ -410,7 +335,7 @@ def _run_case(call: _Call, case: _Case, want: _Reference) -> _Finding | None:
         return _random_finding(outputs, want, case)
     if case.strategies and counts.total:
         return "communication", f"the strategy says none, {counts} ran"
-    finding, loosest = None, _tolerance(*call.tensors)
+    finding, loosest = None, tolerance_of(*call.tensors)
     for k, (got, ref) in enumerate(zip(outputs, want.outputs, strict=True)):
         name = f"value of output {k}" if len(outputs) > 1 else "value"
         finding = finding or _named(name, got, ref, loosest)
@@ -434,11 +359,11 @@ def _run_case(call: _Call, case: _Case, want: _Reference) -> _Finding | None:
 
 
 def _named(what: str, got: Any, want: Any, tolerance: float) -> _Finding | None:
-    difference = _difference(_detached(got), want, tolerance)
+    difference = difference_of(_detached(got), want, tolerance)
     return None if difference is None else (what, difference)
 
 
-def _random_finding(outputs: list[Any], want: _Reference, case: _Case) -> _Finding | None:
+def _random_finding(outputs: list[Any], want: _Expected, case: _Case) -> _Finding | None:
     """Random numbers: the shapes, and that every rank ends with the same values."""
     mesh = case.layouts[0].mesh
     group = collective.group(mesh, tuple(range(mesh.ndim)))
@@ -447,121 +372,6 @@ def _random_finding(outputs: list[Any], want: _Reference, case: _Case) -> _Findi
             return "shape", f"{list(got.shape)} instead of {list(ref.shape)}"
         if isinstance(got, Tensor) and got.numel():
             seen = collective.all_gather_object(got.detach().clone(), group)
-            if any(_difference(s, seen[0]) is not None for s in seen):
+            if any(difference_of(s, seen[0]) is not None for s in seen):
                 return "value", "the ranks disagree on random numbers"
     return None
-
-
-# ---------------------------------------------------------------------------------------------- conversions
-
-
-@takes(
-    ConversionError, src=(Spec, "give mw.Spec(shape, dtype, layout)"), dst=(Spec, "give mw.Spec(shape, dtype, layout)")
-)
-def check_conversion(src: Spec, dst: Spec) -> None:
-    """Check the conversion from one spec to another: its value, and ⟨A x, y⟩ = ⟨x, Aᵀ y⟩ for its backward A​ᵀ.
-
-    Args:
-        src, dst: specs of one floating dtype, shape and mesh; their types of ``Replicate`` (``Spec.reduced``)
-            count.
-
-    Raises:
-        ConversionError: naming both, the steps between them and the difference.
-    """
-    if src.undecided or dst.undecided:
-        src, dst = src.with_(undecided=0), dst.with_(undecided=0)
-    generator = torch.Generator().manual_seed(0)
-    value, cotangent = (torch.randn(src.shape, generator=generator, dtype=torch.float64) for _ in "xy")
-    if not carries_grad(src.dtype):
-        value = value > 0 if src.dtype is torch.bool else value.mul(3).round()
-    value, cotangent = value.to(src.dtype), cotangent.to(src.dtype)
-    for finding in simulate(lambda: _run_conversion(src, dst, value, cotangent), src.mesh):
-        if finding is not None:
-            steps = conversion_plan(src, dst).steps
-            raise ConversionError(f"{finding} in the conversion from {src!r} to {dst!r} by {list(steps)}")
-
-
-def _run_conversion(src: Spec, dst: Spec, value: Tensor, cotangent: Tensor) -> str | None:
-    mesh, everywhere = src.mesh, Spec(dst.shape, dst.dtype, Layout(dst.mesh))
-    x = local_part(value, src, 3).requires_grad_(carries_grad(src.dtype))
-    out = convert.apply(conversion_plan(src, dst).steps, x)
-    whole_ = convert.apply(conversion_plan(dst, everywhere).steps, out)
-    finding = _told("value", whole_.detach(), value)
-    if not x.requires_grad:
-        return finding
-    (back,) = torch.autograd.grad(whole_, x, cotangent, retain_graph=True)
-    for a in range(mesh.ndim):
-        if src.reduced >> a & 1:  # each rank has a contribution
-            back = collective.all_reduce(back, "sum", collective.group(mesh, (a,)))
-    finding = finding or _told("gradient", back, _expected(x.detach(), src, cotangent))
-    if any(op != "sum" for op in (*src.layout.partial.values(), *dst.layout.partial.values())):
-        return finding  # not linear in the parts
-    # Cotangents of replicated (invariant) types are equal on all ranks; those of other types are per rank.
-    y = local_part(cotangent, dst.grad(), 5)
-    (back,) = torch.autograd.grad(out, x, y)
-    group = collective.group(mesh, tuple(range(mesh.ndim)))
-    left = collective.all_reduce(_dot(out.detach(), dst, y), "sum", group)
-    right = collective.all_reduce(_dot(x.detach(), src, back), "sum", group)
-    close = torch.allclose(left, right, rtol=1e-4, atol=1e-4)
-    return finding or (None if close else f"wrong transpose ({left} against {right})")
-
-
-def _told(what: str, got: Tensor, want: Tensor) -> str | None:
-    difference = _difference(got, want)
-    return None if difference is None else f"wrong {what} (difference {difference})"
-
-
-def _expected(x: Tensor, src: Spec, cotangent: Tensor) -> Tensor:
-    """The gradient of this rank's part of a value, from what all ranks hold: autograd's of the reduction itself."""
-    mesh, here = src.mesh, src.mesh.coordinate(runtime.RT.rank)
-    held = collective.all_gather_object(x, collective.group(mesh, tuple(range(mesh.ndim))))
-    leaves = {at: t.clone().requires_grad_() for at, t in zip(mesh.coordinates(), held, strict=True)}
-    terms = leaves
-    for a, p in enumerate(src.layout.placements):  # one axis after the other: reductions of one kind commute
-        op = p.op if isinstance(p, Partial) else None
-        terms = {
-            at: _FOLDS[op](torch.stack([terms[(*at[:a], i, *at[a + 1 :])] for i in range(mesh.sizes[a])])) if op else t
-            for at, t in terms.items()
-        }
-    bounds = src.layout.local_bounds(src.shape, here)
-    mine = cotangent[tuple(slice(lo, hi) for lo, hi in bounds)]
-    (back,) = torch.autograd.grad(terms[here], leaves[here], mine)
-    return back
-
-
-_FOLDS: dict[str | None, Callable[[Tensor], Tensor]] = {
-    "sum": lambda t: t.sum(0), "avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0),
-    "product": lambda t: t.prod(0),
-}  # fmt: skip
-
-
-def _dot(x: Tensor, spec: Spec, y: Tensor) -> Tensor:
-    """⟨x, y⟩ of a value and a cotangent of its type: every pair of parts counts, replicas once."""
-    here = spec.mesh.coordinate(runtime.RT.rank)
-    total = (x * y).sum()
-    for a, p in enumerate(spec.layout.placements):
-        if isinstance(p, Replicate) and not spec.reduced >> a & 1 and here[a]:
-            total = total * 0
-    return total
-
-
-# ---------------------------------------------------------------------------------------------- programs
-
-
-@takes(ProgramError, programs=((Program, list, tuple), "give a program, step.program, or those of all ranks"))
-def check_program(programs: Program | Sequence[Program]) -> None:
-    """Check one rank's program, or the programs of all ranks of a mesh together.
-
-    Raises:
-        ProgramError: what is wrong in which program, and at which node.
-        DesyncError: ranks that would not meet in the same collectives.
-    """
-    if not isinstance(programs, Program) and not all(isinstance(p, Program) for p in programs):
-        raise ProgramError("check_program takes programs: step.program, or those of all ranks")
-    if isinstance(programs, Program):
-        verify(programs)
-    else:
-        verify_together(programs)
-
-
-__all__ = ["Report", "check_conversion", "check_program", "check_rule", "function_named", "local_part"]
