@@ -1,0 +1,125 @@
+"""What a choice says: the type of every operand and result on every axis (docs/design.md, "Types of Replicate")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..layout import Layout, Placement, Replicate, Shard, Spec
+from ..rules.strategies import Dims, Rule, Strategy
+
+Like = tuple[Sequence[int], torch.dtype]  # global shape and dtype of an output
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How an op is divided: the types that its inputs must have and that its outputs get.
+
+    ``sources`` are the inputs as given, with undecided axes decided; ``open`` are axes on which outputs stay undecided.
+    """
+
+    sources: tuple[Spec, ...]
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    strategies: tuple[Strategy, ...]
+    open: int = 0
+    bytes: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Layouts that the caller wants outputs to have: candidates come from them too, and their distance costs.
+
+    None for outputs that may have any.
+    """
+
+    outputs: tuple[Spec | None, ...]
+
+
+def carries_grad(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can have gradients."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def typed(
+    rule: Rule,
+    ins: Sequence[Spec],
+    outs: Sequence[Like],
+    chosen: Sequence[Strategy],
+    orders: dict[str, list[int]],
+    *,
+    inplace: bool,
+    total: float,
+) -> Choice:
+    """Give every replicated axis its type (invariant or reduced), deciding leaves that are still undecided."""
+    mesh = ins[0].mesh
+    given = [s for i, s in enumerate(ins) if i not in rule.lends]
+    kinds = [_kind_of_axis(given, c, a, inplace) for a, c in enumerate(chosen)]
+    reduced, still_open = (sum(1 << a for a, k in enumerate(kinds) if k == kind) for kind in ("reduced", "open"))
+
+    def layout(dims: Dims, placements: list[Placement]) -> Layout:
+        return Layout(mesh, placements, order=_dim_orders(dims, placements, orders), ndim=len(dims))
+
+    sources, inputs, outputs = [], [], []
+    for i, spec in enumerate(ins):
+        placements = [c.inputs[i] for c in chosen]
+        source = want = spec
+        if i not in rule.lends:
+            source, mask = _decided(spec, placements, kinds)
+            want = Spec(spec.shape, spec.dtype, layout(rule.inputs[i], placements), mask, source.undecided)
+        sources.append(source)
+        inputs.append(want)
+    for k, (shape, dtype) in enumerate(outs):
+        types = (reduced, still_open) if carries_grad(dtype) else (0, mesh.everywhere)
+        outputs.append(Spec(shape, dtype, layout(rule.outputs[k], [c.outputs[k] for c in chosen]), *types))
+    return Choice(tuple(sources), tuple(inputs), tuple(outputs), tuple(chosen), still_open, total)
+
+
+def _decided(spec: Spec, placements: Sequence[Placement], kinds: Sequence[str]) -> tuple[Spec, int]:
+    """An operand with what the op decides of it, and on which axes it must be reduced."""
+    reduced, undecided, want = spec.reduced, spec.undecided, 0
+    for a, (p, kind) in enumerate(zip(placements, kinds, strict=True)):
+        bit = 1 << a
+        if not carries_grad(spec.dtype):
+            want |= spec.reduced & bit  # integers and masks have no gradient: whatever type they have is fine
+        elif isinstance(p, Replicate) and kind == "open":
+            continue
+        elif isinstance(p, Shard) or (isinstance(p, Replicate) and kind == "reduced"):
+            # Of what is split each rank uses its own part: zeros around its gradient, and one sum at the leaf.
+            reduced |= undecided & bit
+            want |= bit if isinstance(p, Replicate) else 0
+        undecided &= ~bit
+    return spec.with_(reduced=reduced, undecided=undecided), want
+
+
+def _kind_of_axis(ins: Sequence[Spec], c: Strategy, axis: int, inplace: bool) -> str:
+    """Type of the replicated values of an op on one axis: ``"reduced"``, ``"invariant"`` or ``"open"``."""
+    if any(not isinstance(p, Replicate) for p in c.outputs):
+        return "reduced"
+    bit = 1 << axis
+    kinds = set()
+    for i, spec in enumerate(ins):
+        if not carries_grad(spec.dtype):
+            continue
+        if not isinstance(spec.layout.placements[axis], Replicate):
+            kinds.add("converted")
+        elif spec.undecided & bit:
+            kinds.add("open")
+        else:
+            kinds.add("reduced" if spec.reduced & bit else "invariant")
+            if inplace and i == 0:
+                return "reduced" if spec.reduced & bit else "invariant"
+    if kinds <= {"open"}:
+        return "open"
+    return "reduced" if "invariant" not in kinds and "converted" not in kinds else "invariant"
+
+
+def _dim_orders(dims: Dims, placements: Sequence[Placement], orders: dict[str, list[int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for d, names in enumerate(dims):
+        for f in names:
+            if f in orders and all(placements[a] == Shard(d) for a in orders[f]):
+                found[d] = orders[f]
+    return found

@@ -1,0 +1,360 @@
+"""Choosing a strategy: the same search and the same price for eager ops and for completion.
+
+Per mesh axis the candidates are those that an operand's present layout suggests; the one that moves fewest bytes,
+forward plus transposed backward, wins; divided work stays divided where that sends nothing forward, and an op that
+contracts wherever it can; ties keep the larger operand where it is, then the leftmost.  Everything follows from specs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, permutations, product
+
+from ..cost import held_bytes
+from ..errors import DispatchError
+from ..layout import Partial, Placement, Replicate, Shard, Spec, commute
+from ..mesh import Mesh
+from ..reshard import plan
+from ..rules.strategies import Dims, Rule, Strategy
+from .choice import Choice, Like, Wish, carries_grad, typed
+
+Price = tuple[int, float, float, int]
+_MOST = 128  # combinations of strategies and orders that are priced together
+
+
+def choose(
+    rule: Rule,
+    ins: Sequence[Spec],
+    outs: Sequence[Like],
+    *,
+    inplace: bool = False,
+    strategies: Sequence[Strategy] | None = None,
+    constants: Collection[int] = (),
+) -> Choice:
+    """The cheapest way to run an op on inputs of these specs.
+
+    Args:
+        rule: the op's rule for this call.
+        ins: specs of the tensor arguments, in order.
+        outs: global shape and dtype of each output.
+        inplace: the first input is written to: it must keep its layout, and the output must have the same.
+        strategies: one per axis: take these instead of choosing (for tests of a rule).
+        constants: the inputs that have no gradient to be reduced.
+
+    Raises:
+        DispatchError: in-place, and no strategy keeps the first input as it is.
+    """
+    search = Search(rule, ins, outs, inplace, None, constants)
+    if strategies:
+        return search.by_axis([[c] for c in strategies])[0]
+    best, thrown = search.by_axis()
+    stays = all(s.layout == t.layout for s, t in zip(best.sources, best.inputs, strict=True))
+    return best if search.mesh.ndim == 1 or stays else search.together(best, thrown)
+
+
+def choose_for(rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], wish: Wish) -> Choice:
+    """The cheapest way to run an op whose outputs should have certain layouts: inputs and outputs, all axes together.
+
+    Starts from what is taken axis by axis and changes two axes at a time for as long as that gets cheaper: fewest
+    bytes, forward and backward, of the plans that bring the inputs and then the outputs to where they should be; of
+    equals, the one that makes more of the wished shards itself.
+    """
+    search = Search(rule, ins, outs, wish=wish)
+    options = [search.suggested(a) for a in range(search.mesh.ndim)]
+    best = search.by_axis(options)[0]
+    price = _planned(best, wish)
+    improved = True
+    while improved:
+        improved = False
+        for axes in combinations(range(len(options)), min(2, len(options))):
+            for picks in product(*(options[a] for a in axes)):
+                strategies = [picks[axes.index(a)] if a in axes else c for a, c in enumerate(best.strategies)]
+                if not search.fit_together(strategies):
+                    continue
+                made = search.by_axis([[c] for c in strategies])[0]
+                cost = _planned(made, wish)
+                if cost < price:
+                    best, price, improved = made, cost, True
+    return best
+
+
+def _planned(choice: Choice, wish: Wish) -> tuple[float, int]:
+    """Bytes of all conversions, and how many of the wished shards are cut from something larger."""
+    pairs = list(zip(choice.sources, choice.inputs, strict=True))
+    cut = 0
+    for made, wanted in zip(choice.outputs, wish.outputs, strict=False):
+        if wanted is not None:
+            pairs.append((made, made.with_(layout=wanted.layout, reduced=wanted.reduced)))
+            placements = zip(made.layout.placements, wanted.layout.placements, strict=True)
+            cut += sum(isinstance(w, Shard) and p != w for p, w in placements)
+    return round(sum(plan(src, dst).bytes for src, dst in pairs), 3), cut
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """The ways to run an op on inputs of these specs, and their prices: the arguments of :func:`choose`."""
+
+    rule: Rule
+    ins: Sequence[Spec]
+    outs: Sequence[Like]
+    inplace: bool = False
+    wish: Wish | None = None
+    constants: Collection[int] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all specs."""
+        return self.ins[0].mesh
+
+    def wanted(self, k: int, axis: int) -> Placement | None:
+        """What output ``k`` should be on an axis; None where that does not matter."""
+        spec = self.wish.outputs[k] if self.wish and k < len(self.wish.outputs) else None
+        return None if spec is None else spec.layout.placements[axis]
+
+    @cached_property
+    def held(self) -> list[tuple[Dims, Spec]]:
+        """The tensors whose layouts are known, with their dims' factors: operands, and outputs that are wished for."""
+        wished = zip(self.rule.outputs, self.wish.outputs if self.wish else (), strict=False)
+        return [*zip(self.rule.inputs, self.ins, strict=True), *((dims, s) for dims, s in wished if s is not None)]
+
+    # -- candidates -----------------------------------------------------------------------------------
+
+    def suggested(self, axis: int) -> list[Strategy]:
+        """The strategies that the layouts suggest for one axis; the first one replicates everything."""
+        rule, now = self.rule, [s.layout.placements[axis] for s in self.ins]
+        hints = [self.wanted(k, axis) or Replicate() for k in range(len(rule.outputs))] if self.wish else ()
+        found = rule.axis_strategies(now, hints)
+        # A split that cannot stay goes to another dim of its tensor (all-to-all), where that is cut evenly.
+        for i, p in enumerate(now):
+            for c in rule.instead_of(i, p):
+                if c not in found and c.factor and rule.sizes[c.factor] % self._parts(axis, c.factor) == 0:
+                    found.append(c)
+        return found
+
+    def _parts(self, axis: int, factor: str) -> int:
+        """Into how many parts a factor is cut if this axis splits it beside those that split it now."""
+        others = (n for a, n in enumerate(self.mesh.sizes) if a != axis and self._splits(a, factor))
+        return math.prod(others, start=self.mesh.sizes[axis])
+
+    def _splits(self, axis: int, factor: str) -> bool:
+        """Whether an axis splits a factor in some input as given."""
+        placed = zip(self.rule.inputs, (s.layout.placements[axis] for s in self.ins), strict=True)
+        return any(isinstance(p, Shard) and factor in dims[p.dim] for dims, p in placed)
+
+    def fit_together(self, strategies: Sequence[Strategy]) -> bool:
+        """Whether one strategy per axis can be had at the same time."""
+        return all(self._fits(c, strategies[:a]) for a, c in enumerate(strategies))
+
+    def _fits(self, c: Strategy, before: Sequence[Strategy]) -> bool:
+        """Whether the next axis can have a strategy, after those of the axes before it."""
+        axis = len(before)
+        tensors = zip(*(s.inputs + s.outputs for s in (*before, c)), strict=True)
+        if not all(commute(*placements) for placements in tensors):
+            return False  # no layout may reduce by a sum on one axis and by a maximum on another
+        if self.inplace:
+            now = self.ins[0].layout.placements[axis]
+            if c.inputs[0] != now or c.outputs[0] != now:
+                return False
+        if not c.factor:
+            return True
+        axes = [a for a, s in enumerate((*before, c)) if s.factor == c.factor]
+        return self.rule.aligned(c.factor, self.mesh, self._order(c.factor, axes))
+
+    def _order(self, factor: str, axes: list[int]) -> list[int]:
+        """Order of the axes that split a factor: that of the largest tensor which is split by several of them."""
+        if len(axes) < 2:
+            return axes
+        best: tuple[int, list[int]] = (-1, [])
+        for dims, spec in self.held:
+            for d, names in enumerate(dims):
+                if factor in names:
+                    given = [x for x in spec.layout.dim_axes().get(d, ()) if x in axes]
+                    if len(given) > 1 and spec.nbytes > best[0]:
+                        best = (spec.nbytes, given)
+        return best[1] + [a for a in axes if a not in best[1]]
+
+    def _orders(self, strategies: Sequence[Strategy]) -> dict[str, list[int]]:
+        """The order of the axes that split one factor, where several do."""
+        axes_of: dict[str, list[int]] = {}
+        for a, c in enumerate(strategies):
+            if c.factor:
+                axes_of.setdefault(c.factor, []).append(a)
+        return {f: self._order(f, axes) for f, axes in axes_of.items() if len(axes) > 1}
+
+    def _all_orders(self, strategies: Sequence[Strategy]) -> Iterator[dict[str, list[int]]]:
+        """The orders in which several axes may split one factor, that of the largest operand first."""
+        usual = self._orders(strategies)
+        yield usual
+        for f, axes in usual.items() if not self.inplace else ():
+            for order in permutations(axes):
+                if list(order) != axes and self.rule.aligned(f, self.mesh, order):
+                    yield {**usual, f: list(order)}
+
+    # -- axis by axis ---------------------------------------------------------------------------------
+
+    def by_axis(self, options: Sequence[Sequence[Strategy]] = ()) -> tuple[Choice, list[bool]]:
+        """The choice among ``options`` (what is suggested), and per axis whether work must stay divided there."""
+        chosen: list[Strategy] = []
+        divides: list[bool] = []
+        total = 0.0
+        for a in range(self.mesh.ndim):
+            candidates = [c for c in (options[a] if options else self.suggested(a)) if self._fits(c, chosen)]
+            if not candidates:
+                raise self._inplace_error(a)
+            # Work stays divided where that moves nothing forward; for an op that contracts, wherever it can.
+            divided = any(c.factor and (self.rule.heavy or not self._moves(c, a)) for c in candidates)
+            split = [self._split_elsewhere(chosen, a, k) for k in range(len(self.outs))]
+            priced = [self.price(c, a, split, divided, i) for i, c in enumerate(candidates)]
+            best = min(range(len(candidates)), key=priced.__getitem__)
+            divides.append(divided)
+            total += priced[best][1]
+            chosen.append(candidates[best])
+        return self._typed(chosen, self._orders(chosen), total), divides
+
+    def _typed(self, chosen: Sequence[Strategy], orders: dict[str, list[int]], total: float = 0.0) -> Choice:
+        return typed(self.rule, self.ins, self.outs, chosen, orders, inplace=self.inplace, total=total)
+
+    def price(self, c: Strategy, axis: int, split: Sequence[int] = (), divided: bool = False, index: int = 0) -> Price:
+        """(work thrown away, bytes, largest operand moved, position): smaller is better.
+
+        ``split``: into how many parts the other axes split each output; ``divided``: work should stay divided;
+        ``index``: place among the candidates, which decides among equals.
+        """
+        n = self.mesh.sizes[axis]
+        part = (n - 1) / n
+        dependent = any(not isinstance(p, Replicate) for p in c.outputs)
+        cost, moved = 0.0, 0.0
+        for i, (spec, want) in enumerate(zip(self.ins, c.inputs, strict=True)):
+            if i in self.rule.lends:
+                continue
+            held = held_bytes(spec, without=(axis,))
+            grad = 1.0 if carries_grad(spec.dtype) and i not in self.constants else 0.0
+            cost += _axis_bytes(spec, axis, want, dependent, grad) * part * held
+            if spec.layout.placements[axis] != want:
+                moved = max(moved, held)
+        for k, ((shape, dtype), p) in enumerate(zip(self.outs, c.outputs, strict=True)):
+            nbytes = math.prod(shape) / (split[k] if split else 1) * dtype.itemsize
+            cost += _distance(p, self.wanted(k, axis), n) * part * nbytes
+        # One more input Partial is as good as it was; among equals prefer to stay Partial, then to stay put.
+        lazy = 0 if any(isinstance(p, Partial) for p in c.inputs) else 1
+        return (int(divided and not c.factor), cost, moved, lazy * 1000 + index)
+
+    def _moves(self, c: Strategy, axis: int) -> bool:
+        """Whether a strategy sends data in the forward: only what is replicated changes its placement for nothing."""
+        now = [s.layout.placements[axis] for s in self.ins]
+        return any(
+            i not in self.rule.lends and have != want and not isinstance(have, Replicate)
+            for i, (have, want) in enumerate(zip(now, c.inputs, strict=True))
+        )
+
+    def _split_elsewhere(self, chosen: Sequence[Strategy], axis: int, k: int) -> int:
+        """Into how many parts other axes split output ``k``: those before as chosen, those after as inputs hint."""
+        parts = 1
+        for a, n in enumerate(self.mesh.sizes):
+            if a < axis:
+                parts *= n if isinstance(chosen[a].outputs[k], Shard) else 1
+            elif a > axis and any(self._leads(i, k, s.layout.placements[a]) for i, s in enumerate(self.ins)):
+                parts *= n
+        return parts
+
+    def _leads(self, i: int, k: int, p: Placement) -> bool:
+        """Whether input ``i`` placed so is split by a factor that output ``k`` has."""
+        dims = self.rule.inputs[i]
+        if not isinstance(p, Shard) or p.dim >= len(dims):
+            return False
+        return any(f in dim for f in dims[p.dim][:1] for dim in self.rule.outputs[k])
+
+    def _inplace_error(self, axis: int) -> DispatchError:
+        return DispatchError(
+            f"in place, the first tensor must keep its layout {self.ins[0].layout!r}, and on axis "
+            f"{self.mesh.axes[axis]!r} no way to run this op does; use the out-of-place op, or mw.reshard it first"
+        )
+
+    # -- all axes together ----------------------------------------------------------------------------
+
+    def together(self, best: Choice, thrown: Sequence[bool]) -> Choice:
+        """All axes together, where data has to move: a choice that is cheaper by the plans of its conversions.
+
+        Axis by axis, an axis does not see that another one could take a dim, or take it first.  Of equals, what was
+        found axis by axis stays; so does an axis whose split is there already, and all where there are too many
+        combinations.
+        """
+        options = [[c] if self._stays(a, c) else self.suggested(a) for a, c in enumerate(best.strategies)]
+        if self.mesh.ndim > 3 or math.prod(map(len, options)) * math.factorial(self.mesh.ndim) > _MOST:
+            return best
+        price = self._exact(best)
+        for picks in product(*options):
+            if any(t and not c.factor for t, c in zip(thrown, picks, strict=True)) or not self.fit_together(picks):
+                continue
+            for orders in self._all_orders(picks):
+                made = self._typed(picks, orders)
+                cost = self._exact(made)
+                if cost < price:
+                    best, price = made, cost
+        return best
+
+    def _stays(self, axis: int, c: Strategy) -> bool:
+        now = [s.layout.placements[axis] for s in self.ins]
+        return c.factor is not None and all(p == q for p, q in zip(now, c.inputs, strict=True))
+
+    def _exact(self, choice: Choice) -> tuple[float, ...]:
+        """Bytes of the plans that bring the inputs, both ways, and of what Partial outputs still have to pay.
+
+        Of equals, fewer axes share a dim; then the largest operand moves least, then the leftmost.  Where elements
+        only move no operand is more than another: then the outermost dims are split.
+        """
+        cost = 0.0
+        moved = []
+        for i, (given, src, dst) in enumerate(zip(self.ins, choice.sources, choice.inputs, strict=True)):
+            steps = plan(src.with_(undecided=0), dst.with_(undecided=0))
+            graded = carries_grad(src.dtype) and i not in self.constants
+            cost += steps.bytes if graded else steps.forward_bytes
+            moved.append(round(steps.forward_bytes, 3))
+            for a, n in enumerate(self.mesh.sizes):
+                if graded and given.undecided & ~src.undecided & src.reduced & 1 << a:  # reduced at the leaf
+                    cost += 2 * (n - 1) / n * held_bytes(src, without=(a,))
+        for spec in choice.outputs:
+            if spec.layout.partial:
+                whole = spec.with_(layout=spec.layout.without_partial(), undecided=0)
+                cost += plan(spec.with_(undecided=0), whole).forward_bytes
+        factors = [c.factor for c in choice.strategies if c.factor]
+        crowd = len(factors) - len(set(factors))
+        if self.rule.moves:
+            dims = [p.dim + 1 if isinstance(p, Shard) else 0 for p in choice.outputs[0].layout.placements]
+            return round(cost, 3), crowd, *dims
+        return round(cost, 3), crowd, max(moved, default=0.0), *moved
+
+
+def _distance(p: Placement, wanted: Placement | None, n: int) -> float:
+    """What one axis of an output still has to pay, in units of (n-1)/n of its bytes."""
+    if isinstance(p, Partial) and not isinstance(wanted, Partial):
+        return 1 if isinstance(wanted, Shard) else 2  # still to be reduced
+    if isinstance(p, Shard) and wanted is not None and p != wanted:
+        return 1 / n if isinstance(wanted, Shard) else 1
+    return 1 if isinstance(wanted, Shard) and isinstance(p, Replicate) else 0  # not divided, though the result will be
+
+
+def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, grad: float) -> float:
+    """Forward and backward bytes to bring one axis to ``want``, in units of (n-1)/n of the gathered bytes."""
+    have = spec.layout.placements[axis]
+    if isinstance(have, Replicate):
+        if isinstance(want, Replicate):
+            reduced, undecided = spec.reduced >> axis & 1, spec.undecided >> axis & 1
+            # An undecided leaf that becomes reduced has its gradient reduced once, at the leaf.
+            return 2 * grad if dependent and (undecided or not reduced) else 0.0
+        return grad if isinstance(want, Shard) and not spec.reduced >> axis & 1 else 0.0
+    if isinstance(want, Partial) and want.op != "sum" and have != want:
+        # Zeros around it or the like; the shares of its gradient are summed.
+        return grad + (2 if isinstance(have, Partial) else 0)
+    if isinstance(have, Partial):
+        if isinstance(want, Replicate):
+            return 2 + (2 * grad if dependent else 0)
+        return 1 + grad if isinstance(want, Shard) else 0.0
+    if isinstance(want, Replicate):
+        return 1 + (grad if dependent else 0)
+    if isinstance(want, Shard):
+        return 0.0 if have == want else (1 + grad) / spec.mesh.sizes[axis]
+    return grad  # shard to Partial: zeros around it; its transpose gathers nothing but slices
