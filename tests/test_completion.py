@@ -122,9 +122,9 @@ def test_origins_say_who_and_what_lost() -> None:
 
 def test_where_operands_disagree_bytes_decide_and_the_loser_is_told() -> None:
     def bias(rows: int) -> Any:
-        # The weight is split by n, the input by k: what would have to be moved less is kept.
+        # The weight is split by n, the input by k: what moves less is taken, with the sum of the output that k leaves.
         plan = Plan({"weight": {"tp": S(0)}}, batch={"tp": S(1)})
-        built = build(nn.Linear(8, 16), lambda m, b: m(b).sum(), None, torch.ones(rows, 8), MESH, plan)
+        built = build(nn.Linear(32, 8), lambda m, b: m(b).sum(), None, torch.ones(rows, 32), MESH, plan)
         return next(o for o in built.completed.origins if o.value == "bias")
 
     wide = bias(4)

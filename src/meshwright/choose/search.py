@@ -206,8 +206,8 @@ class Search:
                 raise self._inplace_error(a)
             # Work stays divided where that moves nothing forward; for an op that contracts, wherever it can.
             divided = any(c.factor and (self.rule.heavy or not self._moves(c, a)) for c in candidates)
-            split = [self._split_elsewhere(chosen, a, k) for k in range(len(self.outs))]
-            priced = [self.price(c, a, split, divided, i) for i, c in enumerate(candidates)]
+            held = [self._held_of_output(chosen, a, k) for k in range(len(self.outs))]
+            priced = [self.price(c, a, held, divided, i) for i, c in enumerate(candidates)]
             best = min(range(len(candidates)), key=priced.__getitem__)
             divides.append(divided)
             total += priced[best][1]
@@ -217,10 +217,10 @@ class Search:
     def _typed(self, chosen: Sequence[Strategy], orders: dict[str, list[int]], total: float = 0.0) -> Choice:
         return typed(self.rule, self.ins, self.outs, chosen, orders, inplace=self.inplace, total=total)
 
-    def price(self, c: Strategy, axis: int, split: Sequence[int] = (), divided: bool = False, index: int = 0) -> Price:
+    def price(self, c: Strategy, axis: int, outputs: Sequence[float], divided: bool = False, index: int = 0) -> Price:
         """(work thrown away, bytes, largest operand moved, position): smaller is better.
 
-        ``split``: into how many parts the other axes split each output; ``divided``: work should stay divided;
+        ``outputs``: bytes that a rank holds of each output but for this axis; ``divided``: work should stay divided;
         ``index``: place among the candidates, which decides among equals.
         """
         n = self.mesh.sizes[axis]
@@ -235,8 +235,7 @@ class Search:
             cost += _axis_bytes(spec, axis, want, dependent, grad) * part * held
             if spec.layout.placements[axis] != want:
                 moved = max(moved, held)
-        for k, ((shape, dtype), p) in enumerate(zip(self.outs, c.outputs, strict=True)):
-            nbytes = math.prod(shape) / (split[k] if split else 1) * dtype.itemsize
+        for k, (nbytes, p) in enumerate(zip(outputs, c.outputs, strict=True)):
             cost += _distance(p, self.wanted(k, axis), n) * part * nbytes
         # One more input Partial is as good as it was; among equals prefer to stay Partial, then to stay put.
         lazy = 0 if any(isinstance(p, Partial) for p in c.inputs) else 1
@@ -250,15 +249,16 @@ class Search:
             for i, (have, want) in enumerate(zip(now, c.inputs, strict=True))
         )
 
-    def _split_elsewhere(self, chosen: Sequence[Strategy], axis: int, k: int) -> int:
-        """Into how many parts other axes split output ``k``: those before as chosen, those after as inputs hint."""
+    def _held_of_output(self, chosen: Sequence[Strategy], axis: int, k: int) -> float:
+        """Bytes of output ``k`` as other axes split it: those before as chosen, those after as inputs hint."""
         parts = 1
         for a, n in enumerate(self.mesh.sizes):
             if a < axis:
                 parts *= n if isinstance(chosen[a].outputs[k], Shard) else 1
             elif a > axis and any(self._leads(i, k, s.layout.placements[a]) for i, s in enumerate(self.ins)):
                 parts *= n
-        return parts
+        shape, dtype = self.outs[k]
+        return math.prod(shape) / parts * dtype.itemsize
 
     def _leads(self, i: int, k: int, p: Placement) -> bool:
         """Whether input ``i`` placed so is split by a factor that output ``k`` has."""

@@ -42,6 +42,7 @@ class Kind:
         start_writes: the started one works in the memory of its input.
         cuts: the dims that it joins or cuts.
         passes: how often (n-1)/n of what a rank brings, and of what it ends with, passes it in the ring model.
+        whole: all of it passes each rank, and not (n-1)/n.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Kind:
     start_writes: bool = False
     cuts: tuple[Cut, ...] = ()
     passes: tuple[int, int] = (1, 0)
+    whole: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -79,9 +81,8 @@ class Kind:
 
     def bytes(self, before: int, after: int, n: int) -> int:
         """Bytes that pass each of ``n`` ranks, from those of what it brings and of what it ends with."""
-        if self.name == "broadcast":
-            return before
-        return (n - 1) * (self.passes[0] * before + self.passes[1] * after) // n
+        passed = self.passes[0] * before + self.passes[1] * after
+        return passed if self.whole else (n - 1) * passed // n
 
 
 __all__ = ["Cut", "Kind"]

@@ -492,5 +492,5 @@ ALL_TO_ALL = Kind(
     "all_to_all", "int split_dim, int[] split_sizes, int concat_dim, int[] concat_sizes, int index", _exchanged,
     cuts=(Cut("split_dim", "split_sizes", "splits"), Cut("concat_dim", "concat_sizes", "joins", joins=True)),
 )  # fmt: skip
-BROADCAST = Kind("broadcast", "int src_index", broadcast)
+BROADCAST = Kind("broadcast", "int src_index", broadcast, whole=True)
 KINDS: dict[str, Kind] = {}  # by name; filled by ``graph.add``

@@ -7,17 +7,17 @@ sent), the *last* micro-step (the same, then synchronise, clip, update, empty th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
 
-from ..collective import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
+from ..collective import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STARTS
 from ..errors import PassError
 from ..program.ir.inplace import follow, returned, storages, written
 from ..program.ir.program import Input, Merged, Program, value_of
-from ..program.ir.trace import VIEWS, Value, ancestors, draws
+from ..program.ir.trace import VIEWS, Value, ancestors, draws, is_sum
 from .core import Pass, PassRecord, register
 from .slicing import copied, needed, new_storage, part_of
 
@@ -26,7 +26,6 @@ aten = torch.ops.aten
 _HALF = {torch.bfloat16, torch.float16}
 # With one operand and linear in it: what runs behind such ops may as well run on a sum.
 _LINEAR = {*VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES}
-_SUMS = {ALL_REDUCE, REDUCE_SCATTER}
 
 
 @register
@@ -119,7 +118,7 @@ class _Merge:
         if program.merged is not None:
             raise PassError(f"the program merges {program.merged.k_steps} micro-steps already")
         self.program, self.graph, self.k_steps, self.avg = program, program.graph, k_steps, avg
-        self.kinds = _SUMS if whole_sums else {ALL_REDUCE}  # what changes places with sums over micro-steps
+        self.whole_sums = whole_sums  # whether reduce-scatters are among what changes places with sums over micro-steps
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
         self.alpha = 1 / k_steps if avg else 1.0
         self.storage = new_storage(program)
@@ -162,7 +161,7 @@ class _Merge:
         found: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
             if node.meta.get("grad_of"):
-                found.setdefault(_unsent(node, self.kinds))
+                found.setdefault(_unsent(node, self.whole_sums))
         yield from found
 
     def _one_sum_each(self, cuts: list[fx.Node]) -> None:
@@ -340,8 +339,8 @@ def _names(node: fx.Node) -> list[str]:
     return [name for name, _ in node.meta["grad_of"]]
 
 
-def _unsent(node: fx.Node, kinds: Set[Kind]) -> fx.Node:
-    """Where the value of a gradient was before anything of these kinds was sent for it.
+def _unsent(node: fx.Node, whole_sums: bool) -> fx.Node:
+    """Where the value of a gradient was before anything, or an all-reduce without ``whole_sums``, was sent.
 
     Sums over ranks and over micro-steps may change places, as long as all in between is linear and serves this gradient
     alone: the reduce-scatter that autograd puts behind the gather of a stored parameter, say.
@@ -351,9 +350,8 @@ def _unsent(node: fx.Node, kinds: Set[Kind]) -> fx.Node:
         before = at.all_input_nodes[0]
         if len(before.users) > 1 or before.op != "call_function":
             break
-        kind = COLLECTIVES.get(at.target)
-        if kind is not None and kind in _SUMS and at.args[1] in ("sum", "avg"):
-            if kind not in kinds:
+        if is_sum(at):
+            if not whole_sums and COLLECTIVES[at.target] is not ALL_REDUCE:
                 break
             found = before
         at = before

@@ -16,17 +16,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
+from ..collective import COLLECTIVES, REDUCE_SCATTER, Kind
 from ..layout import Shard, Spec
 from ..program.ir.inplace import storages, written
 from ..program.ir.program import Program, value_of
-from ..program.ir.trace import VIEWS, draws, is_mutating
+from ..program.ir.trace import VIEWS, draws, is_mutating, is_sum
 
 aten = torch.ops.aten
 
 SCALES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 _UNARY = {*VIEWS, aten.clone.default, aten._to_copy.default}
-SUMS = ("sum", "avg")
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class Gradients:
 
 def is_reduction(node: fx.Node) -> bool:
     """Whether a node sums a gradient over ranks."""
-    if node.target not in STARTS or node.args[1] not in SUMS or not isinstance(node.args[0], fx.Node):
+    if not is_sum(node) or not isinstance(node.args[0], fx.Node):
         return False
     if node.meta.get("sync") or any(n.meta.get("grad_of") for n in chain_up(node.args[0])):
         return True

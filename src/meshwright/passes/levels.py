@@ -9,7 +9,8 @@ import torch.fx as fx
 from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
 from ..program.ir.inplace import follow
 from ..program.ir.program import Program, value_of
-from .gradients import SUMS, is_linear, is_reduction
+from ..program.ir.trace import is_sum
+from .gradients import is_linear, is_reduction
 
 
 def flattened(program: Program) -> tuple[Program, int]:
@@ -41,7 +42,7 @@ def _inner(node: fx.Node) -> fx.Node | None:
     """The sum over other axes of which a sum is the only reader, through ops that may change places with it."""
     at = node.args[0]
     while isinstance(at, fx.Node) and len(at.users) == 1:
-        if at.target is node.target and at.args[1] == node.args[1] and at.args[1] in SUMS:
+        if at.target is node.target and at.args[1] == node.args[1] and is_sum(at):
             own, other = (set(str(n.args[2]).split(",")) for n in (node, at))
             return at if own.isdisjoint(other) and not at.meta.get("grad_of") else None
         if not is_linear(at):

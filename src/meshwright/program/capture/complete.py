@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ...choose import Search, Wish
+from ...cost import held_bytes
 from ...dispatch import make_rule, map_tensors, resolve, tensors_in
 from ...errors import LayoutError
 from ...layout import REPLICATE, Layout, Placement, Shard, Spec
@@ -27,6 +29,8 @@ from .export import Captured, line_of
 
 Tensor = torch.Tensor
 Key = tuple[str, int]  # a node and which of its outputs
+_Known = tuple[tuple[Placement | None, ...], ...]  # of the inputs, and of the outputs of an op
+_Users = tuple[tuple[bool, ...], ...]
 
 USER, REACHED = "user", "propagated"
 
@@ -44,16 +48,25 @@ class Entry:
 class State:
     """What is known of one value: per axis an entry, or None."""
 
-    __slots__ = ("entries", "nbytes", "shape")
+    __slots__ = ("dtype", "entries", "mesh", "shape")
 
-    def __init__(self, axes: int, shape: tuple[int, ...], nbytes: int) -> None:
-        self.entries: list[Entry | None] = [None] * axes
-        self.shape, self.nbytes = shape, nbytes
+    def __init__(self, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.entries: list[Entry | None] = [None] * mesh.ndim
+        self.mesh, self.shape, self.dtype = mesh, shape, dtype
 
-    def placement(self, axis: int) -> Placement | None:
-        """What is known on one axis."""
-        entry = self.entries[axis]
-        return None if entry is None else entry.placement
+    @property
+    def placements(self) -> tuple[Placement | None, ...]:
+        """What is known on each axis."""
+        return tuple(None if e is None else e.placement for e in self.entries)
+
+    @property
+    def layout(self) -> Layout:
+        """What is known, and replicated where nothing is."""
+        return Layout(self.mesh, [p or REPLICATE for p in self.placements], ndim=len(self.shape))
+
+    def spec(self) -> Spec:
+        """The same as a spec; what is replicated may be taken in parts, which sends nothing."""
+        return Spec(self.shape, self.dtype, self.layout, reduced=(1 << self.mesh.ndim) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +150,7 @@ class _Completion:
                 self.facts.append(fact)
 
     def _add(self, key: Key, t: Tensor) -> None:
-        self.states[key] = State(self.mesh.ndim, tuple(t.shape), t.numel() * t.element_size())
+        self.states[key] = State(self.mesh, tuple(t.shape), t.dtype)
 
     def _key(self, node: fx.Node) -> Key:
         key = (node.name, 0)
@@ -243,7 +256,7 @@ class _Completion:
 
     def _propagate(self, fact: Fact, axis: int) -> bool:
         states = [self.states[k] for k in fact.inputs], [self.states[k] for k in fact.outputs]
-        known = tuple(tuple(s.placement(axis) for s in side) for side in states)
+        known = tuple(tuple(s.placements[axis] for s in side) for side in states)
         if not any(isinstance(p, Shard) for side in known for p in side):
             return False
         if all(p is not None for side in known for p in side):
@@ -251,10 +264,10 @@ class _Completion:
         users = tuple(
             tuple(e is not None and e.source == USER for e in (s.entries[axis] for s in side)) for side in states
         )
-        key = (id(fact.rule), known, users)
+        key = (id(fact.rule), axis, tuple(tuple(s.placements for s in side) for side in states), users)
         found = self._solved.get(key)
         if found is None:
-            found = self._solved[key] = self._solve(fact.rule, known, users, states)
+            found = self._solved[key] = self._solve(fact.rule, axis, known, users, states)
         strategy, lost = found
         if strategy is None:
             return False
@@ -270,50 +283,32 @@ class _Completion:
         return changed
 
     def _solve(
-        self,
-        rule: Rule,
-        known: tuple[tuple[Placement | None, ...], ...],
-        users: tuple[tuple[bool, ...], ...],
-        states: tuple[Sequence[State], Sequence[State]],
+        self, rule: Rule, axis: int, known: _Known, users: _Users, states: tuple[Sequence[State], Sequence[State]]
     ) -> tuple[Strategy | None, tuple[str, ...]]:
-        """The strategy that what is known suggests, and those that lost."""
-        given = [p or REPLICATE for p in known[0]]
-        made = [s for s in rule.axis_strategies(given, [p or REPLICATE for p in known[1]]) if s.factor]
+        """The strategy that what is known suggests, and those that lost.
+
+        First come those with which most of the user's own placements agree, then the cheapest.
+        """
+        given, hints = ([p or REPLICATE for p in side] for side in known)
+        made = [s for s in rule.axis_strategies(given, hints) if s.factor]
         if not made:
             return None, ()
-        priced = sorted(
-            (self._price(s, known, users, states), i, s) for i, s in enumerate(made)
-        )  # fmt: skip
-        lost = tuple(
-            f"by {s.factor}: {-price[0]} named by the user agree, {price[1]} bytes" for price, _, s in priced[1:]
-        )
+        ins, outs = ([s.spec() for s in side] for side in states)
+        wish = Wish(tuple(None if p is None else s for p, s in zip(known[1], outs, strict=True)))
+        search = Search(rule, ins, [(s.shape, s.dtype) for s in outs], wish=wish)
+        held = [held_bytes(s, without=(axis,)) for s in outs]
+        priced = []
+        for i, s in enumerate(made):
+            agree = sum(_agree(*side) for side in zip(known, users, (s.inputs, s.outputs), strict=True))
+            priced.append((-agree, search.price(s, axis, held, index=i), s))
+        priced.sort(key=lambda p: p[:2])
+        lost = tuple(f"by {s.factor}: {-n} named by the user agree, {p[1]:.0f} bytes" for n, p, s in priced[1:])
         return priced[0][2], lost
-
-    @staticmethod
-    def _price(
-        s: Strategy,
-        known: tuple[tuple[Placement | None, ...], ...],
-        users: tuple[tuple[bool, ...], ...],
-        states: tuple[Sequence[State], Sequence[State]],
-    ) -> tuple[int, int]:
-        """(minus the number of the user's own that agree, bytes of those that do not): smaller is better."""
-        agree, nbytes = 0, 0
-        for side, own, held, wanted in zip(known, users, states, (s.inputs, s.outputs), strict=True):
-            for p, user, state, want in zip(side, own, held, wanted, strict=True):
-                if p is None:
-                    continue
-                if isinstance(p, Shard) and p == want:
-                    agree += user
-                elif isinstance(p, Shard):  # a replicated value is cut for nothing
-                    nbytes += state.nbytes
-        return -agree, nbytes
 
     # -- reading the result ---------------------------------------------------------------------------
 
     def _layout(self, key: Key) -> Layout:
-        state = self.states[self.same.get(key, key)]
-        placements = [e.placement if e is not None else REPLICATE for e in state.entries]
-        return Layout(self.mesh, placements, ndim=len(state.shape))
+        return self.states[self.same.get(key, key)].layout
 
     def _origins(self, inputs: Mapping[str, str]) -> Iterator[Origin]:
         for key, state in self.states.items():
@@ -327,6 +322,11 @@ class _Completion:
             reason = "; ".join(dict.fromkeys(e.reason for e in known))
             lost = tuple(dict.fromkeys(x for e in known for x in e.lost))
             yield Origin(name, repr(self._layout(key)), source, reason, lost)
+
+
+def _agree(known: Sequence[Placement | None], users: Sequence[bool], made: Sequence[Placement]) -> int:
+    """How many shards that the user named a strategy keeps."""
+    return sum(u and isinstance(p, Shard) and p == q for p, u, q in zip(known, users, made, strict=True))
 
 
 def _signature(a: Any) -> Any:

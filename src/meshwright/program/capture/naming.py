@@ -7,14 +7,12 @@ import operator
 import torch
 import torch.fx as fx
 
-from ...collective import COLLECTIVES
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
-from ..ir.trace import VIEWS, ancestors, value_of
+from ..ir.trace import VIEWS, ancestors, reduces, value_of
 
 aten = torch.ops.aten
 
-_SUMS = {t for t, kind in COLLECTIVES.items() if kind.reduces}
 _LINEAR = {
     *VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar,
     aten._to_copy.default, operator.getitem,
@@ -32,7 +30,7 @@ def join(name: str, used: fx.Node, asked: set[fx.Node], spec: Spec) -> None:
     if asked.isdisjoint(sources):
         return
     at, between = used, _between(sources, used)
-    while not is_source(at) and at.target in _SUMS | _LINEAR:
+    while not is_source(at) and (reduces(at) or at.target in _LINEAR):
         above = [n for n in at.all_input_nodes if n in between]
         if len(above) != 1:
             break
@@ -40,7 +38,7 @@ def join(name: str, used: fx.Node, asked: set[fx.Node], spec: Spec) -> None:
     # Where they are summed over ranks one by one and then added, they stay several.
     value = value_of(at)
     alone = value is not None and value.shape == spec.shape
-    made = sources if not alone or any(n.target in _SUMS for n in _between(sources, at)) else [at]
+    made = sources if not alone or any(reduces(n) for n in _between(sources, at)) else [at]
     for node in {*sources, *made}:
         others = tuple(pair for pair in node.meta.pop("grad_of", ()) if pair[0] != name)
         pairs = (*others, (name, spec)) if node in made else others
@@ -68,10 +66,10 @@ def mark(node: fx.Node, mesh: Mesh) -> None:
         if user in seen or user.meta.get("role") == "forward":
             continue
         seen.add(user)
-        if user.target in _SUMS:
+        if reduces(user):
             axes.update(dict.fromkeys(str(user.args[-2]).split(","), str(user.args[1])))
             user.meta.setdefault("sync", name)
-        if user.target in _SUMS | _LINEAR:  # one level of sums may follow another
+        if reduces(user) or user.target in _LINEAR:  # one level of sums may follow another
             stack.extend(user.users)
     if axes:
         open_ = Layout(mesh, {a: Partial(op) for a, op in axes.items()})

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...collective import COLLECTIVES
 from ...errors import ProgramError
 from ...layout import Partial, Spec
 from ..ir.inplace import storages, written
 from ..ir.program import Input, Output, Program
-from ..ir.trace import is_mutating, value_of
+from ..ir.trace import is_mutating, is_sum, value_of
 from .derive import described
 
 # Name of a parameter to the axes over which its gradient, which is in a value, is still to be summed.
@@ -100,7 +99,7 @@ class _Flow:
             if node.op == "call_function" and is_mutating(node):
                 for storage in written(node):
                     self.writers.setdefault(storage, []).append(node)
-                    if _sums(node) or _replaces(node):
+                    if is_sum(node) or _replaces(node):
                         self.sums.setdefault(storage, []).append(node)
 
     def _declared(self, node: fx.Node, name: str, spec: Spec) -> frozenset[str]:
@@ -187,7 +186,7 @@ def _made(node: fx.Node, sources: list[Owed], sums: bool = True) -> Owed:
             for name, axes in source.items():
                 merged[name] = merged.get(name, frozenset()) | axes
         made = merged
-    if sums and _sums(node):
+    if sums and is_sum(node):
         done = frozenset(str(node.args[-2]).split(","))
         return {name: axes - done for name, axes in made.items()}
     return made
@@ -201,12 +200,6 @@ def _writer(node: fx.Node) -> fx.Node | None:
             return None
         node = source
     return node if node.op == "call_function" else None
-
-
-def _sums(node: fx.Node) -> bool:
-    """Whether a node sums over ranks."""
-    kind = COLLECTIVES.get(node.target)
-    return kind is not None and kind.reduces and node.args[1] in ("sum", "avg")
 
 
 def _replaces(node: fx.Node) -> bool:

@@ -267,6 +267,17 @@ def is_mutating(node: fx.Node) -> bool:
     return bool(schema is not None and schema.is_mutable)
 
 
+def reduces(node: fx.Node) -> bool:
+    """Whether a node reduces over ranks, by a sum or otherwise."""
+    kind = COLLECTIVES.get(node.target)
+    return kind is not None and kind.reduces
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether a node sums, or averages, over ranks."""
+    return reduces(node) and node.args[1] in ("sum", "avg")
+
+
 def remove_dead(graph: fx.Graph) -> None:
     """Remove nodes that nobody uses, that write nothing, draw no random numbers and send nothing.
 
