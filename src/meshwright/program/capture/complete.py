@@ -66,7 +66,7 @@ class State:
 
     def spec(self) -> Spec:
         """The same as a spec; what is replicated may be taken in parts, which sends nothing."""
-        return Spec(self.shape, self.dtype, self.layout, reduced=(1 << self.mesh.ndim) - 1)
+        return Spec(self.shape, self.dtype, self.layout, reduced=self.mesh.everywhere)
 
 
 @dataclass(frozen=True, slots=True)
