@@ -1,0 +1,31 @@
+"""Placements, layouts and specs: how a tensor lies on a mesh.  Pure and hashable; never communicates.
+
+A *placement* says what one mesh axis does to a tensor.  A *layout* has one placement per axis, and the
+order of the axes where several split the same dim.  A *spec* is global shape, dtype and layout.
+
+Uneven shards follow ``torch.chunk``: 10 over 4 is 3, 3, 3, 1; over 6 it is 2, 2, 2, 2, 2, 0.
+"""
+
+from .layout import Layout, Placements
+from .placement import (
+    REDUCE_OPS,
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    as_placement,
+    chunk_bounds,
+    chunk_sizes,
+    commute,
+    dual,
+    neutral,
+    unreducible,
+)  # fmt: skip
+from .spec import Spec, dtype_from, spec_data, spec_from
+
+__all__ = [
+    "REDUCE_OPS", "REPLICATE", "Layout", "Partial", "Placement", "Placements", "Replicate", "Shard", "Spec",
+    "as_placement", "chunk_bounds", "chunk_sizes", "commute", "dtype_from", "dual", "neutral", "spec_data", "spec_from",
+    "unreducible",
+]  # fmt: skip

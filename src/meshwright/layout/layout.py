@@ -1,0 +1,248 @@
+"""Layouts: all placements of a tensor on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Union
+
+import torch
+
+from ..errors import LayoutError
+from ..mesh import Mesh
+from .placement import REPLICATE, Partial, Placement, Replicate, Shard, as_placement, chunk_bounds, commute
+
+Placements = Union[Mapping[str, Any], Sequence[Any], "Layout", Placement]
+_STRIDED_HASH = hash(torch.strided)
+
+
+class Layout:
+    """All placements of a tensor on a mesh.
+
+    Args:
+        mesh: the mesh.
+        placements: a mapping from axis name (axes not named are Replicate), or one placement per axis.
+        order: dim to the axes that split it, major first; default: mesh order.
+        ndim: number of dims of the tensor, where known; lets negative dims be resolved.
+
+    Raises:
+        LayoutError: a placement for a dim that does not exist, an order that names other axes, Partial by reductions
+            that do not commute.
+        MeshError: an unknown axis.
+    """
+
+    __slots__ = ("__weakref__", "mesh", "ndim", "order", "placements")
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        placements: Placements = (),
+        *,
+        order: Mapping[int, Sequence[str | int]] | None = None,
+        ndim: int | None = None,
+    ) -> None:
+        if not isinstance(mesh, Mesh):
+            raise LayoutError(f"{mesh!r} is no mesh: take mw.init_mesh({{...}}), or mw.Mesh({{...}}) without processes")
+        if order is not None and not isinstance(order, Mapping):
+            raise LayoutError(f"order={order!r}: dim to the axes that split it was expected, major first")
+        if isinstance(placements, Layout):
+            order = order or dict(placements.order)
+            placements = placements.placements
+        self.mesh = mesh
+        self.ndim = ndim
+        per_axis = _per_axis(mesh, placements)
+        self.placements: tuple[Placement, ...] = tuple(_in_range(p, ndim, mesh, i) for i, p in enumerate(per_axis))
+        self.order: tuple[tuple[int, tuple[int, ...]], ...] = _canonical_order(self, order or {})
+        if not commute(*self.placements):
+            ops = " and by ".join(dict.fromkeys(self.partial.values()))
+            raise LayoutError(
+                f"{self!r}: reductions by {ops} do not commute, so the value would depend on which comes first; "
+                "reduce one of them before: mw.reshard(x, {axis: mw.Replicate()})"
+            )
+
+    @property
+    def dims(self) -> dict[int, tuple[str, ...]]:
+        """Dim to the names of the axes that split it, major first."""
+        return {d: tuple(self.mesh.axes[a] for a in axes) for d, axes in self.dim_axes().items()}
+
+    def dim_axes(self) -> dict[int, tuple[int, ...]]:
+        """Dim to the indices of the axes that split it, major first."""
+        found: dict[int, tuple[int, ...]] = {}
+        for a, p in enumerate(self.placements):
+            if isinstance(p, Shard):
+                found[p.dim] = (*found.get(p.dim, ()), a)
+        found.update(self.order)
+        return found
+
+    def place(self, axis: int) -> int:
+        """Place of an axis among those that split its dim: 0 for the major one, and for one that splits none."""
+        p = self.placements[axis]
+        return self.dim_axes()[p.dim].index(axis) if isinstance(p, Shard) else 0
+
+    @property
+    def dims_mapping(self) -> list[int]:
+        """Paddle's view: per tensor dim the index of the axis that splits it, or -1.
+
+        Raises LayoutError where several axes split one dim, which that view cannot express.
+        """
+        by_dim = self.dim_axes()
+        n = self.ndim if self.ndim is not None else max(by_dim, default=-1) + 1
+        for d, axes in by_dim.items():
+            if len(axes) > 1:
+                raise LayoutError(f"dims_mapping cannot express {self!r}: dim {d} is split by {len(axes)} axes")
+        return [by_dim.get(d, (-1,))[0] for d in range(n)]
+
+    @property
+    def partial(self) -> dict[int, str]:
+        """Paddle's view: index of each axis on which the tensor is Partial, to the reduction."""
+        return {a: p.op for a, p in enumerate(self.placements) if isinstance(p, Partial)}
+
+    def with_ndim(self, ndim: int) -> Layout:
+        """The same layout checked against, and resolved for, a tensor of ``ndim`` dims."""
+        return self if self.ndim == ndim else Layout(self.mesh, self, ndim=ndim)
+
+    def replace(self, axis: int, placement: Placement) -> Layout:
+        """The same layout with another placement on one axis (which becomes the minor one on its dim)."""
+        placements = list(self.placements)
+        placements[axis] = placement
+        order = {d: [a for a in axes if a != axis] for d, axes in self.dim_axes().items()}
+        if isinstance(placement, Shard):
+            order.setdefault(placement.dim, []).append(axis)
+        return Layout(self.mesh, placements, order=order, ndim=self.ndim)
+
+    def without_partial(self, axes: Iterable[int] | None = None) -> Layout:
+        """The same layout once what is Partial, on these axes or on all, has been reduced."""
+        made = self
+        for a in self.partial if axes is None else axes:
+            made = made.replace(a, REPLICATE)
+        return made
+
+    def local_bounds(self, shape: Sequence[int], coordinate: Sequence[int]) -> list[tuple[int, int]]:
+        """Per dim (start, stop) of what the rank at ``coordinate`` holds of a tensor of this global shape."""
+        bounds = [(0, n) for n in shape]
+        for d, axes in self.dim_axes().items():
+            start, stop = bounds[d]
+            for a in axes:
+                lo, hi = chunk_bounds(stop - start, self.mesh.sizes[a], coordinate[a])
+                start, stop = start + lo, start + hi
+            bounds[d] = (start, stop)
+        return bounds
+
+    def local_shape(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Shape that the rank at ``coordinate`` holds of a tensor of this global shape."""
+        return tuple(b - a for a, b in self.local_bounds(shape, coordinate))
+
+    def local_offset(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Global index of the first element that the rank at ``coordinate`` holds."""
+        return tuple(a for a, _ in self.local_bounds(shape, coordinate))
+
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole value."""
+        return all(isinstance(p, Replicate) for p in self.placements)
+
+    def to_torch(self) -> list[Any]:
+        """One of torch's placement objects per axis.
+
+        Raises LayoutError where axes split a dim in another order than the mesh's (torch has no word for it).
+        """
+        from torch.distributed.tensor import Partial as TPartial
+        from torch.distributed.tensor import Replicate as TReplicate
+        from torch.distributed.tensor import Shard as TShard
+
+        if self.order:
+            raise LayoutError(f"torch's placements cannot express {self!r}: its axes are not in mesh order")
+        made: list[Any] = []
+        for p in self.placements:
+            if isinstance(p, Shard):
+                made.append(TShard(p.dim))
+            else:
+                made.append(TPartial(p.op) if isinstance(p, Partial) else TReplicate())
+        return made
+
+    def picture(self, shape: Sequence[int]) -> str:
+        """A small text picture of which rank holds what of a tensor of this global shape."""
+        lines = [f"{tuple(shape)} on {self.mesh!r}: {self!r}"]
+        for rank, at in zip(self.mesh.ranks, self.mesh.coordinates(), strict=True):
+            where = ",".join(f"{a}{c}" for a, c in zip(self.mesh.axes, at, strict=True))
+            bounds = self.local_bounds(shape, at)
+            cut = ", ".join(":" if b == (0, n) else f"{b[0]}:{b[1]}" for b, n in zip(bounds, shape, strict=True))
+            empty = " (empty)" if any(a == b for a, b in bounds) else ""
+            kind = "".join(
+                f" part of {p.op} over {self.mesh.axes[a]}"
+                for a, p in enumerate(self.placements)
+                if isinstance(p, Partial)
+            )
+            lines.append(f"  rank {rank} ({where})  [{cut}]{empty}{kind}")
+        return "\n".join(lines)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout):
+            # Library code that asks ``x.layout == torch.strided`` means the memory of x, which is strided.
+            return other is torch.strided or NotImplemented
+        return self.placements == other.placements and self.order == other.order and self.mesh == other.mesh
+
+    def __hash__(self) -> int:
+        # One hash for all: torch.strided, which all are equal to, must be found in a set of memory layouts too.
+        # Layouts are looked up together with shapes and dtypes, when plans are made, so collisions are few.
+        return _STRIDED_HASH
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{a}: {p!r}" for a, p in zip(self.mesh.axes, self.placements, strict=True))
+        if self.order:
+            inner += "; " + ", ".join(f"dim {d} by {' then '.join(self.dims[d])}" for d, _ in self.order)
+        return f"<{inner}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_layout, (self.mesh, self.placements, dict(self.order), self.ndim)
+
+
+def _rebuild_layout(
+    mesh: Mesh, placements: tuple[Placement, ...], order: dict[int, tuple[int, ...]], ndim: int | None
+) -> Layout:
+    return Layout(mesh, placements, order=order, ndim=ndim)
+
+
+def _per_axis(mesh: Mesh, placements: Placements) -> list[Placement]:
+    if isinstance(placements, Mapping):
+        made: list[Placement] = [REPLICATE] * mesh.ndim
+        for axis, p in placements.items():
+            made[mesh.axis_index(axis)] = as_placement(p)
+        return made
+    if not isinstance(placements, Iterable):
+        placements = [placements]
+    listed = [as_placement(p) for p in placements]
+    if listed and len(listed) != mesh.ndim:
+        raise LayoutError(
+            f"{len(listed)} placements for the {mesh.ndim} axes of {mesh!r}: give one per axis, or name them: "
+            f'{{"{mesh.axes[0]}": mw.Shard(0)}}'
+        )
+    return listed or [REPLICATE] * mesh.ndim
+
+
+def _in_range(p: Placement, ndim: int | None, mesh: Mesh, axis: int) -> Placement:
+    if not isinstance(p, Shard) or ndim is None:
+        return p
+    if not -ndim <= p.dim < ndim:
+        raise LayoutError(
+            f"{p!r} on axis {mesh.axes[axis]!r}: the tensor has {ndim} dim{'s' if ndim != 1 else ''}"
+            + (f", so dims {-ndim} to {ndim - 1} exist" if ndim else ", nothing to split")
+        )
+    return p if p.dim >= 0 else Shard(p.dim + ndim)
+
+
+def _canonical_order(
+    layout: Layout, order: Mapping[int, Sequence[str | int]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Only the dims whose axes are not in mesh order, sorted: equal layouts get equal orders."""
+    kept = []
+    for d, axes in order.items():
+        d = d + layout.ndim if d < 0 and layout.ndim is not None else d
+        given = tuple(layout.mesh.axis_index(a) for a in axes)
+        split = tuple(a for a, p in enumerate(layout.placements) if p == Shard(d))
+        if sorted(given) != sorted(split):
+            names = [layout.mesh.axes[a] for a in split]
+            raise LayoutError(f"order of dim {d} names {list(axes)}, but the axes that split it are {names}")
+        if given != split:
+            kept.append((d, given))
+    return tuple(sorted(kept))

@@ -1,0 +1,122 @@
+"""Placements: what one mesh axis does to a tensor, how parts are cut, and which reductions there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import LayoutError
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product", "any", "all")
+
+
+def unreducible(op: str, dtype: torch.dtype) -> str:
+    """Why tensors of this dtype have no reduction ``op``; empty where they have."""
+    if op in ("any", "all") and dtype is not torch.bool:
+        return f"{op} reduces bool tensors, not {dtype}: compare first, e.g. x != 0"
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        return f"avg of {dtype} is not exact: convert to a floating dtype or reduce by sum"
+    if dtype is torch.uint64 and op in ("max", "min"):
+        return f"{op} of uint64 is not supported: convert to int64"
+    if dtype.is_complex and op not in ("sum", "avg"):
+        return f"{op} of {dtype} is not supported: complex tensors reduce by sum or avg"
+    return ""
+
+
+def neutral(op: str, dtype: torch.dtype) -> Any:
+    """The value that changes nothing in a reduction: what a rank brings that has no part in it."""
+    if op in ("sum", "avg", "any"):
+        return False if dtype is torch.bool else 0
+    if op in ("product", "all"):
+        return True if dtype is torch.bool else 1
+    if dtype is torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max
+
+
+def commute(*placements: Placement) -> bool:
+    """Whether the reductions among these placements of one tensor may be done in any order."""
+    return len({"sum" if p.op == "avg" else p.op for p in placements if isinstance(p, Partial)}) < 2
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The axis splits ``dim`` into ``torch.chunk`` parts, one per rank."""
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise LayoutError(f"Shard takes a dim number, not {self.dim!r}")
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the axis holds the same values."""
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The value is the reduction (``op``) over what the ranks of the axis hold."""
+
+    op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in REDUCE_OPS:
+            raise LayoutError(f"unknown reduction {self.op!r} for Partial: take one of {', '.join(REDUCE_OPS)}")
+
+    def __repr__(self) -> str:
+        return "Partial()" if self.op == "sum" else f"Partial({self.op!r})"
+
+
+Placement = Shard | Replicate | Partial
+REPLICATE = Replicate()
+
+
+def as_placement(value: Any) -> Placement:
+    """A placement of ours from ours or from one of torch's.  Raises LayoutError for anything else."""
+    if isinstance(value, (Shard, Replicate, Partial)):
+        return value
+    kind = type(value).__name__
+    if type(value).__module__.startswith("torch.distributed"):
+        if kind == "Shard":
+            return Shard(value.dim)
+        if kind == "Replicate":
+            return REPLICATE
+        if kind == "Partial":
+            return Partial("sum" if value.reduce_op is None else str(value.reduce_op))
+    raise LayoutError(f"{value!r} is not a placement: take mw.Shard(dim), mw.Replicate() or mw.Partial(op)")
+
+
+def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and stop of part ``index`` of ``size`` things in ``parts`` ``torch.chunk`` parts."""
+    step = -(-size // parts)
+    start = min(index * step, size)
+    return start, min(start + step, size)
+
+
+def chunk_sizes(size: int, parts: int) -> list[int]:
+    """Lengths of all parts, empty ones included: ``chunk_sizes(10, 4) == [3, 3, 3, 1]``."""
+    return [b - a for a, b in (chunk_bounds(size, parts, i) for i in range(parts))]
+
+
+def dual(p: Placement, reduced: bool) -> tuple[Placement, bool]:
+    """The type of a gradient on one axis, from that of its primal: placement, and whether a Replicate is reduced."""
+    if isinstance(p, Partial):
+        # The gradient of a sum is whole on every rank; as a value it may itself be differentiated, and then each rank
+        # uses its copy for its own part: its cotangent is Partial, so it is of the reduced kind.  Of another reduction
+        # each rank has its part's share of the gradient: what a maximum's holder gets, 1/n for an average.
+        return (REPLICATE, True) if p.op == "sum" else (Partial(), False)
+    return (Partial(), False) if reduced else (p, False)

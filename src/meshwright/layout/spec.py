@@ -1,0 +1,201 @@
+"""Specs: global shape, dtype and layout of a tensor; as objects, and as files have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+
+from ..errors import LayoutError
+from ..mesh import Mesh
+from .layout import Layout
+from .placement import REPLICATE, Partial, Placement, Replicate, Shard, dual, unreducible
+
+
+class Spec:
+    """Global shape, dtype and layout of a tensor.  Interned: equal specs are the same object.
+
+    ``reduced`` and ``undecided`` are bit masks over mesh axes and refine ``Replicate`` for gradients (see the
+    design page, *types of Replicate*): bit set in ``reduced``: the gradient is born Partial on that axis;
+    clear: the gradient is replicated.  ``undecided`` axes (leaves that no op has used yet) may become either.
+    ``copied`` marks the result of a view that had to be a copy: writing to it would not reach its base.
+    ``known`` is set on the spec of a Partial that was reduced: its value is at hand in that spec too.
+    ``stored`` marks a parameter for which another tensor may stand in (see ``tensor.standin``).
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_grad",
+        "copied",
+        "dtype",
+        "known",
+        "layout",
+        "mesh",
+        "ndim",
+        "reduced",
+        "shape",
+        "stored",
+        "undecided",
+    )
+
+    layout: Layout
+    shape: torch.Size
+    dtype: torch.dtype
+    mesh: Mesh
+    ndim: int
+    reduced: int
+    undecided: int
+    copied: bool
+    known: Spec | None
+    stored: bool
+    _grad: Spec | None
+
+    _made: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        layout: Layout,
+        reduced: int = 0,
+        undecided: int = 0,
+        copied: bool = False,
+        known: Spec | None = None,
+        stored: bool = False,
+    ) -> Spec:
+        try:
+            layout = layout.with_ndim(len(shape))
+        except (AttributeError, TypeError):
+            raise LayoutError(
+                f"Spec({shape!r}, {dtype!r}, {layout!r}): a tuple, a torch.dtype and a mw.Layout were expected"
+            ) from None
+        mask = sum(1 << a for a, p in enumerate(layout.placements) if isinstance(p, Replicate))
+        reduced &= mask
+        undecided &= mask & ~reduced
+        key = (tuple(shape), dtype, layout, reduced, undecided, copied, known, stored)
+        found = cls._made.get(key)
+        if found is None:
+            if not isinstance(dtype, torch.dtype):
+                raise LayoutError(f"Spec: {dtype!r} is no dtype: take one of torch's, e.g. torch.float32")
+            for op in layout.partial.values():
+                if why := unreducible(op, dtype):
+                    raise LayoutError(f"{layout!r}: {why}")
+            found = super().__new__(cls)
+            found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
+            found.mesh, found.ndim = layout.mesh, len(shape)
+            found.reduced, found.undecided, found.copied = reduced, undecided, copied
+            found.known, found.stored, found._grad = known, stored, None
+            cls._made[key] = found
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global value."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Shape that the rank at ``coordinate`` holds."""
+        return self.layout.local_shape(self.shape, coordinate)
+
+    def local_offset(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Global index of the first element that the rank at ``coordinate`` holds."""
+        return self.layout.local_offset(self.shape, coordinate)
+
+    def grad(self) -> Spec:
+        """Spec of the gradient of a tensor of this spec (the table of the design page).
+
+        Raises LayoutError for Partial("product"): from the gradients of factors that of the product cannot be told.
+        """
+        if "product" in self.layout.partial.values():
+            raise LayoutError(
+                f"{self!r} has no gradient as a whole, only its factors have: reduce it first (mw.reshard), or "
+                "differentiate the parts that you give to mw.from_local"
+            )
+        return self.dual()
+
+    def dual(self) -> Spec:
+        """Spec of the cotangents that ranks exchange for a tensor of this spec: ``grad``, of products too."""
+        if self._grad is None:
+            self._grad = self._make_grad()
+        return self._grad
+
+    def _make_grad(self) -> Spec:
+        pairs = [dual(p, bool(self.reduced >> a & 1)) for a, p in enumerate(self.layout.placements)]
+        layout = Layout(self.mesh, [p for p, _ in pairs], order=dict(self.layout.order), ndim=self.ndim)
+        return Spec(self.shape, self.dtype, layout, sum(1 << a for a, (_, reduced) in enumerate(pairs) if reduced))
+
+    def with_(
+        self,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        layout: Layout | None = None,
+        reduced: int | None = None,
+        undecided: int | None = None,
+        copied: bool | None = None,
+        known: Spec | None = None,
+        stored: bool | None = None,
+    ) -> Spec:
+        """The same spec with some parts replaced; what is known of the value is forgotten unless it is given."""
+        return Spec(
+            self.shape if shape is None else shape,
+            self.dtype if dtype is None else dtype,
+            self.layout if layout is None else layout,
+            self.reduced if reduced is None else reduced,
+            self.undecided if undecided is None else undecided,
+            self.copied if copied is None else copied,
+            known,
+            self.stored if stored is None else stored,
+        )
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}[{', '.join(map(str, self.shape))}] {self.layout!r}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Spec, (tuple(self.shape), self.dtype, self.layout, self.reduced, self.undecided)
+
+
+# ---------------------------------------------------------------------------------------------- in files
+
+
+def spec_data(spec: Spec) -> dict[str, Any]:
+    """A spec as files have it, without its mesh: dicts, lists, words and numbers."""
+    layout = spec.layout
+    made: dict[str, Any] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
+    made["placements"] = [_placement_data(p) for p in layout.placements]
+    if layout.order:
+        made["order"] = [[dim, list(axes)] for dim, axes in layout.order]
+    made.update({k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))})
+    return made
+
+
+def _placement_data(p: Placement) -> str | list[Any]:
+    if isinstance(p, Shard):
+        return ["shard", p.dim]
+    return ["partial", p.op] if isinstance(p, Partial) else "replicate"
+
+
+def spec_from(data: Mapping[str, Any], mesh: Mesh) -> Spec:
+    """The spec that :func:`spec_data` wrote."""
+    shape, order = data["shape"], dict(data.get("order", ()))
+    layout = Layout(mesh, [_placement_from(p) for p in data["placements"]], order=order, ndim=len(shape))
+    kinds = {k: data.get(k, 0) for k in ("reduced", "undecided")}
+    return Spec(shape, dtype_from(data["dtype"]), layout, copied=data.get("copied", False), **kinds)
+
+
+def _placement_from(data: Any) -> Placement:
+    if data == "replicate":
+        return REPLICATE
+    kind, argument = data
+    return Shard(argument) if kind == "shard" else Partial(argument)
+
+
+def dtype_from(name: str) -> torch.dtype:
+    """A dtype by its name.  Raises ValueError where there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
