@@ -47,6 +47,14 @@ def another_kind(mesh: mw.Mesh) -> None:
         collective.all_reduce(torch.ones(40), "sum", group)
 
 
+def reads_alone(mesh: mw.Mesh) -> None:
+    x = mw.shard_tensor(torch.arange(4.0), mesh, {"dp": mw.Shard(0)})
+    loss = x.sum()
+    if runtime.RT.rank == 0:
+        loss.item()
+    mw.shard_tensor(torch.arange(4.0), mesh, {"dp": mw.Shard(0)})  # a size, where rank 0 sends a value
+
+
 def waits_alone(mesh: mw.Mesh) -> None:
     if runtime.RT.rank == 0:
         mw.unshard(mw.shard_tensor(torch.arange(4.0), mesh, {"dp": mw.Shard(0)}, check=False))
@@ -80,6 +88,11 @@ def interrupted(mesh: mw.Mesh) -> None:
 CASES: dict[Case, tuple[dict[str, Any], str, str]] = {
     reads_different_values: ({}, r"rank 0: .* read at test_agreement.py:.*\n  rank 1: .* read at test_agree", ""),
     went_other_ways_before: ({}, r"rank 0: all_reduce\(max\) .*\n  rank 1: all_reduce\(sum\) of float32\[100\]", ""),
+    reads_alone: (
+        {},
+        r"rank 0: all_reduce.*for the value read at test_agr.*\n  rank 1: all_gather_object; now at test_a",
+        "",
+    ),
     another_kind: (
         {},
         r"rank 0: all_gather\(.* over dp \(ranks 0, 1\) at test_agreement.py:.*\n  rank 1: all_reduce\(sum\) of flo",

@@ -218,6 +218,55 @@ def test_a_right_program_runs_in_check_mode() -> None:
     assert mw.simulate(fn, SQUARE, check=True) == mw.simulate(fn, SQUARE)
 
 
+HOW: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "passes": {"passes": ["data-parallel-optimization"]},
+    "stored": {"stored_over": "dp", "clip_grad_norm": 0.1},
+    "states": {"states_over": "dp", "loss_scale": 8.0},
+    "merged": {"passes": ["gradient-merge:k_steps=2"]},
+}
+
+
+def captured(mesh: mw.Mesh, change: Any = None, optimizer: Any = None, **how: Any) -> list[Any]:
+    """Four steps; ``change(i, model, optimizer)`` comes before each."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+    made = optimizer(model.parameters()) if optimizer else torch.optim.AdamW(model.parameters())
+    batch = torch.randn(5, 5)
+    layouts = {"0.weight": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}} if "tp" in mesh.axes else {}
+    step = mw.compile_step(
+        model, lambda m, x: m(x).square().mean(), made, batch, mesh=mesh, layouts=layouts,
+        batch={"dp": mw.Shard(0)}, **how,
+    )  # fmt: skip
+    losses = []
+    for i in range(4):
+        given = change(i, model, made) if change else None
+        losses.append(step(batch if given is None else batch + given).item())
+    return [losses, *(mw.unshard(p.detach()).tolist() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mesh", [pytest.param(SQUARE, marks=pytest.mark.long), UNEVEN], ids=["square", "uneven"])
+def test_captured_steps_run_in_check_mode(mesh: mw.Mesh, how: str) -> None:
+    assert mw.simulate(lambda: captured(mesh, **HOW[how]), mesh, check=True) == mw.simulate(
+        lambda: captured(mesh, **HOW[how]), mesh
+    )
+
+
+def test_captured_steps_name_the_line_that_calls_them() -> None:
+    def fn() -> None:
+        model = nn.Linear(2, 2)
+        step = mw.compile_step(
+            model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters()), torch.ones(2, 2), mesh=TWO,
+            batch={"dp": mw.Shard(0)},
+        )  # fmt: skip
+        x = mw.shard_tensor(torch.ones(2), TWO, {"dp": mw.Shard(0)})
+        step(torch.ones(2, 2)) if rank() else mw.unshard(x)
+
+    line = fn.__code__.co_firstlineno + 7
+    assert f"rank 1: all_reduce(sum) of float32[2, 2] over dp at test_check_mode.py:{line}" in told(fn, check=True)
+
+
 def test_where_a_value_is_read_does_not_depend_on_how_warm_the_code_is() -> None:
     def here() -> str:
         return runtime.user_line(exactly=True)

@@ -29,7 +29,8 @@ from .errors import CollectiveError, MeshError
 _OWN = os.path.dirname(os.path.abspath(__file__))
 # The main job is user code.
 _EXAMPLES = os.path.join(_OWN, "train")
-_NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)))
+PROGRAM = "<program of rank "  # how the file of a captured step's code is called
+_NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)), PROGRAM)
 
 
 class Counts:
@@ -280,8 +281,8 @@ def user_line(*, exactly: bool = False) -> str:
     """``file:line`` of the nearest frame outside this package and torch; ``exactly``: and the column there."""
     if RT.line is not None:
         return RT.line
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
         name = frame.f_code.co_filename
         if is_users(name):
             where = f"{os.path.basename(name)}:{frame.f_lineno}"

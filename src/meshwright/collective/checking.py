@@ -14,22 +14,43 @@ from ..errors import DesyncError
 from ..simulation import Call
 from .groups import Group
 from .link import mark
-from .watch import disagreement, started
+from .watch import disagreement, failure, started
 from .wire import GATHER
 
 Tensor = torch.Tensor
 _FOLD: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
+WORDS = 8  # that a small message has
 _ABOUT = Call("check")
 _OBJECTS = Call("all_gather_object")
 _SO_FAR = Call("what was done so far")
 
 
-def gathered(row: Tensor, group: Group, call: Call) -> Tensor:
-    """The rows (one dim, one length) of all ranks, one below the other; real ranks only, not counted."""
-    return _gathering(row, group, call)()
+def _exchanged(words: Sequence[int] | Tensor, group: Group, call: Call) -> Callable[[], Tensor]:
+    """Start to send a few words (up to ``WORDS``) to all real ranks; the answer has a row of each.  Not counted.
+
+    All such messages are of one size and begin with a signature of all collectives of the group so far, so whichever
+    of them meet, nothing of what came is used before it is known to be what was asked for.
+
+    Raises:
+        DesyncError: on every rank, from the answer: they ran different collectives in this group.
+    """
+    link = group.link
+    assert link is not None
+    row = torch.zeros(1 + WORDS, dtype=torch.int64)
+    row[0] = link.trace ^ mark(call)
+    row[1 : 1 + len(words)] = torch.as_tensor(words)
+    rows = _gathered(row.to(group.device), group, call)
+
+    def answer() -> Tensor:
+        found = rows().cpu()
+        same_so_far(found[:, 0].tolist(), group)
+        return found[:, 1 : 1 + len(words)]
+
+    return answer
 
 
-def _gathering(row: Tensor, group: Group, call: Call) -> Callable[[], Tensor]:
+def _gathered(row: Tensor, group: Group, call: Call) -> Callable[[], Tensor]:
+    """Start to gather rows (one dim, one length) of all real ranks; the answer has one below the other."""
     out = row.new_empty(group.size * row.numel())
     if group.plain:
         work = started(group, call, group.pg._allgather_base, out, row, GATHER[True])
@@ -44,41 +65,35 @@ def _gathering(row: Tensor, group: Group, call: Call) -> Callable[[], Tensor]:
     return arrived
 
 
-def so_far(number: int, group: Group) -> Callable[[], list[int]]:
-    """Start to compare what the ranks have done so far; call the answer for the ``number`` of each rank.
+def so_far(numbers: Sequence[int], group: Group) -> Callable[[], list[tuple[int, ...]]]:
+    """Start to compare what the ranks have done so far; call the answer for the ``numbers`` of each rank.
 
     On gloo, where a message of a few bytes costs no device a wait; elsewhere nothing is sent.
+
+    Args:
+        numbers: up to ``WORDS`` of them, of 64 bits.
 
     Raises:
         DesyncError: on every rank, from the answer: they ran different collectives in this group.
     """
+    own = tuple(numbers)
     if group.size == 1 or (group.pg is not None and not group.gloo):
-        return lambda: [number]
+        return lambda: [own]
     if group.pg is None:
         sim: Any = runtime.RT.sim
-        seen: list[int] = sim.meet(group.ranks, _SO_FAR, number, lambda parts: [list(parts) for _ in parts])
+        seen: list[tuple[int, ...]] = sim.meet(group.ranks, _SO_FAR, own, lambda parts: [list(parts) for _ in parts])
         return lambda: seen
-    assert group.link is not None
-    rows = _gathering(torch.tensor([group.link.trace, number]), group, _SO_FAR)
-
-    def answer() -> list[int]:
-        traces, numbers = rows().t().tolist()
-        same_so_far(traces, group)
-        return list(numbers)
-
-    return answer
+    rows = _exchanged(own, group, _SO_FAR)
+    return lambda: [tuple(row) for row in rows().tolist()]
 
 
 def objects(obj: Any, group: Group) -> list[Any]:
     """The picklable objects of all real ranks.  Raises DesyncError if they ran different collectives before."""
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    assert group.link is not None
-    head = torch.tensor([data.numel(), group.link.trace], device=group.device)
-    sizes, traces = gathered(head, group, _OBJECTS).t().tolist()
+    sizes = _exchanged([data.numel()], group, _OBJECTS)().view(-1).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=group.device)
     padded[: data.numel()] = data
-    whole = gathered(padded, group, _OBJECTS).cpu()
-    same_so_far(traces, group)
+    whole = _gathered(padded, group, _OBJECTS)().cpu()
     return [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(whole, sizes, strict=True)]
 
 
@@ -88,14 +103,9 @@ def small_all_reduce(x: Tensor, op: str, group: Group, call: Call) -> Tensor:
     A message takes as long with as without it.  The signature is that of all collectives of the group so far, so ranks
     that read different values, or that went different ways before, are told.
     """
-    words, link = -(-x.nbytes // 8), group.link
-    assert link is not None
-    row = torch.empty(1 + words, dtype=torch.int64)
-    row[1:].view(x.dtype)[: x.numel()] = x.reshape(-1)
-    row[0] = link.trace ^ mark(call)
-    rows = gathered(row, group, call)
-    same_so_far(rows[:, 0].tolist(), group)
-    parts = rows[:, 1:].view(x.dtype)[:, : x.numel()]
+    words = torch.empty(-(-x.nbytes // 8), dtype=torch.int64)
+    words.view(x.dtype)[: x.numel()] = x.reshape(-1)
+    parts = _exchanged(words, group, call)().contiguous().view(x.dtype)[:, : x.numel()]
     made: Tensor = _FOLD[op](parts, 0).to(x.dtype).view(x.shape)
     return made
 
@@ -106,6 +116,8 @@ def same_so_far(traces: Sequence[int], group: Group) -> None:
         return
     link = group.link
     assert link is not None
+    if link.telling:  # the others do not know that they differ
+        raise failure(group, _OBJECTS, link.count, "the other ranks are in another collective")
     everyone = _texts([(n, mark(c), str(c)) for n, c in link.recent], runtime.user_line(), group)
     base = {n: (m, text) for n, m, text in everyone[0][0]}
     for rank, (recent, line) in zip(group.ranks[1:], everyone[1:], strict=True):
@@ -142,8 +154,7 @@ def compare(group: Group, same: Any, text: str, what: str, fix: str = "") -> Non
         seen = sim.meet(group.ranks, _ABOUT, (own, text), lambda parts: [list(parts) for _ in parts])
         marks, texts = [s[0] for s in seen], [s[1] for s in seen]
     else:
-        row = torch.tensor([own], dtype=torch.int64, device=group.device)
-        marks = gathered(row, group, _ABOUT).view(-1).tolist()
+        marks = _exchanged([own], group, _ABOUT)().view(-1).tolist()
         if len(set(marks)) == 1:
             return
         texts = [t for (_, t) in _texts(None, text, group)]
@@ -157,9 +168,13 @@ def compare(group: Group, same: Any, text: str, what: str, fix: str = "") -> Non
 
 def _texts(recent: Any, line: str, group: Group) -> list[Any]:
     """What all ranks have, once they know that they differ."""
-    assert group.link is not None
-    group.link.trace = 0  # they differ, and know it
-    return objects((recent, line), group)
+    link = group.link
+    assert link is not None
+    link.trace, link.telling = 0, True  # they differ, and know it
+    try:
+        return objects((recent, line), group)
+    finally:
+        link.telling = False
 
 
 # ---------------------------------------------------------------------------------------------- values

@@ -26,17 +26,18 @@ class Link:
         count: collectives that this rank has begun.
         trace: digest of all their signatures, in order.
         recent: (number, signature) of the last ones.
+        telling: whether the ranks know that they differ, and tell each other.
         broken: why nothing more can be sent, or empty.
     """
 
-    __slots__ = ("broken", "count", "gloo", "pg", "ranks", "recent", "sockets", "trace")
+    __slots__ = ("broken", "count", "gloo", "pg", "ranks", "recent", "sockets", "telling", "trace")
 
     def __init__(self, pg: Any, ranks: tuple[int, ...], gloo: bool, sockets: dict[int, str] | None = None) -> None:
         self.pg, self.ranks, self.gloo = pg, ranks, gloo
         self.sockets = sockets or {}
         self.count = self.trace = 0
         self.recent: deque[tuple[int, Call]] = deque(maxlen=RECENT)
-        self.broken = ""
+        self.broken, self.telling = "", False
 
     def began(self, call: Call) -> int:
         """Note a collective; its number in this group."""

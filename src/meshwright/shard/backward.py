@@ -62,14 +62,18 @@ def call_after(p: DistTensor) -> None:
 class _End:
     """The end of a backward, as the engine sees it."""
 
+    backward: Backward | None = None  # an interrupt may land before it is set
+
     def __init__(self, backward: Backward) -> None:
         self.backward = backward
 
     def __call__(self) -> None:
+        assert self.backward is not None
         self.backward.finish()
 
     def __del__(self) -> None:
-        self.backward.leave()
+        if self.backward is not None:
+            self.backward.leave()
 
 
 def begin(sync: Synced) -> Backward:

@@ -107,14 +107,14 @@ class GradSync:
         """
         now = self._written()
         started = [
-            (group, collective.so_far(now - self.written, group))
+            (group, collective.so_far((now - self.written,), group))
             for group in (collective.group(self.mesh, axes) for axes in self.buckets().groups)
         ]
         self.written = now
         return [functools.partial(self._judge, group, answer) for group, answer in started]
 
-    def _judge(self, group: collective.Group, answer: Callable[[], list[int]]) -> None:
-        written = answer()
+    def _judge(self, group: collective.Group, answer: Callable[[], list[tuple[int, ...]]]) -> None:
+        written = [n for (n,) in answer()]
         if len(set(written)) == 1:
             return
         over = [self.mesh.axis_index(a) for a in group.axes]

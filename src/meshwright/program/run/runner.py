@@ -15,6 +15,7 @@ import torch.fx as fx
 from ... import collective
 from ...collective import COLLECTIVES, STARTS, WAIT_OP
 from ...errors import ProgramError
+from ...runtime import PROGRAM
 from ..ir.inplace import storages
 from ..ir.memory import LAID, laid, same
 from ..ir.program import Program, value_of
@@ -62,7 +63,7 @@ Watch = Callable[[fx.Node], "tuple[Any, ...] | None"]
 def _compiled(program: Program, watch: Watch) -> Runner:
     source, names = python_of(program, watch)
     scope: dict[str, Any] = {}
-    exec(compile(source, f"<program of rank {program.rank}>", "exec"), names, scope)
+    exec(compile(source, f"{PROGRAM}{program.rank}>", "exec"), names, scope)
     body: Runner = scope["step"]
     return body
 
