@@ -12,7 +12,7 @@ from compare import FOUR, GRID, S0, R, on_ranks, same
 
 import meshwright as mw
 from meshwright import convert
-from meshwright.cost import step_bytes_both
+from meshwright.cost import step_bytes
 from meshwright.errors import ConversionError, LayoutError
 from meshwright.layout import REDUCE_OPS, Layout, Partial, Replicate, Shard, Spec, commute, unreducible
 from meshwright.reshard import plan
@@ -223,7 +223,7 @@ def everything(mesh, shape):
                     step = convert.between(spec, target, axes)
                 except ConversionError:
                     continue
-                steps.append((target, sum(step_bytes_both(step))))
+                steps.append((target, step_bytes(step) + step_bytes(step.transpose())))
     return found
 
 

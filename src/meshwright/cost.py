@@ -37,9 +37,3 @@ def step_bytes(step: Step) -> float:
         return 0.0
     n = math.prod(step.src.mesh.sizes[a] for a in step.axes)
     return (n - 1) / n * (before * held_bytes(step.src) + after * held_bytes(step.dst))
-
-
-@lru_cache(maxsize=8192)
-def step_bytes_both(step: Step) -> tuple[float, float]:
-    """Bytes of a step forward and of its transpose."""
-    return step_bytes(step), step_bytes(step.transpose())

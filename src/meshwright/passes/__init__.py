@@ -1,11 +1,17 @@
-"""Passes over the static program: the framework and the passes that come with it."""
+"""Passes over the static program: the framework and the passes that come with it, one module each."""
 
 from __future__ import annotations
+
+import importlib
+import pkgutil
 
 from .core import Pass, PassManager, PassRecord, parse, register, registered
 from .data_parallel_optimization import DataParallelOptimization
 from .gradient_merge import GradientMerge
 from .slicing import copied
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
     "DataParallelOptimization",

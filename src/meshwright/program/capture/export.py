@@ -75,7 +75,6 @@ class Captured:
         sources: its inputs, in order.
         outputs: the nodes that the loss function returned, flat: first the loss.
         out_tree: structure of what it returned; None if that was the loss alone.
-        batch_tree: structure of a batch.
         tied: other name of a parameter or buffer to the first one.
         regions: checkpointed calls, by the word for them that nodes have.
         mode: of the fake tensors.
@@ -85,7 +84,6 @@ class Captured:
     sources: tuple[Source, ...]
     outputs: tuple[Any, ...]
     out_tree: Any
-    batch_tree: Any
     tied: dict[str, str] = field(default_factory=dict)
     regions: dict[str, Path] = field(default_factory=dict)
     mode: FakeTensorMode = field(default_factory=FakeTensorMode, repr=False)
@@ -178,7 +176,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     returned = exported.call_spec.out_spec
     return Captured(
         exported.graph_module, tuple(sources), tuple(output.args[0]), None if returned.is_leaf() else returned,
-        step.tree, tied, regions, mode,
+        tied, regions, mode,
     )  # fmt: skip
 
 

@@ -6,9 +6,8 @@ scheduler may change (the learning rate) is an input of the program, everything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class Group:
     """One parameter group: names of its parameters, and the numbers that are constants of the program.
 
     Attributes:
-        kind: ``"sgd"``, ``"adam"`` or ``"adamw"``.
+        kind: that of :class:`Fused`.
         part, number: which optimizer it belongs to; its place among the groups of all.
     """
 
@@ -68,19 +67,50 @@ class Update:
         """The groups of one of the optimizers."""
         return Update(tuple(g for g in self.groups if g.part == part))
 
-    @staticmethod
-    def states(group: Group) -> tuple[str, ...]:
-        """Names of the states that a parameter of the group has, as ``optimizer.state`` calls them."""
-        if group.kind == "sgd":
-            return ("momentum_buffer",) if group["momentum"] else ()
-        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step")
+
+@dataclass(frozen=True)
+class Fused:
+    """An optimizer with a kernel for its update, which a program can hold.
+
+    Attributes:
+        kind: its name in programs.
+        options: keys of a parameter group that are constants of the program, and keywords of the kernel.
+        states: what the kernel takes behind parameters and gradients, as ``optimizer.state`` calls it, and the option
+            without which there is none.
+        kernel: torch's operator.
+        more: other keywords of the kernel.
+    """
+
+    kind: str
+    options: tuple[str, ...]
+    states: Mapping[str, str | None]
+    kernel: Any
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def states_of(self, group: Group) -> list[str]:
+        """Names of the states that a parameter of the group has."""
+        return [state for state, option in self.states.items() if option is None or group[option]]
+
+    def emit(self, recorder: Recorder, group: Group, lists: Mapping[str, list[fx.Node]], given: dict[str, Any]) -> None:
+        """Record the kernel on lists of parameters, gradients and states."""
+        options = {**given, **self.more, **dict(group.options)}
+        if "betas" in options:
+            options["beta1"], options["beta2"] = options.pop("betas")
+        args = tuple(lists.get(name, []) for name in ("params", "grads", *self.states))
+        recorder.emit(self.kernel, args, options).meta["value"] = None
 
 
-_OPTIONS = {
-    torch.optim.SGD: ("sgd", ("momentum", "dampening", "nesterov", "weight_decay", "maximize")),
-    torch.optim.Adam: ("adam", ("betas", "eps", "weight_decay", "amsgrad", "maximize")),
-    torch.optim.AdamW: ("adamw", ("betas", "eps", "weight_decay", "amsgrad", "maximize")),
-}
+_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
+_MOMENTS = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad", "step": None}
+FUSED: dict[type[torch.optim.Optimizer], Fused] = {
+    torch.optim.SGD: Fused(
+        "sgd", ("momentum", "dampening", "nesterov", "weight_decay", "maximize"), {"momentum_buffer": "momentum"},
+        aten._fused_sgd_.tensor_lr, {"is_first_step": False},
+    ),
+    torch.optim.Adam: Fused("adam", _ADAM, _MOMENTS, aten._fused_adam_.tensor_lr),
+    torch.optim.AdamW: Fused("adamw", _ADAM, _MOMENTS, aten._fused_adamw_.tensor_lr),
+}  # fmt: skip
+_KINDS = {fused.kind: fused for fused in FUSED.values()}
 
 
 def update_of(optimizer: Any, names: Mapping[int, str]) -> Update | None:
@@ -99,16 +129,15 @@ def update_of(optimizer: Any, names: Mapping[int, str]) -> Update | None:
 
 
 def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[Group] | None:
-    found = _OPTIONS.get(type(optimizer))
-    if found is None or any(g.get("differentiable") for g in optimizer.param_groups):
+    fused = FUSED.get(type(optimizer))
+    if fused is None or any(g.get("differentiable") for g in optimizer.param_groups):
         return None
-    kind, keys = found
-    if any(isinstance(g[k], Tensor) for g in optimizer.param_groups for k in keys):
+    if any(isinstance(g[k], Tensor) for g in optimizer.param_groups for k in fused.options):
         return None
     if any(g.get("momentum") and g.get("dampening") for g in optimizer.param_groups):
         return None  # its first step is another one than the others
-    if any(g.get("decoupled_weight_decay") for g in optimizer.param_groups) and kind == "adam":
-        kind = "adamw"
+    if any(g.get("decoupled_weight_decay") for g in optimizer.param_groups) and fused.kind == "adam":
+        fused = FUSED[torch.optim.AdamW]
     for group in optimizer.param_groups:
         for i, p in enumerate(group["params"]):
             if id(p) not in names:
@@ -117,7 +146,7 @@ def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> li
                     "make the optimizer from the parameters of the model that is passed, after PEFT and the like"
                 )
     return [
-        Group(tuple(names[id(p)] for p in g["params"]), tuple((k, g[k]) for k in keys), kind)
+        Group(tuple(names[id(p)] for p in g["params"]), tuple((k, g[k]) for k in fused.options), fused.kind)
         for g in optimizer.param_groups
     ]
 
@@ -142,8 +171,9 @@ def emit_update(
         names = [n for n in group.params if n in grads]
         if not names:
             continue
+        fused = _KINDS[group.kind]
         made: dict[str, list[fx.Node]] = {}
-        for state in update.states(group):
+        for state in fused.states_of(group):
             made[state] = []
             for n in names:
                 spec = Spec((), torch.float32, Layout(specs[n].mesh)) if state == "step" else specs[n]
@@ -155,8 +185,8 @@ def emit_update(
             _count(recorder, made["step"], scaling)
         own = [_without_gaps(recorder, params[n]) for n in names]
         beside = [_beside(recorder, grads[n], p) for n, p in zip(names, own, strict=True)]
-        lists = {k: [_real(recorder, n) for n in v] for k, v in made.items()}
-        _EMIT[group.kind](recorder, group, *([_real(recorder, n) for n in v] for v in (own, beside)), lists, given)
+        lists = {"params": own, "grads": beside, **made}
+        fused.emit(recorder, group, {k: [_real(recorder, n) for n in v] for k, v in lists.items()}, given)
         for n, p in zip(names, own, strict=True):
             if p is not params[n]:
                 recorder.emit(aten.copy_.default, (params[n], p)).meta["value"] = params[n].meta["value"]
@@ -221,52 +251,6 @@ def _count(recorder: Recorder, steps: list[fx.Node], scaling: Scaling | None) ->
     else:
         made = recorder.emit(aten._foreach_add_.Tensor, (steps, scaling.taken()))
     made.meta["value"] = None
-
-
-def _adam(
-    target: Any,
-    recorder: Recorder,
-    group: Group,
-    params: list[fx.Node],
-    grads: list[fx.Node],
-    states: Mapping[str, list[fx.Node]],
-    given: Mapping[str, fx.Node],
-) -> None:
-    beta1, beta2 = group["betas"]
-    options = {
-        **given, "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"],
-        "amsgrad": group["amsgrad"], "maximize": group["maximize"],
-    }  # fmt: skip
-    args = (
-        params, grads, states["exp_avg"], states["exp_avg_sq"], states.get("max_exp_avg_sq", []), states["step"]
-    )  # fmt: skip
-    recorder.emit(target, args, options).meta["value"] = None
-
-
-def _emit_sgd(
-    recorder: Recorder,
-    group: Group,
-    params: list[fx.Node],
-    grads: list[fx.Node],
-    states: Mapping[str, list[fx.Node]],
-    given: Mapping[str, fx.Node],
-) -> None:
-    options = {
-        **given,
-        "weight_decay": group["weight_decay"], "momentum": group["momentum"],
-        "dampening": group["dampening"], "nesterov": group["nesterov"], "maximize": group["maximize"],
-        "is_first_step": False,
-    }  # fmt: skip
-    recorder.emit(aten._fused_sgd_.tensor_lr, (params, grads, states.get("momentum_buffer", [])), options).meta[
-        "value"
-    ] = None
-
-
-_EMIT: dict[str, Callable[..., None]] = {
-    "adam": partial(_adam, aten._fused_adam_.tensor_lr),
-    "adamw": partial(_adam, aten._fused_adamw_.tensor_lr),
-    "sgd": _emit_sgd,
-}
 
 
 # ---------------------------------------------------------------------------------------------- clipping
