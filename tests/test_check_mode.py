@@ -260,8 +260,8 @@ def test_captured_steps_name_the_line_that_calls_them() -> None:
             model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters()), torch.ones(2, 2), mesh=TWO,
             batch={"dp": mw.Shard(0)},
         )  # fmt: skip
-        x = mw.shard_tensor(torch.ones(2), TWO, {"dp": mw.Shard(0)})
-        step(torch.ones(2, 2)) if rank() else mw.unshard(x)
+        x = mw.shard_tensor(torch.ones(2, 2), TWO, {"dp": mw.Shard(0)})
+        step(x) if rank() else mw.unshard(x)
 
     line = fn.__code__.co_firstlineno + 7
     assert f"rank 1: all_reduce(sum) of float32[2, 2] over dp at test_check_mode.py:{line}" in told(fn, check=True)

@@ -21,6 +21,7 @@ Tensor = torch.Tensor
 _FOLD: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
 WORDS = 8  # that a small message has
 _ABOUT = Call("check")
+_APART = "are about to run different collectives"
 _OBJECTS = Call("all_gather_object")
 _SO_FAR = Call("what was done so far")
 
@@ -137,7 +138,7 @@ def about_to(group: Group, call: Call) -> None:
     over = ",".join(group.axes)
     text = f"{call}{f' for {doing}' if doing else ''} over {over} at {runtime.user_line()}"
     same = (mark(call), doing, over, runtime.user_line())
-    compare(group, same, text, "are about to run different collectives")
+    compare(group, same, text, _APART)
 
 
 def compare(group: Group, same: Any, text: str, what: str, fix: str = "") -> None:
@@ -148,25 +149,26 @@ def compare(group: Group, same: Any, text: str, what: str, fix: str = "") -> Non
     """
     if group.size == 1:
         return
-    own = zlib.crc32(repr(same).encode())
+    own = zlib.crc32(repr((same, what)).encode())
     if group.pg is None:
         sim: Any = runtime.RT.sim
-        seen = sim.meet(group.ranks, _ABOUT, (own, text), lambda parts: [list(parts) for _ in parts])
+        seen = sim.meet(group.ranks, _ABOUT, (own, (text, what, fix)), lambda parts: [list(parts) for _ in parts])
         marks, texts = [s[0] for s in seen], [s[1] for s in seen]
     else:
         marks = _exchanged([own], group, _ABOUT)().view(-1).tolist()
         if len(set(marks)) == 1:
             return
-        texts = [t for (_, t) in _texts(None, text, group)]
+        texts = [t for (_, t) in _texts(None, (text, what, fix), group)]
     for i, m in enumerate(marks):
         if m != marks[0]:
-            a, b = group.ranks[0], group.ranks[i]
-            raise DesyncError(
-                f"ranks {group.ranks} {what}\n  rank {a}: {texts[0]}\n  rank {b}: {texts[i]}{fix and chr(10) + fix}"
-            )
+            (a, *said), (b, *other) = texts[0], texts[i]
+            # One may be about to send what the other one is still comparing.
+            what, fix = said if said == other else (_APART, "")
+            sides = f"\n  rank {group.ranks[0]}: {a}\n  rank {group.ranks[i]}: {b}"
+            raise DesyncError(f"ranks {group.ranks} {what}{sides}{fix and chr(10) + fix}")
 
 
-def _texts(recent: Any, line: str, group: Group) -> list[Any]:
+def _texts(recent: Any, line: Any, group: Group) -> list[Any]:
     """What all ranks have, once they know that they differ."""
     link = group.link
     assert link is not None
