@@ -102,37 +102,38 @@ def notation(
         RuleError: the line does not fit the tensors.
     """
     text, entries, made = _read(line, given)
-    lead = _lead_sizes(entries, text)
     found = {f: n for f, n in (sizes or {}).items() if f != "1"}
-    inputs = {t.index: _bound(dims, t, len(lead), found, text) for t, dims in entries}
-    found.update((f"~{i}", n) for i, n in enumerate(lead) if n != 1)
-    outputs = tuple(_with_lead(dims, lead) for dims in made)
-    if sorted(inputs) != list(range(len(inputs))):
-        raise RuleError(f"notation {text!r} does not cover every tensor argument")
-    in_outputs = {f for dims in outputs for dim in dims for f in dim}
-    named = {f for dims in inputs.values() for dim in dims for f in dim} | in_outputs
+    inputs, outputs = _factors(entries, made, found, text)
+    in_outputs = _names(outputs)
+    named = _names(inputs) | in_outputs
     if missing := sorted(named - set(found)):
         raise RuleError(f"notation {text!r}: give the size of {', '.join(missing)}")
     reductions = dict(reduced) if isinstance(reduced, Mapping) else dict.fromkeys(_words(reduced), op)
     reductions = {f: op for f, op in reductions.items() if f in named}
+    whole = (named & set(_words(whole))) | (named - in_outputs - set(reductions))
     groups = [list(args_in(group)) for group in linear]
+    told = [g for g in groups if g and (moves or any(t.dtype != torch.bool for t in g))]
     return Rule(
-        inputs=tuple(inputs[i] for i in range(len(inputs))),
-        outputs=outputs,
-        sizes={f: found[f] for f in sorted(named)},
-        whole=frozenset(named & set(_words(whole)) | (named - in_outputs - set(reductions))),
-        reduced=reductions,
-        linear=tuple(
-            frozenset(t.index for t in g) for g in groups if g and (moves or any(t.dtype != torch.bool for t in g))
-        ),
-        moves=moves,
-        heavy=heavy,
-        padded=padded,
-        lends=frozenset(t.index for t in lends),
-        local=local,
-        decompose=decompose,
-        text=text,
-    )
+        inputs, outputs, {f: found[f] for f in sorted(named)}, frozenset(whole), reductions,
+        tuple(frozenset(t.index for t in g) for g in told), moves, heavy, padded, frozenset(t.index for t in lends),
+        local, decompose, text,
+    )  # fmt: skip
+
+
+def _names(tensors: Sequence[Dims]) -> set[str]:
+    return {f for dims in tensors for dim in dims for f in dim}
+
+
+def _factors(
+    entries: list[tuple[Arg, Entry]], made: Sequence[Entry], found: dict[str, int], text: str
+) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+    """The factors of inputs and outputs, ellipses written out; sizes go to ``found``."""
+    lead = _lead_sizes(entries, text)
+    inputs = {t.index: _bound(dims, t, len(lead), found, text) for t, dims in entries}
+    found.update((f"~{i}", n) for i, n in enumerate(lead) if n != 1)
+    if sorted(inputs) != list(range(len(inputs))):
+        raise RuleError(f"notation {text!r} does not cover every tensor argument")
+    return tuple(inputs[i] for i in range(len(inputs))), tuple(_with_lead(dims, lead) for dims in made)
 
 
 def _words(listed: str | Iterable[str]) -> Iterable[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ def _standardised(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor,
     return centred * torch.rsqrt(var + eps), mean, var
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALF else x
+
+
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
@@ -50,22 +55,17 @@ def _affinely(weight: Arg | None, bias: Arg | None = None) -> list[list[Arg | No
 
 
 def _layer_norm_by_sums(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    wide = x.float() if x.dtype in HALF else x
-    made, _, _ = _standardised(wide, tuple(range(-len(normalized_shape), 0)), eps)
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    *rest: Any,
+) -> Tensor:  # fmt: skip
+    made, _, _ = _standardised(_wide(x), tuple(range(-len(shape), 0)), eps)
     return _affine(made, weight, bias).to(x.dtype)
 
 
 def _rms_norm_by_sums(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    wide = x.float() if x.dtype in HALF else x
+    wide = _wide(x)
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     square = (wide * wide).mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
     return _affine(wide * torch.rsqrt(square + eps), weight, None).to(x.dtype)
@@ -102,7 +102,7 @@ def batch_norm(
     _refuse_partial((running_mean, running_var), "batch_norm")
     # The op writes to the running statistics: a slice of a replicated one must not be written to alone.
     whole = dims if running_mean is not None else [b, *spatial]
-    return notation(inputs, dims, whole=whole, padded=True, decompose=_batch_norm_by_sums)
+    return notation(inputs, dims, whole=whole, padded=True, decompose=_BATCH)
 
 
 def _refuse_partial(running: Sequence[Arg | None], op: str) -> None:
@@ -115,26 +115,32 @@ def _refuse_partial(running: Sequence[Arg | None], op: str) -> None:
             )
 
 
-def _batch_norm_by_sums(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    dims = (0, *range(2, x.ndim))
-    shape = (1, -1, *(1,) * (x.ndim - 2))
-    wide = x.float() if x.dtype in HALF else x
-    made, mean, var = _standardised(wide, dims, eps)
-    count = x.numel() // x.shape[1]
-    _update(running_mean, mean.detach(), momentum)
-    _update(running_var, var.detach() * (count / max(count - 1, 1)), momentum)
+def _by_channel_sums(over: Callable[[int], tuple[int, ...]]) -> Callable[..., Tensor]:
+    """A norm with one weight and one running statistic per channel, over the dims that ``over`` names."""
+
+    def run(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+        running_var: Tensor | None, training: bool, momentum: float, eps: float, *rest: Any,
+    ) -> Tensor:  # fmt: skip
+        dims = over(x.ndim)
+        made, mean, var = _standardised(_wide(x), dims, eps)
+        count = math.prod(x.shape[d] for d in dims)
+        mean, var = (t.detach() if 0 in dims else t.detach().mean(0) for t in (mean, var))
+        _update(running_mean, mean, momentum)
+        _update(running_var, var * (count / max(count - 1, 1)), momentum)
+        return _per_channel(made, weight, bias).to(x.dtype)
+
+    return run
+
+
+_BATCH = _by_channel_sums(lambda ndim: (0, *range(2, ndim)))
+_INSTANCE = _by_channel_sums(lambda ndim: tuple(range(2, ndim)))
+
+
+def _per_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = (-1, *(1,) * (x.ndim - 2))
     weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
-    return _affine(made, weight, bias).to(x.dtype)
+    return _affine(x, weight, bias)
 
 
 def _update(running: Tensor | None, now: Tensor, momentum: float) -> None:
@@ -184,18 +190,11 @@ def group_norm(x: Arg, num_groups: int, weight: Arg | None = None, bias: Arg | N
 
 
 def _group_norm_by_sums(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *rest: Any
 ) -> Tensor:
-    wide = (x.float() if x.dtype in HALF else x).unflatten(1, (num_groups, -1))
+    wide = _wide(x).unflatten(1, (num_groups, -1))
     made, _, _ = _standardised(wide, tuple(range(2, wide.ndim)), eps)
-    shape = (-1, *(1,) * (x.ndim - 2))
-    weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
-    return _affine(made.flatten(1, 2), weight, bias).to(x.dtype)
+    return _per_channel(made.flatten(1, 2), weight, bias).to(x.dtype)
 
 
 @rule("instance_norm")
@@ -211,26 +210,5 @@ def instance_norm(
     return notation(
         {x: dims, **{t: ["c"] for t in (weight, bias, running_mean, running_var)}}, dims,
         whole=dims if updates else dims[2:] if use_input_stats else [], linear=_affinely(weight, bias), padded=True,
-        decompose=_instance_norm_by_sums,
+        decompose=_INSTANCE,
     )  # fmt: skip
-
-
-def _instance_norm_by_sums(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    wide = x.float() if x.dtype in HALF else x
-    made, mean, var = _standardised(wide, tuple(range(2, x.ndim)), eps)
-    count = x.shape[2:].numel()
-    _update(running_mean, mean.detach().mean(0), momentum)
-    _update(running_var, var.detach().mean(0) * (count / max(count - 1, 1)), momentum)
-    shape = (-1, *(1,) * (x.ndim - 2))
-    weight, bias = (None if t is None else t.reshape(shape) for t in (weight, bias))
-    return _affine(made, weight, bias).to(x.dtype)
