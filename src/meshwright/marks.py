@@ -15,6 +15,7 @@ import torch
 from .errors import CaptureError, LayoutError
 from .layout import Layout, Partial, Placement, Replicate, Shard, as_placement
 from .operators import operator
+from .runtime import user_line
 
 Tensor = torch.Tensor
 
@@ -73,6 +74,8 @@ def gradients_marked() -> Iterator[None]:
         outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
         **options: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CaptureError(f"{user_line()}: the step differentiates with torch.func: say torch.autograd.grad")
         if options.get("is_grads_batched"):
             raise CaptureError("autograd.grad(is_grads_batched=True) cannot be captured: loop over the rows")
         listed = [[x] if isinstance(x, Tensor) else list(x or ()) for x in (outputs, inputs, grad_outputs)]

@@ -35,6 +35,7 @@ from ...marks import gradients_marked
 from ...runtime import is_users
 from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
+from .refused import GENERATOR, derived, generators, inference_without_gradients, refused
 from .regions import Path, Regions
 
 aten = torch.ops.aten
@@ -109,7 +110,8 @@ class _Step(nn.Module):
         leaves = list(self.fixed)
         for i, t in zip(self.tensors, tensors, strict=True):
             leaves[i] = t
-        made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
+        with refused(*derived(), *generators()), inference_without_gradients():
+            made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
         flat = pytree.tree_leaves(made)
         if not flat or not isinstance(flat[0], Tensor) or flat[0].numel() != 1:
             raise CaptureError("the loss function must return a scalar tensor, or a tuple that begins with one")
@@ -146,8 +148,9 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
         preserve_node_meta(), Regions(partial(_annotated, regions)).noted(),
     ):  # fmt: skip
         exported = torch.export.export(step, tuple(given), strict=False)
-    _check_shapes(model, exported.graph)
     for graph in [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]:
+        _check_nodes(model, graph)
+        _check_mapped(graph)
         _copy_into_out(graph)
     names = _leaf_names(batch)
     sources = []
@@ -164,6 +167,8 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
             sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i], strides=where))
         else:
             value = {**exported.state_dict, **exported.constants}[str(spec.target)]
+            if isinstance(value, torch.Generator):
+                raise CaptureError(f"{_used_at(exported.graph_module, node)}: {GENERATOR}")
             if isinstance(value, FakeTensor):
                 line = _used_at(exported.graph_module, node)
                 raise CaptureError(
@@ -374,12 +379,27 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _check_shapes(model: nn.Module, graph: fx.Graph) -> None:
+def _check_nodes(model: nn.Module, graph: fx.Graph) -> None:
     """Raises CaptureError where a value's shape depends on values."""
     for node in graph.nodes:
         for t in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(t, torch.SymInt) or (isinstance(t, Tensor) and any(not isinstance(n, int) for n in t.shape)):
                 raise CaptureError(f"{type(model).__name__} cannot be captured: {VALUES} at {line_of(node)}")
+
+
+def _check_mapped(graph: fx.Graph) -> None:
+    """Raises CaptureError where torch.func.vmap gets what may lie on the mesh: it would map over this rank's part."""
+    given, inside = set[fx.Node](), 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        inside += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
+        if node.op == "placeholder" or not given.isdisjoint(node.all_input_nodes):
+            given.add(node)
+            if inside:
+                raise CaptureError(
+                    f"{line_of(node)}: torch.func.vmap of tensors of the model or the batch cannot be captured: write "
+                    "it as ops on the whole batch"
+                )
 
 
 @contextmanager

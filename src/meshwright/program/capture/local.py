@@ -35,6 +35,7 @@ from .naming import join, mark
 from .optimizers import check_unscaled, parts_of
 from .partition import as_rank
 from .recompute import recompute
+from .refused import GENERATOR, generators, refused
 from .regions import Path, Regions
 from .update import Update, emit_update
 
@@ -98,6 +99,8 @@ class _Watch(Recorder):
             tensors = pytree.tree_leaves((args, kwargs)) if self.then != "forward" and torch.is_grad_enabled() else ()
             again = any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
             self.role = "forward" if again or self.regions else self.then
+        if any(isinstance(a, torch.Generator) for a in (kwargs or {}).values()):
+            raise CaptureError(f"{runtime.user_line()}: {GENERATOR}")
         if func.namespace == "c10d":
             with self:
                 return self.calls(func, args)
@@ -222,7 +225,7 @@ class _Recording:
 
         with contextlib.ExitStack() as stack:
             patched = replaced(torch.autograd, backward=begins, grad=asks)
-            for made in (mode, recorder, patched, _refused(), Regions(recorder.inside).noted()):
+            for made in (mode, recorder, patched, _refused(), refused(*generators()), Regions(recorder.inside).noted()):
                 stack.enter_context(made)
             for i, part in enumerate(parts_of(self.local.optimizer)):
                 stack.enter_context(replaced(part, step=partial(self._step, i)))
