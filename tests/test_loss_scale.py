@@ -211,7 +211,7 @@ def test_saved_and_loaded() -> None:
 def test_what_is_refused() -> None:
     for given in ("automatic", True, -1.0, float("inf"), mw.Shard(0)):
         with pytest.raises(ProgramError, match="expected"):
-            mw.program.scale.LossScale.of(given)
+            mw.LossScale.of(given)
     with pytest.raises(ProgramError, match="growth_factor"):
         mw.LossScale(growth_factor=1.0)
 

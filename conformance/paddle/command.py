@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
+
+from meshwright.cli.options import BAD_INPUT, complain, terminal
 
 from .cases import CaseError, read_cases
 from .report import lines_of, reasons_table, summary, table, tallies, unsupported_line
 from .scoring import VERDICTS, Score, score
-
-BAD_INPUT = 2
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -36,7 +34,7 @@ def paddle(files: Files, as_json: Json = False, listed: Listed = None) -> None:
     try:
         scores = {str(path): [score(case) for case in read_cases(path)] for path in files}
     except CaseError as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        complain(error)
         raise typer.Exit(BAD_INPUT) from None
     if as_json:
         typer.echo(json.dumps(summary(scores, listed)))
@@ -45,8 +43,7 @@ def paddle(files: Files, as_json: Json = False, listed: Listed = None) -> None:
 
 
 def _show(scores: dict[str, list[Score]], listed: str | None) -> None:
-    console = Console()
-    console = console if console.is_terminal else Console(width=110)  # a file or a pipe is not folded at 80 columns
+    console = terminal()
     for name, found in scores.items():
         by_direction = tallies(found)
         for direction, tally in by_direction.items():

@@ -9,7 +9,6 @@ import io
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import Annotated, ClassVar
 
 import typer
@@ -51,6 +50,8 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
+        from importlib.metadata import version
+
         typer.echo(f"meshwright {version('meshwright')} (torch {version('torch')})")
         raise typer.Exit
 
