@@ -20,7 +20,7 @@ from ..raw import bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, held, hold, in_spec, stamp
 from .buckets import Bucket, Buckets
-from .flights import Flight, Reduction, Scattering
+from .flights import Flight, Reduction, Scattering, give
 from .packing import Packing
 
 Tensor = torch.Tensor
@@ -213,7 +213,9 @@ class Backward:
             return
         before = held(p)
         with torch.no_grad(), disabled():
-            hold(p, made if before is None else stamp(Tensor.add(before, made), made._spec))
+            if before is not None:
+                made = stamp(Tensor.add(in_spec(before, before._spec, made._spec), made), made._spec)
+            hold(p, made)
         group.complete.append(p)
         self._close(group, p)
 
@@ -245,13 +247,7 @@ class Backward:
             held(p)  # lands
         with torch.no_grad(), disabled():
             for i, g in late:
-                p = sync.params[i]
-                made = in_spec(g, self.plan.partial[i], self.plan.synced[i])
-                total = held(p) if held(p) is not None else get_grad(p)
-                if total is None:
-                    (set_grad if Tensor.size(made) == Tensor.size(p) else hold)(p, stamp(made, self.plan.synced[i]))
-                else:
-                    Tensor.add_(total, made)
+                give(sync.params[i], in_spec(g, self.plan.partial[i], self.plan.synced[i]), self.plan.synced[i])
         self._finish_differentiable()
         for answer in answers:
             answer()

@@ -44,19 +44,29 @@ class _Seat:
         with torch.no_grad(), disabled():
             made = self.flight.arrived(k)
             hold(p, self.kept)
-            fits = Tensor.size(made) == Tensor.size(p)
-            before = get_grad(p) if fits else held(p)
-            if before is not None:
-                own: Spec = before.__dict__.get("_spec") or p._spec.grad()
-                if own.layout == spec.layout:
-                    Tensor.add_(before, made)
-                    return
-                # Contributions that came meanwhile: the sum is one more of them, which sends nothing.
-                spec, made = own, Tensor.add(before, in_spec(made, spec, own))
-            if fits:
-                set_grad(p, stamp(made, spec))
-            else:
-                hold(p, stamp(made, spec))
+            give(p, made, spec)
+
+
+def give(p: DistTensor, made: Tensor, spec: Spec) -> None:
+    """Add a reduced gradient to what a parameter has: in place, as it lies.  Dispatch must be disabled.
+
+    Where contributions came meanwhile, the sum is one more of them, which sends nothing.
+    """
+    earlier, slot = held(p), get_grad(p)
+    hold(p, None)
+    set_grad(p, None)
+    for before in (earlier, slot):
+        if before is None:
+            continue
+        own: Spec = before.__dict__.get("_spec") or p._spec.grad()
+        more = made if own.layout == spec.layout else in_spec(made, spec, own)
+        # A view that is a copy gets its values from its base: what is written to it alone is lost.
+        made = Tensor.add(before, more) if own.copied else Tensor.add_(before, more)
+        spec = own.with_(copied=False)
+    if Tensor.size(made) == Tensor.size(p):
+        set_grad(p, stamp(made, spec))
+    else:
+        hold(p, stamp(made, spec))
 
 
 class Reduction(Flight):
@@ -120,4 +130,4 @@ def partial_axes(spec: Spec) -> tuple[int, ...]:
     return tuple(a for a, p in enumerate(spec.layout.placements) if isinstance(p, Partial) and sizes[a] > 1)
 
 
-__all__ = ["Flight", "Reduction", "Scattering", "partial_axes"]
+__all__ = ["Flight", "Reduction", "Scattering", "give", "partial_axes"]

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from ..dispatch import disabled
+from ..raw import bare
 from ..tensor import DistTensor
+from .changes import state_of
 
 Tensor = torch.Tensor
 _hooks: Any = torch._C._autograd
@@ -41,6 +43,8 @@ class Saved:
     unit: Gathered
     index: int
     version: int  # of the parameter, when it was gathered
+    state: Any  # of the parameter then, as far as writes that are not counted may have changed it
+    kept: Tensor | None  # None: gather again
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
@@ -51,10 +55,11 @@ class Saver:
 
     Args:
         keep: brings what was written to gathered parameters to the parameters.
+        again: gather again for the backward, in place of keeping what was gathered.
     """
 
-    def __init__(self, unit: Gathered, keep: Callable[[], None]) -> None:
-        self.unit, self.keep = unit, keep
+    def __init__(self, unit: Gathered, keep: Callable[[], None], *, again: bool) -> None:
+        self.unit, self.keep, self.again = unit, keep, again
         self.at: dict[int, tuple[int, torch.dtype, int]] = {}
 
     def note(self, wholes: Sequence[Tensor]) -> None:
@@ -69,8 +74,9 @@ class Saver:
             if found is None or found[1] is not t.dtype:
                 return t
             self.keep()
-            found = self.at[t.untyped_storage().data_ptr()]
-            return Saved(self.unit, found[0], found[2], Tensor.size(t), t.stride(), t.storage_offset())
+            i, _, version = self.at[t.untyped_storage().data_ptr()]
+            state, kept = state_of(self.unit.params[i]), None if self.again else bare(t)
+            return Saved(self.unit, i, version, state, kept, Tensor.size(t), t.stride(), t.storage_offset())
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor again."""
@@ -82,6 +88,8 @@ class Saver:
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{name} is at version {p._version}; expected version {saved.version} instead"
                 )
+            if saved.kept is not None and state_of(p) == saved.state:
+                return saved.kept
             whole = saved.unit.regathered()[saved.index]
             with torch.no_grad():
                 return whole.as_strided(saved.size, saved.stride, saved.offset)

@@ -28,16 +28,16 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .. import collective, convert, runtime
+from .. import collective, convert
 from ..dispatch import disabled
 from ..errors import DesyncError, ShardError, takes
 from ..layout import Replicate
 from ..mesh import Mesh
 from ..raw import bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, stamp
+from ..tensor import DistTensor, hold, stamp
 from .backward import Backward, begin, call_after
-from .buckets import Buckets, bits
+from .buckets import Buckets
 
 Tensor = torch.Tensor
 BUCKET_BYTES = 8 << 20  # small enough for most of the work to overlap with the backward, large enough for bandwidth
@@ -163,9 +163,9 @@ class GradSync:
             call_after(self.params[i])
 
     def before(self, i: int) -> None:
-        """Something will be added to the gradient of parameter ``i``: make a reduced one Partial again.
+        """Something will be added to the gradient of parameter ``i``: lay a reduced one beside the slot.
 
-        Kept on the first rank of the group and zero on the others, it may take further contributions.
+        It stays what it is, whoever else looks at it; what comes is reduced and added to it, in place.
         """
         p = self.params[i]
         with disabled():
@@ -176,15 +176,12 @@ class GradSync:
             partial = p._spec.grad()
             if own.layout == partial.layout or not _accumulates(p):
                 return
-            if g.requires_grad or own.layout != p._spec.layout:
+            if g.requires_grad:
                 made = convert.apply(plan_conversion(own.with_(undecided=0), partial).steps, g)
                 set_grad(p, stamp(made.clone() if made is g else made, partial))
                 return
-            with torch.no_grad():
-                here = self.mesh.coordinate(runtime.RT.rank)
-                if any(here[a] for a in bits(p._spec.reduced)):
-                    g.zero_()
-            stamp(g, partial)
+            set_grad(p, None)
+            hold(p, g)
 
 
 def _accumulates(p: Tensor) -> bool:

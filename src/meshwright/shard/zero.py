@@ -30,6 +30,7 @@ from ..raw import bare
 from ..reshard import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, held, hold, stamp
 from .buckets import STORED
+from .changes import aliased, state_of
 from .flights import Flight, Scattering, partial_axes
 from .packing import Packing, whole_over
 from .saved import Saver, may_save_references
@@ -140,19 +141,6 @@ class Zero:
         return found
 
 
-def _state_of(p: Tensor) -> tuple[int, int, Any]:
-    """What changes when a tensor is written to, or could have been by a tensor that shares its memory."""
-    return p._version, p.__dict__.get("_shared", 0), p._spec.layout  # type: ignore[attr-defined]
-
-
-def _aliased(p: Tensor) -> bool:
-    """Whether writes to a tensor may go uncounted: somebody holds one that shares its memory (``p.data``)."""
-    if "_shared" not in p.__dict__:
-        return False
-    storage = p.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor and ``storage``
-
-
 def in_backward() -> bool:
     """Whether this thread runs a node of a backward."""
     return torch._C._current_graph_task_id() != -1
@@ -185,8 +173,8 @@ class Unit:
         zero: the model's.
         params: the stored parameters of its modules.
         stored: id of a parameter to the axis that it is stored over.
-        spans: all modules that run inside the unit's forward belong to it.  Only then may references be
-            saved: what else runs inside must not meet our hooks.
+        spans: all modules that run inside the unit's forward belong to it.  Only then are its parameters gathered
+            again for the backward: other units' forwards would keep them whole for long anyway.
     """
 
     def __init__(
@@ -220,7 +208,7 @@ class Unit:
     def start(self) -> None:
         """Start to gather ahead of use, unless that is under way or may be in vain."""
         ahead = self.zero.ahead()
-        if self not in ahead and not any(_aliased(p) for p in self.params):
+        if self not in ahead and not any(aliased(p) for p in self.params):
             ahead[self] = self._begin()
 
     def _begin(self) -> tuple[Any, list[Any]]:
@@ -229,7 +217,7 @@ class Unit:
 
     def state(self) -> list[Any]:
         """What changes when a parameter is written to."""
-        return [_state_of(p) for p in self.params]
+        return [state_of(p) for p in self.params]
 
     def _parts(self) -> list[tuple[int, list[DistTensor]]]:
         """Parameters that travel together: same axis, same dtype."""
@@ -330,8 +318,8 @@ class Seen:
         self.made: dict[bool, list[Tensor]] = {}  # by whether gradients are recorded
         self.node: Any = None  # of autograd, that gave the stand-ins which have a history
         self.saver: Saver | None = None
-        if unit.spans and unit.zero.regather and torch.is_grad_enabled() and may_save_references():
-            self.saver = Saver(unit, self.keep)
+        if torch.is_grad_enabled() and may_save_references():
+            self.saver = Saver(unit, self.keep, again=unit.spans and unit.zero.regather)
             self.saver.push()
 
     def find(self, p: Tensor) -> Tensor | None:
@@ -341,7 +329,7 @@ class Seen:
             return None
         if self.wholes and self.wholes[i]._version != self.versions[i]:
             self.keep()
-        if not self.wholes or self.states[i] != _state_of(p) or _aliased(p):
+        if not self.wholes or self.states[i] != state_of(p) or aliased(p):
             self._gather()
         recorded = torch.is_grad_enabled()
         made = self.made.get(recorded)
@@ -365,7 +353,7 @@ class Seen:
         here = self.unit.zero.mesh.coordinate(runtime.RT.rank) if changed else ()
         for i in changed:
             p, t = self.unit.params[i], self.wholes[i]
-            if _state_of(p) != self.states[i]:
+            if state_of(p) != self.states[i]:
                 raise ShardError(
                     f"{p.__dict__.get('_param_name', 'a parameter')} is stored split, and in one forward was written "
                     "to both through a view of it and through its detach() or data: say one of them"
@@ -378,7 +366,7 @@ class Seen:
             lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
             with torch.no_grad(), disabled():
                 bare(p).copy_(t.narrow(dim, lo, hi - lo))
-            self.states[i], self.versions[i] = _state_of(p), t._version
+            self.states[i], self.versions[i] = state_of(p), t._version
         if changed and self.saver is not None:
             self.saver.note(self.wholes)
 
@@ -393,7 +381,7 @@ class Seen:
             if states[i] != self.states[i]:
                 with torch.no_grad():
                     t.copy_(self.wholes[i])
-            if not _aliased(unit.params[i]):
+            if not aliased(unit.params[i]):
                 self.wholes[i] = t
         self.versions = [t._version for t in self.wholes]
         if self.saver is not None:
@@ -463,7 +451,7 @@ class _Gather(torch.autograd.Function):
                 g = None
             params.append(p)
             specs.append(spec)
-            kept.append(g if how == "kept" else None)
+            kept.append(g if how == "kept" and p.requires_grad else None)  # it may be frozen since the forward
         backward.collect(params, specs, kept)
         return (None, None, None, *back)
 

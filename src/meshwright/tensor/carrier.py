@@ -174,7 +174,7 @@ class DistTensor(torch.Tensor):
                 raise RuntimeError("only leaf tensors can be deep-copied; use .detach().clone()")
             made = stamp(Tensor.clone(Tensor.detach(self)), self._spec.with_(copied=False))
             made.requires_grad_(self.requires_grad)
-            grad = self.grad
+            grad = None if getattr(self, "_is_param", False) else self.grad  # as torch: a copy of a parameter has none
             if grad is not None:
                 made.grad = stamp(Tensor.clone(Tensor.detach(grad)), grad._spec)
         if getattr(self, "_is_param", False):

@@ -131,9 +131,10 @@ def _checked(p: DistTensor, value: Any) -> DistTensor:
 def _guard(p: DistTensor, given: Spec) -> None:
     """See to it that an assigned gradient has the layout of the backward's before that adds to it.
 
-    Dispatch must be disabled.  An undecided leaf may yet turn out to want another layout than it would now.
+    Dispatch must be disabled.  An undecided leaf may yet turn out to want another layout than it would now.  Parameters
+    of sharded modules have theirs laid beside the slot instead (``shard.sync``).
     """
-    if "_guarded" in p.__dict__ or (given.layout == p._spec.grad().layout and not p._spec.undecided):
+    if p.__dict__.keys() & {"_guarded", "_sync"} or (given.layout == p._spec.grad().layout and not p._spec.undecided):
         return
     if not (p.is_floating_point() or p.is_complex()):
         return
@@ -141,7 +142,7 @@ def _guard(p: DistTensor, given: Spec) -> None:
 
     def before(grad: Tensor | None) -> None:
         own = ref()
-        if own is not None and grad is not None:
+        if own is not None and grad is not None and "_sync" not in own.__dict__:
             _convert_slot(own)
 
     thawed = p.requires_grad
