@@ -320,3 +320,14 @@ def test_fills_follow_the_memory(kind: str, dims: tuple[int, ...], dtype: torch.
         for got, next_number in mw.simulate(run, mesh):
             assert torch.equal(got, want), placement
             assert torch.equal(next_number, after)
+
+
+def test_attention_of_plain_tensors_by_name_drops_alike() -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
+
+    def drawn(*args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        with reproducible_random():
+            return F.scaled_dot_product_attention(*args, **named, dropout_p=0.5)
+
+    assert torch.equal(drawn(q, k, v), drawn(query=q, key=k, value=v))

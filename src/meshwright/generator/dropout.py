@@ -84,7 +84,6 @@ KERNELS: dict[str, Kernel] = {
     "feature_alpha_dropout": _feature_alpha_dropout,
     "rrelu": _rrelu,
 }
-LINEAR = {"dropout", "feature_dropout"}  # given the mask: Partial passes, as all ranks have the same mask
 
 
 # ---------------------------------------------------------------------------------------------- attention
