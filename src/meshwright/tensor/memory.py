@@ -37,7 +37,7 @@ def global_values(a: Any) -> Any:
     return map_tensors(a, lambda t: whole(t) if isinstance(t, DistTensor) else t)
 
 
-class Memory:
+class StorageView:
     """Stands for the storage of a rank's part: it can be told from others, but not read."""
 
     _SAME = frozenset({"data_ptr", "_cdata", "_weak_ref", "nbytes", "size", "device", "is_cuda", "resizable"})
@@ -61,7 +61,7 @@ class Memory:
         raise _refusal(self._of, "untyped_storage()[...]")
 
     def __eq__(self, other: object) -> bool:
-        return self._storage is (other._storage if isinstance(other, Memory) else other)
+        return self._storage is (other._storage if isinstance(other, StorageView) else other)
 
     def __hash__(self) -> int:
         return hash(self._storage)
@@ -87,7 +87,7 @@ def _address(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _storage(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    return Memory(x) if is_part(x._spec) else call_disabled(func, types, args, kwargs)
+    return StorageView(x) if is_part(x._spec) else call_disabled(func, types, args, kwargs)
 
 
 def _dlpack(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

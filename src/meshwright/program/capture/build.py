@@ -27,7 +27,7 @@ from ..ir.program import Program
 from .complete import Completed, complete
 from .export import Captured, LossFn, capture
 from .optimizers import Given, as_one, parts_of
-from .partition import Laid, partition
+from .partition import Assignment, partition
 from .scale import LossScale
 from .update import Update, update_of
 
@@ -81,7 +81,7 @@ class Built:
 
     captured: Captured
     completed: Completed
-    laid: Laid
+    laid: Assignment
     program: Program
     stored: dict[str, Spec]
     seen: dict[str, Layout]
@@ -255,7 +255,7 @@ def _batch_wish(wish: Any, name: str) -> Any:
 
 def _laid(
     model: nn.Module, captured: Captured, completed: Completed, mesh: Mesh, plan: Plan
-) -> tuple[Laid, dict[str, Spec], dict[str, Layout]]:
+) -> tuple[Assignment, dict[str, Spec], dict[str, Layout]]:
     everywhere = mesh.everywhere
     specs: dict[str, Spec] = {}
     params: dict[str, Spec] = {}
@@ -280,7 +280,7 @@ def _laid(
         for i, (_, members) in reversed(list(enumerate(units_of(model))))
         for m in members for p in m._parameters.values() if names.get(id(p)) in by_name
     }  # fmt: skip
-    laid = Laid(specs, by_node, completed.wishes, completed.origins, units)
+    laid = Assignment(specs, by_node, completed.wishes, completed.origins, units)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
         n: stored.get(n, s)

@@ -95,7 +95,7 @@ class Captured:
         return self.module.graph
 
 
-class _Step(nn.Module):
+class _StepModule(nn.Module):
     """Model and loss as one module; takes the leaves of a batch."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None, batch: Any) -> None:
@@ -138,7 +138,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
         CaptureError: the model decides by values what to do, or calls what cannot be captured; names the user's line.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    step = _Step(model, loss_fn, batch)
+    step = _StepModule(model, loss_fn, batch)
     fakes, tied = _fake_state(step, mode, device)
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     given = [_fake_of(t, mode, device) for t in leaves]
@@ -353,7 +353,7 @@ def _noting_users_frames() -> Iterator[None]:
     By itself it keeps those of methods called ``forward``, and then nothing tells the lines of a loss function.
     """
     held = TracerBase._filter_traceback_frames
-    own = _Step.forward.__code__.co_filename
+    own = _StepModule.forward.__code__.co_filename
 
     def users(tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
         inside = max((i for i, f in enumerate(frames) if f.filename == own), default=-1) + 1

@@ -76,7 +76,7 @@ def record_step(local: Local) -> tuple[Program, Any]:
     return again.program(), again.tree
 
 
-class _Watch(Recorder):
+class _StepRecorder(Recorder):
     """A recorder for code that runs as it was written: lines come from the stack, collectives from torch's own.
 
     What autograd's own nodes compute (not hooks, nor functions of the user's) is ``transposed``: linear in the gradient
@@ -149,7 +149,7 @@ class _Recording:
     def __init__(self, local: Local, held: bool) -> None:
         self.local, self.held = local, held
         self.named = named_in(local.model, local.optimizer)
-        self.recorder = _Watch(DistCalls(local.mesh, local.rank))
+        self.recorder = _StepRecorder(DistCalls(local.mesh, local.rank))
         self.inputs: list[Input] = []
         self.params: dict[fx.Node, str] = {}
         self.late: list[Input] = []

@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Laid:
+class Assignment:
     """How the inputs of a captured graph lie on the mesh.
 
     Attributes:
@@ -57,7 +57,7 @@ class Laid:
 
 def partition(
     captured: Captured,
-    laid: Laid,
+    laid: Assignment,
     mesh: Mesh,
     rank: int,
     *,
@@ -135,7 +135,7 @@ class _Partition:
     """The state of one partition."""
 
     def __init__(
-        self, captured: Captured, laid: Laid, mesh: Mesh, rank: int, loss_scale: LossScale | None, merge: bool
+        self, captured: Captured, laid: Assignment, mesh: Mesh, rank: int, loss_scale: LossScale | None, merge: bool
     ) -> None:
         self.captured, self.laid, self.mesh, self.rank = captured, laid, mesh, rank
         self.here = mesh.coordinate(rank)
@@ -384,4 +384,4 @@ def _in_order(graph: fx.Graph, listed: Sequence[Input], held: set[str], brought:
     return tuple(made)
 
 
-__all__ = ["Laid", "partition"]
+__all__ = ["Assignment", "partition"]
