@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
-import fnmatch
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from .. import collective, runtime
-from ..api import MESH_WANTED, constrain, shard_tensor
-from ..dispatch import disabled, map_tensors
-from ..errors import DesyncError, LayoutError, MeshwrightError, ShardError, takes
+from .. import runtime
+from ..api import MESH_WANTED, shard_tensor
+from ..dispatch import disabled
+from ..errors import LayoutError, MeshwrightError, ShardError, takes
 from ..layout import Layout, Placements, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES
 from ..tensor import DistTensor, GradientHook, stamp
 from . import zero
+from .alike import agree
+from .names import Globs, Names, matching
 from .packing import chunk_dim
 from .sync import BUCKET_BYTES, GradSync
+from .wishes import Inputs, Outputs, hooked
 
 Tensor = torch.Tensor
-Globs = Mapping[str, Placements]
 
 
 _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}')
@@ -87,28 +85,15 @@ def shard_module(
         DesyncError: ranks that pass different models or placements.
     """
     _check_model(model)
-    names = _Names(model)
-    try:
-        plan = _plan(names, mesh, placements or {})
-        stored = _stored(names, mesh, plan, stored_over)
-        modules = dict(model.named_modules())
-        hooks = hooked(modules, inputs or {}, "inputs"), hooked(modules, outputs or {}, "outputs")
-        problem = None
-    except MeshwrightError as error:
-        plan, stored, hooks, problem = {}, {}, ([], []), error
-    _agree(mesh, names, plan, problem)
-    meta = any(t.is_meta for t in names.tensors.values())
-    for name, spec in plan.items():
-        _lay(names, name, spec)
-    for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
-        for module, wish in found:
-            kind(mesh, wish).attach(module)
+    if stored_over and not sync:
+        raise ShardError("stored_over= needs the synchronisation of gradients: leave out sync=False")
+    names, stored = _laid(
+        model, mesh, placements or {}, {"inputs": inputs or {}, "outputs": outputs or {}}, stored_over
+    )
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
-    if meta:
+    if any(t.is_meta for t in names.tensors.values()):
         _materialise(model, names, mesh, init)
     if not sync:
-        if stored:
-            raise ShardError("stored_over= needs the synchronisation of gradients: leave out sync=False")
         return model
     made = GradSync(mesh, list(params), list(params.values()), bucket_bytes)
     if stored:
@@ -117,6 +102,30 @@ def shard_module(
         zero.install(model, mesh, made, axes, regather=regather)
     model.__dict__["_gradient_sync"] = made
     return model
+
+
+def _laid(
+    model: nn.Module, mesh: Mesh, placements: Globs, wishes: dict[str, Globs], stored_over: Any
+) -> tuple[Names, dict[str, int]]:
+    """Lay tensors and attach wishes, or raise the same on all ranks; what is stored split, and over which axis."""
+    names, modules = Names(model), dict(model.named_modules())
+    plan: dict[str, Spec] = {}
+    stored: dict[str, int] = {}
+    hooks: list[Any] = []
+    problem = None
+    try:
+        plan = _plan(names, mesh, placements)
+        stored = _stored(names, mesh, plan, stored_over)
+        hooks = [hooked(modules, globs, what) for what, globs in wishes.items()]
+    except MeshwrightError as error:
+        problem = error
+    agree(mesh, names, plan, problem)
+    for name, spec in plan.items():
+        _lay(names, name, spec)
+    for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
+        for module, wish in found:
+            kind(mesh, wish).attach(module)
+    return names, stored
 
 
 def _check_model(model: nn.Module) -> None:
@@ -152,7 +161,7 @@ def lay_module(
         ShardError: a tensor that lies otherwise already; a module that cannot initialise itself.
         DesyncError: ranks that pass different models or specs.
     """
-    names = _Names(model)
+    names = Names(model)
     plan, problem = {}, None
     for name, spec in specs.items():
         t = names.tensors[name]
@@ -160,7 +169,7 @@ def lay_module(
             plan[name] = spec
         elif t._spec.layout != spec.layout:
             problem = ShardError(f"{name} is sharded already, as {t.layout!r}, and the program needs {spec.layout!r}")
-    _agree(mesh, names, plan, problem)
+    agree(mesh, names, plan, problem)
     meta = any(t.is_meta for t in names.tensors.values())
     for name, spec in plan.items():
         _lay(names, name, spec)
@@ -177,58 +186,13 @@ def stored_specs(
     Raises as :func:`shard_module`.
     """
     plan = dict(specs)
-    return {name: plan[name] for name in _stored(_Names(model), mesh, plan, stored_over)}
+    return {name: plan[name] for name in _stored(Names(model), mesh, plan, stored_over)}
 
 
 # ---------------------------------------------------------------------------------------------- names
 
 
-class _Names:
-    """Parameters and buffers of a model by name; a tied one has several names and is one object."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.owners: dict[int, list[tuple[nn.Module, str, str]]] = {}  # id of the tensor to where it is registered
-        self.tensors: dict[str, Tensor] = {}  # first name to tensor
-        self.all: dict[str, str] = {}  # every name to the first one
-        first: dict[int, str] = {}
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            for key, t in (*module._parameters.items(), *module._buffers.items()):
-                if t is None:
-                    continue
-                name = f"{prefix}.{key}" if prefix else key
-                if id(t) not in first:
-                    first[id(t)] = name
-                    self.tensors[name] = t
-                self.all[name] = first[id(t)]
-                self.owners.setdefault(id(t), []).append((module, key, name))
-
-    def places(self, name: str) -> list[tuple[nn.Module, str, str]]:
-        """Modules and attribute names under which a tensor is registered."""
-        return self.owners[id(self.tensors[name])]
-
-    def current(self) -> dict[str, Tensor]:
-        """First name to the tensor that is registered there now."""
-        found = {}
-        for name in self.tensors:
-            module, key, _ = self.places(name)[0]
-            found[name] = getattr(module, key)
-        return found
-
-
-def matching(globs: Iterable[str], names: Iterable[str], what: str) -> dict[str, list[str]]:
-    """Glob to the names that it matches.  Raises ShardError for one that matches nothing."""
-    names = list(names)
-    found = {g: [n for n in names if fnmatch.fnmatchcase(n, g)] for g in globs}
-    for g, matched in found.items():
-        if not matched:
-            close = difflib.get_close_matches(g.replace("*", ""), names, n=3, cutoff=0.4)
-            near = f"; close ones: {', '.join(close)}" if close else ""
-            some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-            raise ShardError(f"{g!r} matches no {what}{near}; the names are: {some or '(none)'}")
-    return found
-
-
-def _plan(names: _Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
+def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
     """First name of each tensor to be laid on the mesh, to its spec."""
     chosen: dict[str, Placements] = {}
     for glob, matched in matching(placements, names.all, "parameter or buffer").items():
@@ -258,7 +222,7 @@ def _plan(names: _Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
 
 
 def _stored(
-    names: _Names, mesh: Mesh, plan: dict[str, Spec], stored_over: str | Mapping[str, str] | None
+    names: Names, mesh: Mesh, plan: dict[str, Spec], stored_over: str | Mapping[str, str] | None
 ) -> dict[str, int]:
     """Parameters to be stored split, to the axis; their specs in ``plan`` become those of the stored
     tensors."""
@@ -288,75 +252,7 @@ def _stored(
     return found
 
 
-def _agree(mesh: Mesh, names: _Names, plan: Mapping[str, Spec], problem: MeshwrightError | None) -> None:
-    """All ranks must shard the same model in the same way; a mistake found on one rank is raised on all."""
-    if mesh.size == 1:
-        if problem is not None:
-            raise problem
-        return
-    lines = [f"{n} {s!r}" for n, s in plan.items()]
-    values = {} if problem is not None else _values(names)
-    digest = hashlib.sha1("\n".join(lines).encode()).hexdigest()
-    group = collective.group(mesh, tuple(range(mesh.ndim)))
-    of_values = hashlib.sha1(repr(values).encode()).hexdigest()
-    seen = collective.all_gather_object((digest, str(problem or ""), of_values), group)
-    if problem is not None:
-        raise problem
-    for rank, (_, error, _) in zip(mesh.ranks, seen, strict=True):
-        if error:
-            raise DesyncError(f"shard_module failed on rank {rank}: {error}")
-    if len({d for d, _, _ in seen}) > 1:
-        everyone = collective.all_gather_object(lines, group)
-        raise DesyncError(f"shard_module: the ranks disagree; {_difference(mesh, everyone)}")
-    if len({v for _, _, v in seen}) > 1:
-        raise DesyncError(_other_values(mesh, collective.all_gather_object(values, group)))
-
-
-_GENERATOR = "the default random generator"
-
-
-def _values(names: _Names) -> dict[str, int]:
-    """Digests of what must be the same on all ranks: what the model holds, or what its values will be drawn from."""
-    plain = {n: t for n, t in names.tensors.items() if not isinstance(t, DistTensor)}
-    there = {n: t for n, t in plain.items() if not t.is_meta}
-    with disabled():
-        found = dict(zip(there, collective.digests(list(there.values())), strict=True))
-        if len(there) < len(plain):
-            found[_GENERATOR] = collective.digests([torch.random.get_rng_state()])[0]
-    return found
-
-
-def _other_values(mesh: Mesh, everyone: list[dict[str, int]]) -> str:
-    """Names the first values that differ, the ranks, and the fix."""
-    first = everyone[0]
-    name = next(n for n in first if any(other.get(n) != first[n] for other in everyone))
-    rank, other = next((r, o) for r, o in zip(mesh.ranks, everyone, strict=True) if o.get(name) != first[name])
-    count = sum(any(o.get(n) != first[n] for o in everyone) for n in first)
-    more = f" (and {count - 1} more differ)" if count > 1 else ""
-    fix = (
-        "call torch.manual_seed with the same seed on all ranks, not seed + rank, before the model is built, or load "
-        "the same weights everywhere"
-    )
-    return (
-        f"shard_module: the ranks bring different values of {name}{more}: digest {first[name]:x} on rank "
-        f"{mesh.ranks[0]}, {other.get(name, 0):x} on rank {rank}; {fix}"
-    )
-
-
-def _difference(mesh: Mesh, everyone: list[list[str]]) -> str:
-    for rank, lines in zip(mesh.ranks[1:], everyone[1:], strict=True):
-        longest = max(len(lines), len(everyone[0]))
-        for i in range(longest):
-            a, b = (one[i] if i < len(one) else "nothing" for one in (everyone[0], lines))
-            if a != b:
-                return f"rank {mesh.ranks[0]} has {a}, rank {rank} has {b}"
-    return "build the same model everywhere"
-
-
-# ---------------------------------------------------------------------------------------------- parameters
-
-
-def _lay(names: _Names, name: str, spec: Spec) -> None:
+def _lay(names: Names, name: str, spec: Spec) -> None:
     """Make one tensor of the model distributed: the same object, unless it is on the meta device."""
     t = names.tensors[name]
     mesh = spec.mesh
@@ -390,7 +286,7 @@ def _registry(module: nn.Module, key: str) -> dict[str, Any]:
     return module._parameters if key in module._parameters else module._buffers
 
 
-def _materialise(model: nn.Module, names: _Names, mesh: Mesh, init: Callable[[nn.Module], Any] | None) -> None:
+def _materialise(model: nn.Module, names: Names, mesh: Mesh, init: Callable[[nn.Module], Any] | None) -> None:
     """Give a model from the meta device its values: those that its construction draws from the same seed."""
     for name, t in names.current().items():
         if t.is_meta:  # a buffer: small, the same everywhere
@@ -446,53 +342,6 @@ def _construction_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     visit("", model)
     return list(found.values())
-
-
-# ---------------------------------------------------------------------------------------------- hooks
-
-
-@dataclass
-class _Wish:
-    """A wish about activations of a module.  An object and not a closure: it can be copied and pickled."""
-
-    mesh: Mesh
-    placements: Placements
-
-    def bring(self, value: Any) -> Any:
-        """Every floating-point DistTensor in ``value`` brought to the wished placements."""
-        return map_tensors(value, self._one)
-
-    def attach(self, module: nn.Module) -> None:
-        """Have the module call this object."""
-        raise NotImplementedError
-
-    def _one(self, t: Tensor) -> Tensor:
-        return constrain(t, self.placements) if t.dtype.is_floating_point or t.dtype.is_complex else t
-
-
-class Inputs(_Wish):
-    def attach(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self)
-
-    def __call__(self, module: nn.Module, args: Any) -> Any:
-        return self.bring(args)
-
-
-class Outputs(_Wish):
-    def attach(self, module: nn.Module) -> None:
-        module.register_forward_hook(self)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.bring(output)
-
-
-def hooked(modules: Mapping[str, nn.Module], globs: Globs, what: str) -> list[tuple[nn.Module, Placements]]:
-    """Modules and the last wish that matches each."""
-    chosen: dict[str, Placements] = {}
-    for glob, matched in matching(globs, modules, f"module (in {what})").items():
-        for name in matched:
-            chosen[name] = globs[glob]
-    return [(modules[name], wish) for name, wish in chosen.items()]
 
 
 def _compatible(a: Tensor, b: Tensor) -> bool:

@@ -181,7 +181,7 @@ class GradSync:
                 set_grad(p, stamp(made.clone() if made is g else made, partial))
                 return
             set_grad(p, None)
-            hold(p, g)
+            hold(p, stamp(g, own))
 
 
 def _accumulates(p: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Tensors that stand in for others while some code runs in this thread (gathered parameters, see ``shard.zero``).
+"""Tensors that stand in for others while some code runs in this thread (gathered parameters, see ``shard.seen``).
 
 A parameter stays the object that it is, in its module too: an op that reads it reads its stand-in.  What asks about it
 or differentiates it means the parameter itself.  What is written to a stand-in (by an op on the parameter, through a

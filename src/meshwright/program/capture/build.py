@@ -20,7 +20,9 @@ import torch.utils._pytree as pytree
 from ...errors import LayoutError, ProgramError
 from ...layout import Layout, Placements, Spec
 from ...mesh import Mesh
-from ...shard.module import Inputs, Outputs, hooked, matching, stored_specs
+from ...shard.module import stored_specs
+from ...shard.names import matching
+from ...shard.wishes import Inputs, Outputs, hooked
 from ...shard.zero import units_of
 from ...tensor import DistTensor
 from ..ir.program import Program

@@ -1,0 +1,224 @@
+"""A forward of a unit: gathered tensors stand in for its parameters, and bring their gradients back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import convert, runtime
+from ..dispatch import disabled, tie
+from ..errors import ShardError
+from ..layout import chunk_bounds
+from ..raw import bare
+from ..reshard import plan as plan_conversion
+from ..tensor import OPEN, DistTensor, GradientHook, stamp
+from .changes import aliased, state_of
+from .saved import Saver, may_save_references
+from .units import Unit, in_backward, seen_spec, stored_axis, stored_dim
+
+Tensor = torch.Tensor
+
+
+def enter(unit: Unit, frame: Any) -> None:
+    """The forward begins, in a call with this frame: gathered tensors stand in for the parameters."""
+    running = _frames() if OPEN.scopes else ()
+    while OPEN.scopes and id(OPEN.scopes[-1].frame) not in running:
+        OPEN.scopes.pop().close()  # of a forward that was interrupted
+    found = next((s for s in OPEN.scopes if s.unit is unit), None)
+    if found is None:
+        unit.zero.follow(unit)
+    OPEN.scopes.append(found or Seen(unit, frame))
+
+
+def leave(unit: Unit) -> None:
+    """The forward ends."""
+    while OPEN.scopes:
+        scope = OPEN.scopes.pop()
+        if scope not in OPEN.scopes:
+            scope.close()
+        if scope.unit is unit:
+            return
+
+
+def _frames() -> set[int]:
+    found: set[int] = set()
+    frame: Any = sys._getframe()
+    while frame is not None:
+        found.add(id(frame))
+        frame = frame.f_back
+    return found
+
+
+_VIEWED = "a view of a leaf Variable that requires grad is being used in an in-place operation."
+
+
+class Seen:
+    """One forward of a unit in one thread: what stands in for its parameters, gathered at their first use.
+
+    Args:
+        frame: of the call of the module: while that runs, so does the forward.
+    """
+
+    def __init__(self, unit: Unit, frame: Any) -> None:
+        self.unit, self.frame = unit, frame
+        self.wholes: list[Tensor] = []
+        self.states: list[Any] = []  # of the parameters, and versions of the wholes, when they were alike
+        self.versions: list[int] = []
+        self.made: dict[bool, list[Tensor]] = {}  # by whether gradients are recorded
+        self.node: Any = None  # of autograd, that gave the stand-ins which have a history
+        self.saver: Saver | None = None
+        if torch.is_grad_enabled() and may_save_references():
+            self.saver = Saver(unit, self.keep, again=unit.spans and unit.zero.regather)
+            self.saver.push()
+
+    def find(self, p: Tensor) -> Tensor | None:
+        """What stands in for a parameter, if it is one of the unit's."""
+        i = self.unit.index.get(id(p))
+        if i is None or self.unit.params[i] is not p:
+            return None
+        if self.wholes and self.wholes[i]._version != self.versions[i]:
+            self.keep()
+        if not self.wholes or self.states[i] != state_of(p) or aliased(p):
+            self._gather()
+        recorded = torch.is_grad_enabled()
+        made = self.made.get(recorded)
+        if made is None or made[i].requires_grad != (recorded and p.requires_grad):
+            made = self.made[recorded] = self._stand_ins(recorded)
+        return made[i]
+
+    def held(self, p: Tensor) -> Tensor | None:
+        """What stands in for a parameter, if something does already."""
+        return self.find(p) if self.wholes else None
+
+    def keep(self) -> None:
+        """Bring to the parameters what was written to what stands in for them: through a view, by a lookup that scales
+        the rows that it reads.  Each rank has the whole, so nothing is sent.
+
+        Raises:
+            RuntimeError: the write is part of what gradients are recorded of, as on one device.
+            ShardError: the parameter was written to by itself in between.
+        """
+        changed = [i for i, t in enumerate(self.wholes) if t._version != self.versions[i]]
+        here = self.unit.zero.mesh.coordinate(runtime.RT.rank) if changed else ()
+        for i in changed:
+            p, t = self.unit.params[i], self.wholes[i]
+            if state_of(p) != self.states[i]:
+                raise ShardError(
+                    f"{p.__dict__.get('_param_name', 'a parameter')} is stored split, and in one forward was written "
+                    "to both through a view of it and through its detach() or data: say one of them"
+                )
+            stand_in = self.made[True][i] if True in self.made else t
+            if stand_in.requires_grad and stand_in.grad_fn is not self.node:
+                raise RuntimeError(f"{_VIEWED} ({p.__dict__.get('_param_name', 'a parameter')})")
+            axis = stored_axis(p)
+            dim = stored_dim(p, axis)
+            lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
+            with torch.no_grad(), disabled():
+                bare(p).copy_(t.narrow(dim, lo, hi - lo))
+            self.states[i], self.versions[i] = state_of(p), t._version
+        if changed and self.saver is not None:
+            self.saver.note(self.wholes)
+
+    def _gather(self) -> None:
+        self.keep()
+        unit = self.unit
+        known = unit.zero.sync.backward().wholes.get(unit) if in_backward() and not self.wholes else None
+        old, states = self.wholes, self.states
+        self.states, self.made = unit.state(), {}
+        self.wholes = unit.gather() if known is None else known
+        for i, t in enumerate(old):  # of which there may be views
+            if states[i] != self.states[i]:
+                with torch.no_grad():
+                    t.copy_(self.wholes[i])
+            if not aliased(unit.params[i]):
+                self.wholes[i] = t
+        self.versions = [t._version for t in self.wholes]
+        if self.saver is not None:
+            self.saver.note(self.wholes)
+
+    def _stand_ins(self, recorded: bool) -> list[Tensor]:
+        unit = self.unit
+        made = [t.detach() for t in self.wholes]
+        learning = [i for i, p in enumerate(unit.params) if recorded and p.requires_grad]
+        if learning:
+            params = [unit.params[i] for i in learning]
+            with disabled():
+                out = _Gather.apply(unit, params, [made[i] for i in learning], *params)
+            self.node = out[0].grad_fn
+            for i, t in zip(learning, out, strict=True):
+                made[i] = t
+        for i, (p, t) in enumerate(zip(unit.params, made, strict=True)):
+            spec = seen_spec(p, i in learning)
+            stamp(t, spec)
+            if spec.undecided and i in learning:
+                tie([p, t])
+        return made
+
+    def again(self, fn: Callable[[], Any]) -> Any:
+        """Call ``fn``, which runs a part of the forward again."""
+        enter(self.unit, sys._getframe())
+        try:
+            return fn()
+        finally:
+            leave(self.unit)
+
+    def close(self) -> None:
+        """The forward is over."""
+        if self.saver is not None:
+            self.saver.pop()
+        self.keep()
+
+
+class _Gather(torch.autograd.Function):
+    """Identity on the gathered parameters; its backward hands their gradients over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, unit: Unit, params: list[DistTensor], wholes: list[Tensor], *stored: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.params = unit, params
+        ctx.set_materialize_grads(False)
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        unit: Unit = ctx.unit
+        backward = unit.zero.sync.backward()
+        backward.wholes.pop(unit, None)
+        nodes = [node for node, _ in ctx.next_functions if node is not None]
+        back: list[Tensor | None] = [None] * len(grads)
+        params, specs, kept = [], [], []
+        for i, (p, g, node) in enumerate(zip(ctx.params, grads, nodes, strict=True)):
+            spec = seen_spec(p).grad()  # only now: the forward may have been what decided the types
+            how = _wanted(node)
+            # Hooks of the user are autograd's business: they get the gradient as it is stored.
+            native = torch.is_grad_enabled() or p.__dict__["_after"] or _hooked(p)
+            if g is not None and (how == "returned" or (how == "kept" and native)):
+                source, target = spec.with_(dtype=g.dtype), p._spec.with_(undecided=0).grad()
+                with disabled():
+                    back[i] = convert.apply(plan_conversion(source, target.with_(dtype=g.dtype)).steps, g)
+                g = None
+            params.append(p)
+            specs.append(spec)
+            kept.append(g if how == "kept" and p.requires_grad else None)  # it may be frozen since the forward
+        backward.collect(params, specs, kept)
+        return (None, None, None, *back)
+
+
+def _hooked(p: Tensor) -> bool:
+    with disabled():
+        return any(isinstance(h, GradientHook) for h in (p._backward_hooks or {}).values())
+
+
+def _wanted(node: Any) -> str:
+    """What the running backward does with the gradient of a leaf: keep it, return it, or nothing."""
+    try:
+        return "kept" if torch._C._will_engine_execute_node(node) else "dropped"
+    except RuntimeError:  # torch.autograd.grad, and this leaf is among its inputs
+        return "returned"
+
+
+__all__ = ["Seen", "enter", "leave"]

@@ -1,0 +1,258 @@
+"""Units: modules whose stored parameters are gathered together, and the order in which a forward uses them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import collective, runtime
+from ..dispatch import disabled
+from ..layout import Spec
+from ..mesh import Mesh
+from ..raw import bare
+from ..tensor import DistTensor, held, hold
+from .buckets import STORED
+from .changes import aliased, state_of
+from .flights import Flight, Scattering, partial_axes
+from .packing import Packing, whole_over
+from .sync import GradSync
+
+Tensor = torch.Tensor
+
+
+class _Way(threading.local):
+    """A forward on its way through the units, in one thread."""
+
+    def __init__(self) -> None:
+        self.cursor = 0
+        self.seen: list[Unit] = []
+        self.ahead: dict[Unit, Any] = {}  # gathers under way
+
+
+class Zero:
+    """All units of a model and the order in which its forward uses them.
+
+    Args:
+        sync: says whether gradients are to be synchronised.
+        regather: gather again for the backward.
+    """
+
+    def __init__(self, mesh: Mesh, sync: GradSync, regather: bool) -> None:
+        self.mesh, self.sync, self.regather = mesh, sync, regather
+        self.units: list[Unit] = []
+        self.order: list[Unit] = []  # of the first forward
+        self._start()
+
+    def _start(self) -> None:
+        self.way = _Way()
+        self.packings: dict[Any, Packing] = {}
+        self.sync.scatter = self.scatter
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: self.__dict__[k] for k in ("mesh", "sync", "regather", "units", "order")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    # -- the order of the forward ---------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The whole model's forward begins."""
+        if in_backward():
+            return
+        way = self.way
+        self.order = self.order or way.seen
+        way.cursor, way.seen = 0, []
+        for unit in list(way.ahead):
+            unit.forget(way.ahead)
+
+    def follow(self, unit: Unit) -> None:
+        """A unit's forward begins: start the gather of the one that followed it before."""
+        way = self.way
+        if not self.order:
+            way.seen.append(unit)
+            return
+        if in_backward() or way.cursor >= len(self.order):
+            return
+        if self.order[way.cursor] is not unit:  # another way through the model than in the first forward
+            way.cursor = len(self.order)
+            return
+        way.cursor += 1
+        if way.cursor < len(self.order):
+            self.order[way.cursor].start()
+
+    def before(self, unit: Unit) -> Unit | None:
+        """The unit whose backward comes after that of ``unit``."""
+        place = self.order.index(unit) if unit in self.order else 0
+        return self.order[place - 1] if place else None
+
+    def ahead(self) -> dict[Unit, Any]:
+        """Gathers under way: those of the backward that runs in this thread, else of its forward."""
+        return self.sync.backward().ahead if in_backward() else self.way.ahead
+
+    # -- gradients ------------------------------------------------------------------------------------
+
+    def scatter(self, params: Sequence[DistTensor]) -> list[Flight]:
+        """Start the reduce-scatter of the contributions that are held for these parameters."""
+        groups: dict[Any, list[DistTensor]] = {}
+        for p in params:
+            g = held(p)
+            if g is not None and g._spec.layout.partial:
+                groups.setdefault((stored_axis(p), partial_axes(g._spec), g.dtype), []).append(p)
+        flights: list[Flight] = []
+        for (axis, axes, _), members in groups.items():
+            grads = [bare(g) for g in map(held, members) if g is not None]
+            for p in members:
+                hold(p, None)
+            with torch.no_grad(), disabled():
+                packing = self.packing(axis, members, [g.shape for g in grads])
+                specs = [p._spec.with_(reduced=0, undecided=0, stored=False) for p in members]
+                others = tuple(a for a in axes if a != axis)
+                flights.append(Scattering(members, grads, specs, packing, axis, others))
+        return flights
+
+    def packing(self, axis: int, params: Sequence[DistTensor], shapes: Sequence[Sequence[int]]) -> Packing:
+        """How these parameters travel together."""
+        key = (axis, *((id(p), p._spec.shape, p._spec.layout) for p in params))
+        found = self.packings.get(key)
+        if found is None:
+            found = Packing(shapes, [stored_dim(p, axis) for p in params], self.mesh.sizes[axis])
+            self.packings[key] = found
+        return found
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a node of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def stored_axis(p: Tensor) -> int:
+    """Index of the axis that a parameter is stored over."""
+    return int(p.__dict__[STORED])
+
+
+def stored_dim(p: DistTensor, axis: int) -> int:
+    """The dim that the axis cuts."""
+    return int(p._spec.layout.placements[axis].dim)  # type: ignore[union-attr]
+
+
+def seen_spec(p: DistTensor, learning: bool = True) -> Spec:
+    """Spec of a stored parameter as the ops see it; its gradient is Partial on the axis that it is stored
+    over."""
+    axis, spec = stored_axis(p), p._spec
+    layout = whole_over(spec, axis)
+    if not learning:
+        return Spec(spec.shape, spec.dtype, layout, undecided=spec.mesh.everywhere)
+    return Spec(spec.shape, spec.dtype, layout, spec.reduced | 1 << axis, spec.undecided)
+
+
+class Unit:
+    """Modules whose parameters are gathered together.
+
+    Args:
+        zero: the model's.
+        params: the stored parameters of its modules.
+        stored: id of a parameter to the axis that it is stored over.
+        spans: all modules that run inside the unit's forward belong to it.  Only then are its parameters gathered
+            again for the backward: other units' forwards would keep them whole for long anyway.
+    """
+
+    def __init__(
+        self,
+        zero: Zero,
+        params: Sequence[DistTensor],
+        stored: Mapping[int, int],
+        spans: bool,
+    ) -> None:
+        self.zero = zero
+        self.params = list({id(p): p for p in params}.values())
+        self.axes = [stored[id(p)] for p in self.params]
+        self.spans = spans
+        self._start()
+
+    def _start(self) -> None:
+        self.index = {id(p): i for i, p in enumerate(self.params)}
+        for p, axis in zip(self.params, self.axes, strict=True):
+            p.__dict__[STORED] = axis
+            p._spec = p._spec.with_(stored=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "spans")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    # -- gathering ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start to gather ahead of use, unless that is under way or may be in vain."""
+        ahead = self.zero.ahead()
+        if self not in ahead and not any(aliased(p) for p in self.params):
+            ahead[self] = self._begin()
+
+    def _begin(self) -> tuple[Any, list[Any]]:
+        with torch.inference_mode(False), torch.no_grad(), disabled():  # that versions are counted
+            return self.state(), [self._send(axis, members) for axis, members in self._parts()]
+
+    def state(self) -> list[Any]:
+        """What changes when a parameter is written to."""
+        return [state_of(p) for p in self.params]
+
+    def _parts(self) -> list[tuple[int, list[DistTensor]]]:
+        """Parameters that travel together: same axis, same dtype."""
+        groups: dict[Any, list[DistTensor]] = {}
+        for p in self.params:
+            groups.setdefault((stored_axis(p), p.dtype), []).append(p)
+        return [(axis, members) for (axis, _), members in groups.items()]
+
+    def _send(self, axis: int, members: list[DistTensor]) -> tuple[list[DistTensor], Packing, Any]:
+        mesh = self.zero.mesh
+        here = mesh.coordinate(runtime.RT.rank)
+        shapes = [p._spec.with_(layout=whole_over(p._spec, axis)).local_shape(here) for p in members]
+        packing = self.zero.packing(axis, members, shapes)
+        row = packing.pack_row([bare(p) for p in members])
+        return members, packing, collective.all_gather_async(row, 0, packing.sizes, collective.group(mesh, (axis,)))
+
+    def gather(self) -> list[Tensor]:
+        """The whole parameters, as new plain tensors."""
+        ahead = self.zero.ahead()
+        if self in ahead and ahead[self][0] != self.state():
+            self.forget(ahead)  # the parameters have changed since
+        _, parts = ahead.pop(self, None) or self._begin()
+        with torch.inference_mode(False), torch.no_grad(), disabled():
+            made: dict[int, Tensor] = {}
+            for members, packing, pending in parts:
+                flat = pending.wait()
+                if len(members) == 1 and packing.dims[0] == 0 and math.prod(packing.shapes[0]) == flat.numel():
+                    wholes = [flat.view(packing.shapes[0])]
+                else:
+                    wholes = [flat.new_empty(shape) for shape in packing.shapes]
+                    packing.unpack(flat, wholes)
+                made |= {id(p): t for p, t in zip(members, wholes, strict=True)}
+        before = self.zero.before(self) if in_backward() else None
+        if before is not None and before not in self.zero.sync.backward().wholes:
+            before.start()
+        return [made[id(p)] for p in self.params]
+
+    def forget(self, ahead: dict[Unit, Any]) -> None:
+        """Drop a gather that nobody asked for after all."""
+        for _, _, pending in ahead.pop(self)[1]:
+            pending.wait()
+
+    def regathered(self) -> list[Tensor]:
+        """The whole parameters, for the backward."""
+        if not in_backward():
+            return self.gather()
+        backward = self.zero.sync.backward()
+        if self not in backward.wholes:
+            backward.wholes[self] = self.gather()
+        return backward.wholes[self]
+
+
+__all__ = ["Unit", "Zero", "in_backward", "seen_spec", "stored_axis", "stored_dim"]
