@@ -73,7 +73,7 @@ def compile_step(
         loss_fn: ``loss_fn(model, batch)`` returns the loss (global values), or a tuple that begins with it; None: the
             model returns the loss, given the batch.
         optimizer: of the model's parameters; several, each with its own, as a list; None: gradients only.  SGD, Adam
-            and AdamW become part of the program, others run after it, on local tensors.
+            and AdamW become part of the program; others, and those with step hooks, run after it, on local tensors.
         example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.
         mesh: connected (or simulated).
         layouts: glob over names of parameters, buffers, batch tensors (``batch.0``) or values of the program to

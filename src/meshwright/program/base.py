@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from .. import collective
 from ..errors import DesyncError, ProgramError
 from ..mesh import Mesh
+from ..shard.kinds import own_work
 from .capture.optimizers import check_unscaled, parts_of
 from .capture.scale import SCALE
 from .check.agree import together
@@ -64,6 +65,11 @@ class BaseStep:
 
     def _install(self, leaves: Sequence[Any], made: Ready) -> Ready:
         if self.training:
+            if self.optimizer is not None and bool(made.program.update) != self.carrier.updates:
+                raise ProgramError(
+                    "the optimizer ran behind the program for its step hooks or a step() of its own, and has none now: "
+                    "capture the step again"
+                )
             self._join(made)
         self._ready[self._signature(leaves)] = self._current = made
         return made
@@ -150,6 +156,14 @@ class BaseStep:
         if self.optimizer is None or not self.carrier.updates or not self.training:
             return
         check_unscaled(self.optimizer)
+        for part in parts_of(self.optimizer):
+            added = own_work(part)
+            if added:
+                raise ProgramError(
+                    f"{type(part).__name__} has {added} since the step was captured with its update inside of the "
+                    "program, which does not call it: take it away, or capture the step again (the optimizer then runs "
+                    "behind it)"
+                )
         numbers = numbers_of(self.optimizer)
         if numbers != self._numbers:
             raise ProgramError(

@@ -1,44 +1,34 @@
 """Optimizers on distributed parameters: the native step on local tensors.
 
-For the time of ``step()`` parameters and gradients are what they are underneath: plain local tensors.  So
-foreach and fused kernels run as on one device, and the optimizer's own state is local.  This serves every
-optimizer that treats elements one by one, through PyTorch's global step hooks; ``shard_optimizer`` adds what
-needs to be asked for.
+While an optimizer's own step function runs, parameters, gradients and states are what they are underneath: plain
+local tensors.  So foreach and fused kernels run as on one device.  Hooks of steps, closures and everything else see
+them distributed.  This serves every optimizer that treats elements one by one; ``shard_optimizer`` adds what needs
+to be asked for.
 """
 
 from __future__ import annotations
 
-import types
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+import torch.optim.optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
 
 from .. import convert, runtime
 from ..dispatch import disabled, refresh, write_through
-from ..errors import LayoutError, ShardError, takes
-from ..layout import Layout, Partial, Spec
-from ..raw import as_plain, bare, get_grad, set_grad
+from ..errors import ShardError, takes
+from ..layout import Partial, Spec
+from ..raw import as_plain, get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, stamp
-from .states import Chunks, Shadow, check_size
+from .kinds import builtin, check_class, hooks_of, mixes, name_of
+from .states import Chunks, Shadow, check_state, held_state, own_spec
 
 Tensor = torch.Tensor
-
-ELEMENTWISE = {
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-}  # fmt: skip
-MIXING = {
-    "LBFGS": "takes dot products over all parameters",
-    "Muon": "orthogonalises whole matrices",
-    "Adafactor": "averages over whole rows and columns",
-    "SparseAdam": "expects sparse gradients",
-}
 
 
 class Binding:
@@ -62,65 +52,105 @@ class Binding:
         self.elementwise, self.reshards, self.states_over = elementwise, reshards, states_over
         self.chunks = Chunks(states_over, ()) if states_over is not None else None
         self.shadow: Shadow | None = None
-        self.count: tuple[int, ...] = ()
+        self.known: list[int] = []
+        self.all: list[DistTensor] = []
         self.params: list[DistTensor] = []
         self.copies: list[DistTensor] = []
         self.specs: list[Spec] = []
         self.wanted: list[Spec] = []
+        self.inside: Optimizer | None = None  # whose own step runs
         self.swapped: as_plain | None = None
+        self.states: list[Tensor] = []
         self.follow(opt)
-        if _state_out not in opt._optimizer_state_dict_post_hooks.values():
-            opt.register_state_dict_post_hook(_state_out)
-            opt.register_load_state_dict_post_hook(_state_in)
+        if _check_loaded not in opt._optimizer_load_state_dict_pre_hooks.values():
+            opt.register_load_state_dict_pre_hook(_check_loaded)
+            opt.register_load_state_dict_post_hook(_hold_states)
 
     def follow(self, opt: Optimizer) -> None:
-        """Look at the parameters (again): groups may have been added."""
-        count = tuple(len(g["params"]) for g in opt.param_groups)
-        if count == self.count:
+        """Look at the parameters (again): some may have been added."""
+        known = [id(p) for g in opt.param_groups for p in g["params"]]
+        if known == self.known:
             return
-        self.count = count
-        self.params = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
-        check_class(opt, self.params, self.elementwise, self.chunks is not None)
+        self.all = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
+        check_class(opt, self.all, self.elementwise, self.chunks is not None)
         if self.chunks is not None:
-            self.chunks.add(self.params)
-            self.params = [p for p in self.params if self.chunks.spec(p) is None]
+            self.chunks.add(self.all)
+        self.known = known
+        self.params = [p for p in self.all if self.chunks is None or self.chunks.spec(p) is None]
         self.specs = [p._spec for p in self.params]
         self.copies = [p for p in self.params if p._spec.copied]  # views of others: those see the update too
-        self.wanted = [_own(s) for s in self.specs]
+        self.wanted = [own_spec(s) for s in self.specs]
 
     def state_spec(self, p: DistTensor) -> Spec:
         """How the states of a parameter lie."""
-        return (self.chunks.spec(p) if self.chunks is not None else None) or _own(p._spec)
+        return (self.chunks.spec(p) if self.chunks is not None else None) or own_spec(p._spec)
 
-    def swap(self, opt: Optimizer) -> None:
-        """Make parameters and gradients plain.
+    def open(self, opt: Optimizer) -> Optimizer:
+        """Make parameters, gradients and states plain; what the optimizer's own step is called with.
 
         Raises ShardError, with nothing changed, for gradients of other layouts and states of other sizes.
         """
+        states = self._held_states(opt)
+        if self.chunks is not None:
+            self.shadow = self.shadow or Shadow(opt, self.chunks)
+            self.shadow.load()
+        self._swap()
+        self.inside, self.states = opt, states
+        for t in states:
+            t.__class__ = Tensor
+        return opt if self.shadow is None else self.shadow.made
+
+    def close(self) -> None:
+        """Make them distributed again; of a step that raised, too: what it has updated goes to all ranks."""
+        opt, self.inside = self.inside, None
+        if self.swapped is not None:
+            self.swapped.__exit__()
+        self.swapped = None
+        if opt is None:
+            return
+        for t in self.states:
+            t.__class__ = DistTensor
+        # An optimizer of PyTorch's leaves parameters without a gradient alone.
+        updated = [] if self.shadow is None else self.shadow.settle(everything=not builtin(opt))
+        self._stamp_states(opt)
+        if self.chunks is not None:
+            self.chunks.gather(updated)
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[Optimizer | None]:
+        """For what an optimizer's own step calls and what is none of it: closures, hooks."""
+        opt, shadow = self.inside, self.shadow
+        if opt is None:
+            yield None
+            return
+        self.close()
+        self.shadow = None
+        try:
+            yield opt
+        finally:
+            self.shadow = shadow
+            self.open(opt)
+
+    def _swap(self) -> None:
         swapped: list[Tensor] = []
         with disabled():
             for i, p in enumerate(self.params):
+                if p.__class__ is Tensor:  # inside of another optimizer's step
+                    continue
                 g = p.grad if "_held" in p.__dict__ else get_grad(p)
                 if g is None:
                     continue
                 if g.__class__ is not DistTensor or g._spec is not self.wanted[i]:
-                    g = self._fitted(i, p, g, opt)
+                    g = self._fitted(i, p, g)
                 swapped.append(g)
             swapped += self.params
             self.swapped = as_plain(*swapped)
             self.swapped.__enter__()
 
-    def restore(self) -> None:
-        """Make them distributed again."""
-        if self.swapped is not None:
-            self.swapped.__exit__()
-        self.swapped = None
-
-    def _fitted(self, i: int, p: DistTensor, g: Tensor, opt: Optimizer) -> Tensor:
+    def _fitted(self, i: int, p: DistTensor, g: Tensor) -> Tensor:
         """A gradient in the layout of its parameter."""
         if p._spec is not self.specs[i]:
-            check_size(opt, p, self.specs[i])
-            self.specs[i], self.wanted[i] = p._spec, _own(p._spec)
+            self.specs[i], self.wanted[i] = p._spec, own_spec(p._spec)
         own: Spec = g.__dict__.get("_spec") or p._spec.grad()
         wanted = self.wanted[i]
         if own.layout == wanted.layout:
@@ -134,21 +164,39 @@ class Binding:
         set_grad(p, made)
         return made
 
+    def _held_states(self, opt: Optimizer) -> list[Tensor]:
+        """The states of one value per element, all of them as their parameters' states lie."""
+        found: list[Tensor] = []
+        for p in self.all:
+            entry = opt.state.get(p)
+            if not entry:
+                continue
+            spec = None
+            for k, v in entry.items():
+                if not isinstance(v, Tensor) or (v.__class__ is Tensor and not v.dim()):
+                    continue
+                spec = spec or self.state_spec(p)
+                if v.__class__ is not DistTensor or v._spec.layout != spec.layout or v._spec.shape != spec.shape:
+                    v = entry[k] = held_state(v, spec, k, p, opt)
+                if v.__class__ is DistTensor:
+                    found.append(v)
+        return found
 
-def _own(spec: Spec) -> Spec:
-    return spec.with_(reduced=0, undecided=0, stored=False)
+    def _stamp_states(self, opt: Optimizer) -> None:
+        """States that a step has made become DistTensors."""
+        for p in self.all:
+            entry = opt.state.get(p)
+            for v in entry.values() if entry else ():
+                if v.__class__ is Tensor and v.dim():
+                    spec = self.state_spec(p)
+                    if v.shape == spec.local_shape(spec.mesh.coordinate(runtime.RT.rank)):
+                        stamp(v, spec)
 
 
 def _interrupted(p: DistTensor) -> bool:
     """Whether the last backward raised: a gradient may then be left Partial, which nobody could have seen to."""
     sync = p.__dict__["_sync"]() if "_sync" in p.__dict__ else None
     return sync is not None and sync.interrupted
-
-
-def name_of(p: Tensor) -> str:
-    """Name of a parameter in its model, where known."""
-    name = p.__dict__.get("_param_name")
-    return f"{name}" if name else f"a parameter of shape {tuple(p.shape)}"
 
 
 def _unfit(p: DistTensor, own: Spec) -> str:
@@ -166,34 +214,6 @@ def _unfit(p: DistTensor, own: Spec) -> str:
     )
 
 
-def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, splits: bool = False) -> None:
-    """Refuse optimizers that mix elements, unless every rank holds all of them (and no states are split).
-
-    Raises:
-        ShardError: with the reason.
-    """
-    kind = type(opt)
-    builtin = kind.__module__.startswith("torch.optim")
-    if elementwise or (builtin and kind.__name__ in ELEMENTWISE):
-        return
-    split = next((p for p in params if not p.layout.is_replicated()), None)
-    if kind.__name__ == "SparseAdam" and builtin:
-        raise ShardError("SparseAdam expects sparse gradients, which distributed parameters do not have: use Adam")
-    if split is None and not splits:
-        return
-    where = f"{name_of(split)} lies as {split.layout!r}" if split is not None else "states_over splits its states"
-    if builtin and kind.__name__ in MIXING:
-        raise ShardError(
-            f"{kind.__name__} {MIXING[kind.__name__]}, which a rank cannot do with its part alone "
-            f"({where}): replicate "
-            "these parameters, or use an elementwise optimizer such as AdamW"
-        )
-    raise ShardError(
-        f"{kind.__name__} is not known to treat elements one by one, and {where}: if it does, say so with "
-        "mw.shard_optimizer(optimizer, elementwise=True)"
-    )
-
-
 # ---------------------------------------------------------------------------------------------- steps
 
 
@@ -205,79 +225,104 @@ def binding_of(opt: Optimizer) -> Binding | None:
         if said is not None:  # a copy of one that was prepared
             return binding_of(shard_optimizer(opt, **said))
         found = opt.__dict__["_meshwright"] = Binding(opt)
-        _state_in(opt)
     return found
 
 
 _SAID = "_meshwright_said"
-_getstate: Any = Optimizer.__getstate__
+_reduce_ex: Any = Optimizer.__reduce_ex__
 
 
-def _with_options(opt: Optimizer) -> dict[str, Any]:
+def _with_options(opt: Optimizer, protocol: Any) -> Any:
     """What is copied and pickled of an optimizer, with what ``shard_optimizer`` was told, for the copy's first step."""
-    state: dict[str, Any] = _getstate(opt)
+    make, args, *rest = _reduce_ex(opt, protocol)
     binding: Binding | None = opt.__dict__.get("_meshwright")
+    said = opt.__dict__.get(_SAID)
     if binding is not None and binding.reshards:
-        return {**state, _SAID: {"states_over": binding.states_over, "elementwise": binding.elementwise}}
-    return {**state, _SAID: opt.__dict__[_SAID]} if _SAID in opt.__dict__ else state
+        said = {"states_over": binding.states_over, "elementwise": binding.elementwise}
+    if rest and isinstance(rest[0], dict):  # a class may keep all that it has
+        rest[0] = {k: v for k, v in rest[0].items() if k not in ("_meshwright", _SAID)}
+    return (make, args, *rest) if said is None else (_remade, (said, make, *args), *rest)
 
 
-Optimizer.__getstate__ = _with_options  # type: ignore[method-assign,assignment]
+def _remade(said: dict[str, Any], make: Any, *args: Any) -> Any:
+    opt = make(*args)
+    opt.__dict__[_SAID] = said
+    return opt
 
 
-def _before_step(opt: Optimizer, args: Any, kwargs: Any) -> Any:
-    binding = binding_of(opt)
-    if binding is None:
-        return None
-    binding.restore()  # after a step that raised
-    binding.follow(opt)
-    for p in binding.copies:
-        refresh(p, call_enabled)
-    args, kwargs = _with_closure(opt, binding, args, kwargs)
-    binding.swap(opt)
-    if binding.chunks is not None:
-        binding.shadow = Shadow(opt, binding.chunks)
-        args = (binding.shadow.made, *args[1:])
-    return args, kwargs
+Optimizer.__reduce_ex__ = _with_options  # type: ignore[method-assign,assignment]
+
+
+def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's own step function, with parameters, gradients and states plain while it runs."""
+
+    @functools.wraps(own)
+    def step(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        binding = binding_of(opt)
+        if binding is None:
+            return own(opt, *args, **kwargs)
+        binding.follow(opt)
+        for p in binding.copies:
+            refresh(p, call_enabled)
+        args, kwargs = _with_closure(opt, binding, args, kwargs)
+        try:
+            return own(binding.open(opt), *args, **kwargs)
+        finally:
+            binding.close()
+            binding.shadow = None
+            with torch.no_grad():
+                for p in binding.copies:
+                    write_through(p, call_enabled)
+
+    return step
 
 
 def _with_closure(opt: Optimizer, binding: Binding, args: Any, kwargs: Any) -> Any:
     """A closure runs the model: for that the parameters must be distributed again."""
-    closure = kwargs.get("closure") if len(args) < 2 else args[1]
-    if closure is None:
+    closure = args[0] if args else kwargs.get("closure")
+    if not callable(closure):
         return args, kwargs
 
     def distributed() -> Any:
-        binding.restore()
-        try:
+        with binding.outside():
             loss = closure()
-            return loss.item() if isinstance(loss, DistTensor) and _mixes(opt) else loss
-        finally:
-            binding.swap(opt)
-            if binding.shadow is not None:
-                binding.shadow.refresh()
+            return loss.item() if isinstance(loss, DistTensor) and mixes(opt) else loss
 
-    return args[:1], {**kwargs, "closure": distributed}
+    return ((distributed, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": distributed})
 
 
-def _mixes(opt: Optimizer) -> bool:
-    return type(opt).__name__ in MIXING
+_profile_hook_step: Any = Optimizer.profile_hook_step
 
 
-def _after_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
-    binding: Binding | None = opt.__dict__.get("_meshwright")
-    if binding is not None:
-        binding.restore()
-        shadow, binding.shadow = binding.shadow, None
-        if shadow is not None:
-            shadow.settle()
-        with torch.no_grad():
-            for p in binding.copies:
-                write_through(p, call_enabled)
+def _hooked(own: Callable[..., Any]) -> Callable[..., Any]:
+    """What PyTorch makes of a class's step function: hooks around it, which see DistTensors."""
+    whole = _profile_hook_step(_on_locals(own))
+
+    @functools.wraps(own)
+    def step(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        binding: Binding | None = opt.__dict__.get("_meshwright")
+        if binding is None or binding.inside is None:
+            return whole(opt, *args, **kwargs)
+        if not hooks_of(opt):  # the step of a class calls that of its base
+            return own(opt, *args, **kwargs)
+        with binding.outside() as real:
+            return whole(real, *args, **kwargs)
+
+    return step
 
 
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+def _classes(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    yield kind
+    for sub in kind.__subclasses__():
+        yield from _classes(sub)
+
+
+Optimizer.profile_hook_step = staticmethod(_hooked)  # type: ignore[method-assign,assignment]
+for _kind in set(_classes(Optimizer)):  # optimizers have been made of some already
+    _step: Any = _kind.__dict__.get("step")
+    if getattr(_step, "hooked", False) and _step.__globals__["__name__"] == torch_optimizer.__name__:
+        _kind.step = _hooked(_step.__wrapped__)  # type: ignore[method-assign]
+        _kind.step.hooked = True  # type: ignore[attr-defined]
 
 
 @takes(ShardError, states_over=((str, NoneType), "give one axis of the mesh"))
@@ -316,90 +361,29 @@ def shard_optimizer(opt: Optimizer, *, states_over: str | None = None, elementwi
         states_over=states_over,
     )
     opt.__dict__["_meshwright"] = made
-    _state_in(opt)
-    _protect(opt)
+    _hold_states(opt)
     return opt
-
-
-def _protect(opt: Optimizer) -> None:
-    """A step that raises must leave the parameters distributed."""
-    before = opt.__dict__.get("step")  # a scheduler may have wrapped it
-    if getattr(before, "_meshwright", False):
-        return
-
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return before(*args, **kwargs) if before is not None else type(self).step(self, *args, **kwargs)
-        finally:
-            self.__dict__["_meshwright"].restore()
-
-    step._meshwright = True  # type: ignore[attr-defined]
-    if before is not None:
-        step.__dict__.update(before.__dict__)
-    opt.__dict__["step"] = types.MethodType(step, opt)  # bound: schedulers rebind plain functions
 
 
 # ---------------------------------------------------------------------------------------------- state
 
 
-def _state_out(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """States of one value per element become DistTensors that lie as their parameter (sharing memory)."""
-    binding: Binding = opt.__dict__["_meshwright"]
+def _check_loaded(opt: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse a state that fits no parameter, before anything is loaded."""
+    saved = [i for g in state_dict["param_groups"] for i in g["params"]]
     params = [p for g in opt.param_groups for p in g["params"]]
-    indices = [i for g in state_dict["param_groups"] for i in g["params"]]
-    by_index = dict(zip(indices, params, strict=True))
-    state = {}
-    for index, entry in state_dict["state"].items():
-        p = by_index.get(index)
-        state[index] = _stamped(entry, p, binding) if isinstance(p, DistTensor) else entry
-    return {**state_dict, "state": state}
-
-
-def _stamped(entry: dict[str, Any], p: DistTensor, binding: Binding) -> dict[str, Any]:
-    spec = binding.state_spec(p)
-    shape = spec.local_shape(spec.mesh.coordinate(runtime.RT.rank))
-
-    def one(value: Any) -> Any:
-        with disabled():
-            if not isinstance(value, Tensor) or isinstance(value, DistTensor) or not value.dim():
-                return value
-            if tuple(value.shape) != shape:
-                return value
-            return stamp(value.view_as(value), spec.with_(dtype=value.dtype))
-
-    return {k: one(v) for k, v in entry.items()}
-
-
-def _state_in(opt: Optimizer) -> None:
-    """Loaded states, whole or of any layout, become this rank's local parts."""
-    binding: Binding = opt.__dict__["_meshwright"]
-    for p, entry in opt.state.items():
-        if isinstance(p, DistTensor):
+    for index, p in zip(saved, params, strict=False):  # PyTorch says where there are more of one
+        entry = state_dict["state"].get(index)
+        if isinstance(p, DistTensor) and isinstance(entry, dict):
+            spec = opt.__dict__["_meshwright"].state_spec(p)
             for k, v in entry.items():
-                entry[k] = local_state(v, binding.state_spec(p), f"state {k!r} of {name_of(p)}")
+                if isinstance(v, Tensor):
+                    check_state(v, spec, k, p, opt)
 
 
-def local_state(value: Any, spec: Spec, what: str) -> Any:
-    """This rank's part of a state that is whole, distributed, or local already."""
-    if not isinstance(value, Tensor):
-        return value
-    target = _own(spec).with_(dtype=value.dtype)
-    with torch.no_grad(), disabled():
-        if isinstance(value, DistTensor):
-            source = value._spec.with_(undecided=0, reduced=0)
-            if source.shape != spec.shape:
-                return value.as_subclass(Tensor)
-            made = convert.apply(plan_conversion(source, target).steps, value)
-            return bare(made)
-        shape, own = tuple(value.shape), spec.local_shape(spec.mesh.coordinate(runtime.RT.rank))
-        if not shape or shape == own:
-            return value
-        if shape == tuple(spec.shape):
-            whole = Spec(spec.shape, value.dtype, Layout(spec.mesh))
-            return convert.apply(plan_conversion(whole, target).steps, value).clone()
-    raise LayoutError(
-        f"{what} has shape {shape}: expected the global shape {tuple(spec.shape)}, or a DistTensor of that shape"
-    )
+def _hold_states(opt: Optimizer) -> None:
+    """States that are there, whole or of any layout, become DistTensors that lie as their parameters' states do."""
+    opt.__dict__["_meshwright"]._held_states(opt)
 
 
-__all__ = ["ELEMENTWISE", "Binding", "binding_of", "local_state", "name_of", "shard_optimizer"]
+__all__ = ["Binding", "binding_of", "shard_optimizer"]

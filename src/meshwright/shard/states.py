@@ -1,4 +1,4 @@
-"""Optimizer states split over an axis on which the parameters are whole (ZeRO-1 and ZeRO-2).
+"""Optimizer states: how they are held, and split over an axis on which the parameters are whole (ZeRO-1 and ZeRO-2).
 
 Each rank of the axis updates its own chunk of every parameter.  Gradients are reduce-scattered instead of
 reduced, the optimizer sees chunks only, and after its step the updated chunks are gathered.
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from .. import collective, runtime
+from .. import collective, convert, runtime
 from ..dispatch import disabled
 from ..errors import ShardError
-from ..layout import Replicate, Shard, Spec
+from ..layout import Layout, Replicate, Shard, Spec
 from ..raw import bare
-from ..tensor import DistTensor, in_spec
+from ..reshard import plan as plan_conversion
+from ..tensor import DistTensor, in_spec, stamp
+from .kinds import ELEMENTWISE, name_of
 from .packing import Packing, chunk_dim, cut_over
 from .sync import BUCKET_BYTES
 
@@ -135,58 +137,47 @@ def _buckets(params: Sequence[DistTensor]) -> Iterable[list[DistTensor]]:
             yield bucket
 
 
-def check_size(opt: Optimizer, p: DistTensor, before: Spec) -> None:
-    """Refuse a parameter whose global shape has changed since its states were made: some ranks' parts may still fit.
-
-    Raises:
-        ShardError: on all ranks alike.
-    """
-    if p._spec.shape != before.shape and opt.state.get(p):
-        name = p.__dict__.get("_param_name", "a parameter")
-        raise ShardError(
-            f"{name} had the shape {tuple(before.shape)} when {type(opt).__name__} made its states, and has "
-            f"{tuple(p._spec.shape)} now: make the optimizer anew, or delete optimizer.state[p]"
-        )
-
-
 class Shadow:
-    """For one step: an optimizer of the same class and settings over the own chunks.
+    """An optimizer of the same class and settings over the own chunks.
 
-    The step runs on a copy of the optimizer object, so that the real one never shows anything but its
-    parameters.
+    A step runs on a copy of the optimizer object, so that the real one never shows anything but its parameters.
     """
 
     def __init__(self, opt: Optimizer, chunks: Chunks) -> None:
         self.opt, self.chunks = opt, chunks
+        self.made: Any = object.__new__(type(opt))
+        self.made.param_groups, self.made.state = [], defaultdict(dict)
         self.stand_ins: dict[int, Tensor] = {}
-        made: Any = object.__new__(type(opt))
-        made.__dict__.update(opt.__dict__)
-        made.param_groups = [{**g, "params": [self._stand_in(p) for p in g["params"]]} for g in opt.param_groups]
-        made.state = defaultdict(dict)
-        for p in self._params():
-            if p in opt.state:
-                made.state[self.stand_ins[id(p)]] = opt.state[p]
-        self.made: Any = made
 
     def _params(self) -> list[Tensor]:
         return [p for g in self.opt.param_groups for p in g["params"]]
 
+    def load(self) -> None:
+        """Take what the real optimizer has, with the gradients that are there.  What is known stays the same object."""
+        opt, made = self.opt, self.made
+        self.stand_ins = {id(p): self._stand_in(p) for p in self._params()}
+        made.__dict__.update({k: v for k, v in opt.__dict__.items() if k not in _OWN})
+        while len(made.param_groups) < len(opt.param_groups):
+            made.param_groups.append({"params": []})
+        del made.param_groups[len(opt.param_groups) :]
+        for group, shadowed in zip(opt.param_groups, made.param_groups, strict=True):
+            listed = shadowed["params"]
+            listed[:] = [self.stand_ins[id(p)] for p in group["params"]]
+            shadowed.update({**group, "params": listed})
+        made.state.clear()
+        made.state.update((self.stand_ins[id(p)], opt.state[p]) for p in self._params() if p in opt.state)
+
     def _stand_in(self, p: Tensor) -> Tensor:
-        if id(p) in self.chunks.specs:
-            check_size(self.opt, p, self.chunks.specs[id(p)])  # type: ignore[arg-type]
-        chunked = isinstance(p, DistTensor) and self.chunks.spec(p) is not None
-        made = self.chunks.prepare(p) if chunked else p  # type: ignore[arg-type]
-        self.stand_ins[id(p)] = made
-        return made
+        if not isinstance(p, DistTensor) or self.chunks.spec(p) is None:
+            return p
+        return self.chunks.prepare(p)
 
-    def refresh(self) -> None:
-        """Take the gradients that a closure has made."""
-        for p in self._params():
-            if self.stand_ins[id(p)] is not p:
-                self.chunks.prepare(p)  # type: ignore[arg-type]
+    def settle(self, everything: bool) -> list[DistTensor]:
+        """After a step: what it left behind goes to the real optimizer; the parameters to be gathered.
 
-    def settle(self) -> None:
-        """After the step: what it left behind goes to the real optimizer, updated chunks to all ranks."""
+        Args:
+            everything: parameters without a gradient may have been updated, too.
+        """
         opt, made = self.opt, self.made
         updated: list[Any] = []
         for p in self._params():
@@ -194,14 +185,75 @@ class Shadow:
             if stand_in in made.state:
                 opt.state[p] = made.state[stand_in]
             if stand_in is not p:
-                if stand_in.grad is not None:
+                if everything or stand_in.grad is not None:
                     updated.append(p)
                 stand_in.grad = None
         for group, shadowed in zip(opt.param_groups, made.param_groups, strict=True):
             group.update({k: v for k, v in shadowed.items() if k != "params"})
-        kept = ("param_groups", "state")
-        opt.__dict__.update({k: v for k, v in made.__dict__.items() if k not in kept})
-        self.chunks.gather(updated)
+        opt.__dict__.update({k: v for k, v in made.__dict__.items() if k not in _OWN})
+        return updated
 
 
-__all__ = ["Chunks", "Shadow"]
+_OWN = ("param_groups", "state")
+
+
+def own_spec(spec: Spec) -> Spec:
+    """How gradients and states of a parameter lie for a step."""
+    return spec.with_(reduced=0, undecided=0, stored=False)
+
+
+def check_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -> None:
+    """Refuse a state that is not of its parameter's global shape.
+
+    States of one element fit every parameter, as do those of optimizers that mix elements, whose parameters are whole.
+
+    Raises:
+        ShardError: on all ranks alike.
+    """
+    shape = tuple(value.shape)
+    if shape == tuple(spec.shape) or value.numel() == 1:
+        return
+    if spec.layout.is_replicated() and type(opt).__name__ not in ELEMENTWISE:
+        return
+    raise ShardError(
+        f"the state {key!r} of {name_of(p)} has shape {shape}: expected the global shape {tuple(spec.shape)}, as a "
+        "DistTensor of any layout or a plain tensor with the global values"
+    )
+
+
+def held_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -> Tensor:
+    """A state of one value per element, whole or of any layout, as the DistTensor that an optimizer keeps.
+
+    Args:
+        spec: how it is to lie.
+        key, p, opt: its name, whose it is, and where; for errors.
+
+    Raises:
+        ShardError: of another shape than its parameter; a plain tensor that may be a rank's part.
+    """
+    shape, whole, distributed = tuple(value.shape), tuple(spec.shape), isinstance(value, DistTensor)
+    if shape != whole:
+        cut = {d for d in spec.layout.dim_axes() if d < len(shape)}
+        like_a_part = len(shape) == len(whole) and all(
+            a == b or d in cut for d, (a, b) in enumerate(zip(shape, whole, strict=True))
+        )
+        if distributed and value.numel() != 1:
+            raise ShardError(
+                f"{name_of(p)} had the shape {shape} when {type(opt).__name__} made (or was given) its state {key!r}, "
+                f"and has {whole} now: make the optimizer anew, or delete optimizer.state[p]"
+            )
+        if like_a_part:
+            check_state(value, spec, key, p, opt)
+        if not distributed:
+            return value  # what it is for is the optimizer's own
+    with torch.no_grad(), disabled():
+        given = value._spec if isinstance(value, DistTensor) else Spec(shape, value.dtype, Layout(spec.mesh))
+        target = own_spec(spec) if shape == whole else Spec(shape, value.dtype, Layout(spec.mesh))
+        steps = plan_conversion(given.with_(undecided=0, reduced=0), target.with_(dtype=value.dtype)).steps
+        made = convert.apply(steps, bare(value))
+        if steps:
+            made = made.clone()  # a part, so that the whole can go
+        return stamp(made, target) if shape == whole else made
+
+
+__all__ = ["Chunks", "Shadow", "check_state", "held_state", "own_spec"]

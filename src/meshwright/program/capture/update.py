@@ -18,6 +18,7 @@ from ...errors import ProgramError
 from ...layout import Layout, Partial, Shard, Spec
 from ...mesh import Mesh
 from ...reshard import plan as plan_conversion
+from ...shard.kinds import own_work
 from ..ir.memory import LAID, Strides, dense, is_dense, same, unless_row_major
 from ..ir.program import Input
 from ..ir.trace import Recorder, Value, checked_value
@@ -130,7 +131,7 @@ def update_of(optimizer: Any, names: Mapping[int, str]) -> Update | None:
 
 def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[Group] | None:
     fused = FUSED.get(type(optimizer))
-    if fused is None or any(g.get("differentiable") for g in optimizer.param_groups):
+    if fused is None or own_work(optimizer) or any(g.get("differentiable") for g in optimizer.param_groups):
         return None
     if any(isinstance(g[k], Tensor) for g in optimizer.param_groups for k in fused.options):
         return None

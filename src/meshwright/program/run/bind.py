@@ -17,6 +17,7 @@ from ...errors import ProgramError
 from ...layout import Layout, Spec
 from ...raw import bare
 from ...reshard import plan as plan_conversion
+from ...shard.states import held_state
 from ...tensor import DistTensor, stamp
 from ..capture.optimizers import parts_of
 from ..ir.memory import laid, same
@@ -107,10 +108,14 @@ class Bound:
         optimizer = self.carrier.optimizer
         assert optimizer is not None
         states = s.listed = optimizer.state[s.param]
-        value, known = checked_value(s.node), states.get(s.key)
-        # Loaded ones may lie otherwise.
-        found: Tensor = zeros(value, s.param.device) if known is None else lying(known, value)
-        states[s.key] = found
+        value, held = checked_value(s.node), states.get(s.key)
+        if s.spec is not None and value.shape and isinstance(held, Tensor):
+            held = held_state(held, s.spec, s.key, s.param, optimizer)
+        # Loaded ones may lie otherwise in memory.
+        found = zeros(value, s.param.device) if held is None else lying(local(held), value)
+        if held is None or local(held).data_ptr() != found.data_ptr():
+            held = found if s.spec is None or not value.shape else stamp(local(found), s.spec)
+        states[s.key] = s.held = held
         return found
 
     def _sum(self, given: Input, node: fx.Node) -> Tensor:
@@ -164,7 +169,7 @@ class Bound:
             known = [(part.state, len(part.state)) for part in parts_of(self.carrier.optimizer)]
             anew = any(a is not b or m != n for (a, m), (b, n) in zip(known, self.known, strict=True))
             for s in self.states:
-                if anew or s.listed.get(s.key) is not inputs[s.place]:
+                if anew or s.listed.get(s.key) is not s.held:
                     inputs[s.place] = self._state(s)
             self.known = [(s, len(s)) for s, _ in known]
         return True
@@ -219,12 +224,13 @@ class _Owned:
 
 
 class _State:
-    """A state of the optimizer: its place among the inputs, whose it is, and the dict that has it."""
+    """A state of the optimizer: its place among the inputs, whose and what it is, and the dict that has it."""
 
     def __init__(self, place: int, given: Input, node: fx.Node, param: Tensor) -> None:
-        self.place, self.node, self.param = place, node, param
+        self.place, self.node, self.param, self.spec = place, node, param, given.spec
         self.key = given.name.rpartition(".")[2]
         self.listed: dict[str, Any] = {}
+        self.held: Any = None
 
 
 def _memory(t: Tensor) -> tuple[Any, ...]:
