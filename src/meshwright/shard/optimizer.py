@@ -53,7 +53,7 @@ class Binding:
         self.chunks = Chunks(states_over, ()) if states_over is not None else None
         self.shadow: Shadow | None = None
         self.known: list[int] = []
-        self.all: list[DistTensor] = []
+        self.lies: dict[int, tuple[Spec, Spec]] = {}  # of a parameter and of its states
         self.params: list[DistTensor] = []
         self.copies: list[DistTensor] = []
         self.specs: list[Spec] = []
@@ -71,12 +71,13 @@ class Binding:
         known = [id(p) for g in opt.param_groups for p in g["params"]]
         if known == self.known:
             return
-        self.all = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
-        check_class(opt, self.all, self.elementwise, self.chunks is not None)
+        every = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
+        check_class(opt, every, self.elementwise, self.chunks is not None)
         if self.chunks is not None:
-            self.chunks.add(self.all)
+            self.chunks.add(every)
         self.known = known
-        self.params = [p for p in self.all if self.chunks is None or self.chunks.spec(p) is None]
+        self.params = [p for p in every if self.chunks is None or self.chunks.spec(p) is None]
+        self.lies = {id(p): (p._spec, self.state_spec(p)) for p in every}
         self.specs = [p._spec for p in self.params]
         self.copies = [p for p in self.params if p._spec.copied]  # views of others: those see the update too
         self.wanted = [own_spec(s) for s in self.specs]
@@ -167,16 +168,19 @@ class Binding:
     def _held_states(self, opt: Optimizer) -> list[Tensor]:
         """The states of one value per element, all of them as their parameters' states lie."""
         found: list[Tensor] = []
-        for p in self.all:
-            entry = opt.state.get(p)
-            if not entry:
+        for p, entry in opt.state.items():
+            lies = self.lies.get(id(p))
+            if lies is None:
                 continue
-            spec = None
+            if lies[0] is not p._spec:  # type: ignore[attr-defined]
+                lies = self.lies[id(p)] = (p._spec, self.state_spec(p))  # type: ignore[attr-defined,arg-type]
+            spec = lies[1]
             for k, v in entry.items():
-                if not isinstance(v, Tensor) or (v.__class__ is Tensor and not v.dim()):
-                    continue
-                spec = spec or self.state_spec(p)
-                if v.__class__ is not DistTensor or v._spec.layout != spec.layout or v._spec.shape != spec.shape:
+                if v.__class__ is not DistTensor:
+                    if not isinstance(v, Tensor) or not v.dim():
+                        continue
+                    v = entry[k] = held_state(v, spec, k, p, opt)
+                elif v._spec is not spec and (v._spec.layout != spec.layout or v._spec.shape != spec.shape):
                     v = entry[k] = held_state(v, spec, k, p, opt)
                 if v.__class__ is DistTensor:
                     found.append(v)
@@ -184,13 +188,13 @@ class Binding:
 
     def _stamp_states(self, opt: Optimizer) -> None:
         """States that a step has made become DistTensors."""
-        for p in self.all:
-            entry = opt.state.get(p)
-            for v in entry.values() if entry else ():
-                if v.__class__ is Tensor and v.dim():
-                    spec = self.state_spec(p)
-                    if v.shape == spec.local_shape(spec.mesh.coordinate(runtime.RT.rank)):
-                        stamp(v, spec)
+        for p, entry in opt.state.items():
+            if id(p) in self.lies:
+                for v in entry.values():
+                    if v.__class__ is Tensor and v.dim():
+                        spec = self.lies[id(p)][1]
+                        if v.shape == spec.local_shape(spec.mesh.coordinate(runtime.RT.rank)):
+                            stamp(v, spec)
 
 
 def _interrupted(p: DistTensor) -> bool:
