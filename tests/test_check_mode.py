@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -216,6 +217,47 @@ def test_a_right_program_runs_in_check_mode() -> None:
         return [loss.item(), *(mw.unshard(p).tolist() for p in model.parameters())]
 
     assert mw.simulate(fn, SQUARE, check=True) == mw.simulate(fn, SQUARE)
+
+
+def drifting(change: Any) -> None:
+    torch.manual_seed(3)
+    model = mw.shard_module(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), UNEVEN)
+    opt = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    for i in range(4):
+        loss = model(mw.shard_tensor(torch.ones(4, 5) + i, UNEVEN, {"dp": mw.Shard(0)})).square().mean()
+        loss.backward()
+        if rank() == 2 and i == 1:
+            change(model, opt)
+        opt.step()
+        if rank() != 2 or i != 1 or change is not keep:
+            opt.zero_grad()
+
+
+def keep(model: Any, opt: Any) -> None:
+    """Leave out zero_grad."""
+
+
+DRIFTS: dict[str, Any] = {
+    "lr": lambda model, opt: opt.param_groups[0].update(lr=0.5),
+    "weight_decay": lambda model, opt: opt.param_groups[0].update(weight_decay=0.9),
+    "gradient": lambda model, opt: model[1].weight.grad.mul_(2),
+    "state": lambda model, opt: opt.state.clear(),
+    "zero_grad": keep,
+}
+
+
+@pytest.mark.parametrize("what", DRIFTS)
+def test_replicas_that_drift_apart_are_seen(what: str) -> None:
+    message = told(lambda: drifting(DRIFTS[what]), UNEVEN, check=True)
+    if what == "zero_grad":
+        assert (
+            "for different parameters (0 on rank 0, 0 on rank 1, 4 on rank 2): did one rank leave out zero" in message
+        )
+        return
+    assert "the ranks hold different values of " in message
+    assert re.search(
+        r"\(digest [-0-9a-f]+ on rank 0, digest [-0-9a-f]+ on rank 2\) after the backward at test_check", message
+    )
 
 
 HOW: dict[str, dict[str, Any]] = {

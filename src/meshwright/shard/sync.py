@@ -38,8 +38,13 @@ from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, hold, stamp
 from .backward import Backward, begin, call_after
 from .buckets import Buckets
+from .replicas import astray
 
 Tensor = torch.Tensor
+DRIFT = (
+    "did one rank update with other options, from another state or other gradients, leave out zero_grad(), or draw "
+    "other random numbers?"
+)
 BUCKET_BYTES = 8 << 20  # small enough for most of the work to overlap with the backward, large enough for bandwidth
 
 
@@ -68,6 +73,7 @@ class GradSync:
         self.divided: Buckets | None = None
         self.order: list[int] | None = None  # in which the first backward brought the gradients
         self.written = self._written()
+        self.added = 0  # gradients that were added to others since the last comparison
         for i, p in enumerate(self.params):
             _install(self, i, p)
             p.__dict__["_sync"] = weakref.ref(self)
@@ -107,23 +113,42 @@ class GradSync:
         """
         now = self._written()
         started = [
-            (group, collective.so_far((now - self.written,), group))
+            (group, collective.so_far((now - self.written, self.added), group))
             for group in (collective.group(self.mesh, axes) for axes in self.buckets().groups)
         ]
-        self.written = now
-        return [functools.partial(self._judge, group, answer) for group, answer in started]
+        self.written, self.added = now, 0
+        answers = [functools.partial(self._judge, group, answer) for group, answer in started]
+        return [*answers, self._compare_values] if runtime.RT.check else answers
+
+    def _compare_values(self) -> None:
+        """Check mode: raise on every rank where replicas of parameters or gradients differ."""
+        values = {n: (p._spec.layout, bare(p)) for n, p in zip(self.names, self.params, strict=True)}
+        with disabled():
+            for name, p in zip(self.names, self.params, strict=True):
+                g = get_grad(p)
+                spec = None if g is None else g.__dict__.get("_spec")
+                if g is not None and spec is not None:
+                    values[f"the gradient of {name}"] = spec.layout, bare(g)
+        first = astray(values, collective.group(self.mesh, tuple(range(self.mesh.ndim))))
+        if first:
+            raise DesyncError(
+                f"the ranks hold different values of {first} after the backward at {runtime.user_line()}: {DRIFT}"
+            )
 
     def _judge(self, group: collective.Group, answer: Callable[[], list[tuple[int, ...]]]) -> None:
-        written = [n for (n,) in answer()]
-        if len(set(written)) == 1:
-            return
-        over = [self.mesh.axis_index(a) for a in group.axes]
+        written, added = zip(*answer(), strict=True)
+        if len(set(written)) > 1:
+            self._judge_writes(group, written)
+        if len(set(added)) > 1:
+            counts = ", ".join(f"{n} on rank {r}" for r, n in zip(group.ranks, added, strict=True))
+            raise DesyncError(
+                f"the ranks added gradients to those of an earlier backward for different parameters ({counts}): did "
+                "one rank leave out zero_grad()?"
+            )
+
+    def _judge_writes(self, group: collective.Group, written: Sequence[int]) -> None:
         # Where the values are still the same on all ranks (weights swapped and put back, say) nothing is wrong.
-        placed = [[p._spec.layout.placements[a] for a in over] for p in self.params]
-        shared = [i for i, found in enumerate(placed) if all(isinstance(f, Replicate) for f in found)]
-        digests = collective.digests([bare(self.params[i]) for i in shared])
-        everyone = collective.all_gather_object(digests, group)
-        first = next((self.names[i] for i, *same in zip(shared, *everyone, strict=True) if len(set(same)) > 1), "")
+        first = astray({n: (p._spec.layout, bare(p)) for n, p in zip(self.names, self.params, strict=True)}, group)
         counts = ", ".join(f"{n} on rank {r}" for r, n in zip(group.ranks, written, strict=True))
         text = (
             f"parameters were not written to equally often on all ranks since the last backward ({counts}): did one "
@@ -131,7 +156,8 @@ class GradSync:
         )
         if first:
             raise DesyncError(f"the ranks hold different values of {first}: {text}")
-        if len(shared) < len(self.params):
+        over = [self.mesh.axis_index(a) for a in group.axes]
+        if any(not isinstance(p._spec.layout.placements[a], Replicate) for p in self.params for a in over):
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     # -- copies of the model --------------------------------------------------------------------------
@@ -173,6 +199,7 @@ class GradSync:
             own = g.__dict__.get("_spec") if g is not None else None
             if g is None or own is None or not p._spec.reduced:
                 return
+            self.added += 1
             partial = p._spec.grad()
             if own.layout == partial.layout or not _accumulates(p):
                 return
