@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .. import collective, convert
+from .. import collective, convert, runtime
 from ..dispatch import disabled
 from ..errors import DesyncError, ShardError, takes
 from ..layout import Replicate
