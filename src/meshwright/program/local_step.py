@@ -15,6 +15,7 @@ from .base import BaseStep
 from .capture.fakes import named_in
 from .capture.local import Local, StepFn, record_step
 from .capture.optimizers import Given, as_one
+from .capture.outside import places
 from .capture.update import update_of
 from .check.agree import agree, together
 from .ir.program import Program
@@ -57,7 +58,8 @@ class LocalStep(BaseStep):
                 program = self.transform(program)
         agree(program)
         leaves = {i.name: int(i.name.partition(".")[2]) for i in program.inputs if i.kind == "batch"}
-        return Ready(program, self.carrier, leaves, tree)
+        found = places([self.step_fn, self.model], program.constants.values())
+        return Ready(program, self.carrier, leaves, tree, found)
 
     def __repr__(self) -> str:
         return f"<LocalStep of {type(self.model).__name__}: {self.program!r}>"

@@ -74,7 +74,8 @@ class Step(BaseStep):
 
     def _bind(self, built: Built) -> Ready:
         agree(built.program)
-        return Ready(built.program, self.carrier, _leaf_places(built), built.captured.out_tree)
+        captured = built.captured
+        return Ready(built.program, self.carrier, _leaf_places(built), captured.out_tree, captured.places)
 
     def _capture(self, batch: Any) -> Ready:
         with together(self.mesh, "capturing the step again"):

@@ -233,6 +233,8 @@ def _said(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: A
             said[node], words[node] = placements, (found[glob], repr(glob))
     for source in captured.sources:
         wish = _batch_wish(plan.batch, source.name) if source.kind == "batch" else None
+        if wish is plan.batch and not source.fake.ndim:
+            wish = None  # said of all tensors of the batch: a number has nothing to split
         if wish is not None and source.node not in said:
             said[source.node] = wish
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
@@ -262,7 +264,8 @@ def _laid(
     specs: dict[str, Spec] = {}
     params: dict[str, Spec] = {}
     for source in captured.sources:
-        layout = completed.layouts[source.node]
+        # What the user holds outside of the model stays whole: the program shares its memory.
+        layout = Layout(mesh) if source.kind == "constant" else completed.layouts[source.node]
         if layout.partial and source.kind != "batch":
             raise LayoutError(f"{source.name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
         # What carries no gradient fits whatever it meets; parameters get their types from their first use.

@@ -35,6 +35,7 @@ from ...marks import gradients_marked
 from ...runtime import is_users
 from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
+from .outside import Assigned, Gone, Place, buffers_written, noting_attributes, places
 from .refused import GENERATOR, derived, generators, inference_without_gradients, refused
 from .regions import Path, Regions
 
@@ -79,6 +80,7 @@ class Captured:
         tied: other name of a parameter or buffer to the first one.
         regions: checkpointed calls, by the word for them that nodes have.
         mode: of the fake tensors.
+        places: where the step found tensors that are not of the model's state.
     """
 
     module: fx.GraphModule
@@ -88,6 +90,7 @@ class Captured:
     tied: dict[str, str] = field(default_factory=dict)
     regions: dict[str, Path] = field(default_factory=dict)
     mode: FakeTensorMode = field(default_factory=FakeTensorMode, repr=False)
+    places: tuple[Place, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -103,6 +106,7 @@ class _StepModule(nn.Module):
         self.model = model
         leaves, self.tree = pytree.tree_flatten(batch)
         self.loss_fn = loss_fn or _own_loss
+        self.assigned = Assigned()
         self.fixed = [None if isinstance(x, Tensor) else x for x in leaves]
         self.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
 
@@ -110,7 +114,10 @@ class _StepModule(nn.Module):
         leaves = list(self.fixed)
         for i, t in zip(self.tensors, tensors, strict=True):
             leaves[i] = t
-        with refused(*derived(), *generators()), inference_without_gradients():
+        with (
+            noting_attributes(self.assigned), buffers_written(self.model, self.assigned),
+            refused(*derived(), *generators()), inference_without_gradients(),
+        ):  # fmt: skip
             made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
         flat = pytree.tree_leaves(made)
         if not flat or not isinstance(flat[0], Tensor) or flat[0].numel() != 1:
@@ -137,6 +144,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     Raises:
         CaptureError: the model decides by values what to do, or calls what cannot be captured; names the user's line.
     """
+    _check_batch(batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = _StepModule(model, loss_fn, batch)
     fakes, tied = _fake_state(step, mode, device)
@@ -153,7 +161,10 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
         _check_mapped(graph)
         _copy_into_out(graph)
     names = _leaf_names(batch)
-    sources = []
+    sources: list[Source] = []
+    own = {
+        _pointer(t): n for n, t in (*step.named_buffers(), *step.named_parameters()) if not isinstance(t, DistTensor)
+    }
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target) in fakes:
@@ -166,7 +177,9 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
             where = _strides(leaves[i])
             sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i], strides=where))
         else:
-            value = {**exported.state_dict, **exported.constants}[str(spec.target)]
+            value = _attribute(step, str(spec.target))
+            if value is None:
+                value = {**exported.state_dict, **exported.constants}[str(spec.target)]
             if isinstance(value, torch.Generator):
                 raise CaptureError(f"{_used_at(exported.graph_module, node)}: {GENERATOR}")
             if isinstance(value, FakeTensor):
@@ -176,12 +189,23 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
                     "of others, which a captured program does not see: say .detach(), and write to it under "
                     "torch.no_grad()"
                 )
+            twin = own.get(_pointer(value))
+            if twin is not None:  # a parameter that the loss function closes over
+                kind = "param" if isinstance(fakes[twin], nn.Parameter) else "buffer"
+                sources.append(Source(node.name, kind, tied.get(twin[6:], twin[6:]), fakes[twin]))
+                continue
             sources.append(Source(node.name, "constant", str(spec.target), _fake_of(value, mode, device), value))
+    _forget_attributes(step, {s.name for s in sources if s.kind == "constant"})
     (output,) = exported.graph.find_nodes(op="output")
     returned = exported.call_spec.out_spec
+    found = places([step.loss_fn, model], [s.value for s in sources if s.value is not None])
+    learnt = {p.tensor.data_ptr() for p in found if p.tensor.requires_grad}
+    for s in sources:
+        if s.value is not None and s.value.data_ptr() in learnt:
+            s.fake.requires_grad_()  # partition refuses what would get a gradient
     return Captured(
         exported.graph_module, tuple(sources), tuple(output.args[0]), None if returned.is_leaf() else returned,
-        tied, regions, mode,
+        tied, regions, mode, found,
     )  # fmt: skip
 
 
@@ -223,6 +247,38 @@ def _fake_state(step: nn.Module, mode: FakeTensorMode, device: str) -> tuple[dic
             tied[name.removeprefix("model.")] = first[id(t)].removeprefix("model.")
         named[name] = made[id(t)]
     return named, tied
+
+
+def _pointer(t: Tensor) -> Any:
+    """Where a tensor is; nothing else has it."""
+    return (t.data_ptr(), t.shape, t.stride()) if t.numel() and not t.is_meta else id(t)
+
+
+def _attribute(step: nn.Module, name: str) -> Any:
+    """The tensor of the user's that is an attribute of a module; None where there is none of that name."""
+    owner, _, key = name.rpartition(".")
+    with contextlib.suppress(AttributeError):
+        found = vars(step.get_submodule(owner)).get(key)
+        return found if isinstance(found, Tensor) and not isinstance(found, FakeTensor) else None
+    return None
+
+
+def _forget_attributes(step: _Step, read: set[str]) -> None:
+    """Leave a word in place of tensors that the forward set as attributes.
+
+    Raises:
+        CaptureError: of an attribute whose value of the step before the step reads.
+    """
+    names = {m: n for n, m in step.named_modules()}
+    for (module, key), line in step.assigned.items():
+        name = f"{names.get(module, type(module).__name__)}.{key}"
+        if name in read:
+            raise CaptureError(
+                f"{line}: the step sets {name.removeprefix('model.')}, which it reads in the next step, and a captured "
+                "step keeps state in buffers: register_buffer it"
+            )
+        if key in vars(module):
+            vars(module)[key] = Gone(name.removeprefix("model."), line)
 
 
 @contextmanager
@@ -387,6 +443,19 @@ def _check_nodes(model: nn.Module, graph: fx.Graph) -> None:
                 raise CaptureError(f"{type(model).__name__} cannot be captured: {VALUES} at {line_of(node)}")
 
 
+_VALUES = (Tensor, int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+
+
+def _check_batch(batch: Any) -> None:
+    """Raises CaptureError for what a batch cannot be."""
+    for leaf in pytree.tree_leaves(batch):
+        if not isinstance(leaf, _VALUES):
+            raise CaptureError(
+                f"the batch has a {type(leaf).__name__}: a batch is a tensor, or tuples, lists, dicts and named tuples "
+                "of tensors, numbers and strings; register other classes (torch.utils._pytree.register_dataclass)"
+            )
+
+
 def _check_mapped(graph: fx.Graph) -> None:
     """Raises CaptureError where torch.func.vmap gets what may lie on the mesh: it would map over this rank's part."""
     given, inside = set[fx.Node](), 0
@@ -427,6 +496,11 @@ def _reason(error: Exception) -> str:
     kind = type(error).__name__
     if "data-dependent" in text.lower() or "GuardOnDataDependent" in kind or kind == "DataDependentOutputException":
         return VALUES
+    if "cast NotImplemented to Tensor" in text:
+        return (
+            "the loss function closes over a DistTensor: reach parameters through the model that it is given, and make "
+            "other modules part of that model;"
+        )
     return f"{kind}: {text.strip().splitlines()[0] if text.strip() else ''};"
 
 

@@ -99,8 +99,8 @@ class Interpreter:
             regions = self.regions.get(region_of(node), ())
             if top:
                 self.recorder.begin(node.name, line_of(node), regions)
-            elif regions != self.recorder.regions:
-                self.recorder.begin(self.recorder.source, self.recorder.line, regions)
+            elif regions != self.recorder.regions or not self.recorder.line:
+                self.recorder.begin(self.recorder.source, self.recorder.line or line_of(node), regions)
             args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
             try:
                 env[node] = self._node(node, args, kwargs)

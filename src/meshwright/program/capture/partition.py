@@ -169,8 +169,8 @@ class _Partition:
         with self.captured.mode:
             strides = _lies(source, shape, spec)
             local = torch.empty_strided(shape, strides, dtype=spec.dtype, device=self.mesh.device)
+        local.requires_grad_(source.fake.requires_grad)
         if source.kind == "param":
-            local.requires_grad_(source.fake.requires_grad)
             self.params[source.name] = local
         if source.kind == "constant":
             assert source.value is not None
@@ -255,10 +255,17 @@ class _Partition:
         seed = unit_cotangent(start.__dict__["_spec"], self.mesh.device)
         if self.scaling is not None:
             seed = self.scaling.seed(seed)
-        made = torch.autograd.grad([start], list(wanted.values()), [seed], allow_unused=True)
+        others = [self.by_node[s.node] for s in self.captured.sources if s.kind == "constant" and s.fake.requires_grad]
+        made = torch.autograd.grad([start], [*wanted.values(), *others], [seed], allow_unused=True)
+        for other, grad in zip(others, made[len(wanted) :], strict=True):
+            if grad is not None:
+                raise CaptureError(
+                    f"a tensor of shape {tuple(other.shape)} from outside of the model requires a gradient: make it a "
+                    "parameter of the model, or say detach()"
+                )
         self.recorder.begin("gradients", "")
         with torch.no_grad():
-            for (name, p), grad in zip(wanted.items(), made, strict=True):
+            for (name, p), grad in zip(wanted.items(), made, strict=False):
                 if grad is not None:
                     settle(p, p.__dict__["_spec"].with_(undecided=0))
                     self._cut(name, p.__dict__["_spec"], states_over)

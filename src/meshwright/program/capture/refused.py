@@ -26,8 +26,12 @@ Tensor = torch.Tensor
 When = Callable[..., bool]
 
 _HOOK = (
-    "which a captured step does not run: give the op a gradient of its own (torch.autograd.Function, or "
-    "torch.library.custom_op with register_autograd), or train eagerly"
+    "which a captured step does not run: give the op a gradient of its own (torch.library.custom_op with "
+    "register_autograd), or train eagerly"
+)
+_FUNCTION = (
+    "whose backward a captured step does not see: make it an op with torch.library.custom_op and register_autograd, or "
+    "train eagerly"
 )
 _GRADIENT = (
     "but the gradients of a captured step come behind the loss function: use torch.autograd.grad for gradients that "
@@ -122,6 +126,7 @@ def generators() -> tuple[Refused, ...]:
 
 _MODULE_HOOKS = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
 _DERIVED = (
+    Refused(torch.autograd.Function, "apply", _FUNCTION),
     Refused(Tensor, "register_hook", _HOOK),
     Refused(Tensor, "register_post_accumulate_grad_hook", _HOOK),
     Refused(Tensor, "grad_fn", "whose hooks a captured step does not run: " + _HOOK.partition(": ")[2]),
@@ -157,6 +162,8 @@ def refused(*entries: Refused) -> Iterator[None]:
 
 def _guarded(entry: Refused) -> Any:
     original = getattr(entry.owner, entry.name)
+    if isinstance(original, types.MethodType):  # of a class
+        return classmethod(_checked(entry, original.__func__))
     if callable(original):
         return _checked(entry, original)
     read = original.__get__ if entry.when is not None else _checked(entry, original.__get__)

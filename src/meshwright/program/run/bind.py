@@ -20,6 +20,8 @@ from ...reshard import plan as plan_conversion
 from ...shard.states import held_state
 from ...tensor import DistTensor, stamp
 from ..capture.optimizers import parts_of
+from ..capture.outside import Place
+from ..ir.inplace import written
 from ..ir.memory import laid, same
 from ..ir.program import Input, Program
 from ..ir.trace import Value, checked_value
@@ -69,6 +71,10 @@ class Bound:
         self.batch: list[tuple[int, int, Spec | None, Value]] = []  # place among the inputs, leaf of the batch, what
         self.numbers: list[tuple[int, Tensor]] = []  # group of the optimizer, its learning rate
         self.owned: list[_Owned] = []
+        self.copied: list[tuple[int, Tensor, Tensor]] = []  # place, tensor from outside of the model, its stand-in
+        self.written: list[int] = []  # places of those that the program writes to
+        nodes = program.graph.nodes if program.constants else ()
+        self.lines = {s: str(n.meta.get("line", "")) for n in nodes for s in written(n)}  # of storages written to
         self.states: list[_State] = []
         # The optimizers' states, and of how many parameters.
         self.known: list[tuple[Any, int]] = [({}, 0) for _ in parts_of(carrier.optimizer)]
@@ -90,8 +96,7 @@ class Bound:
         if given.kind in _OWNED:
             return self._own(given, node)
         if given.kind == "constant":
-            value = self.program.constants[given.name]  # global values, as those of a plain batch
-            return value if given.spec is None else laid(part(value, given.spec), checked_value(node).strides)
+            return self._constant(given, node)
         if given.kind == "state":
             self.states.append(_State(len(self.inputs), given, node, tensors[given.owner]))
             return self._state(self.states[-1])
@@ -102,6 +107,23 @@ class Bound:
         number = torch.tensor(0.0, dtype=torch.float64)
         self.numbers.append((int(given.name.rpartition(".")[2]), number))
         return number
+
+    def _constant(self, given: Input, node: fx.Node) -> Tensor:
+        """A tensor that the step found outside of the model: its own memory where that lies as the program wants it,
+        else a copy in every step."""
+        held, value = self.program.constants[given.name], checked_value(node)
+        found = lying(held if given.spec is None else part(held, given.spec), value)
+        line = self.lines.get(value.storage)
+        if line is not None:
+            self.written.append(len(self.inputs))
+        if found.data_ptr() != held.data_ptr():
+            if line is not None:
+                raise ProgramError(
+                    f"{line}: the step writes to a tensor of shape {tuple(held.shape)} from outside of the model that "
+                    "has gaps in memory or is on another device: make it contiguous, on the mesh's device, or a buffer"
+                )
+            self.copied.append((len(self.inputs), held, found))
+        return found
 
     def _state(self, s: _State) -> Tensor:
         """A state of the optimizer, made if it is not there; the optimizer keeps it as its own."""
@@ -180,13 +202,17 @@ class Bound:
         if self.batch:
             for i, leaf, spec, value in self.batch:
                 inputs[i] = lying(leaves[leaf] if spec is None else part(leaves[leaf], spec), value)
+        for _, held, copy in self.copied:
+            copy.copy_(held.detach())
         for group, number in self.numbers:
             number.fill_(float(optimizer.param_groups[group]["lr"]))
         made = self.run(inputs)
         if self.numbers:
             for one in parts_of(optimizer):
                 one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
-        torch.autograd.graph.increment_version([inputs[x.place] for x in self.owned])
+        torch.autograd.graph.increment_version(
+            [inputs[x.place] for x in self.owned] + [inputs[i] for i in self.written]
+        )
         for i, *_ in self.batch:
             inputs[i] = None
         if self.grads:
@@ -263,8 +289,15 @@ class Ready:
         flush: the update alone; None where each call updates.
     """
 
-    def __init__(self, program: Program, carrier: Carrier, leaves: Mapping[str, int], tree: Any = None) -> None:
-        self.program = program
+    def __init__(
+        self,
+        program: Program,
+        carrier: Carrier,
+        leaves: Mapping[str, int],
+        tree: Any = None,
+        places: Sequence[Place] = (),
+    ) -> None:
+        self.program, self.places = program, places
         self.cycle: list[Bound] = []
         self.flush: Bound | None = None
         self.sums = {i.name: i.spec for i in program.inputs if i.kind == "accumulator"}
@@ -276,7 +309,9 @@ class Ready:
         self._bound = (*dict.fromkeys(self.cycle), *((self.flush,) if self.flush is not None else ()))
 
     def follow(self) -> bool:
-        """As :meth:`Bound.follow`, for all."""
+        """As :meth:`Bound.follow`, for all; False, too, where the step now finds other tensors outside of its model."""
+        if not all(p.same() for p in self.places):
+            return False
         return False not in [b.follow() for b in self._bound]
 
 

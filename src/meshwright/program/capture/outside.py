@@ -1,0 +1,170 @@
+"""Tensors that a step finds outside of its model's state: closed over, global, attributes of modules.
+
+A program shares their memory.  Where they are found is looked at before each step; another tensor there means another
+program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ... import runtime
+from ...errors import CaptureError
+from .fakes import replaced
+
+Tensor = torch.Tensor
+LIMIT = 20000  # objects to look at
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step finds a tensor: the cell, dict or list, the key in it, and what was there."""
+
+    table: Any
+    key: Any
+    tensor: Tensor
+    memory: tuple[Any, ...]
+
+    def same(self) -> bool:
+        """Whether the same tensor is there, in the same memory."""
+        try:
+            found = self.table.cell_contents if isinstance(self.table, types.CellType) else self.table[self.key]
+        except (LookupError, ValueError):
+            return False
+        return found is self.tensor and _memory(found) == self.memory
+
+
+def _memory(t: Tensor) -> tuple[Any, ...]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.data_ptr(t), tuple(t.shape), Tensor.stride(t)
+
+
+def places(roots: Iterable[Any], wanted: Iterable[Tensor]) -> tuple[Place, ...]:
+    """Where the functions and modules of a step have these tensors."""
+    keys = {_memory(t) for t in wanted if t.numel()}
+    found, seen, stack = [], set[int](), list(roots)
+    while stack and keys and len(seen) < LIMIT:
+        held = stack.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        for table, key, value in _inside(held):
+            if not isinstance(value, Tensor):
+                stack.append(value)
+            elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and _memory(value) in keys:
+                found.append(Place(table, key, value, _memory(value)))
+    return tuple(found)
+
+
+def _inside(held: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What an object refers to, and where."""
+    if isinstance(held, types.FunctionType):
+        for cell in held.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not yet assigned
+                yield cell, None, cell.cell_contents
+        for name in _names(held.__code__):
+            if name in held.__globals__:
+                yield held.__globals__, name, held.__globals__[name]
+        yield from ((held.__dict__, k, v) for k, v in ((0, held.__defaults__), (1, held.__kwdefaults__)) if v)
+    elif isinstance(held, types.MethodType):
+        yield from ((None, 0, x) for x in (held.__self__, held.__func__))
+    elif isinstance(held, functools.partial):
+        yield from ((None, 0, x) for x in (held.func, held.args, held.keywords))
+    elif isinstance(held, dict):
+        yield from ((held, k, v) for k, v in list(held.items()))
+    elif isinstance(held, (list, tuple)):
+        yield from ((held, i, v) for i, v in enumerate(held))
+    elif isinstance(held, nn.Module):
+        yield None, 0, held.__dict__
+        yield None, 0, type(held).forward
+    elif _is_users(held):
+        yield None, 0, held.__dict__
+
+
+def _is_users(held: Any) -> bool:
+    """Whether an object is of a class of the user's."""
+    own = type(held).__module__.startswith(("torch", "meshwright"))
+    return not own and not isinstance(held, (type, types.ModuleType)) and hasattr(held, "__dict__")
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The globals that a function may read, those of functions inside of it included."""
+    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+# ---------------------------------------------------------------------------------------------- attributes
+
+
+class Gone:
+    """In place of a tensor that the forward of a captured step set as an attribute: it has no value behind the step."""
+
+    def __init__(self, name: str, line: str) -> None:
+        self.__dict__["text"] = (
+            f"{line}: {name} was set in the forward of a captured step and has no value outside of it: return it "
+            "beside the loss, or make it a buffer (register_buffer)"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # how copy and pickle ask
+            raise AttributeError(name)
+        raise CaptureError(self.text)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise CaptureError(next((a.text for a in args if isinstance(a, Gone)), "set in the forward of a captured step"))
+
+    def _refuse(self, *_: Any) -> Any:
+        raise CaptureError(self.text)
+
+    __float__ = __int__ = __bool__ = __len__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = _refuse
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __neg__ = __iter__ = _refuse
+
+
+class Assigned(dict[tuple[nn.Module, str], str]):
+    """Attributes that got tensors, and the user's lines; of a class that torch.export does not take for a container of
+    the module's, which it would set back."""
+
+
+@contextlib.contextmanager
+def noting_attributes(noted: Assigned) -> Iterator[None]:
+    """Inside, tensors that become attributes of modules are noted, with the user's line."""
+    original: Callable[..., None] = nn.Module.__setattr__
+
+    def assign(self: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            noted[(self, name)] = runtime.user_line()
+        original(self, name, value)
+
+    with replaced(nn.Module, __setattr__=assign):
+        yield
+
+
+@contextlib.contextmanager
+def buffers_written(model: nn.Module, noted: Assigned) -> Iterator[None]:
+    """Behind it, what became a buffer is written to the buffer that was there."""
+    before = [(m, dict(m._buffers)) for m in model.modules()]
+    yield
+    for module, buffers in before:
+        for key, old in buffers.items():
+            new = module._buffers.get(key)
+            if old is new:
+                continue
+            if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
+                raise CaptureError(
+                    f"{noted.get((module, key), key)}: the step replaces the buffer {key} by one of another shape or "
+                    "dtype, which a captured step cannot"
+                )
+            with torch.no_grad():
+                old.copy_(new)
+            module._buffers[key] = old
+
+
+__all__ = ["Assigned", "Gone", "Place", "buffers_written", "noting_attributes", "places"]
