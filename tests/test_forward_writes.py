@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from meshwright.program.ir.load import load_program
+from meshwright.program.load import load_program
 
 import meshwright as mw
 from meshwright.errors import CaptureError, ProgramError

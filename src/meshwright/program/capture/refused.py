@@ -162,7 +162,7 @@ def refused(*entries: Refused) -> Iterator[None]:
 
 def _guarded(entry: Refused) -> Any:
     original = getattr(entry.owner, entry.name)
-    if isinstance(original, types.MethodType):  # of a class
+    if isinstance(original, types.MethodType) and isinstance(entry.owner, type):
         return classmethod(_checked(entry, original.__func__))
     if callable(original):
         return _checked(entry, original)
