@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from meshwright.program.load import load_program
 
 import meshwright as mw
 from meshwright.errors import CaptureError, ProgramError
 from meshwright.program import Program
+from meshwright.program.load import load_program
 
 Tensor = torch.Tensor
 Write = Callable[[nn.Linear, nn.Linear], Any]

@@ -263,7 +263,7 @@ def _attribute(step: nn.Module, name: str) -> Any:
     return None
 
 
-def _forget_attributes(step: _Step, read: set[str]) -> None:
+def _forget_attributes(step: _StepModule, read: set[str]) -> None:
     """Leave a word in place of tensors that the forward set as attributes.
 
     Raises:
