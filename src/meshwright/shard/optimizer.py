@@ -24,7 +24,7 @@ from ..errors import ShardError, takes
 from ..layout import Partial, Spec
 from ..raw import as_plain, get_grad, set_grad
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, call_enabled, hold, stamp
+from ..tensor import DistTensor, call_enabled, hold, in_slot, stamp
 from .kinds import builtin, check_class, hooks_of, mixes, name_of
 from .states import Chunks, Shadow, check_state, held_state, own_spec
 
@@ -138,7 +138,7 @@ class Binding:
             for i, p in enumerate(self.params):
                 if p.__class__ is Tensor:  # inside of another optimizer's step
                     continue
-                g = p.grad if "_held" in p.__dict__ else get_grad(p)
+                g = in_slot(p) if "_held" in p.__dict__ else get_grad(p)
                 if g is None:
                     continue
                 if g.__class__ is not DistTensor or g._spec is not self.wanted[i]:

@@ -11,7 +11,7 @@ the way into autograd's engine and back, ``standin`` what ops read in the place 
 
 from . import methods as methods
 from .carrier import DistTensor, GradientHook, call_enabled, stamp, whole
-from .gradients import Coming, held, hold, in_spec
+from .gradients import Coming, held, hold, in_slot, in_spec
 from .standin import OPEN, stands_in, within
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "call_enabled",
     "held",
     "hold",
+    "in_slot",
     "in_spec",
     "stamp",
     "stands_in",

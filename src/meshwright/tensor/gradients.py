@@ -51,6 +51,15 @@ def hold(p: Tensor, g: DistTensor | Coming | None) -> None:
         p.__dict__["_held"] = g
 
 
+def in_slot(p: DistTensor) -> DistTensor | None:
+    """The gradient, which comes into the slot if it fits there.  Dispatch must be disabled, and no backward run."""
+    g = p.grad
+    if g is not None and "_held" in p.__dict__ and Tensor.size(g) == Tensor.size(p):
+        set_grad(p, g)
+        hold(p, None)
+    return g
+
+
 def in_spec(g: Tensor, source: Spec, target: Spec) -> Tensor:
     """Local part of a gradient in another layout."""
     with torch.no_grad(), disabled():
@@ -170,4 +179,4 @@ def _delete(self: DistTensor) -> None:
 _DOC = "The gradient so far, in the layout that the backward gave it (Partial before it is synchronised)."
 DistTensor.grad = property(_get, _set, _delete, _DOC)  # type: ignore[assignment]
 
-__all__ = ["Coming", "held", "hold", "in_spec"]
+__all__ = ["Coming", "held", "hold", "in_slot", "in_spec"]
