@@ -35,7 +35,7 @@ from ...marks import gradients_marked
 from ...runtime import is_users
 from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
-from .outside import Assigned, Gone, Place, buffers_written, noting_attributes, places
+from .outside import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
 from .refused import GENERATOR, derived, generators, inference_without_gradients, refused
 from .regions import Path, Regions
 
@@ -177,7 +177,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
             where = _strides(leaves[i])
             sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i], strides=where))
         else:
-            value = _attribute(step, str(spec.target))
+            value = attribute(step, str(spec.target))
             if value is None:
                 value = {**exported.state_dict, **exported.constants}[str(spec.target)]
             if isinstance(value, torch.Generator):
@@ -195,7 +195,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
                 sources.append(Source(node.name, kind, tied.get(twin[6:], twin[6:]), fakes[twin]))
                 continue
             sources.append(Source(node.name, "constant", str(spec.target), _fake_of(value, mode, device), value))
-    _forget_attributes(step, {s.name for s in sources if s.kind == "constant"})
+    forget_attributes(step, step.assigned, {s.name for s in sources if s.kind == "constant"})
     (output,) = exported.graph.find_nodes(op="output")
     returned = exported.call_spec.out_spec
     found = places([step.loss_fn, model], [s.value for s in sources if s.value is not None])
@@ -252,33 +252,6 @@ def _fake_state(step: nn.Module, mode: FakeTensorMode, device: str) -> tuple[dic
 def _pointer(t: Tensor) -> Any:
     """Where a tensor is; nothing else has it."""
     return (t.data_ptr(), t.shape, t.stride()) if t.numel() and not t.is_meta else id(t)
-
-
-def _attribute(step: nn.Module, name: str) -> Any:
-    """The tensor of the user's that is an attribute of a module; None where there is none of that name."""
-    owner, _, key = name.rpartition(".")
-    with contextlib.suppress(AttributeError):
-        found = vars(step.get_submodule(owner)).get(key)
-        return found if isinstance(found, Tensor) and not isinstance(found, FakeTensor) else None
-    return None
-
-
-def _forget_attributes(step: _StepModule, read: set[str]) -> None:
-    """Leave a word in place of tensors that the forward set as attributes.
-
-    Raises:
-        CaptureError: of an attribute whose value of the step before the step reads.
-    """
-    names = {m: n for n, m in step.named_modules()}
-    for (module, key), line in step.assigned.items():
-        name = f"{names.get(module, type(module).__name__)}.{key}"
-        if name in read:
-            raise CaptureError(
-                f"{line}: the step sets {name.removeprefix('model.')}, which it reads in the next step, and a captured "
-                "step keeps state in buffers: register_buffer it"
-            )
-        if key in vars(module):
-            vars(module)[key] = Gone(name.removeprefix("model."), line)
 
 
 @contextmanager

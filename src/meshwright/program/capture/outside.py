@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import runtime
 from ...errors import CaptureError
@@ -167,4 +168,33 @@ def buffers_written(model: nn.Module, noted: Assigned) -> Iterator[None]:
             module._buffers[key] = old
 
 
-__all__ = ["Assigned", "Gone", "Place", "buffers_written", "noting_attributes", "places"]
+def attribute(step: nn.Module, name: str) -> Any:
+    """The tensor of the user's that is an attribute of a module; None where there is none of that name."""
+    owner, _, key = name.rpartition(".")
+    with contextlib.suppress(AttributeError):
+        found = vars(step.get_submodule(owner)).get(key)
+        return found if isinstance(found, Tensor) and not isinstance(found, FakeTensor) else None
+    return None
+
+
+def forget_attributes(step: nn.Module, assigned: Assigned, read: set[str]) -> None:
+    """Leave a word in place of tensors that the forward set as attributes.
+
+    Raises:
+        CaptureError: of an attribute whose value of the step before the step reads.
+    """
+    names = {m: n for n, m in step.named_modules()}
+    for (module, key), line in assigned.items():
+        name = f"{names.get(module, type(module).__name__)}.{key}"
+        if name in read:
+            raise CaptureError(
+                f"{line}: the step sets {name.removeprefix('model.')}, which it reads in the next step, and a captured "
+                "step keeps state in buffers: register_buffer it"
+            )
+        if key in vars(module):
+            vars(module)[key] = Gone(name.removeprefix("model."), line)
+
+
+__all__ = [
+    "Assigned", "Gone", "Place", "attribute", "buffers_written", "forget_attributes", "noting_attributes", "places",
+]  # fmt: skip

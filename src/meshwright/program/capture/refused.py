@@ -105,11 +105,11 @@ def _functions_of(generator: Any, module: Any) -> Iterator[str]:
 
 
 def _numbers() -> Iterator[Refused]:
-    yield from (Refused(random, n, _HOST) for n in _functions_of(random._inst, random))  # type: ignore[attr-defined]
+    yield from (Refused(random, n, _HOST) for n in _functions_of(random._inst, random))
     if "numpy" in sys.modules:
         import numpy.random as theirs
 
-        yield from (Refused(theirs, n, _HOST) for n in _functions_of(theirs.mtrand._rand, theirs))  # type: ignore[attr-defined]
+        yield from (Refused(theirs, n, _HOST) for n in _functions_of(theirs.mtrand._rand, theirs))
 
 
 def generators() -> tuple[Refused, ...]:
