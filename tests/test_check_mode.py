@@ -295,6 +295,48 @@ def test_captured_steps_run_in_check_mode(mesh: mw.Mesh, how: str) -> None:
     )
 
 
+def _zeroed(i: int, model: Any, opt: Any) -> None:
+    if rank() == 2 and i == 2:
+        with torch.no_grad():
+            model[2].weight.mul_(0)
+
+
+def _put_back(i: int, model: Any, opt: Any) -> None:
+    if rank() == 2 and i == 2:
+        with torch.no_grad():
+            model[2].weight.mul_(2).div_(2)
+
+
+def _state(i: int, model: Any, opt: Any) -> None:
+    if rank() == 2 and i == 2:
+        opt.state.clear()
+
+
+def _rate(i: int, model: Any, opt: Any) -> None:
+    opt.param_groups[0]["lr"] = 0.5 if rank() == 2 and i == 2 else 0.1
+
+
+def _batch(i: int, model: Any, opt: Any) -> float:
+    return float(rank() == 2 and i == 2)
+
+
+ALONE = {
+    _zeroed: r"different values of 2.weight \(digest .* on rank 0, .* .*\(0 on rank 0, 0 on .*, 1 on rank 2",
+    _state: r"different values of 0.weight \(digest .* on rank 0, .* on rank 2\): ",
+    _rate: r"different learning rates: \[0.1\] on rank 0, \[0.1\] on rank 1, \[0.5\] on rank 2",
+    _batch: r"different batches since the last update \(.* on rank 2\): did one rank leave out a batch",
+}
+
+
+@pytest.mark.parametrize("change", ALONE)
+def test_captured_steps_see_what_one_rank_does_alone(change: Any) -> None:
+    assert re.search(ALONE[change], told(lambda: captured(UNEVEN, change), UNEVEN))
+
+
+def test_captured_steps_bear_what_changes_nothing() -> None:
+    assert mw.simulate(lambda: captured(UNEVEN, _put_back), UNEVEN) == mw.simulate(lambda: captured(UNEVEN), UNEVEN)
+
+
 def test_captured_steps_name_the_line_that_calls_them() -> None:
     def fn() -> None:
         model = nn.Linear(2, 2)
@@ -306,7 +348,7 @@ def test_captured_steps_name_the_line_that_calls_them() -> None:
         step(x) if rank() else mw.unshard(x)
 
     line = fn.__code__.co_firstlineno + 7
-    assert f"rank 1: all_reduce(sum) of float32[2, 2] over dp at test_check_mode.py:{line}" in told(fn, check=True)
+    assert f"rank 1: what was done so far over dp at test_check_mode.py:{line}" in told(fn, check=True)
 
 
 def test_where_a_value_is_read_does_not_depend_on_how_warm_the_code_is() -> None:

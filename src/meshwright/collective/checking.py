@@ -80,6 +80,8 @@ def so_far(numbers: Sequence[int], group: Group) -> Callable[[], list[tuple[int,
     own = tuple(numbers)
     if group.size == 1 or (group.pg is not None and not group.gloo):
         return lambda: [own]
+    if runtime.RT.check:
+        about_to(group, _SO_FAR)
     if group.pg is None:
         sim: Any = runtime.RT.sim
         seen: list[tuple[int, ...]] = sim.meet(group.ranks, _SO_FAR, own, lambda parts: [list(parts) for _ in parts])
@@ -185,11 +187,11 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 1024  # elements whose order counts, too
 
 
-def digests(tensors: Sequence[Tensor]) -> list[int]:
+def digests(tensors: Sequence[Tensor], *, whole: bool = True) -> list[int]:
     """A number for each tensor that tells other values, wherever it lies: one pass, and one wait for the device.
 
     The sum of all bit patterns, and that of a sample weighted by position: what differs in one element is seen, what
-    differs in the order alone is as good as always.
+    differs in the order alone is as good as always.  Not ``whole``: of the sample alone, which costs next to nothing.
     """
     made = []
     with torch.no_grad():
@@ -202,7 +204,7 @@ def digests(tensors: Sequence[Tensor]) -> list[int]:
             flat = t.contiguous().view(-1).view(_INTEGER[t.element_size()])
             some = flat[:: -(-flat.numel() // _SAMPLE)].long()
             ramp = torch.arange(1, some.numel() + 1, device=t.device) * 2654435761
-            made.append(flat.sum(dtype=torch.int64) + (some * ramp).sum())
+            made.append((some * ramp).sum() + (flat.sum(dtype=torch.int64) if whole else 0))
         return torch.stack([m.to(made[0].device) for m in made]).tolist() if made else []
 
 

@@ -19,6 +19,7 @@ from .check.agree import together
 from .ir.program import Program
 from .run.bind import Carrier, Ready
 from .run.guard import Guard
+from .run.peers import Peers
 
 Tensor = torch.Tensor
 
@@ -46,6 +47,7 @@ class BaseStep:
         self._places = pytree.tree_flatten(_tuples(example_batch))[1]
         self._numbers = numbers_of(self.optimizer)
         self._guard = Guard(self.model, hooks)
+        self._peers = Peers(mesh, carrier, whole=not hooks)
 
     # -- compiling ------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class BaseStep:
         if not self.training:
             return ready.cycle[0](leaves)
         self._join(ready)
-        made = ready.cycle[self._micro](leaves)
+        made = self._peers.run(ready.cycle[self._micro], leaves, self._micro + 1 == len(ready.cycle))
         self._micro = (self._micro + 1) % len(ready.cycle)
         return made
 
@@ -200,7 +202,7 @@ class BaseStep:
         if not self._merged.follow():
             raise ProgramError("parameters lie otherwise in memory than in the last micro-step: flush, then move them")
         self.carrier.leftover.fill_(len(self._merged.cycle) / self._micro)
-        self._merged.flush([])
+        self._peers.run(self._merged.flush, [], True)
         self._micro = 0
         return True
 

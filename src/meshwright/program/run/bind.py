@@ -79,6 +79,8 @@ class Bound:
         # The optimizers' states, and of how many parameters.
         self.known: list[tuple[Any, int]] = [({}, 0) for _ in parts_of(carrier.optimizer)]
         self.inputs: list[Any] = []
+        self.bound_anew = 0  # how often something took the place of what was bound
+        self.seen = 0  # writes when it last ran
         tensors = dict((*carrier.model.named_parameters(), *carrier.model.named_buffers()))
         for i, (given, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
             if given.kind == "batch":
@@ -88,6 +90,7 @@ class Bound:
                 self.inputs.append(self._sum(given, node))
             else:
                 self.inputs.append(self._held(given, node, tensors))
+        self.seen = self.writes()
         self.grads = [(k, tensors[o.name], o.spec) for k, o in enumerate(program.outputs) if o.kind == "grad"]
         self.returned = [(k, o.spec) for k, o in enumerate(program.outputs) if o.kind in ("loss", "aux")]
 
@@ -187,14 +190,21 @@ class Bound:
                 found = _replaced(o, t)
                 if not same(o.value.shape, tuple(found.stride()), o.value.strides):
                     return False
+                self.bound_anew += 1
                 inputs[o.place], o.tensor, o.memory = found, cast("Tensor", t), _memory(found)
             known = [(part.state, len(part.state)) for part in parts_of(self.carrier.optimizer)]
             anew = any(a is not b or m != n for (a, m), (b, n) in zip(known, self.known, strict=True))
             for s in self.states:
                 if anew or s.listed.get(s.key) is not s.held:
+                    before = inputs[s.place]
                     inputs[s.place] = self._state(s)
+                    self.bound_anew += inputs[s.place] is not before
             self.known = [(s, len(s)) for s, _ in known]
         return True
+
+    def writes(self) -> int:
+        """How often what it owns was written to or replaced."""
+        return sum([self.inputs[o.place]._version for o in self.owned]) + self.bound_anew
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run it on the leaves of a batch; the loss and what comes with it, None for a program that returns neither."""

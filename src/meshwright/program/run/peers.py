@@ -1,0 +1,102 @@
+"""What the other ranks do with a captured step: compared at each update, by a few words beside its collectives."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ... import collective, runtime
+from ...errors import DesyncError
+from ...layout import Layout
+from ...mesh import Mesh
+from ...shard.replicas import astray
+from ...tensor import DistTensor
+from .bind import Bound, Carrier
+
+Tensor = torch.Tensor
+
+
+class Peers:
+    """Compares learning rates, batches and writes to what a step owns.
+
+    Args:
+        whole: whether plain tensors hold global values; otherwise each rank has its own.
+    """
+
+    def __init__(self, mesh: Mesh, carrier: Carrier, whole: bool) -> None:
+        self.mesh, self.carrier, self.whole = mesh, carrier, whole
+        self.batches = 0  # digest of those since the last update
+        self.torn = False  # a call ended with an error
+
+    def run(self, bound: Bound, leaves: Sequence[Any], updates: bool) -> Any:
+        """Run a program; where it updates, compare.
+
+        Raises:
+            DesyncError: on every rank, after the update, if they did not do the same since the last one.
+        """
+        if self.mesh.size == 1:
+            return bound(leaves)
+        torn, self.torn = self.torn, True
+        given = [leaves[k] for _, k, spec, _ in bound.batch if spec is not None]
+        plain = [t for t in given if not isinstance(t, DistTensor)] if self.whole else []
+        digests = collective.digests(plain, whole=runtime.RT.check)
+        self.batches = zlib.crc32(repr((self.batches, digests)).encode())
+        answer = self._start(bound, torn) if updates else None
+        made = bound(leaves)
+        bound.seen = bound.writes()
+        if answer is not None:
+            answer()
+            self.batches = 0
+        self.torn = torn and answer is None
+        return made
+
+    def _start(self, bound: Bound, torn: bool) -> Callable[[], None]:
+        optimizer = self.carrier.optimizer
+        rates = [] if optimizer is None else [float(g["lr"]) for g in optimizer.param_groups if "lr" in g]
+        group = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
+        words = (zlib.crc32(repr(rates).encode()), self.batches, bound.writes() - bound.seen, int(torn))
+        heard = collective.so_far(words, group)
+        return lambda: self._judge(bound, group, heard(), rates)
+
+    def _judge(self, bound: Bound, group: collective.Group, heard: list[tuple[int, ...]], rates: list[float]) -> None:
+        numbers, batches, writes, torn = zip(*heard, strict=True)
+        if self.whole and len(set(numbers)) > 1:
+            raise DesyncError(f"the ranks update with different learning rates: {_sides(group, rates)}")
+        if len(set(batches)) > 1:
+            sides = ", ".join(f"digest {n:x} on rank {r}" for r, n in zip(group.ranks, batches, strict=True))
+            raise DesyncError(
+                f"the ranks were given different batches since the last update ({sides}): did one rank leave out a "
+                "batch, or shuffle otherwise? Plain tensors hold the global batch, the same on all ranks"
+            )
+        if len(set(writes)) == 1 and not any(torn) and not runtime.RT.check:
+            return
+        counts = ", ".join(f"{n} on rank {r}" for r, n in zip(group.ranks, writes, strict=True))
+        text = f"parameters were not written to equally often on all ranks since the last update ({counts})"
+        if any(torn):
+            text = "an earlier call ended with an error or an interrupt on some rank"
+        first = astray(self._values(bound), group) if self.whole else ""
+        if first:
+            raise DesyncError(
+                f"the ranks hold different values of {first}: {text}; load the same weights and states on all ranks"
+            )
+        if not self.whole and len(set(writes)) > 1:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def _values(self, bound: Bound) -> dict[str, tuple[Layout, Tensor]]:
+        return {
+            given.name: (Layout(self.mesh) if given.spec is None else given.spec.layout, t)
+            for given, t in zip(bound.program.inputs, bound.inputs, strict=True)
+            if given.kind in ("param", "buffer", "state")
+        }
+
+
+def _sides(group: collective.Group, own: Any) -> str:
+    everyone = collective.all_gather_object(own, group)
+    return ", ".join(f"{x} on rank {r}" for r, x in zip(group.ranks, everyone, strict=True))
+
+
+__all__ = ["Peers"]
