@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES, REDUCE_SCATTER, Kind
+from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
 from ..layout import Shard, Spec
 from ..program.ir.inplace import storages, written
 from ..program.ir.program import Program, value_of
@@ -207,7 +207,7 @@ class Gradients:
 
 def is_reduction(node: fx.Node) -> bool:
     """Whether a node sums a gradient over ranks."""
-    if not is_sum(node) or not isinstance(node.args[0], fx.Node):
+    if node.target not in STARTS or not is_sum(node) or not isinstance(node.args[0], fx.Node):
         return False
     if node.meta.get("sync") or any(n.meta.get("grad_of") for n in chain_up(node.args[0])):
         return True
