@@ -117,7 +117,7 @@ class GradSync:
             for group in (collective.group(self.mesh, axes) for axes in self.buckets().groups)
         ]
         self.written, self.added = now, 0
-        answers = [functools.partial(self._judge, group, answer) for group, answer in started]
+        answers: list[Callable[[], None]] = [functools.partial(self._judge, g, answer) for g, answer in started]
         return [*answers, self._compare_values] if runtime.RT.check else answers
 
     def _compare_values(self) -> None:
