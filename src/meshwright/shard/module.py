@@ -66,8 +66,7 @@ def shard_module(
             matches are replicated; buffers that none matches stay plain tensors, which count as replicated.
         inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
             positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
-        stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob to
-        axis.
+        stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob to axis.
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
         bucket_bytes: gradients travel together up to this size.
         sync: False: nothing reduces the gradients, they stay Partial where their parameter was used in

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -177,18 +177,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
             where = _strides(leaves[i])
             sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i], strides=where))
         else:
-            value = attribute(step, str(spec.target))
-            if value is None:
-                value = {**exported.state_dict, **exported.constants}[str(spec.target)]
-            if isinstance(value, torch.Generator):
-                raise CaptureError(f"{_used_at(exported.graph_module, node)}: {GENERATOR}")
-            if isinstance(value, FakeTensor):
-                line = _used_at(exported.graph_module, node)
-                raise CaptureError(
-                    f"{line + ': ' if line else ''}the model uses .data of a tensor, or makes a constant from values "
-                    "of others, which a captured program does not see: say .detach(), and write to it under "
-                    "torch.no_grad()"
-                )
+            value = _constant(exported, step, node, str(spec.target))
             twin = own.get(_pointer(value))
             if twin is not None:  # a parameter that the loss function closes over
                 kind = "param" if isinstance(fakes[twin], nn.Parameter) else "buffer"
@@ -198,15 +187,38 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     forget_attributes(step, step.assigned, {s.name for s in sources if s.kind == "constant"})
     (output,) = exported.graph.find_nodes(op="output")
     returned = exported.call_spec.out_spec
-    found = places([step.loss_fn, model], [s.value for s in sources if s.value is not None])
-    learnt = {p.tensor.data_ptr() for p in found if p.tensor.requires_grad}
-    for s in sources:
-        if s.value is not None and s.value.data_ptr() in learnt:
-            s.fake.requires_grad_()  # partition refuses what would get a gradient
+    found = _places(step.loss_fn, model, sources)
     return Captured(
         exported.graph_module, tuple(sources), tuple(output.args[0]), None if returned.is_leaf() else returned,
         tied, regions, mode, found,
     )  # fmt: skip
+
+
+def _places(loss_fn: LossFn | None, model: nn.Module, sources: Sequence[Source]) -> tuple[Place, ...]:
+    """Where the step has its constants; those that would get a gradient are told by their fakes."""
+    found = places([loss_fn, model], [s.value for s in sources if s.value is not None])
+    learnt = {p.tensor.data_ptr() for p in found if p.tensor.requires_grad}
+    for s in sources:
+        if s.value is not None and s.value.data_ptr() in learnt:
+            s.fake.requires_grad_()  # partition refuses what would get a gradient
+    return found
+
+
+def _constant(exported: Any, step: _StepModule, node: fx.Node, name: str) -> Tensor:
+    """The tensor that the graph takes as a constant.  Raises CaptureError for what is none of the user's."""
+    value = attribute(step, name)
+    if value is None:
+        value = {**exported.state_dict, **exported.constants}[name]
+    if isinstance(value, torch.Generator):
+        raise CaptureError(f"{_used_at(exported.graph_module, node)}: {GENERATOR}")
+    if isinstance(value, FakeTensor):
+        line = _used_at(exported.graph_module, node)
+        raise CaptureError(
+            f"{line + ': ' if line else ''}the model uses .data of a tensor, or makes a constant from values "
+            "of others, which a captured program does not see: say .detach(), and write to it under "
+            "torch.no_grad()"
+        )
+    return cast("Tensor", value)
 
 
 # ---------------------------------------------------------------------------------------------- stand-ins
