@@ -18,7 +18,7 @@ from meshwright import collective, runtime
 from meshwright.compile import capture_local
 from meshwright.errors import CaptureError, DesyncError, ProgramError
 from meshwright.passes import DataParallelOptimization, PassManager
-from meshwright.program.capture.local import Local, record_step
+from meshwright.program.capture.local import HandWritten, record_step
 from meshwright.program.capture.update import update_of
 from meshwright.program.local_step import LocalStep
 from meshwright.train.config import TrainConfig
@@ -228,7 +228,7 @@ def test_fewest_collectives_and_no_scaling(alone: mw.Mesh, sync: str, limit: int
     model, loss, batches = network("gpt")
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     hand = by_hand(model, loss, optimizer, SYNCS[sync])
-    local = Local(hand, alone, 0, model, optimizer, batches(0), update_of(optimizer, names(model)))
+    local = HandWritten(hand, alone, 0, model, optimizer, batches(0), update_of(optimizer, names(model)))
     program, _ = record_step(local)
     made, (record,) = PassManager([DataParallelOptimization(bucket_bytes=limit)]).run(program)
     order = [n for bucket in record.details["buckets"] for n in bucket["gradients"]]
@@ -447,7 +447,9 @@ def captured(mesh: mw.Mesh, change: Callable[[Any], Any], **options: Any) -> Any
     optimizer = options.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
     step = change((model, optimizer))
     try:
-        return record_step(Local(step, mesh, 0, model, optimizer, torch.ones(4, 3), update_of(optimizer, names(model))))
+        return record_step(
+            HandWritten(step, mesh, 0, model, optimizer, torch.ones(4, 3), update_of(optimizer, names(model)))
+        )
     finally:
         assert type(model.weight) is nn.Parameter
         assert model.weight.grad is None

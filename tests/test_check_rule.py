@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.dispatch import forget_ops
 from meshwright.errors import ConversionError, RuleError
 from meshwright.layout import Layout, Spec
-from meshwright.reshard import Plan
+from meshwright.reshard import ConversionPlan
 from meshwright.rules import RULES, Arg, Local, Rule, notation
 from meshwright.testing import function_named
 
@@ -247,9 +247,9 @@ def test_conversions_and_their_transposes(monkeypatch: pytest.MonkeyPatch) -> No
 
     from meshwright.testing import conversions
 
-    def one_step_less(src: Spec, dst: Spec) -> Plan:
+    def one_step_less(src: Spec, dst: Spec) -> ConversionPlan:
         made = original(src, dst)
-        return Plan(src, dst, made.steps[:-1], 0.0, 0.0)
+        return ConversionPlan(src, dst, made.steps[:-1], 0.0, 0.0)
 
     original = conversions.conversion_plan
     monkeypatch.setattr(conversions, "conversion_plan", one_step_less)

@@ -66,7 +66,7 @@ def test_refusals_defects_and_disagreement_are_told_apart(monkeypatch: pytest.Mo
 def test_one_rank_that_raises_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     before = convert._all_gather
 
-    def fails(step: convert.Step, here: tuple[int, ...]) -> object:
+    def fails(step: convert.ConversionStep, here: tuple[int, ...]) -> object:
         if here == (1,):
             raise ValueError("one rank only")
         return before(step, here)

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class ConversionStep:
     """One conversion: ``kind`` over ``axes`` from ``src`` to ``dst``.
 
     Kinds: ``retype`` (no data changes), ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``,
@@ -46,7 +46,7 @@ class Step:
         """Whether data crosses between ranks: over axes of one rank none does."""
         return self.kind in collective.KINDS and any(self.src.mesh.sizes[a] > 1 for a in self.axes)
 
-    def transpose(self) -> Step:
+    def transpose(self) -> ConversionStep:
         """The step that the backward of this one runs."""
         return _transpose(self)
 
@@ -56,7 +56,7 @@ class Step:
 
 
 @lru_cache(maxsize=4096)
-def _transpose(step: Step) -> Step:
+def _transpose(step: ConversionStep) -> ConversionStep:
     # The shares of the parts are constants of the forward, so but for them a reduction is transposed as a sum is.
     src = step.src.dual()
     if _op(step.src, step):
@@ -65,7 +65,7 @@ def _transpose(step: Step) -> Step:
     return between(step.dst.dual(), src, step.axes)
 
 
-def _op(spec: Spec, step: Step) -> str | None:
+def _op(spec: Spec, step: ConversionStep) -> str | None:
     """By what the axes of a step are reduced in one of its specs."""
     p = spec.layout.placements[step.axes[0]]
     return p.op if isinstance(p, Partial) else None
@@ -78,14 +78,14 @@ def _replicated(spec: Spec, axes: tuple[int, ...]) -> Spec:
     return spec.with_(layout=layout)
 
 
-def between(src: Spec, dst: Spec, axes: tuple[int, ...]) -> Step:
+def between(src: Spec, dst: Spec, axes: tuple[int, ...]) -> ConversionStep:
     """The step from ``src`` to ``dst``, which differ on ``axes`` only.  Raises ConversionError if there is none."""
     kinds = {_kind(src, dst, a) for a in axes}
     if len(kinds) > 1:
         kinds.discard("retype")
     if len(kinds) != 1:
         raise ConversionError(f"no single step leads from {src!r} to {dst!r}: it would mix {sorted(kinds)}")
-    return Step(kinds.pop(), axes, src, dst)
+    return ConversionStep(kinds.pop(), axes, src, dst)
 
 
 def _kind(src: Spec, dst: Spec, axis: int) -> str:
@@ -117,7 +117,7 @@ def kind_of(a: Placement, b: Placement) -> str:
     return "all_gather" if isinstance(b, Replicate) else "pad"
 
 
-def run(step: Step, local: Tensor) -> Tensor:
+def run(step: ConversionStep, local: Tensor) -> Tensor:
     """Execute one step on this rank's local tensor (no autograd)."""
     ready: Runner | None = runtime.RT.memo.get(step)
     if ready is None:
@@ -127,7 +127,7 @@ def run(step: Step, local: Tensor) -> Tensor:
     return ready(local)
 
 
-def _checked(step: Step, local: Tensor, ready: Runner) -> Tensor:
+def _checked(step: ConversionStep, local: Tensor, ready: Runner) -> Tensor:
     """In check mode: ranks that hold the same part by the step's source layout must hold the same values."""
     layout = step.src.layout
     same = tuple(a for a, p in enumerate(layout.placements) if isinstance(p, Replicate) and step.src.mesh.sizes[a] > 1)
@@ -142,14 +142,14 @@ def _checked(step: Step, local: Tensor, ready: Runner) -> Tensor:
 Runner = Callable[[Tensor], Tensor]
 
 
-def _prepare(step: Step) -> Runner:
+def _prepare(step: ConversionStep) -> Runner:
     """What the step does on this rank, with groups and sizes looked up once."""
     ready = _PREPARE[step.kind](step, step.src.mesh.coordinate(runtime.RT.rank))
     scale = _scale(step)
     return ready if scale == 1.0 else lambda t: ready(t) * scale
 
 
-def _scale(step: Step) -> float:
+def _scale(step: ConversionStep) -> float:
     """``avg`` is ``sum`` x 1/n: what the data must be multiplied by around a plain sum."""
     scale = 1.0
     if step.kind == "retype":
@@ -164,7 +164,7 @@ def _scale(step: Step) -> float:
     return scale
 
 
-def _reduce_op(step: Step) -> str:
+def _reduce_op(step: ConversionStep) -> str:
     op = _op(step.src, step)
     assert op is not None
     return "sum" if op == "avg" else op
@@ -183,26 +183,26 @@ def _lengths(spec: Spec, axis: int, here: tuple[int, ...]) -> list[int]:
     return [spec.local_shape((*here[:axis], i, *here[axis + 1 :]))[d] for i in range(n)]
 
 
-def _all_reduce(step: Step, here: tuple[int, ...]) -> Runner:
+def _all_reduce(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     op, group = _reduce_op(step), collective.group(step.src.mesh, step.axes)
     return lambda t: collective.all_reduce(t, op, group)
 
 
-def _reduce_scatter(step: Step, here: tuple[int, ...]) -> Runner:
+def _reduce_scatter(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
     op, group = _reduce_op(step), collective.group(step.src.mesh, step.axes)
     d, sizes = _dim(step.dst, axis), _lengths(step.dst, axis, here)
     return lambda t: collective.reduce_scatter(t, d, sizes, op, group)
 
 
-def _all_gather(step: Step, here: tuple[int, ...]) -> Runner:
+def _all_gather(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
     group = collective.group(step.src.mesh, step.axes)
     d, sizes = _dim(step.src, axis), _lengths(step.src, axis, here)
     return lambda t: collective.all_gather(t, d, sizes, group)
 
 
-def _all_to_all(step: Step, here: tuple[int, ...]) -> Runner:
+def _all_to_all(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
     group = collective.group(step.src.mesh, step.axes)
     split, concat = _dim(step.dst, axis), _dim(step.src, axis)
@@ -210,7 +210,7 @@ def _all_to_all(step: Step, here: tuple[int, ...]) -> Runner:
     return lambda t: collective.all_to_all(t, split, give, concat, take, group)
 
 
-def _slice(step: Step, here: tuple[int, ...]) -> Runner:
+def _slice(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     def cut(t: Tensor) -> Tensor:
         for a in step.axes:
             d = _dim(step.dst, a)
@@ -222,7 +222,7 @@ def _slice(step: Step, here: tuple[int, ...]) -> Runner:
     return cut
 
 
-def _keep_one(step: Step, here: tuple[int, ...]) -> Runner:
+def _keep_one(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     first = all(here[a] == 0 for a in step.axes)
     ones = _op(step.dst, step) == "product"
     if collective.recording():
@@ -232,7 +232,7 @@ def _keep_one(step: Step, here: tuple[int, ...]) -> Runner:
     return _same if first else torch.ones_like if ones else torch.zeros_like
 
 
-def _pad(step: Step, here: tuple[int, ...]) -> Runner:
+def _pad(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
     d, shape = _dim(step.src, axis), step.dst.local_shape(here)
     lo, hi = chunk_bounds(shape[d], step.src.mesh.sizes[axis], here[axis])
@@ -247,7 +247,7 @@ def _pad(step: Step, here: tuple[int, ...]) -> Runner:
     return pad
 
 
-def _retype(step: Step, here: tuple[int, ...]) -> Runner:
+def _retype(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     return _same
 
 
@@ -255,7 +255,7 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-_PREPARE: dict[str, Callable[[Step, tuple[int, ...]], Runner]] = {
+_PREPARE: dict[str, Callable[[ConversionStep, tuple[int, ...]], Runner]] = {
     "retype": _retype,
     "scale": _retype,
     "all_reduce": _all_reduce,
@@ -269,14 +269,14 @@ _PREPARE: dict[str, Callable[[Step, tuple[int, ...]], Runner]] = {
 
 
 @lru_cache(maxsize=4096)
-def weighted(step: Step) -> bool:
+def weighted(step: ConversionStep) -> bool:
     """Whether the parts of the result or of what is reduced have shares of the gradient: see :class:`_Weighted`."""
     if step.kind == "retype":
         return False
     return _op(step.src, step) not in (None, "sum") or _op(step.dst, step) == "product"
 
 
-def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
+def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
     """Execute steps in order; differentiable, with the transposed steps as the backward."""
     if not steps:
         return local
@@ -300,7 +300,7 @@ def apply(steps: tuple[Step, ...], local: Tensor) -> Tensor:
     return local
 
 
-def _nothing_here(step: Step) -> bool:
+def _nothing_here(step: ConversionStep) -> bool:
     """Whether the step and its transpose leave this rank's data alone: no autograd node is needed then."""
     back = step.transpose()
     if step.moves or back.moves or weighted(step) or _scale(step) != 1.0:
@@ -310,9 +310,9 @@ def _nothing_here(step: Step) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _runs(steps: tuple[Step, ...]) -> tuple[tuple[tuple[Step, ...], Any], ...]:
+def _runs(steps: tuple[ConversionStep, ...]) -> tuple[tuple[tuple[ConversionStep, ...], Any], ...]:
     """Linear steps that follow each other share one autograd node; weighted ones have their own."""
-    parts: list[tuple[Step, ...]] = []
+    parts: list[tuple[ConversionStep, ...]] = []
     for step in steps:
         if parts and not weighted(step) and not weighted(parts[-1][0]):
             parts[-1] = (*parts[-1], step)
@@ -322,7 +322,7 @@ def _runs(steps: tuple[Step, ...]) -> tuple[tuple[tuple[Step, ...], Any], ...]:
 
 
 @lru_cache(maxsize=4096)
-def transpose(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def transpose(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
     """The steps that the backward of ``steps`` runs, in its order.
 
     Each is the transpose of one forward step, but steps over several axes of one kind may be one.
@@ -332,7 +332,7 @@ def transpose(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
         ctx.steps, ctx.cause = steps, runtime.RT.cause
         out = local
         for step in steps:
@@ -345,7 +345,7 @@ class _Convert(torch.autograd.Function):
         return _back(ctx.steps, grad, ctx.cause), None
 
 
-def _back(steps: tuple[Step, ...], grad: Tensor, cause: Any) -> Tensor:
+def _back(steps: tuple[ConversionStep, ...], grad: Tensor, cause: Any) -> Tensor:
     """The transposed steps, in the name of the record that the forward was made for."""
     back = transpose(steps)
     if not back:  # differentiated past a conversion, to where the data already was
@@ -360,11 +360,11 @@ def _back(steps: tuple[Step, ...], grad: Tensor, cause: Any) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _only_slices(steps: tuple[Step, ...]) -> bool:
+def _only_slices(steps: tuple[ConversionStep, ...]) -> bool:
     return all(s.kind in ("slice", "retype") for s in steps) and any(s.kind == "slice" for s in steps)
 
 
-def apply_known(steps: tuple[Step, ...], local: Tensor, value: Tensor) -> Tensor:
+def apply_known(steps: tuple[ConversionStep, ...], local: Tensor, value: Tensor) -> Tensor:
     """What ``apply(steps, local)`` would give, where the data (``value``) is there already; moves nothing."""
     made: Tensor = _Known.apply(local, value, steps)
     return made
@@ -372,7 +372,7 @@ def apply_known(steps: tuple[Step, ...], local: Tensor, value: Tensor) -> Tensor
 
 class _Known(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, value: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, value: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
         ctx.steps, ctx.cause = steps, runtime.RT.cause
         return value.data
 
@@ -387,7 +387,7 @@ class _Weighted(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
         (step,) = steps
         ctx.steps, ctx.cause = steps, runtime.RT.cause
         op, group = _op(step.src, step), collective.group(step.src.mesh, step.axes)
@@ -431,5 +431,5 @@ def _share_of_product(local: Tensor, group: Any) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _reduced_everywhere(step: Step) -> Step:
-    return Step("all_reduce", step.axes, step.src, _replicated(step.src, step.axes))
+def _reduced_everywhere(step: ConversionStep) -> ConversionStep:
+    return ConversionStep("all_reduce", step.axes, step.src, _replicated(step.src, step.axes))

@@ -10,7 +10,7 @@ import math
 from functools import lru_cache
 
 from .collective import KINDS
-from .convert import Step
+from .convert import ConversionStep
 from .layout import Shard, Spec
 
 
@@ -30,7 +30,7 @@ def passes(kind: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=8192)
-def step_bytes(step: Step) -> float:
+def step_bytes(step: ConversionStep) -> float:
     """Bytes that each rank sends for one step."""
     before, after = passes(step.kind)
     if not before and not after:

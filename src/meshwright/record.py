@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import reshard, runtime
-from .convert import Step
+from .convert import ConversionStep
 from .cost import step_bytes
 from .errors import ExplicitError
 from .runtime import user_line
@@ -43,7 +43,7 @@ class Record:
     asked: bool = False
     use: str = ""
 
-    def transposed(self, steps: tuple[Step, ...]) -> Record:
+    def transposed(self, steps: tuple[ConversionStep, ...]) -> Record:
         """Record of the backward of the same conversion, which runs ``steps``; listed where they move data."""
         moving = [s for s in steps if s.moves]
         axes = dict.fromkeys(s.src.mesh.axes[a] for s in moving for a in s.axes)
@@ -71,7 +71,7 @@ class Record:
         )
 
 
-def make(op: str, argument: int, plan: reshard.Plan, reason: str) -> Record:
+def make(op: str, argument: int, plan: reshard.ConversionPlan, reason: str) -> Record:
     """Record of one plan that is about to be executed."""
     moving = [s for s in plan.steps if s.moves]
     axes = dict.fromkeys(plan.src.mesh.axes[a] for s in moving for a in s.axes)
@@ -94,7 +94,7 @@ def since(op: str, factors: str) -> str:
     return f"{op} at {user_line()}, where {factors} is split"
 
 
-def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool, producer: str = "") -> None:
+def implicit(op: str, argument: int, plan: reshard.ConversionPlan, why: str, moves: bool, producer: str = "") -> None:
     """Note communication that an op implies now or, if no data moves yet, in its backward.
 
     ``producer``: what made a Partial value one.
@@ -124,7 +124,7 @@ def implicit(op: str, argument: int, plan: reshard.Plan, why: str, moves: bool, 
         )
 
 
-def asked(what: str, plan: reshard.Plan, reason: str) -> None:
+def asked(what: str, plan: reshard.ConversionPlan, reason: str) -> None:
     """Note a conversion that somebody asked for by name."""
     if runtime.RT.records is not None:
         runtime.RT.cause = made = replace(make(what, 0, plan, reason), asked=True)

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from . import convert
-from .convert import Step
+from .convert import ConversionStep
 from .cost import passes, step_bytes
 from .errors import ConversionError
 from .layout import REPLICATE, Partial, Placement, Shard, Spec, commute, dual
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class ConversionPlan:
     """Steps from ``src`` to ``dst`` with their cost in bytes sent per rank.
 
     ``moves``: data crosses between ranks in the forward; ``free``: only types change.
@@ -30,7 +30,7 @@ class Plan:
 
     src: Spec
     dst: Spec
-    steps: tuple[Step, ...]
+    steps: tuple[ConversionStep, ...]
     forward_bytes: float
     backward_bytes: float
     moves: bool = field(init=False)
@@ -47,7 +47,7 @@ class Plan:
 
 
 @lru_cache(maxsize=16384)
-def plan(src: Spec, dst: Spec) -> Plan:
+def plan(src: Spec, dst: Spec) -> ConversionPlan:
     """The cheapest plan from ``src`` to ``dst``.  Undecided axes must have been decided before.
 
     Raises ConversionError for different shapes or meshes, or where no sequence of steps exists.
@@ -56,8 +56,8 @@ def plan(src: Spec, dst: Spec) -> Plan:
         raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
     src, dst = _decided(src), _decided(dst)
     if src is dst:
-        return Plan(src, dst, (), 0.0, 0.0)
-    steps: list[Step] = []
+        return ConversionPlan(src, dst, (), 0.0, 0.0)
+    steps: list[ConversionStep] = []
     here = src
     for axes, (placement, reduced) in _moves(src, dst):
         layout, mask = here.layout, here.reduced
@@ -67,7 +67,7 @@ def plan(src: Spec, dst: Spec) -> Plan:
         here = steps[-1].dst
     assert here is dst, (here, dst)
     forward = sum(step_bytes(s) for s in steps)
-    return Plan(src, dst, tuple(steps), forward, sum(step_bytes(s.transpose()) for s in steps))
+    return ConversionPlan(src, dst, tuple(steps), forward, sum(step_bytes(s.transpose()) for s in steps))
 
 
 def _decided(spec: Spec) -> Spec:

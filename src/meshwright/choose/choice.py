@@ -29,7 +29,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Wanted:
     """Layouts that the caller wants outputs to have: candidates come from them too, and their distance costs.
 
     None for outputs that may have any.

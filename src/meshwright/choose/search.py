@@ -19,7 +19,7 @@ from ..layout import Partial, Placement, Replicate, Shard, Spec, commute
 from ..mesh import Mesh
 from ..reshard import plan
 from ..rules.strategies import Dims, Rule, Strategy
-from .choice import Choice, Like, Wish, carries_grad, typed
+from .choice import Choice, Like, Wanted, carries_grad, typed
 
 Price = tuple[int, float, float, int]
 _MOST = 128  # combinations of strategies and orders that are priced together
@@ -55,7 +55,7 @@ def choose(
     return best if search.mesh.ndim == 1 or stays else search.together(best, thrown)
 
 
-def choose_for(rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], wish: Wish) -> Choice:
+def choose_for(rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], wish: Wanted) -> Choice:
     """The cheapest way to run an op whose outputs should have certain layouts: inputs and outputs, all axes together.
 
     Starts from what is taken axis by axis and changes two axes at a time for as long as that gets cheaper: fewest
@@ -81,7 +81,7 @@ def choose_for(rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], wish: Wish
     return best
 
 
-def _planned(choice: Choice, wish: Wish) -> tuple[float, int]:
+def _planned(choice: Choice, wish: Wanted) -> tuple[float, int]:
     """Bytes of all conversions, and how many of the wished shards are cut from something larger."""
     pairs = list(zip(choice.sources, choice.inputs, strict=True))
     cut = 0
@@ -101,7 +101,7 @@ class Search:
     ins: Sequence[Spec]
     outs: Sequence[Like]
     inplace: bool = False
-    wish: Wish | None = None
+    wish: Wanted | None = None
     constants: Collection[int] = ()
 
     @property

@@ -43,7 +43,7 @@ from .leaves import (
     tie,
 )
 from .plans import (
-    Plan,
+    CallPlan,
     by_grad,
     global_outputs,
     make_rule,
@@ -60,9 +60,9 @@ from .views import (
 
 __all__ = [
     "QUESTIONS",
+    "CallPlan",
     "Inference",
     "Op",
-    "Plan",
     "autocast",
     "before",
     "by_grad",

@@ -43,7 +43,7 @@ Signature = tuple[Param, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class Bindings:
     """How the call in the schema's order is made from a call with names: names to add in order, or values that stand
     for what was left out; and names to keep, with those of the schema."""
 
@@ -65,7 +65,7 @@ class Binding:
         return bound
 
 
-def bind(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Binding | None:
+def bind(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Bindings | None:
     """How to bring a call of ``func`` (or of the ATen op ``name``) to the order of its schema.
 
     None where it is there already, or where no schema fits: then a rule gets the call as it is.
@@ -119,7 +119,7 @@ def _of_schema(schema: Any) -> Signature:
     return tuple(param(a) for a in schema.arguments)
 
 
-def _fit(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Binding | None:
+def _fit(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Bindings | None:
     positional = [p for p in signature if not p.keyword]
     if any(p.tensor is not None and not _suits(p.tensor, a) for p, a in zip(positional, args, strict=False)):
         return None
@@ -145,7 +145,7 @@ def _fit(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> B
     if any(p.default is _NEEDED for p in (*left, *[p for p in signature if p.keyword and p.name not in given])):
         return None
     more = [(places.get(i), positional[i].default) for i in range(len(args), last + 1)]
-    return Binding(tuple(more), tuple(named))
+    return Bindings(tuple(more), tuple(named))
 
 
 def _suits(tensor: bool, value: Any) -> bool:

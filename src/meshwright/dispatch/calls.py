@@ -15,7 +15,7 @@ from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.pointwise import is_pointwise, pointwise_rule
-from .binding import Binding, bind
+from .binding import Bindings, bind
 
 Tensor = torch.Tensor
 
@@ -47,7 +47,7 @@ class Op:
     rule: Callable[..., Rule | None] | None
     composite: Callable[..., Any] | None
 
-    def binding(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Binding | None:
+    def binding(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Bindings | None:
         """How a call with names is brought to the order of the op's schema; None where it is there."""
         return bind(self.func, f"{self.name}_" if self.inplace else self.name, args, kwargs)
 

@@ -19,21 +19,21 @@ from .calls import (
 )
 from .leaves import _leans_invariant, follow_roots, lead_root, settle, tie
 from .plans import (
-    Plan,
+    CallPlan,
     plan_call,
     written_spec,
 )
-from .views import Source, cut_from, remember, remember_pieces, with_base
+from .views import PieceSource, cut_from, remember, remember_pieces, with_base
 
 Tensor = torch.Tensor
 
 
 Stamp = Callable[[Tensor, Spec], Any]
 Note = Callable[[bool], None]
-Converter = Callable[[Tensor, reshard.Plan, "Note | None"], Tensor]
+Converter = Callable[[Tensor, reshard.ConversionPlan, "Note | None"], Tensor]
 
 
-def convert_tensor(t: Tensor, steps: reshard.Plan, note: Note | None = None) -> Tensor:
+def convert_tensor(t: Tensor, steps: reshard.ConversionPlan, note: Note | None = None) -> Tensor:
     """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once.
 
     ``note`` is called before anything is done, with whether data moves.
@@ -69,7 +69,7 @@ def convert_tensor(t: Tensor, steps: reshard.Plan, note: Note | None = None) -> 
     return made
 
 
-def _of_whole(t: Tensor, steps: reshard.Plan, note: Note | None, grad: bool) -> Tensor | None:
+def _of_whole(t: Tensor, steps: reshard.ConversionPlan, note: Note | None, grad: bool) -> Tensor | None:
     """A piece brought to ``steps.dst`` by bringing there what it was cut from; None where that does not pay."""
     if any(s.kind not in ("all_reduce", "retype") or (grad and convert.weighted(s)) for s in steps.steps):
         return None
@@ -85,7 +85,7 @@ def _of_whole(t: Tensor, steps: reshard.Plan, note: Note | None, grad: bool) -> 
     return convert.apply_known(steps.steps, t, value) if grad else value
 
 
-def _cut_whole(source: Source, axes: Sequence[int], note: Note | None) -> list[Tensor]:
+def _cut_whole(source: PieceSource, axes: Sequence[int], note: Note | None) -> list[Tensor]:
     """All pieces of a source that is whole on these axes."""
     spec: Spec = source.base.__dict__["_spec"].with_(undecided=0)
     layout = spec.layout.without_partial(axes)
@@ -100,7 +100,7 @@ def _named(t: Tensor, spec: Spec) -> Tensor:
     return t
 
 
-def _learn(t: Tensor, steps: reshard.Plan, made: Tensor) -> None:
+def _learn(t: Tensor, steps: reshard.ConversionPlan, made: Tensor) -> None:
     """A Partial was reduced: from now on its consumers get the reduced value, which is a tensor as any other."""
     if not steps.src.layout.partial or steps.dst.layout.partial:
         return
@@ -119,7 +119,7 @@ def _saving() -> bool:
 _OWN = __name__.partition(".")[0]
 
 
-def _kept_apart(steps: reshard.Plan) -> bool:
+def _kept_apart(steps: reshard.ConversionPlan) -> bool:
     """Whether a conversion saves tensors, which a checkpoint counts in both of its runs: neither finds the other's."""
     return any(convert.weighted(s) for s in steps.steps) and _saving()
 
@@ -132,7 +132,7 @@ def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
 _NO_MEMO: tuple[None, None] = (None, None)
 
 
-def execute_swift(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def execute_swift(plan: CallPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Convert positional tensors and run the native op; must run with dispatch disabled.  Outputs are not stamped."""
     changed = list(args)
     for i, steps in plan.conversions:
@@ -144,7 +144,9 @@ def execute_swift(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return func(*changed, **kwargs)
 
 
-def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | None, note: Note | None) -> Tensor | None:
+def _already_there(
+    t: Tensor, steps: reshard.ConversionPlan, memo: dict[Any, Tensor] | None, note: Note | None
+) -> Tensor | None:
     """The value as the target type without moving data that was moved before.
 
     A value that was converted to this layout for another consumer, with another type, keeps its data and gets its own
@@ -169,7 +171,7 @@ def _already_there(t: Tensor, steps: reshard.Plan, memo: dict[Any, Tensor] | Non
     return convert.apply_known(direct.steps, origin, value)
 
 
-def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stamp: Stamp) -> Any:
+def execute(plan: CallPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stamp: Stamp) -> Any:
     """Convert the inputs, run the op on locals, stamp the outputs.  Must run with dispatch disabled."""
     if plan.known and _saving():
         return execute(plan_call(func, args, kwargs, known=False), func, args, kwargs, stamp)
@@ -214,7 +216,7 @@ def execute(plan: Plan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return result
 
 
-def _finish_write(plan: Plan, tensors: Sequence[Tensor], written: Tensor, result: Any, stamp: Stamp) -> Tensor:
+def _finish_write(plan: CallPlan, tensors: Sequence[Tensor], written: Tensor, result: Any, stamp: Stamp) -> Tensor:
     """Bring what was written to where its target lies, and say what the target is now."""
     target, made = tensors[0], plan.outputs[0]
     old = spec_of(target, made.mesh).with_()  # what was known of the value is no more
@@ -248,7 +250,9 @@ def _told_otherwise(t: Tensor, spec: Spec) -> bool:
     return bool((now.reduced ^ spec.reduced) & ~(now.undecided | spec.undecided))
 
 
-def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan, make: Converter = convert_tensor) -> Tensor:
+def _convert_recorded(
+    plan: CallPlan, i: int, t: Tensor, steps: reshard.ConversionPlan, make: Converter = convert_tensor
+) -> Tensor:
     rt = runtime.RT
     if rt.records is None and not (steps.moves and rt.explicit):
         return make(t, steps, None)
@@ -259,13 +263,13 @@ def _convert_recorded(plan: Plan, i: int, t: Tensor, steps: reshard.Plan, make: 
         rt.cause = None
 
 
-def _bring_back(t: Tensor, steps: reshard.Plan, note: Note | None) -> Tensor:
+def _bring_back(t: Tensor, steps: reshard.ConversionPlan, note: Note | None) -> Tensor:
     if note is not None:
         note(steps.moves)
     return convert.apply(steps.steps, t)
 
 
-def _run_replayed(plan: Plan, *given: Any) -> Any:
+def _run_replayed(plan: CallPlan, *given: Any) -> Any:
     """Where this rank's part of a result is empty, the op run in such a way that writes to the result are
     differentiated as on the other ranks: PyTorch else takes a view that was written to (the result of ``tensordot`` is
     one of its own) for an ``as_strided`` of its base, whose derivative is a constant where it is empty, so that a
@@ -281,7 +285,7 @@ def _aliases(locals_: list[Tensor]) -> list[Tensor]:
 
 
 def _run_local(
-    plan: Plan,
+    plan: CallPlan,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -309,7 +313,7 @@ def _run_local(
         return (plan.local or func)(*args, **kwargs)
 
 
-def _own(plan: Plan, result: Any, tensors: Sequence[Tensor], locals_: Sequence[Tensor]) -> Any:
+def _own(plan: CallPlan, result: Any, tensors: Sequence[Tensor], locals_: Sequence[Tensor]) -> Any:
     """An op may return its input: only the caller's own distributed tensor may be stamped, of others an alias is.
 
     Others are plain tensors of the caller, and converted inputs, which may be kept for their next use.
@@ -321,7 +325,7 @@ def _own(plan: Plan, result: Any, tensors: Sequence[Tensor], locals_: Sequence[T
     return map_tensors(result, lambda r: r.view_as(r) if any(r is a for a in others) else r)
 
 
-def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, grad_on: bool) -> Any:
+def _finish(plan: CallPlan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, grad_on: bool) -> Any:
     made = tensors_in(result)
     if not plan.checked:
         _check_locals(plan, made)
@@ -338,7 +342,7 @@ def _finish(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, gr
     return result
 
 
-def _use(plan: Plan, axes: int) -> str:
+def _use(plan: CallPlan, axes: int) -> str:
     """Which factors of a plan are split over some axes (bits), and where, in words; empty for none."""
     chosen = plan.choice.strategies if plan.choice is not None else ()
     named = [c.factor for a, c in enumerate(chosen) if c.factor and axes >> a & 1]
@@ -346,7 +350,7 @@ def _use(plan: Plan, axes: int) -> str:
     return record.since(plan.op.name, f"{', '.join(split)} of {plan.why}") if split else ""
 
 
-def settle_after(plan: Plan, func: Any, args: Any, kwargs: Any, result: Any, stamp: Stamp) -> Any:
+def settle_after(plan: CallPlan, func: Any, args: Any, kwargs: Any, result: Any, stamp: Stamp) -> Any:
     """Stamp outputs of a call that ran already, and give its leaves the types that it implies."""
     tensors = tensors_in((args, kwargs))
     with disabled():
@@ -359,7 +363,7 @@ def settle_after(plan: Plan, func: Any, args: Any, kwargs: Any, result: Any, sta
         return _finish(plan, tensors, result, stamp, torch.is_grad_enabled())
 
 
-def _check_locals(plan: Plan, made: Sequence[Tensor]) -> None:
+def _check_locals(plan: CallPlan, made: Sequence[Tensor]) -> None:
     assert plan.mesh is not None
     here = plan.mesh.coordinate(runtime.RT.rank)
     want = [spec.local_shape(here) for spec in plan.outputs]
@@ -377,7 +381,7 @@ def _check_locals(plan: Plan, made: Sequence[Tensor]) -> None:
     plan.checked = True
 
 
-def _finish_gathered(plan: Plan, tensors: Sequence[Tensor], result: Any, stamp: Stamp) -> Any:
+def _finish_gathered(plan: CallPlan, tensors: Sequence[Tensor], result: Any, stamp: Stamp) -> Any:
     assert plan.mesh is not None
     whole = Layout(plan.mesh)
     everywhere = plan.mesh.everywhere

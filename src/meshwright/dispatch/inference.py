@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import reshard
-from ..choose import Choice, Wish, choose, choose_for
+from ..choose import Choice, Wanted, choose, choose_for
 from ..errors import RuleError
 from ..layout import Layout, Spec
 from ..rules import COMPOSITES, RULES, Rule
@@ -120,7 +120,7 @@ def _toward(rule: Rule, specs: Sequence[Spec], like: list[tuple[Any, torch.dtype
     """The choice for wished outputs.  What is replicated may be asked for sliced: that sends nothing either way, since
     a value of which each rank uses its own part has its gradient reduced where it comes from."""
     free = [s.with_(reduced=s.mesh.everywhere, undecided=0) for s in specs]
-    return choose_for(rule, free, like, Wish(tuple(outputs)))
+    return choose_for(rule, free, like, Wanted(tuple(outputs)))
 
 
 class _StandIn(torch.Tensor):

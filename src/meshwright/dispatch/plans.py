@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(slots=True)
-class Plan:
+class CallPlan:
     """What to do for one kind of call.
 
     ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule
@@ -64,8 +64,8 @@ class Plan:
     alias: bool = False
     spec: Spec | None = None
     outputs: tuple[Spec, ...] = ()
-    conversions: tuple[tuple[int, reshard.Plan], ...] = ()
-    known: tuple[tuple[int, reshard.Plan], ...] = ()
+    conversions: tuple[tuple[int, reshard.ConversionPlan], ...] = ()
+    known: tuple[tuple[int, reshard.ConversionPlan], ...] = ()
     decide: tuple[tuple[int, Spec], ...] = ()
     local: Callable[..., Any] | None = None
     run: Callable[..., Any] | None = None
@@ -77,7 +77,7 @@ class Plan:
     padded: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     watched: bool = False
     graded: bool = False
-    back: reshard.Plan | None = None
+    back: reshard.ConversionPlan | None = None
     open: int = 0
     checked: bool = False
     mesh: Mesh | None = None
@@ -93,7 +93,7 @@ def plan_call(
     strategies: Sequence[Strategy] | None = None,
     *,
     known: bool = True,
-) -> Plan:
+) -> CallPlan:
     """Decide how to run a call.  Reads specs, shapes and dtypes only, so that all ranks decide alike.
 
     ``strategies``, one per mesh axis, are taken instead of the cheapest ones (for tests of a rule).  ``known``: take
@@ -102,9 +102,9 @@ def plan_call(
     op = resolve(func)
     bound = op.binding(args, kwargs)
     if op.composite is not None:
-        return Plan(op, run=bound.around(op.composite) if bound else op.composite)
+        return CallPlan(op, run=bound.around(op.composite) if bound else op.composite)
     if op.python and op.rule is None:
-        return Plan(op, redispatch=True)
+        return CallPlan(op, redispatch=True)
     with disabled():
         tensors = tensors_in((args, kwargs))
         mesh = mesh_of(tensors, op.name)
@@ -120,11 +120,11 @@ def plan_call(
     with mw_context(op, specs):
         dtypes = autocast.casts(func, specs, args, kwargs, mesh.device) if autocast.active() else {}
         if dtypes and op.python:
-            return Plan(op, redispatch=True)
+            return CallPlan(op, redispatch=True)
         specs = [s.with_(dtype=dtypes[i]) if i in dtypes else s for i, s in enumerate(specs)]
         plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies, (free, constants), bool(instead))
     if dtypes and (instead or not plan.plain):  # else the native op does it, in C++ and with autocast's own memo
-        return Plan(op, run=autocast.cast_first(func, dtypes, mesh.device))
+        return CallPlan(op, run=autocast.cast_first(func, dtypes, mesh.device))
     if bound and plan.run is not None:
         plan.run = bound.around(plan.run)
     if bound and plan.local is not None:
@@ -166,10 +166,10 @@ def _plan_ruled(
     strategies: Sequence[Strategy] | None,
     constants: tuple[Collection[int], Collection[int]],
     replaced: bool,
-) -> Plan:
+) -> CallPlan:
     made = _run_meta(func, specs, args, kwargs, [])
     if made is _REFUSED and op.python:
-        return Plan(op, redispatch=True)
+        return CallPlan(op, redispatch=True)
     if made is _REFUSED:
         # Most likely a mistake of the caller: every rank runs the op on global values, and PyTorch says what is wrong.
         plan = _gather_plan(op, mesh, specs)
@@ -178,7 +178,7 @@ def _plan_ruled(
     like = _described(made, specs)
     rule = make_rule(op, specs, args, kwargs)
     if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
-        return Plan(op, redispatch=True)
+        return CallPlan(op, redispatch=True)
     if rule is None or (like is None and not rule.outputs):
         return _mark_copies(_gather_plan(op, mesh, specs), func, specs, args, kwargs, replaced)
     if like is None:
@@ -186,7 +186,7 @@ def _plan_ruled(
     else:
         _check_outputs(op, rule, like)
     if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
-        return Plan(op, run=rule.decompose, mesh=mesh)
+        return CallPlan(op, run=rule.decompose, mesh=mesh)
     try:
         choice, graded = _choose_graded(rule, specs, like, op.inplace, strategies, *constants)
     except DispatchError:
@@ -228,8 +228,8 @@ def by_grad(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _mark_copies(
-    plan: Plan, func: Any, specs: list[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: bool
-) -> Plan:
+    plan: CallPlan, func: Any, specs: list[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: bool
+) -> CallPlan:
     """Views of converted or replaced inputs, or of copies, do not alias what the caller holds: their specs say so."""
     own = plan.local is not None and not isinstance(plan.local, Native)
     moved = own or replaced or any(s.kind != "retype" for _, c in plan.conversions for s in c.steps)
@@ -245,7 +245,7 @@ def _mark_copies(
     return plan
 
 
-def _nothing_here(plan: Plan) -> bool:
+def _nothing_here(plan: CallPlan) -> bool:
     """Whether a result that has elements has none on this rank."""
     if plan.op.inplace or plan.mesh is None:
         return False
@@ -266,7 +266,7 @@ def _is_view(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: di
     return any(t.untyped_storage()._cdata in memory for t in tensors_in(made))
 
 
-def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice) -> Plan:
+def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice) -> CallPlan:
     conversions = []
     for i, (src, dst) in enumerate(zip(choice.sources, choice.inputs, strict=True)):
         if src.undecided:
@@ -286,7 +286,7 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
     direct = (local is None or isinstance(local, Native)) and choice.outputs != () and not alias and padded is None
     if op.inplace:  # what says anew what the target is cannot be left to the native op
         direct = direct and not (back or decide or choice.open or choice.outputs[0].shape != specs[0].shape)
-    return Plan(
+    return CallPlan(
         op,
         plain=not conversions and direct,
         retypes=bool(conversions) and direct and all(s.kind == "retype" for _, c in conversions for s in c.steps),
@@ -309,8 +309,8 @@ def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice
 
 
 def _way_back(
-    conversions: Sequence[tuple[int, reshard.Plan]], specs: Sequence[Spec], outputs: Sequence[Spec]
-) -> reshard.Plan | None:
+    conversions: Sequence[tuple[int, reshard.ConversionPlan]], specs: Sequence[Spec], outputs: Sequence[Spec]
+) -> reshard.ConversionPlan | None:
     """From where a write is made to where its target lies; None where that is the target itself."""
     made, target = outputs[0], specs[0]
     if made.shape != target.shape:  # unsqueeze_, t_: the layout changes with the shape
@@ -423,7 +423,7 @@ def _whole_is_split(rule: Rule, specs: Sequence[Spec]) -> bool:
     return False
 
 
-def _gather_plan(op: Op, mesh: Mesh, specs: list[Spec]) -> Plan:
+def _gather_plan(op: Op, mesh: Mesh, specs: list[Spec]) -> CallPlan:
     """Without a rule: every input whole on every rank, the op run everywhere."""
     conversions, decide, lost = [], [], 0.0
     for i, spec in enumerate(specs):
@@ -434,7 +434,7 @@ def _gather_plan(op: Op, mesh: Mesh, specs: list[Spec]) -> Plan:
         if steps.steps:
             conversions.append((i, steps))
             lost += steps.forward_bytes
-    plan = Plan(op, conversions=tuple(conversions), decide=tuple(decide), mesh=mesh, gathered=True)
+    plan = CallPlan(op, conversions=tuple(conversions), decide=tuple(decide), mesh=mesh, gathered=True)
     if op.inplace:
         plan.outputs = (Spec(specs[0].shape, specs[0].dtype, Layout(mesh)),)
         plan.back = _way_back(conversions, specs, plan.outputs)
@@ -445,7 +445,7 @@ def _gather_plan(op: Op, mesh: Mesh, specs: list[Spec]) -> Plan:
 _WARNED: set[str] = set()
 
 
-def warn_gathered(plan: Plan) -> None:
+def warn_gathered(plan: CallPlan) -> None:
     """One warning per op that runs without a rule and moves data for it."""
     if plan.notes.get("bytes") and "refused" not in plan.notes and plan.op.name not in _WARNED:
         _WARNED.add(plan.op.name)

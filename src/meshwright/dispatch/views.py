@@ -20,7 +20,7 @@ from ..operators import Internal
 from ..raw import as_plain
 from .calls import disabled, op_name, tensors_in
 from .leaves import lead_root, settle
-from .plans import Plan, written_spec
+from .plans import CallPlan, written_spec
 
 Tensor = torch.Tensor
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -72,7 +72,7 @@ def remember(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: Ten
 
 
 @dataclass(slots=True)
-class Source:
+class PieceSource:
     """What pieces were cut from, by ``func(*args, **kwargs)``.
 
     ``whole``: them all, cut from a base that is whole on these axes.  ``mark``: tells it from others, on the base.
@@ -94,12 +94,12 @@ def remember_pieces(
     """Note what these pieces, which may be needed whole, were cut from.  Must run with dispatch disabled."""
     version = _version(base)
     if version is not None:
-        source = Source(base, func, args, kwargs, version, len(made) > 1)
+        source = PieceSource(base, func, args, kwargs, version, len(made) > 1)
         for i, t in enumerate(made):
             t.__dict__["_piece"] = (source, i, t._version)
 
 
-def cut_from(t: Tensor) -> tuple[Source, int] | None:
+def cut_from(t: Tensor) -> tuple[PieceSource, int] | None:
     """The source of a piece that is needed whole, where it pays to make the source whole: once, for all its pieces.
 
     It does for the pieces of one call, and from the second piece on.  Not for a parameter, of which a loop over its
@@ -127,7 +127,7 @@ def _version(t: Tensor) -> int | None:
     return None if untold else t._version
 
 
-def before(plan: Plan, tensors: Sequence[Tensor], call: Call) -> None:
+def before(plan: CallPlan, tensors: Sequence[Tensor], call: Call) -> None:
     """Bring the copies among the arguments of a call up to date, and refuse writes that autograd refuses."""
     for t in tensors:
         refresh(t, call)

@@ -15,7 +15,7 @@ from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
 from ..layout import chunk_sizes
 from ..program.ir.program import value_of
 from ..program.ir.trace import VIEWS, Value
-from .gradients import Gradients, Reduction
+from .gradients import Gradients, SentGradient
 
 _LAUNCH = 50e-6  # seconds of this rank's own time that starting and waiting for a collective takes
 _OP = 5e-6  # of any op
@@ -44,7 +44,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class FusedBucket:
     """Reductions that run as one.
 
     Attributes:
@@ -52,7 +52,7 @@ class Bucket:
         why: of a single one, why it is alone.
     """
 
-    members: tuple[Reduction, ...]
+    members: tuple[SentGradient, ...]
     why: str = ""
 
     @property
@@ -61,19 +61,19 @@ class Bucket:
         return sum(r.nbytes for r in self.members)
 
 
-def by_limit(reductions: Sequence[Reduction], limit: int, gradients: Gradients) -> list[Bucket]:
+def by_limit(reductions: Sequence[SentGradient], limit: int, gradients: Gradients) -> list[FusedBucket]:
     """Buckets of at most ``limit`` bytes: neighbours in the order of the backward; larger gradients alone."""
-    made: list[Bucket] = []
-    open_: dict[Any, list[Reduction]] = {}
+    made: list[FusedBucket] = []
+    open_: dict[Any, list[SentGradient]] = {}
 
     def close(group: Any, why: str) -> None:
         members = open_.pop(group, [])
         if members:
-            made.append(Bucket(tuple(members), why if len(members) == 1 else ""))
+            made.append(FusedBucket(tuple(members), why if len(members) == 1 else ""))
 
     for r in reductions:
         if not fusible(r) or r.nbytes >= limit:
-            made.append(Bucket((r,), f"{r.nbytes} bytes fill a bucket" if fusible(r) else _UNFUSIBLE))
+            made.append(FusedBucket((r,), f"{r.nbytes} bytes fill a bucket" if fusible(r) else _UNFUSIBLE))
             continue
         members = open_.setdefault(r.group, [])
         if members and not together([*members, r], gradients):
@@ -89,7 +89,7 @@ def by_limit(reductions: Sequence[Reduction], limit: int, gradients: Gradients) 
 _UNFUSIBLE = "a reduce-scatter of the step's own, into other parts"
 
 
-def fusible(r: Reduction) -> bool:
+def fusible(r: SentGradient) -> bool:
     """Whether a reduction can share a buffer with others."""
     if r.kind is ALL_REDUCE:
         return True
@@ -98,54 +98,54 @@ def fusible(r: Reduction) -> bool:
     return list(sizes) == chunk_sizes(value.shape[dim], len(sizes))  # type: ignore[arg-type, index]
 
 
-def by_unit(reductions: Sequence[Reduction], gradients: Gradients) -> list[Bucket]:
+def by_unit(reductions: Sequence[SentGradient], gradients: Gradients) -> list[FusedBucket]:
     """Buckets of what is scattered to where it is stored: one per unit, whatever its size, as in eager code."""
-    open_: dict[Any, list[Reduction]] = {}
-    made: list[Bucket] = []
+    open_: dict[Any, list[SentGradient]] = {}
+    made: list[FusedBucket] = []
     for r in reductions:
         members = open_.get(r.group, []) if fusible(r) else []
         if members and not together([*members, r], gradients):
-            made.append(Bucket(tuple(open_.pop(r.group)), "used before the next gradient exists"))
+            made.append(FusedBucket(tuple(open_.pop(r.group)), "used before the next gradient exists"))
         if fusible(r):
             open_.setdefault(r.group, []).append(r)
         else:
-            made.append(Bucket((r,), _UNFUSIBLE))
-    made += [Bucket(tuple(m), "the only one of its unit and dtype") for m in open_.values()]
+            made.append(FusedBucket((r,), _UNFUSIBLE))
+    made += [FusedBucket(tuple(m), "the only one of its unit and dtype") for m in open_.values()]
     return made
 
 
-def together(members: Sequence[Reduction], gradients: Gradients) -> bool:
+def together(members: Sequence[SentGradient], gradients: Gradients) -> bool:
     """Whether none of the sums is used before the last of the gradients exists."""
     return gradients.after(list(members), 0) < min(r.needed for r in members)
 
 
-def in_order(buckets: list[Bucket]) -> list[Bucket]:
+def in_order(buckets: list[FusedBucket]) -> list[FusedBucket]:
     """Buckets in the order in which they can start."""
     return sorted(buckets, key=lambda b: max(r.key for r in b.members))
 
 
-def by_time(reductions: Sequence[Reduction], network: Network, gradients: Gradients) -> list[Bucket]:
+def by_time(reductions: Sequence[SentGradient], network: Network, gradients: Gradients) -> list[FusedBucket]:
     """Buckets such that the last collective ends soonest after the backward, by a model of both.
 
     One wire carries the collectives of a group one after the other.  When the best way to send the first gradients is
     known, so is that of one more (dynamic programming over where the last bucket begins).
     """
-    made: list[Bucket] = []
-    groups: dict[Any, list[Reduction]] = {}
+    made: list[FusedBucket] = []
+    groups: dict[Any, list[SentGradient]] = {}
     for r in reductions:
         if fusible(r):
             groups.setdefault(r.group, []).append(r)
         else:
-            made.append(Bucket((r,), _UNFUSIBLE))
+            made.append(FusedBucket((r,), _UNFUSIBLE))
     born = _times(reductions, network, gradients)
     for listed in groups.values():
         for members in _cut(listed, network, born):
             why = "sending it with its neighbours would end later" if len(members) == 1 else ""
-            made.append(Bucket(tuple(members), why))
+            made.append(FusedBucket(tuple(members), why))
     return in_order(made)
 
 
-def _cut(listed: list[Reduction], network: Network, born: dict[fx.Node, float]) -> list[list[Reduction]]:
+def _cut(listed: list[SentGradient], network: Network, born: dict[fx.Node, float]) -> list[list[SentGradient]]:
     """Neighbours in the order of the backward that run as one."""
     wire = [0.0]  # seconds that the first gradients take on the wire, latency apart
     for r in listed:
@@ -173,7 +173,7 @@ def _cut(listed: list[Reduction], network: Network, born: dict[fx.Node, float]) 
     return cuts[::-1]
 
 
-def _first_members(listed: list[Reduction], wire: list[float], most: float) -> list[int]:
+def _first_members(listed: list[SentGradient], wire: list[float], most: float) -> list[int]:
     """Of a bucket that ends before each place, the first place at which it may begin."""
     made = [0]
     for j in range(1, len(wire)):
@@ -188,7 +188,7 @@ def _first_members(listed: list[Reduction], wire: list[float], most: float) -> l
     return made
 
 
-def _wire_bytes(r: Reduction) -> float:
+def _wire_bytes(r: SentGradient) -> float:
     value = value_of(r.gradient)
     assert value is not None
     return bytes_of(r.node.target, (r.nbytes // value.dtype.itemsize,), value.dtype, r.node.args[1:])
@@ -200,7 +200,7 @@ def _wire_bytes(r: Reduction) -> float:
 _ROWS = 1024  # rows of the batch that meet each parameter, where nothing better may be used
 
 
-def _times(reductions: Sequence[Reduction], network: Network, gradients: Gradients) -> dict[fx.Node, float]:
+def _times(reductions: Sequence[SentGradient], network: Network, gradients: Gradients) -> dict[fx.Node, float]:
     """Seconds from the start of the program to when each gradient exists, roughly; the same on all ranks."""
     if gradients.even:
         clock, now = [], 0.0
@@ -240,4 +240,4 @@ def _meta(node: fx.Node) -> Any:
     return None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-__all__ = ["Bucket", "Network", "by_limit", "by_time", "by_unit", "in_order"]
+__all__ = ["FusedBucket", "Network", "by_limit", "by_time", "by_unit", "in_order"]

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from ..errors import PassError
 from ..program.ir.inplace import follow
 from ..program.ir.program import Program, value_of
-from .buckets import Bucket, Network, by_limit, by_time, by_unit, in_order
+from .buckets import FusedBucket, Network, by_limit, by_time, by_unit, in_order
 from .core import Pass, PassRecord, register
 from .fusing import Fusing
 from .gathers import gathered
-from .gradients import Gradients, Reduction
+from .gradients import Gradients, SentGradient
 from .levels import flattened
 from .scaling import Pruned, prune
 from .slicing import copied
@@ -81,8 +81,8 @@ class DataParallelOptimization(Pass):
     def _one(self, program: Program) -> tuple[Program, PassRecord]:
         made, joined = flattened(copied(program))
         pruned = prune(made) if self.prune else Pruned()
-        reductions: list[Reduction] = []
-        buckets: list[Bucket] = []
+        reductions: list[SentGradient] = []
+        buckets: list[FusedBucket] = []
         in_place, later = 0, True
         while later:
             gradients = Gradients(made)
@@ -99,13 +99,13 @@ class DataParallelOptimization(Pass):
         made, gathers = gathered(made, buckets, self.fuse, self.overlap)
         return made, _record(reductions, buckets, pruned, in_place, joined, gathers)
 
-    def _buckets(self, gradients: Gradients) -> list[Bucket]:
+    def _buckets(self, gradients: Gradients) -> list[FusedBucket]:
         reductions = gradients.reductions
         if isinstance(self.bucket_bytes, int):
             for r in reductions:
                 self._large_enough(r, self.bucket_bytes)
         if not self.fuse:
-            return in_order([Bucket((r,), "fuse=False") for r in reductions])
+            return in_order([FusedBucket((r,), "fuse=False") for r in reductions])
         stored = by_unit([r for r in reductions if r.unit], gradients)
         rest = [r for r in reductions if not r.unit]
         if isinstance(self.bucket_bytes, int):
@@ -113,7 +113,7 @@ class DataParallelOptimization(Pass):
         network = Network(self.alpha_us * 1e-6, self.gb_per_s * 1e9, self.gflops * 1e9)
         return in_order([*stored, *by_time(rest, network, gradients)])
 
-    def _large_enough(self, r: Reduction, size: int) -> None:
+    def _large_enough(self, r: SentGradient, size: int) -> None:
         value = value_of(r.gradient)
         if value is not None and size < value.dtype.itemsize:
             raise PassError(
@@ -123,8 +123,8 @@ class DataParallelOptimization(Pass):
 
 
 def _record(
-    reductions: list[Reduction],
-    buckets: list[Bucket],
+    reductions: list[SentGradient],
+    buckets: list[FusedBucket],
     pruned: Pruned,
     in_place: int,
     joined: int,

@@ -18,8 +18,8 @@ from ..program.ir.program import Program, value_of
 from ..program.ir.trace import VIEWS, Value
 from ..record import Record
 from ..shard.packing import Packing
-from .buckets import Bucket
-from .gradients import Gradients, Reduction, is_view
+from .buckets import FusedBucket
+from .gradients import Gradients, SentGradient, is_view
 from .slicing import new_storage
 from .splitting import split_updates
 
@@ -65,7 +65,7 @@ class Fusing:
     def _sum(self, node: fx.Node) -> fx.Node:
         return self.sums.get(node, node)
 
-    def run(self, bucket: Bucket) -> None:
+    def run(self, bucket: FusedBucket) -> None:
         """Let the reductions of a bucket run as one."""
         members = bucket.members
         if members[0].kind is REDUCE_SCATTER:
@@ -88,7 +88,7 @@ class Fusing:
 
     # -- where ----------------------------------------------------------------------------------------
 
-    def _place(self, members: Sequence[Reduction]) -> int:
+    def _place(self, members: Sequence[SentGradient]) -> int:
         """Behind which place a collective starts."""
         earliest = self.started
         if not self.overlap:
@@ -118,7 +118,7 @@ class Fusing:
 
     # -- buffers --------------------------------------------------------------------------------------
 
-    def _buffer(self, members: Sequence[Reduction], count: int) -> fx.Node:
+    def _buffer(self, members: Sequence[SentGradient], count: int) -> fx.Node:
         """Memory for all gradients of a bucket, made right before the first of them."""
         value = value_of(members[0].gradient)
         assert value is not None
@@ -130,7 +130,7 @@ class Fusing:
         options = {"dtype": value.dtype, "device": torch.device(self._program.mesh.device)}
         return self._ahead(first, aten.empty.memory_format, ([count],), options, made)
 
-    def _write(self, r: Reduction, buffer: fx.Node, offset: int, place: int) -> None:
+    def _write(self, r: SentGradient, buffer: fx.Node, offset: int, place: int) -> None:
         """Have a gradient written into its part of the buffer: by what makes it, or copied."""
         origin = _origin(r.gradient)
         out = self._out(r, origin, place)
@@ -162,7 +162,7 @@ class Fusing:
         made.meta["value"] = replace(buffer.meta["value"], shape=tuple(shape))
         return made
 
-    def _out(self, r: Reduction, origin: fx.Node, place: int) -> Any:
+    def _out(self, r: SentGradient, origin: fx.Node, place: int) -> Any:
         """The overload of the producer that writes into given memory, where it may be used."""
         value, given = value_of(origin), value_of(r.gradient)
         # What is written to lies row-major, and what is recorded of the gradient and its views must stay true.
@@ -182,7 +182,7 @@ class Fusing:
 
     # -- starts and waits -----------------------------------------------------------------------------
 
-    def _wait(self, started: fx.Node, members: Sequence[Reduction], offsets: Sequence[int]) -> None:
+    def _wait(self, started: fx.Node, members: Sequence[SentGradient], offsets: Sequence[int]) -> None:
         """Wait at the first use of one of the sums; each is a part of what was sent."""
         whole = started.meta["value"]
         readers = {u for r in members for u in r.node.users}
@@ -211,7 +211,7 @@ class Fusing:
         made.meta["value"] = value
         return made
 
-    def _scatter(self, r: Reduction) -> None:
+    def _scatter(self, r: SentGradient) -> None:
         """A reduce-scatter of one gradient, started and waited for."""
         place = self._place([r])
         started = self._behind(place, STARTS[r.node.target], r.node.args, r.node.meta["value"], r.node)
@@ -221,7 +221,7 @@ class Fusing:
         waited.meta = {k: v for k, v in r.node.meta.items() if k != "cause"}
         self.sums[r.node] = self.waits[waited] = waited
 
-    def _scatter_together(self, members: Sequence[Reduction]) -> None:
+    def _scatter_together(self, members: Sequence[SentGradient]) -> None:
         """Reduce-scatters of several gradients as one: each rank gets a row with its chunks of all."""
         place, first = self._place(members), members[0].node
         _, op, _, sizes, index, axes, mesh = first.args
@@ -243,7 +243,7 @@ class Fusing:
         started.meta["cause"] = self._cause(members, started)
         self._wait(started, members, packing.offsets)
 
-    def _cause(self, members: Sequence[Reduction], started: fx.Node) -> int:
+    def _cause(self, members: Sequence[SentGradient], started: fx.Node) -> int:
         """Number of a record that says what one collective serves."""
         known = [self.causes[i] for r in members if (i := r.node.meta.get("cause")) is not None]
         if len(members) == 1 and known:
@@ -268,7 +268,7 @@ class Fusing:
 # ---------------------------------------------------------------------------------------------- values
 
 
-def _offsets(members: Sequence[Reduction]) -> tuple[list[int], int]:
+def _offsets(members: Sequence[SentGradient]) -> tuple[list[int], int]:
     """At which element of a buffer each gradient begins, and how many elements the buffer has."""
     made, end = [], 0
     for r in members:

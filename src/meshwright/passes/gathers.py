@@ -21,11 +21,13 @@ from ..program.ir.program import Program, value_of
 from ..program.ir.trace import Value
 from ..record import Record
 from ..shard.packing import Packing
-from .buckets import Bucket
+from .buckets import FusedBucket
 from .slicing import new_storage
 
 
-def gathered(program: Program, buckets: Sequence[Bucket], fuse: bool, overlap: bool) -> tuple[Program, tuple[int, int]]:
+def gathered(
+    program: Program, buckets: Sequence[FusedBucket], fuse: bool, overlap: bool
+) -> tuple[Program, tuple[int, int]]:
     """The program, whose graph is changed, and how many gathers of parameters it had and has.
 
     Args:

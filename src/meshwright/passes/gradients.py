@@ -29,7 +29,7 @@ _UNARY = {*VIEWS, aten.clone.default, aten._to_copy.default}
 
 
 @dataclass(frozen=True)
-class Reduction:
+class SentGradient:
     """A collective that sums a gradient over ranks.
 
     Attributes:
@@ -165,7 +165,7 @@ class Gradients:
                 behind.append(made)
                 self.place[made] = at
 
-    def _reduction(self, node: fx.Node, index: int) -> Reduction:
+    def _reduction(self, node: fx.Node, index: int) -> SentGradient:
         gradient = node.args[0]
         assert isinstance(gradient, fx.Node)
         value = value_of(gradient)
@@ -179,7 +179,7 @@ class Gradients:
         needed = min((self.place[u] for u in node.users), default=len(self.order) - 1)
         unit = self._units.get(grad_below(node), "")
         name = _name(node, gradient)
-        return Reduction(node, gradient, name, COLLECTIVES[node.target], nbytes, (stage, index), ready, needed, unit)
+        return SentGradient(node, gradient, name, COLLECTIVES[node.target], nbytes, (stage, index), ready, needed, unit)
 
     def _spec(self, gradient: fx.Node) -> Spec | None:
         value = value_of(gradient)
@@ -190,7 +190,7 @@ class Gradients:
                     return spec.with_(dtype=value.dtype)
         return None
 
-    def after(self, reductions: list[Reduction], earliest: int) -> int:
+    def after(self, reductions: list[SentGradient], earliest: int) -> int:
         """Place behind which all these gradients exist, and at which every rank has met in the same collectives."""
         place = max(earliest, *(r.ready for r in reductions))
         source = self.order[place].meta.get("source", "")
@@ -264,4 +264,4 @@ def _splits_evenly(spec: Spec) -> bool:
     return all(a * b == n for a, b, n in zip(first, parts, spec.shape, strict=True))
 
 
-__all__ = ["Gradients", "Reduction", "chain_up", "is_linear", "scale_of", "units_of"]
+__all__ = ["Gradients", "SentGradient", "chain_up", "is_linear", "scale_of", "units_of"]

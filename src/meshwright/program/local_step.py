@@ -13,7 +13,7 @@ from ..errors import ProgramError
 from ..mesh import Mesh
 from .base import BaseStep
 from .capture.fakes import named_in
-from .capture.local import Local, StepFn, record_step
+from .capture.local import HandWritten, StepFn, record_step
 from .capture.optimizers import Given, as_one
 from .capture.outside import places
 from .capture.update import update_of
@@ -52,7 +52,9 @@ class LocalStep(BaseStep):
     def _capture(self, batch: Any) -> Ready:
         assert self.optimizer is not None
         with together(self.mesh, "capture_local"):
-            local = Local(self.step_fn, self.mesh, runtime.RT.rank, self.model, self.optimizer, batch, self.update)
+            local = HandWritten(
+                self.step_fn, self.mesh, runtime.RT.rank, self.model, self.optimizer, batch, self.update
+            )
             program, tree = record_step(local)
             if self.transform is not None:
                 program = self.transform(program)

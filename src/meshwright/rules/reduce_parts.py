@@ -29,7 +29,7 @@ def reduction(
 # ------------------------------------------------------------------------------------------------ carrier
 
 
-class _Carrier(torch.autograd.Function):
+class _Carried(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
@@ -42,7 +42,7 @@ class _Carrier(torch.autograd.Function):
 @internal
 def carrier(x: Tensor) -> Tensor:
     """Zeros with the gradient of x: adds a gradient to a value that is computed otherwise."""
-    out: Tensor = _Carrier.apply(x)
+    out: Tensor = _Carried.apply(x)
     return out
 
 

@@ -224,7 +224,7 @@ def _touch(x: Tensor, value: Any) -> None:
 
 
 @dataclass
-class _Cut:
+class _WrittenCut:
     """One indexed dim, in the shard: how x is indexed, and which part of the value goes there."""
 
     item: Any
@@ -233,15 +233,15 @@ class _Cut:
     taken: int | None = None  # None: all
 
 
-def _cut(a: slice, n: int, shelf: Shelf | None) -> _Cut:
+def _cut(a: slice, n: int, shelf: Shelf | None) -> _WrittenCut:
     if shelf is None:
-        return _Cut(a, len(range(*a.indices(n))))
+        return _WrittenCut(a, len(range(*a.indices(n))))
     lo, hi, step = a.indices(shelf.size)
     count = len(range(lo, hi, step))
     first = min(max(-(-(shelf.start - lo) // step), 0), count)
     last = min(max(-(-(shelf.stop - lo) // step), first), count)
     begin = lo + first * step - shelf.start
-    return _Cut(
+    return _WrittenCut(
         slice(begin, begin + (last - first - 1) * step + 1 if last > first else begin, step),
         count,
         first,
@@ -254,14 +254,14 @@ def _own_part(
 ) -> tuple[tuple[Any, ...], Any] | None:
     """Index into the shard, and the part of the value for it; None where an int is on another rank."""
     d = 0
-    cuts: list[_Cut] = []  # one per dim of the result that is not looked up
+    cuts: list[_WrittenCut] = []  # one per dim of the result that is not looked up
     local: list[Any] = []
     looked: list[int] = []  # where in ``local`` index tensors stand
     places: list[int] = []  # and before which of ``cuts``
     shelf_at: dict[int, Shelf] = {}
     for a in items_of(x, index) or []:
         if a is None:
-            cuts.append(_Cut(None, 1))
+            cuts.append(_WrittenCut(None, 1))
             local.append(None)
             continue
         shelf = shelves.get(d)
@@ -289,7 +289,7 @@ def _own_part(
     return _select(x, local, looked, shelf_at, value, width, at, accumulate)
 
 
-def _narrowed(value: Any, cuts: list[_Cut], at: int, shapes: Sequence[Sequence[int]]) -> tuple[Any, int]:
+def _narrowed(value: Any, cuts: list[_WrittenCut], at: int, shapes: Sequence[Sequence[int]]) -> tuple[Any, int]:
     """The value expanded to the result's shape and cut to this rank's slices; how many dims are looked up."""
     block = list(torch.broadcast_shapes(*shapes)) if shapes else []
     if not isinstance(value, Tensor) or not value.ndim:

@@ -83,7 +83,7 @@ def begin(sync: Synced) -> Backward:
     return made
 
 
-class Group:
+class Contributors:
     """Stored parameters that one node of the backward brought gradients of; reduced together when all are complete."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Backward:
         self.wholes: dict[Any, list[Tensor]] = {}  # unit to what was gathered for this backward
         self.ahead: dict[Any, Any] = {}  # unit to its gather under way
         self.sums: dict[int, DistTensor] = {}  # id of a parameter to its contributions so far
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, Contributors] = {}
 
     def leave(self) -> None:
         """The graph task is gone.  What is left of this object, a traceback may keep."""
@@ -193,7 +193,7 @@ class Backward:
 
     def collect(self, params: Sequence[DistTensor], specs: Sequence[Spec], grads: Sequence[Tensor | None]) -> None:
         """Contributions to the gradients of stored parameters, which their :meth:`complete` follows."""
-        group = Group()
+        group = Contributors()
         for p, spec, g in zip(params, specs, grads, strict=True):
             if g is None:
                 continue
@@ -219,7 +219,7 @@ class Backward:
         group.complete.append(p)
         self._close(group, p)
 
-    def _close(self, group: Group, p: DistTensor) -> None:
+    def _close(self, group: Contributors, p: DistTensor) -> None:
         group.open.discard(id(p))
         if not group.open and self.sync.enabled and self.sync.scatter is not None:
             self.flights += self.sync.scatter(group.complete)

@@ -31,7 +31,7 @@ from .states import Chunks, Shadow, check_state, held_state, own_spec
 Tensor = torch.Tensor
 
 
-class Binding:
+class OptimizerBinding:
     """What Meshwright knows of one optimizer.
 
     Args:
@@ -221,14 +221,14 @@ def _unfit(p: DistTensor, own: Spec) -> str:
 # ---------------------------------------------------------------------------------------------- steps
 
 
-def binding_of(opt: Optimizer) -> Binding | None:
+def binding_of(opt: Optimizer) -> OptimizerBinding | None:
     """The binding of an optimizer, made at its first step; None if it has no distributed parameters."""
-    found: Binding | None = opt.__dict__.get("_meshwright")
+    found: OptimizerBinding | None = opt.__dict__.get("_meshwright")
     if found is None and any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
         said = opt.__dict__.pop(_SAID, None)
         if said is not None:  # a copy of one that was prepared
             return binding_of(shard_optimizer(opt, **said))
-        found = opt.__dict__["_meshwright"] = Binding(opt)
+        found = opt.__dict__["_meshwright"] = OptimizerBinding(opt)
     return found
 
 
@@ -239,7 +239,7 @@ _reduce_ex: Any = Optimizer.__reduce_ex__
 def _with_options(opt: Optimizer, protocol: Any) -> Any:
     """What is copied and pickled of an optimizer, with what ``shard_optimizer`` was told, for the copy's first step."""
     make, args, *rest = _reduce_ex(opt, protocol)
-    binding: Binding | None = opt.__dict__.get("_meshwright")
+    binding: OptimizerBinding | None = opt.__dict__.get("_meshwright")
     said = opt.__dict__.get(_SAID)
     if binding is not None and binding.reshards:
         said = {"states_over": binding.states_over, "elementwise": binding.elementwise}
@@ -281,7 +281,7 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _with_closure(opt: Optimizer, binding: Binding, args: Any, kwargs: Any) -> Any:
+def _with_closure(opt: Optimizer, binding: OptimizerBinding, args: Any, kwargs: Any) -> Any:
     """A closure runs the model: for that the parameters must be distributed again."""
     closure = args[0] if args else kwargs.get("closure")
     if not callable(closure):
@@ -304,7 +304,7 @@ def _hooked(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def step(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        binding: Binding | None = opt.__dict__.get("_meshwright")
+        binding: OptimizerBinding | None = opt.__dict__.get("_meshwright")
         if binding is None or binding.inside is None:
             return whole(opt, *args, **kwargs)
         if not hooks_of(opt):  # the step of a class calls that of its base
@@ -357,8 +357,8 @@ def shard_optimizer(opt: Optimizer, *, states_over: str | None = None, elementwi
             "the optimizer after it from the model's own parameters; what replaces or adds parameters (PEFT, the meta "
             "device) comes before both"
         )
-    found: Binding | None = opt.__dict__.pop("_meshwright", None)
-    made = Binding(
+    found: OptimizerBinding | None = opt.__dict__.pop("_meshwright", None)
+    made = OptimizerBinding(
         opt,
         elementwise=elementwise or (found is not None and found.elementwise),
         reshards=True,
@@ -390,4 +390,4 @@ def _hold_states(opt: Optimizer) -> None:
     opt.__dict__["_meshwright"]._held_states(opt)
 
 
-__all__ = ["Binding", "binding_of", "shard_optimizer"]
+__all__ = ["OptimizerBinding", "binding_of", "shard_optimizer"]

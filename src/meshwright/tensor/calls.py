@@ -12,7 +12,7 @@ from torch.overrides import redispatch_function
 from .. import runtime
 from ..dispatch import (
     QUESTIONS,
-    Plan,
+    CallPlan,
     autocast,
     before,
     by_grad,
@@ -169,7 +169,7 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
             return _instead(func, types, args, found)
     op = resolve(func)  # here, so that the key of the next call knows whether the op is pointwise
     if op.inplace and not op.python and args and isinstance(args[0], Tensor) and not isinstance(args[0], DistTensor):
-        plan = Plan(op, run=into_plain(func))
+        plan = CallPlan(op, run=into_plain(func))
     else:
         plan = plan_call(func, args, kwargs)
     if plan.run is not None and plan.run is op.composite and args and args[0].__class__ is list:
@@ -187,7 +187,7 @@ def _slow(key: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     return (_stored if stored else _run)(plan, func, types, args, kwargs)
 
 
-def _in_autocast(key: Any, plan: Plan) -> Any:
+def _in_autocast(key: Any, plan: CallPlan) -> Any:
     return (autocast.state(), key) if autocast.active() and not plan.plain else key
 
 

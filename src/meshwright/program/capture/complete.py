@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...choose import Search, Wish
+from ...choose import Search, Wanted
 from ...cost import held_bytes
 from ...dispatch import make_rule, map_tensors, resolve, tensors_in
 from ...errors import LayoutError
@@ -36,7 +36,7 @@ USER, REACHED = "user", "propagated"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Decided:
     """A placement on one axis and where it came from."""
 
     placement: Placement
@@ -45,13 +45,13 @@ class Entry:
     lost: tuple[str, ...] = ()
 
 
-class State:
+class Completing:
     """What is known of one value: per axis an entry, or None."""
 
     __slots__ = ("dtype", "entries", "mesh", "shape")
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.entries: list[Entry | None] = [None] * mesh.ndim
+        self.entries: list[Decided | None] = [None] * mesh.ndim
         self.mesh, self.shape, self.dtype = mesh, shape, dtype
 
     @property
@@ -115,7 +115,7 @@ class _Completion:
 
     def __init__(self, captured: Captured, mesh: Mesh) -> None:
         self.captured, self.mesh = captured, mesh
-        self.states: dict[Key, State] = {}
+        self.states: dict[Key, Completing] = {}
         self.same: dict[Key, Key] = {}  # tied inputs, and what getitem picks
         self.facts: list[Fact] = []
         self.wishes: dict[str, Any] = {}
@@ -150,7 +150,7 @@ class _Completion:
                 self.facts.append(fact)
 
     def _add(self, key: Key, t: Tensor) -> None:
-        self.states[key] = State(self.mesh, tuple(t.shape), t.dtype)
+        self.states[key] = Completing(self.mesh, tuple(t.shape), t.dtype)
 
     def _key(self, node: fx.Node) -> Key:
         key = (node.name, 0)
@@ -236,7 +236,7 @@ class _Completion:
                     f"contradiction: {label} is said to be {p!r} on {self.mesh.axes[a]!r}, but {old.reason} says "
                     f"{old.placement!r}: name one of them only (tied weights have one layout)"
                 )
-            state.entries[a] = Entry(p, USER, label)
+            state.entries[a] = Decided(p, USER, label)
 
     # -- sweeping -------------------------------------------------------------------------------------
 
@@ -278,12 +278,17 @@ class _Completion:
                     reason = f"{fact.name} ({fact.rule.text}) by {strategy.factor}" + (
                         f" at {fact.where}" if fact.where else ""
                     )
-                    state.entries[axis] = Entry(p, REACHED, reason, lost)
+                    state.entries[axis] = Decided(p, REACHED, reason, lost)
                     changed = True
         return changed
 
     def _solve(
-        self, rule: Rule, axis: int, known: _Known, users: _Users, states: tuple[Sequence[State], Sequence[State]]
+        self,
+        rule: Rule,
+        axis: int,
+        known: _Known,
+        users: _Users,
+        states: tuple[Sequence[Completing], Sequence[Completing]],
     ) -> tuple[Strategy | None, tuple[str, ...]]:
         """The strategy that what is known suggests, and those that lost.
 
@@ -294,7 +299,7 @@ class _Completion:
         if not made:
             return None, ()
         ins, outs = ([s.spec() for s in side] for side in states)
-        wish = Wish(tuple(None if p is None else s for p, s in zip(known[1], outs, strict=True)))
+        wish = Wanted(tuple(None if p is None else s for p, s in zip(known[1], outs, strict=True)))
         search = Search(rule, ins, [(s.shape, s.dtype) for s in outs], wish=wish)
         held = [held_bytes(s, without=(axis,)) for s in outs]
         priced = []

@@ -47,7 +47,7 @@ StepFn = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Local:
+class HandWritten:
     """A step by hand, and what it works on."""
 
     step_fn: StepFn
@@ -59,7 +59,7 @@ class Local:
     update: Update | None
 
 
-def record_step(local: Local) -> tuple[Program, Any]:
+def record_step(local: HandWritten) -> tuple[Program, Any]:
     """The program of a step by hand, and the structure of what it returns (None: one tensor, or nothing).
 
     Raises:
@@ -146,7 +146,7 @@ class _Recording:
         held: whether parameters have gradients when the step begins.
     """
 
-    def __init__(self, local: Local, held: bool) -> None:
+    def __init__(self, local: HandWritten, held: bool) -> None:
         self.local, self.held = local, held
         self.named = named_in(local.model, local.optimizer)
         self.recorder = _StepRecorder(DistCalls(local.mesh, local.rank))
@@ -392,4 +392,4 @@ def _refused() -> Iterator[None]:
         handle.remove()
 
 
-__all__ = ["Local", "StepFn", "record_step"]
+__all__ = ["HandWritten", "StepFn", "record_step"]

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """One parameter group: names of its parameters, and the numbers that are constants of the program.
 
     Attributes:
@@ -52,12 +52,12 @@ class Group:
 class Update:
     """The optimizers that a program can contain: their parameter groups, in order."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
 
     @property
     def text(self) -> str:
         """In words."""
-        parts: dict[int, list[Group]] = {}
+        parts: dict[int, list[ParameterGroup]] = {}
         for g in self.groups:
             parts.setdefault(g.part, []).append(g)
         return "; ".join(
@@ -88,11 +88,13 @@ class Fused:
     kernel: Any
     more: Mapping[str, Any] = field(default_factory=dict)
 
-    def states_of(self, group: Group) -> list[str]:
+    def states_of(self, group: ParameterGroup) -> list[str]:
         """Names of the states that a parameter of the group has."""
         return [state for state, option in self.states.items() if option is None or group[option]]
 
-    def emit(self, recorder: Recorder, group: Group, lists: Mapping[str, list[fx.Node]], given: dict[str, Any]) -> None:
+    def emit(
+        self, recorder: Recorder, group: ParameterGroup, lists: Mapping[str, list[fx.Node]], given: dict[str, Any]
+    ) -> None:
         """Record the kernel on lists of parameters, gradients and states."""
         options = {**given, **self.more, **dict(group.options)}
         if "betas" in options:
@@ -120,7 +122,7 @@ def update_of(optimizer: Any, names: Mapping[int, str]) -> Update | None:
     Args:
         names: id of a parameter to its name.
     """
-    made: list[Group] = []
+    made: list[ParameterGroup] = []
     for part, one in enumerate(parts_of(optimizer)):
         groups = _groups_of(one, names)
         if groups is None:
@@ -129,7 +131,7 @@ def update_of(optimizer: Any, names: Mapping[int, str]) -> Update | None:
     return Update(tuple(made)) if made else None
 
 
-def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[Group] | None:
+def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[ParameterGroup] | None:
     fused = FUSED.get(type(optimizer))
     if fused is None or own_work(optimizer) or any(g.get("differentiable") for g in optimizer.param_groups):
         return None
@@ -147,7 +149,7 @@ def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> li
                     "make the optimizer from the parameters of the model that is passed, after PEFT and the like"
                 )
     return [
-        Group(tuple(names[id(p)] for p in g["params"]), tuple((k, g[k]) for k in fused.options), fused.kind)
+        ParameterGroup(tuple(names[id(p)] for p in g["params"]), tuple((k, g[k]) for k in fused.options), fused.kind)
         for g in optimizer.param_groups
     ]
 

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 
-class Local(NamedTuple):
+class LocalValue(NamedTuple):
     """What a local tensor looks like."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Local(NamedTuple):
 class Given(NamedTuple):
     """What an op gives: a local tensor, and the number of the tensor among its arguments whose memory it is."""
 
-    local: Local
+    local: LocalValue
     alias: int | None
 
 
@@ -59,7 +59,7 @@ def check_values(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op == "placeholder":
             value = node.meta["value"]
-            known[node] = Local(value.shape, value.strides, value.dtype)
+            known[node] = LocalValue(value.shape, value.strides, value.dtype)
         elif node.op == "call_function":
             known[node] = _checked(node, known, device)
 
@@ -157,7 +157,7 @@ def _derived(target: Any, args: Any, kwargs: Any, device: str) -> tuple[Given | 
     """What an op gives for tensors that look like these."""
     if target is aten.as_strided.default:  # may reach beyond the part of memory that a stand-in has
         first = args[0]
-        return (Given(Local(tuple(args[1]), tuple(args[2]), first.dtype), 0),)
+        return (Given(LocalValue(tuple(args[1]), tuple(args[2]), first.dtype), 0),)
     _refuse_many(target, args)
     stand_ins: list[Tensor] = []
     with FakeTensorMode(), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
@@ -170,7 +170,7 @@ def _derived(target: Any, args: Any, kwargs: Any, device: str) -> tuple[Given | 
 def _refuse_many(target: Any, args: Any) -> None:
     """A program from a file must not have verification make tensors without end."""
     returns = target._schema.returns
-    if not returns or str(returns[0].type) != "List[Tensor]" or not args or not isinstance(args[0], Local):
+    if not returns or str(returns[0].type) != "List[Tensor]" or not args or not isinstance(args[0], LocalValue):
         return
     longest, numbers = max((1, *args[0].shape)), [a for a in args[1:] if type(a) is int]
     parts = max(longest, *numbers, 1)
@@ -183,7 +183,7 @@ def _refuse_many(target: Any, args: Any) -> None:
 
 
 def _given(t: Tensor, memory: dict[int, int]) -> Given:
-    return Given(Local(tuple(t.shape), tuple(t.stride()), t.dtype), memory.get(t.untyped_storage()._cdata))
+    return Given(LocalValue(tuple(t.shape), tuple(t.stride()), t.dtype), memory.get(t.untyped_storage()._cdata))
 
 
 def _frozen(a: Any, known: dict[fx.Node, Any], tensors: list[fx.Node]) -> Any:
@@ -200,7 +200,7 @@ def _frozen(a: Any, known: dict[fx.Node, Any], tensors: list[fx.Node]) -> Any:
 
 
 def _thawed(a: Any, stand_ins: list[Tensor], device: str) -> Any:
-    if isinstance(a, Local):
+    if isinstance(a, LocalValue):
         stand_ins.append(torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device))
         return stand_ins[-1]
     if isinstance(a, _Typed):
@@ -217,7 +217,7 @@ def _said(value: Any) -> Any:
     """What a node is said to give, for what is not an op."""
     if isinstance(value, tuple):
         return tuple(_said(v) for v in value)
-    return Local(value.shape, value.strides, value.dtype) if isinstance(value, Value) else None
+    return LocalValue(value.shape, value.strides, value.dtype) if isinstance(value, Value) else None
 
 
 def described(node: fx.Node) -> str:
@@ -229,7 +229,7 @@ def described(node: fx.Node) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, Given):
         value = value.local
-    if isinstance(value, (Value, Local)):
+    if isinstance(value, (Value, LocalValue)):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return "nothing" if value is None else f"{len(tuple(_each(value)))} values"
 

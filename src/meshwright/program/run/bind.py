@@ -75,7 +75,7 @@ class Bound:
         self.written: list[int] = []  # places of those that the program writes to
         nodes = program.graph.nodes if program.constants else ()
         self.lines = {s: str(n.meta.get("line", "")) for n in nodes for s in written(n)}  # of storages written to
-        self.states: list[_State] = []
+        self.states: list[_BoundState] = []
         # The optimizers' states, and of how many parameters.
         self.known: list[tuple[Any, int]] = [({}, 0) for _ in parts_of(carrier.optimizer)]
         self.inputs: list[Any] = []
@@ -101,7 +101,7 @@ class Bound:
         if given.kind == "constant":
             return self._constant(given, node)
         if given.kind == "state":
-            self.states.append(_State(len(self.inputs), given, node, tensors[given.owner]))
+            self.states.append(_BoundState(len(self.inputs), given, node, tensors[given.owner]))
             return self._state(self.states[-1])
         if given.kind == "scale":
             return self.carrier.scale[given.name]
@@ -128,7 +128,7 @@ class Bound:
             self.copied.append((len(self.inputs), held, found))
         return found
 
-    def _state(self, s: _State) -> Tensor:
+    def _state(self, s: _BoundState) -> Tensor:
         """A state of the optimizer, made if it is not there; the optimizer keeps it as its own."""
         optimizer = self.carrier.optimizer
         assert optimizer is not None
@@ -259,7 +259,7 @@ class _Owned:
     memory: tuple[Any, ...]
 
 
-class _State:
+class _BoundState:
     """A state of the optimizer: its place among the inputs, whose and what it is, and the dict that has it."""
 
     def __init__(self, place: int, given: Input, node: fx.Node, param: Tensor) -> None:
