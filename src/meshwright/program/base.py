@@ -282,8 +282,15 @@ def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scal
 def numbers_of(optimizer: Any) -> list[dict[str, Any]]:
     """What of an optimizer is a constant of a program."""
     # What is no option of the optimizer's is a note of somebody else: initial_lr, max_lr, a name.
+    groups = [g for one in parts_of(optimizer) for g in one.param_groups]
+    params = [{"params": [id(p) for p in g["params"]]} for g in groups]
+    return [a | b for a, b in zip(params, options_of(optimizer), strict=True)]
+
+
+def options_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The options of each parameter group, but the learning rate."""
     return [
-        {"params": [id(p) for p in g["params"]], **{k: v for k, v in g.items() if k != "lr" and k in one.defaults}}
+        {k: v for k, v in g.items() if k != "lr" and k in one.defaults}
         for one in parts_of(optimizer)
         for g in one.param_groups
     ]
@@ -308,4 +315,4 @@ def _tuples(batch: Any) -> Any:
     return {k: _tuples(v) for k, v in batch.items()} if type(batch) is dict else batch
 
 
-__all__ = ["BaseStep", "numbers_of"]
+__all__ = ["BaseStep", "numbers_of", "options_of"]

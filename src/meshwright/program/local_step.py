@@ -11,13 +11,13 @@ import torch.utils._pytree as pytree
 from .. import runtime
 from ..errors import ProgramError
 from ..mesh import Mesh
-from .base import BaseStep
+from .base import BaseStep, options_of
 from .capture.fakes import named_in
 from .capture.local import HandWritten, StepFn, record_step
 from .capture.optimizers import Given, as_one
 from .capture.outside import places
 from .capture.update import update_of
-from .check.agree import agree, together
+from .check.agree import agree, numbers, together
 from .ir.program import Program
 from .run.bind import BACKENDS, Carrier, Ready
 
@@ -58,7 +58,7 @@ class LocalStep(BaseStep):
             program, tree = record_step(local)
             if self.transform is not None:
                 program = self.transform(program)
-        agree(program)
+        agree(program, numbers(options_of(self.optimizer)))
         leaves = {i.name: int(i.name.partition(".")[2]) for i in program.inputs if i.kind == "batch"}
         found = places([self.step_fn, self.model], program.constants.values())
         return Ready(program, self.carrier, leaves, tree, found)

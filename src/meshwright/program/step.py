@@ -15,12 +15,12 @@ from ..errors import ProgramError
 from ..mesh import Mesh
 from ..shard.module import lay_module
 from ..shard.optimizer import shard_optimizer
-from .base import BaseStep
+from .base import BaseStep, options_of
 from .capture.build import SEEN, Built, Plan, build
 from .capture.export import LossFn, batch_sources
 from .capture.optimizers import Given, as_one, parts_of
 from .capture.update import update_of
-from .check.agree import agree, together
+from .check.agree import agree, numbers, together
 from .ir.program import Program
 from .run.bind import BACKENDS, Carrier, Ready
 from .run.guard import check_hooks
@@ -73,8 +73,8 @@ class Step(BaseStep):
         self._install(pytree.tree_leaves(example_batch), self._bind(self.built))
 
     def _bind(self, built: Built) -> Ready:
-        agree(built.program)
         captured = built.captured
+        agree(built.program, numbers(options_of(self.optimizer), captured.module))
         return Ready(built.program, self.carrier, _leaf_places(built), captured.out_tree, captured.places)
 
     def _capture(self, batch: Any) -> Ready:

@@ -61,6 +61,7 @@ class OptimizerBinding:
         self.inside: Optimizer | None = None  # whose own step runs
         self.swapped: as_plain | None = None
         self.states: list[Tensor] = []
+        self.entries = 0  # of all states, when they were last looked through
         self.follow(opt)
         if _check_loaded not in opt._optimizer_load_state_dict_pre_hooks.values():
             opt.register_load_state_dict_pre_hook(_check_loaded)
@@ -188,6 +189,10 @@ class OptimizerBinding:
 
     def _stamp_states(self, opt: Optimizer) -> None:
         """States that a step has made become DistTensors."""
+        entries = sum(map(len, opt.state.values()))
+        if entries == self.entries and builtin(opt):  # those write to what they have
+            return
+        self.entries = entries
         for p, entry in opt.state.items():
             if id(p) in self.lies:
                 for v in entry.values():

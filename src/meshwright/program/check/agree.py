@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from types import NoneType
 from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
 
 from ... import collective
 from ...collective import COLLECTIVES
 from ...errors import DesyncError
 from ...mesh import Mesh
 from ..ir.program import Program
-from ..ir.trace import Value
+from ..ir.trace import Value, target_name
 
 
 class together:
@@ -104,16 +108,36 @@ def _apart(one: int, a: str, other: int, b: str) -> DesyncError:
     )
 
 
-def agree(program: Program) -> None:
-    """All ranks must meet in the same collectives, in one order."""
+def numbers(options: Sequence[Mapping[str, Any]], module: fx.GraphModule | None = None) -> list[Meeting]:
+    """What else is the same on all ranks: options of the update, and the numbers in the graph of one device.
+
+    Args:
+        options: of each parameter group.
+        module: with graphs of global ops; a rank's own have the sizes of its parts.
+    """
+    found = [Meeting(f"an update with {_plain(list(o.items()))}") for o in options]
+    graphs = [] if module is None else [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function"]
+    return found + [Meeting(f"{target_name(n.target)}{_plain((*n.args, *n.kwargs.items()))}") for n in nodes]
+
+
+def _plain(a: Any) -> str:
+    """An argument as every process writes it: without addresses."""
+    if isinstance(a, (list, tuple)):
+        return f"({', '.join(map(_plain, a))})"
+    return repr(a) if isinstance(a, (bool, int, float, complex, str, NoneType, torch.dtype)) else type(a).__name__
+
+
+def agree(program: Program, more: Sequence[Meeting] = ()) -> None:
+    """All ranks must meet in the same collectives, in one order, and have alike what is said besides."""
     mesh = program.mesh
     if mesh.size == 1:
         return
-    found = meetings(program)
+    found = [*more, *meetings(program)]
     group = collective.group(mesh, tuple(range(mesh.ndim)))
     seen = collective.all_gather_object(hashlib.sha1("\n".join(map(str, found)).encode()).hexdigest(), group)
     if len(set(seen)) > 1:
         compare(mesh, dict(zip(mesh.ranks, collective.all_gather_object(found, group), strict=True)))
 
 
-__all__ = ["Meeting", "agree", "compare", "meetings", "together"]
+__all__ = ["Meeting", "agree", "compare", "meetings", "numbers", "together"]
