@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Any
@@ -22,7 +23,7 @@ from .. import convert, runtime
 from ..dispatch import disabled, refresh, write_through
 from ..errors import ShardError, takes
 from ..layout import Partial, Spec
-from ..raw import as_plain, get_grad, set_grad
+from ..raw import get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, in_slot, stamp
 from .kinds import builtin, check_class, hooks_of, mixes, name_of
@@ -59,8 +60,10 @@ class OptimizerBinding:
         self.specs: list[Spec] = []
         self.wanted: list[Spec] = []
         self.inside: Optimizer | None = None  # whose own step runs
-        self.swapped: as_plain | None = None
-        self.states: list[Tensor] = []
+        self.swapped: list[Tensor] = []
+        self.states: list[Tensor] = []  # of one value per element; their specs and those of parameters; all values
+        self.laid: list[Any] = []
+        self.seen: list[Any] = []
         self.entries = 0  # of all states, when they were last looked through
         self.follow(opt)
         if _check_loaded not in opt._optimizer_load_state_dict_pre_hooks.values():
@@ -92,26 +95,22 @@ class OptimizerBinding:
 
         Raises ShardError, with nothing changed, for gradients of other layouts and states of other sizes.
         """
-        states = self._held_states(opt)
+        self._hold_states(opt)
         if self.chunks is not None:
             self.shadow = self.shadow or Shadow(opt, self.chunks)
             self.shadow.load()
         self._swap()
-        self.inside, self.states = opt, states
-        for t in states:
-            t.__class__ = Tensor
+        self.inside = opt
         return opt if self.shadow is None else self.shadow.made
 
     def close(self) -> None:
         """Make them distributed again; of a step that raised, too: what it has updated goes to all ranks."""
         opt, self.inside = self.inside, None
-        if self.swapped is not None:
-            self.swapped.__exit__()
-        self.swapped = None
+        for t in self.swapped:
+            t.__class__ = DistTensor
+        self.swapped = []
         if opt is None:
             return
-        for t in self.states:
-            t.__class__ = DistTensor
         # An optimizer of PyTorch's leaves parameters without a gradient alone.
         updated = [] if self.shadow is None else self.shadow.settle(everything=not builtin(opt))
         self._stamp_states(opt)
@@ -145,9 +144,11 @@ class OptimizerBinding:
                 if g.__class__ is not DistTensor or g._spec is not self.wanted[i]:
                     g = self._fitted(i, p, g)
                 swapped.append(g)
-            swapped += self.params
-            self.swapped = as_plain(*swapped)
-            self.swapped.__enter__()
+            swapped += [p for p in self.params if p.__class__ is DistTensor]
+            swapped += self.states
+            for t in swapped:
+                t.__class__ = Tensor
+            self.swapped = swapped
 
     def _fitted(self, i: int, p: DistTensor, g: Tensor) -> Tensor:
         """A gradient in the layout of its parameter."""
@@ -166,8 +167,12 @@ class OptimizerBinding:
         set_grad(p, made)
         return made
 
-    def _held_states(self, opt: Optimizer) -> list[Tensor]:
-        """The states of one value per element, all of them as their parameters' states lie."""
+    def _hold_states(self, opt: Optimizer) -> None:
+        """Note the states of one value per element, brought to how their parameters' states lie."""
+        now = [v for entry in opt.state.values() for v in entry.values()]
+        same = len(now) == len(self.seen) and all(map(operator.is_, now, self.seen))
+        if same and [t.__dict__.get("_spec") for t in (*self.states, *opt.state)] == self.laid:
+            return
         found: list[Tensor] = []
         for p, entry in opt.state.items():
             lies = self.lies.get(id(p))
@@ -185,7 +190,8 @@ class OptimizerBinding:
                     v = entry[k] = held_state(v, spec, k, p, opt)
                 if v.__class__ is DistTensor:
                     found.append(v)
-        return found
+        self.states, self.laid = found, [t.__dict__.get("_spec") for t in (*found, *opt.state)]
+        self.seen = [v for entry in opt.state.values() for v in entry.values()]
 
     def _stamp_states(self, opt: Optimizer) -> None:
         """States that a step has made become DistTensors."""
@@ -392,7 +398,7 @@ def _check_loaded(opt: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _hold_states(opt: Optimizer) -> None:
     """States that are there, whole or of any layout, become DistTensors that lie as their parameters' states do."""
-    opt.__dict__["_meshwright"]._held_states(opt)
+    opt.__dict__["_meshwright"]._hold_states(opt)
 
 
 __all__ = ["OptimizerBinding", "binding_of", "shard_optimizer"]
