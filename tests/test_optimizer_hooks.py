@@ -245,6 +245,26 @@ def test_states_are_read_and_replaced(way: str, mesh: mw.Mesh) -> None:
     compare(run, way, mesh)
 
 
+@ALL
+def test_states_are_cleared_between_steps(way: str, mesh: mw.Mesh) -> None:
+    """As many as before are made anew, by the next step."""
+
+    def run(way: str | None, mesh: mw.Mesh) -> Any:
+        model, opt = made(way, mesh, O.Adam)
+        seen: list[Any] = []
+        for clear in (False, True, False, True, False):
+            backward(model, mesh, way is not None)
+            opt.step()
+            held = [opt.state[p]["exp_avg"] for p in model.parameters()]
+            assert all(isinstance(t, mw.DistTensor) == (way is not None) for t in held)
+            seen += [whole(t) for t in held]
+            if clear:
+                opt.state.clear()
+        return seen + [whole(p) for p in model.parameters()]
+
+    compare(run, way, mesh)
+
+
 @pytest.mark.parametrize("way", ["states", "stored", "split"])
 def test_a_state_of_the_size_of_a_rank_s_part_is_refused(way: str) -> None:
     """Before anything is loaded, on every rank."""

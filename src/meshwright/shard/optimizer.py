@@ -64,7 +64,6 @@ class OptimizerBinding:
         self.states: list[Tensor] = []  # of one value per element; their specs and those of parameters; all values
         self.laid: list[Any] = []
         self.seen: list[Any] = []
-        self.entries = 0  # of all states, when they were last looked through
         self.follow(opt)
         if _check_loaded not in opt._optimizer_load_state_dict_pre_hooks.values():
             opt.register_load_state_dict_pre_hook(_check_loaded)
@@ -169,9 +168,7 @@ class OptimizerBinding:
 
     def _hold_states(self, opt: Optimizer) -> None:
         """Note the states of one value per element, brought to how their parameters' states lie."""
-        now = [v for entry in opt.state.values() for v in entry.values()]
-        same = len(now) == len(self.seen) and all(map(operator.is_, now, self.seen))
-        if same and [t.__dict__.get("_spec") for t in (*self.states, *opt.state)] == self.laid:
+        if self._seen(opt) and [t.__dict__.get("_spec") for t in (*self.states, *opt.state)] == self.laid:
             return
         found: list[Tensor] = []
         for p, entry in opt.state.items():
@@ -191,14 +188,17 @@ class OptimizerBinding:
                 if v.__class__ is DistTensor:
                     found.append(v)
         self.states, self.laid = found, [t.__dict__.get("_spec") for t in (*found, *opt.state)]
-        self.seen = [v for entry in opt.state.values() for v in entry.values()]
+        self.seen = _values(opt)
+
+    def _seen(self, opt: Optimizer) -> bool:
+        """Whether all states are the objects that were last looked through."""
+        now = _values(opt)
+        return len(now) == len(self.seen) and all(map(operator.is_, now, self.seen))
 
     def _stamp_states(self, opt: Optimizer) -> None:
         """States that a step has made become DistTensors."""
-        entries = sum(map(len, opt.state.values()))
-        if entries == self.entries and builtin(opt):  # those write to what they have
+        if self._seen(opt):  # a step writes to what is there
             return
-        self.entries = entries
         for p, entry in opt.state.items():
             if id(p) in self.lies:
                 for v in entry.values():
@@ -206,6 +206,10 @@ class OptimizerBinding:
                         spec = self.lies[id(p)][1]
                         if v.shape == spec.local_shape(spec.mesh.coordinate(runtime.RT.rank)):
                             stamp(v, spec)
+
+
+def _values(opt: Optimizer) -> list[Any]:
+    return [v for entry in opt.state.values() for v in entry.values()]
 
 
 def _interrupted(p: DistTensor) -> bool:
