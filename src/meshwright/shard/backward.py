@@ -14,14 +14,14 @@ import torch
 from .. import collective, convert
 from ..dispatch import disabled
 from ..errors import ShardError
-from ..layout import Shard, Spec
+from ..layout import Spec
 from ..mesh import Mesh
 from ..raw import bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, held, hold, in_spec, stamp
 from .buckets import Bucket, Buckets
 from .flights import Flight, Reduction, Scattering, give
-from .packing import Packing
+from .packing import Packing, split_dim
 
 Tensor = torch.Tensor
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -178,7 +178,7 @@ class Backward:
         params, specs = [self.sync.params[i] for i in members], [self.plan.synced[i] for i in members]
         if bucket.scatter is not None:
             axis = bucket.scatter
-            packing = Packing([Tensor.size(g) for g in grads], [_cut_dim(s, axis) for s in specs], mesh.sizes[axis])
+            packing = Packing([Tensor.size(g) for g in grads], [split_dim(s, axis) for s in specs], mesh.sizes[axis])
             others = tuple(a for a in bucket.axes if a != axis)
             return Scattering(params, [bare(g) for g in grads], specs, packing, axis, others)
         group = collective.group(mesh, bucket.axes)
@@ -285,12 +285,6 @@ class Backward:
                 target = p._spec.with_(reduced=0, undecided=0, stored=False)
                 made = convert.apply(plan_conversion(source, target).steps, g)
                 set_grad(p, stamp(made.view_as(made) if made is g else made, target))
-
-
-def _cut_dim(spec: Spec, axis: int) -> int:
-    p = spec.layout.placements[axis]
-    assert isinstance(p, Shard)
-    return p.dim
 
 
 __all__ = ["Backward", "begin"]

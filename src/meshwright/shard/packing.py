@@ -130,4 +130,11 @@ def whole_over(spec: Spec, axis: int) -> Layout:
     return spec.layout.replace(axis, REPLICATE)
 
 
-__all__ = ["Packing", "chunk_dim", "cut_over", "whole_over"]
+def split_dim(spec: Spec, axis: int) -> int:
+    """The dim that an axis splits."""
+    p = spec.layout.placements[axis]
+    assert isinstance(p, Shard)
+    return p.dim
+
+
+__all__ = ["Packing", "chunk_dim", "cut_over", "split_dim", "whole_over"]

@@ -16,8 +16,9 @@ from ..raw import bare
 from ..reshard import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, stamp
 from .changes import aliased, state_of
+from .packing import split_dim
 from .saved import Saver, may_save_references
-from .units import Unit, in_backward, seen_spec, stored_axis, stored_dim
+from .units import Unit, in_backward, seen_spec, stored_axis
 
 Tensor = torch.Tensor
 
@@ -114,7 +115,7 @@ class Seen:
             if stand_in.requires_grad and stand_in.grad_fn is not self.node:
                 raise RuntimeError(f"{_VIEWED} ({p.__dict__.get('_param_name', 'a parameter')})")
             axis = stored_axis(p)
-            dim = stored_dim(p, axis)
+            dim = split_dim(p._spec, axis)
             lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
             with torch.no_grad(), disabled():
                 bare(p).copy_(t.narrow(dim, lo, hi - lo))

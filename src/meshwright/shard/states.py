@@ -16,12 +16,12 @@ from torch.optim.optimizer import Optimizer
 from .. import collective, convert, runtime
 from ..dispatch import disabled
 from ..errors import ShardError
-from ..layout import Layout, Replicate, Shard, Spec
+from ..layout import Layout, Replicate, Spec
 from ..raw import bare
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, in_spec, stamp
 from .kinds import ELEMENTWISE, name_of
-from .packing import Packing, chunk_dim, cut_over
+from .packing import Packing, chunk_dim, cut_over, split_dim
 from .sync import BUCKET_BYTES
 
 Tensor = torch.Tensor
@@ -68,7 +68,7 @@ class Chunks:
         copy."""
         spec = self.specs[id(p)]
         axis = spec.mesh.axis_index(self.axis)
-        dim = _dim(spec, axis)
+        dim = split_dim(spec, axis)
         local = bare(p)
         here = spec.mesh.coordinate(runtime.RT.rank)
         lo = spec.local_offset(here)[dim] - p._spec.local_offset(here)[dim]
@@ -103,19 +103,13 @@ class Chunks:
                 mesh = members[0]._spec.mesh
                 axis = mesh.axis_index(self.axis)
                 shapes = [Tensor.size(p) for p in members]
-                dims = [_dim(self.specs[id(p)], axis) for p in members]
+                dims = [split_dim(self.specs[id(p)], axis) for p in members]
                 packing = Packing(shapes, dims, mesh.sizes[axis])
                 row = packing.pack_row([self.views[id(p)] for p in members])
                 group = collective.group(mesh, (axis,))
                 landing.append((packing, members, collective.all_gather_async(row, 0, packing.sizes, group)))
             for packing, members, pending in landing:
                 packing.unpack(pending.wait(), [bare(p) for p in members])
-
-
-def _dim(spec: Spec, axis: int) -> int:
-    p = spec.layout.placements[axis]
-    assert isinstance(p, Shard)
-    return p.dim
 
 
 def _buckets(params: Sequence[DistTensor]) -> Iterable[list[DistTensor]]:

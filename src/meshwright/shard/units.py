@@ -18,7 +18,7 @@ from ..tensor import DistTensor, held, hold
 from .buckets import STORED
 from .changes import aliased, state_of
 from .flights import Flight, Scattering, partial_axes
-from .packing import Packing, whole_over
+from .packing import Packing, split_dim, whole_over
 from .sync import GradSync
 
 Tensor = torch.Tensor
@@ -121,7 +121,7 @@ class Zero:
         key = (axis, *((id(p), p._spec.shape, p._spec.layout) for p in params))
         found = self.packings.get(key)
         if found is None:
-            found = Packing(shapes, [stored_dim(p, axis) for p in params], self.mesh.sizes[axis])
+            found = Packing(shapes, [split_dim(p._spec, axis) for p in params], self.mesh.sizes[axis])
             self.packings[key] = found
         return found
 
@@ -134,11 +134,6 @@ def in_backward() -> bool:
 def stored_axis(p: Tensor) -> int:
     """Index of the axis that a parameter is stored over."""
     return int(p.__dict__[STORED])
-
-
-def stored_dim(p: DistTensor, axis: int) -> int:
-    """The dim that the axis cuts."""
-    return int(p._spec.layout.placements[axis].dim)  # type: ignore[union-attr]
 
 
 def seen_spec(p: DistTensor, learning: bool = True) -> Spec:
@@ -255,4 +250,4 @@ class Unit:
         return backward.wholes[self]
 
 
-__all__ = ["Unit", "Zero", "in_backward", "seen_spec", "stored_axis", "stored_dim"]
+__all__ = ["Unit", "Zero", "in_backward", "seen_spec", "stored_axis"]
