@@ -10,6 +10,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from ..dispatch import disabled, root, settle, unit_cotangent
 from ..errors import DispatchError
+from . import modes
 from .carrier import NO, DistTensor, local_of, plain, stamp, whole
 
 Tensor = torch.Tensor
@@ -117,9 +118,10 @@ def _run_engine(
     ``torch.autograd.backward`` would come back here.
     """
     keep = create_graph if retain_graph is None else retain_graph
-    made = _engine_run_backward(
-        tuple(outputs), tuple(seeds), keep, create_graph, tuple(inputs), allow_unused, accumulate_grad=accumulate
-    )
+    with modes.locals_only():
+        made = _engine_run_backward(
+            tuple(outputs), tuple(seeds), keep, create_graph, tuple(inputs), allow_unused, accumulate_grad=accumulate
+        )
     return cast(tuple[Any, ...], made)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.overrides import redispatch_function
+from torch.utils import _python_dispatch as torchs
 
 from .. import runtime
 from ..dispatch import (
@@ -30,6 +31,7 @@ from ..dispatch import (
     write_through,
 )
 from ..errors import DispatchError
+from . import modes
 from .carrier import NO, DistTensor, call_enabled, stamp
 from .memory import into_plain
 from .special import SPECIAL
@@ -44,6 +46,10 @@ LISTED: dict[Any, Callable[..., Any]] = {}
 def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Look up the plan of this call; where it needs nothing, run the native op on locals and stamp the result."""
     key: Any
+    if torchs._is_in_non_infra_torch_dispatch_mode:
+        made = modes.under(dispatch, func, types, args, kwargs)
+        if made is not NotImplemented:
+            return made
     if len(args) == 2 and args[0].__class__ is DistTensor and args[1].__class__ is DistTensor:
         key = (func, args[0]._spec, args[1]._spec)
     else:
