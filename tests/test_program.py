@@ -257,6 +257,30 @@ def test_autocast() -> None:
     assert dtypes == {torch.bfloat16}
 
 
+class CastOnce(nn.Module):
+    """The same call without autocast and with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.up(x)  # the weight gets its type
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first = first + self.up(x).float()
+        return first + self.up(x)
+
+
+def test_autocast_of_one_of_several_calls() -> None:
+    batches = [tuple(t.float() for t in pair) for pair in pairs(3)]
+    runs = compare(
+        CastOnce, squares, batches, MESH, layouts={"up.weight": {"tp": mw.Shard(1)}}, batch=DP, tolerance=5e-2
+    )
+    graph = runs[0].program.graph  # type: ignore[union-attr]
+    dtypes = [n.meta["value"].dtype for n in graph.nodes if "mm" in n.name][:3]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
+
+
 # ---------------------------------------------------------------------------------------------- batches and losses
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ... import runtime
 from ...dispatch import (
     QUESTIONS,
+    autocast,
     before,
     by_grad,
     execute,
@@ -226,6 +227,8 @@ class Interpreter:
         key: Any = (func, *[key_part(a, func) for a in args])
         if kwargs:
             key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
+        if autocast.active():
+            key = (autocast.state(), key)
         plans = runtime.RT.plans
         try:
             plan = plans.get(key)
