@@ -14,7 +14,7 @@ STAMP := .venv/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format bench conformance conformance-paddle conformance-models clean
+.PHONY: help setup demo test test-long lint format bench conformance conformance-yardstick conformance-paddle conformance-models clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -55,8 +55,11 @@ format: setup  ## let ruff format and fix what it can
 bench: setup  ## the benchmarks
 	$(BIN)/python bench/run_all.py
 
-conformance: setup  ## the comparison with reference cases
-	$(BIN)/python conformance/run.py
+conformance: setup  ## PyTorch's op database on 4 processes, and DTensor beside it with bytes
+	$(BIN)/python -m conformance.opdb --against dtensor
+
+conformance-yardstick: setup  ## the same database by the harness of a shared folder (SHARED=DIR)
+	$(BIN)/python conformance/yardstick.py
 
 conformance-paddle: setup  ## the rules against answers of PaddlePaddle's
 	$(ONE_THREAD) $(BIN)/meshwright check paddle $(SHARED)/conformance/paddle/*.jsonl

@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
-ADAPTER = "opdb_adapter:Adapter"
+ADAPTER = "yardstick_adapter:Adapter"
 SILENT, STUCK = ("wrong_value", "grad_wrong"), ("desync", "crash", "timeout")
 # Failures that say nothing about the library, by op.
 KNOWN = {
@@ -54,7 +54,7 @@ def run(given: argparse.Namespace, sizes: str) -> None:
     OUT.mkdir(exist_ok=True)
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    parts = [OUT / f"opdb_{sizes}.{k}.json" for k in range(given.jobs)]
+    parts = [OUT / f"yardstick_{sizes}.{k}.json" for k in range(given.jobs)]
     running = []
     for k, part in enumerate(parts):
         wanted = ["--ops", given.ops, "--n", str(given.n), "--sizes", sizes, "--op-timeout", str(given.op_timeout)]
@@ -64,7 +64,7 @@ def run(given: argparse.Namespace, sizes: str) -> None:
     if any(codes):
         sys.exit(f"the harness failed with exit codes {codes}")
     raw = [f"{part}.raw.jsonl" for part in parts if Path(f"{part}.raw.jsonl").exists()]
-    merge = command(given, "--merge", ",".join(raw), "--out", str(OUT / f"opdb_{sizes}.json"))
+    merge = command(given, "--merge", ",".join(raw), "--out", str(OUT / f"yardstick_{sizes}.json"))
     subprocess.run(merge, env=env, cwd=OUT, stdout=subprocess.DEVNULL, check=True)
 
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = time.monotonic()
             run(given, s)
             print(f"{s} sizes: {time.monotonic() - start:.0f} s", flush=True)
-    results = {s: json.loads((OUT / f"opdb_{s}.json").read_text()) for s in sizes}
+    results = {s: json.loads((OUT / f"yardstick_{s}.json").read_text()) for s in sizes}
     theirs = json.loads(reference.read_text())
     rows = {f"Meshwright, {s} sizes": row(result) for s, result in results.items()}
     rows["DTensor 2.13, even sizes"] = row(theirs)
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for s, result in results.items():
         report += [f"{s} sizes: {better_and_worse(result, theirs)}", *failures(result), ""]
     text = "\n".join(report)
-    (OUT / "opdb.txt").write_text(text)
+    (OUT / "yardstick.txt").write_text(text)
     print(text)
     ops = [op for r in results.values() for name, op in r["ops"].items() if name not in KNOWN]
     bad = sum(op["counts"].get(c, 0) + op["partial"].get(c, 0) for op in ops for c in (*SILENT, *STUCK))
