@@ -22,6 +22,7 @@ from .api import (
     to_dtensor,
     unshard,
 )
+from .checkpoint import Checkpoints
 from .compile import capture_local, compile_step
 from .explain import Explanation, explain, explicit
 from .generator import reproducible_random
@@ -34,6 +35,7 @@ from .tensor import DistTensor
 from .testing import check_conversion, check_program, check_rule
 
 __all__ = [
+    "Checkpoints",
     "DistTensor",
     "Explanation",
     "Layout",

@@ -71,6 +71,10 @@ class DataError(MeshwrightError, ValueError):
     """Training data that cannot be used."""
 
 
+class CheckpointError(MeshwrightError, RuntimeError):
+    """A checkpoint that cannot be written or read: damaged, incomplete, or of another model."""
+
+
 def takes(error: type[MeshwrightError], **wanted: tuple[Any, str]) -> Callable[[F], F]:
     """Check arguments of a public function before anything else: name to (types, what to do about others).
 

@@ -44,6 +44,7 @@ from .ops import (
     reduce_scatter,
     reduce_scatter_async,
 )
+from .post import Post
 from .wire import Pending, row_major
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "Group",
     "Kind",
     "Pending",
+    "Post",
     "all_gather",
     "all_gather_async",
     "all_gather_object",

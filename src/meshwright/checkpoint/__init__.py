@@ -1,0 +1,19 @@
+"""Checkpoints: saved without being torn, loaded onto any mesh, layout and number of processes.
+
+Read it in this order:
+
+    values     Python values as JSON
+    pieces     which part of a tensor a rank writes, and which it reads
+    files      a file of tensors, with checksums; what is done to a disk
+    manifest   what makes a folder a checkpoint
+    contents   what there is to be saved of a model, an optimizer...
+    agree      mistakes on one rank are errors on all
+    saving, restore, loading
+    store      ``Checkpoints``
+"""
+
+from __future__ import annotations
+
+from .store import Checkpoints
+
+__all__ = ["Checkpoints"]

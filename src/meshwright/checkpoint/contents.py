@@ -1,0 +1,238 @@
+"""What a checkpoint has of a model, optimizers, schedulers, loaders and a captured step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.optim.optimizer import Optimizer
+
+from ..errors import CheckpointError
+from ..layout import Layout, Spec
+from ..mesh import Mesh
+from ..shard.names import Names
+from ..tensor import DistTensor
+from .values import encoded
+
+Tensor = torch.Tensor
+OPTIMIZER, OTHERS = "optimizer/", "other/"  # how names of tensors begin that are none of the model's
+RANDOM = OTHERS + "random"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What a user gives to ``save`` and ``load``, each kind as a list.
+
+    Raises:
+        CheckpointError: what is none of these.
+    """
+
+    model: nn.Module | None
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[Any]
+    loaders: Sequence[Any]
+    program: Any
+
+    @staticmethod
+    def of(model: Any, optimizer: Any, scheduler: Any, loader: Any, program: Any) -> Roles:
+        """From the arguments; a captured step brings its model and optimizers."""
+        if program is not None:
+            if not hasattr(program, "micro_step"):
+                raise CheckpointError(
+                    f"program= cannot be a {type(program).__name__}: give the step that mw.compile_step or "
+                    "mw.capture_local returned"
+                )
+            model = program.model if model is None else model
+            optimizer = program.optimizer if optimizer is None else optimizer
+        if model is not None and not isinstance(model, nn.Module):
+            raise CheckpointError(
+                f"model= cannot be a {type(model).__name__}: give an nn.Module (of several, an nn.ModuleList)"
+            )
+        optimizers = [one for part in _listed(optimizer) for one in getattr(part, "parts", (part,))]
+        for one in optimizers:
+            if not isinstance(one, Optimizer):
+                raise CheckpointError(
+                    f"optimizer= cannot be a {type(one).__name__}: give a torch.optim.Optimizer or a list"
+                )
+        if optimizers and model is None:
+            raise CheckpointError(
+                "optimizer= needs model=: its states are saved by the names of the model's parameters"
+            )
+        for word, given in (("scheduler", scheduler), ("loader", loader)):
+            for one in _listed(given):
+                if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                    raise CheckpointError(
+                        f"{word}= cannot be a {type(one).__name__}, which has no state_dict() and load_state_dict()"
+                        + ("; see mw.shard_dataloader" if word == "loader" else "")
+                    )
+        return Roles(model, optimizers, _listed(scheduler), _listed(loader), program)
+
+    def distributed(self) -> Iterator[DistTensor]:
+        """Distributed tensors of the model and the optimizers."""
+        params = [p for one in self.optimizers for g in one.param_groups for p in g["params"]]
+        of_model = () if self.model is None else (*self.model.parameters(), *self.model.buffers())
+        yield from (t for t in (*of_model, *params) if isinstance(t, DistTensor))
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def kind_of(one: object) -> str:
+    """The class of an object, as manifests name it."""
+    return f"{type(one).__module__}.{type(one).__qualname__}"
+
+
+@dataclass
+class Contents:
+    """What is saved: tensors by name, with their specs; further names of them; and everything else as JSON."""
+
+    mesh: Mesh
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    specs: dict[str, Spec] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def put(self, name: str, t: Tensor) -> str:
+        """Take a tensor."""
+        if t.is_meta:
+            raise CheckpointError(f"{name} is on the meta device and has no values to save")
+        if not isinstance(t, DistTensor) and t.layout is not torch.strided:
+            raise CheckpointError(f"{name} is a {t.layout} tensor: only dense tensors can be saved")
+        self.specs[name] = stored_spec(t, self.mesh, name)
+        self.tensors[name] = t
+        return name
+
+
+def stored_spec(t: Tensor, mesh: Mesh, name: str) -> Spec:
+    """How a checkpoint says that a tensor lies; a plain one is the same on all ranks."""
+    if not isinstance(t, DistTensor):
+        return Spec(t.shape, t.dtype, Layout(mesh))
+    if t.mesh != mesh:
+        raise CheckpointError(f"{name} lies on {t.mesh!r}, others on {mesh!r}: a checkpoint has tensors of one mesh")
+    if t.spec.layout.partial:
+        raise CheckpointError(f"{name} is Partial ({t.spec!r}): reduce it with mw.reshard before it is saved")
+    return Spec(t.spec.shape, t.spec.dtype, t.spec.layout)
+
+
+def gather(roles: Roles, mesh: Mesh) -> Contents:
+    """What there is to be saved, on this rank.  Raises CheckpointError for what cannot be."""
+    made = Contents(mesh)
+    if roles.model is not None:
+        found = model_tensors(roles.model)
+        for name, t in found.tensors.items():
+            made.put(name, t)
+        made.aliases.update(found.aliases)
+        made.values["model"] = {n: encoded(v, OTHERS + n, made.put) for n, v in found.extra.items()}
+        names = found.names
+    if roles.optimizers:
+        made.values["optimizer"] = [_optimizer(one, names, made) for one in roles.optimizers]
+    for word, ones in (("scheduler", roles.schedulers), ("loader", roles.loaders)):
+        if ones:
+            made.values[word] = [
+                {"class": kind_of(one), "state": encoded(one.state_dict(), f"{OTHERS}{word}/{i}", made.put)}
+                for i, one in enumerate(ones)
+            ]
+    for device, state in random_states(mesh).items():
+        made.put(f"{RANDOM}/{device}", state)
+    return made
+
+
+def random_states(mesh: Mesh) -> dict[str, Tensor]:
+    """States of the default generators, by device."""
+    made = {"cpu": torch.random.get_rng_state()}
+    if mesh.device == "cuda":
+        made["cuda"] = torch.cuda.get_rng_state()
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+@dataclass
+class ModelTensors:
+    """Parameters and persistent buffers of a model.
+
+    Attributes:
+        tensors: by their first names.
+        aliases: further name to the first one, of tied tensors.
+        extra: what ``get_extra_state()`` of modules returns, by name of the module.
+        names: id of a parameter to its first name.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+
+
+def model_tensors(model: nn.Module) -> ModelTensors:
+    """What of a model is saved: what is in its ``state_dict()``.  Raises CheckpointError for names that are taken."""
+    made, names = ModelTensors(), Names(model)
+    for name, first in names.all.items():
+        t = names.tensors[first]
+        if name.startswith((OPTIMIZER, OTHERS)):
+            raise CheckpointError(f"{name}: names that begin with {OPTIMIZER!r} or {OTHERS!r} are taken: rename it")
+        if not any(
+            key in module._parameters or key not in module._non_persistent_buffers_set
+            for module, key, _ in names.places(first)
+        ):
+            continue
+        if name == first:
+            made.tensors[name] = t
+            made.names[id(t)] = name
+        else:
+            made.aliases[name] = first
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            made.extra[prefix] = module.get_extra_state()
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def _optimizer(one: Optimizer, names: Mapping[int, str], made: Contents) -> dict[str, Any]:
+    groups = group_names(one, names)
+    options = [
+        {k: encoded(v, f"{OTHERS}{kind_of(one)}.{k}/{i}", made.put) for k, v in g.items() if k != "params"}
+        for i, g in enumerate(one.param_groups)
+    ]
+    states = {}
+    for p, state in one.state.items():
+        if id(p) not in names:
+            raise CheckpointError(f"{kind_of(one)} has a state for {_unnamed(p)}, which is none of its parameters")
+        name = names[id(p)]
+        states[name] = {k: encoded(v, f"{OPTIMIZER}{name}/{k}", made.put) for k, v in state.items()}
+    return {
+        "class": kind_of(one),
+        "groups": [{"params": listed, "options": given} for listed, given in zip(groups, options, strict=True)],
+        "states": states,
+    }
+
+
+def group_names(one: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Names of the parameters of each group.  Raises CheckpointError for one that is none of the model's."""
+    for g in one.param_groups:
+        for p in g["params"]:
+            if id(p) not in names:
+                raise CheckpointError(
+                    f"{kind_of(one)} updates {_unnamed(p)}, which is none of the model's parameters: give the model "
+                    "that it was made from (of several, an nn.ModuleList)"
+                )
+    return [[names[id(p)] for p in g["params"]] for g in one.param_groups]
+
+
+def _unnamed(p: Tensor) -> str:
+    return f"a parameter of shape {tuple(p.shape)}"
+
+
+__all__ = [
+    "OPTIMIZER", "OTHERS", "RANDOM", "Contents", "ModelTensors", "Roles", "gather", "group_names", "kind_of",
+    "model_tensors", "random_states", "stored_spec",
+]  # fmt: skip

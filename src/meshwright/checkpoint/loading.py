@@ -1,0 +1,188 @@
+"""Loading: one checkpoint chosen by the first rank, all checks, then each rank reads what it needs, file by file."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import convert, runtime
+from ..dispatch import disabled
+from ..errors import CheckpointError
+from ..layout import Spec
+from ..mesh import Mesh
+from ..reshard import plan as plan_conversion
+from .agree import everyone, together
+from .contents import Roles
+from .files import TensorFile, as_stored
+from .manifest import Manifest, Saved, parsed, read_manifest, saves_in
+from .pieces import Box, common, overlapping, read_spec
+from .restore import Target, plan_restore
+
+Tensor = torch.Tensor
+BATCH = 1 << 26  # bytes that a rank holds beside what it fills
+
+
+@dataclass
+class Loaded:
+    """A load that was done.
+
+    Attributes:
+        step: of the checkpoint.
+        bytes_read: by this rank, of tensors.
+    """
+
+    step: int
+    bytes_read: int
+
+
+def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | None:
+    """Fill what is given from the newest complete checkpoint, or from that of a step; None where there is none.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    found = _chosen(folder, step, mesh)
+    if found is None:
+        return None
+    path, manifest = found
+    restore = together(mesh, f"load {path}", lambda: plan_restore(roles, manifest, mesh))
+    reader = Reader(path, manifest)
+    try:
+        for batch in _batches(restore.targets, mesh):
+            read = together(mesh, f"load {path}", lambda batch=batch: [reader.read(t) for t in batch])
+            for target, value in zip(batch, read, strict=True):
+                place(target, value, reader.spec_of(target))
+    finally:
+        reader.close()
+    together(mesh, f"load {path}", restore.finish)
+    return Loaded(manifest.step, reader.bytes_read)
+
+
+def _chosen(folder: Path, step: int | None, mesh: Mesh) -> tuple[Path, Manifest] | None:
+    """The first rank looks, for all: they may see a shared folder at different times."""
+
+    def choose() -> tuple[str, str] | None:
+        if runtime.RT.rank != mesh.ranks[0]:
+            return None
+        chosen = choice(folder, step)
+        return None if chosen is None else (chosen.path.name, read_manifest(chosen.path))
+
+    first = everyone(together(mesh, f"load from {folder}", choose), mesh)[0]
+    if first is None:
+        return None
+    name, text = first
+    return folder / name, parsed(text, folder / name)
+
+
+def choice(folder: Path, step: int | None) -> Saved | None:
+    """The save to be loaded; None where there is no checkpoint and no step was asked for.
+
+    Raises:
+        CheckpointError: no checkpoint of that step.
+    """
+    saves = saves_in(folder)
+    complete = [s for s in saves if s.complete]
+    incomplete = "; ".join(s.why_incomplete() for s in saves if not s.complete)
+    wanted = [s for s in complete if step in (None, s.step)]
+    if wanted:
+        return wanted[0]
+    if step is None:
+        if incomplete:
+            warnings.warn(f"{folder} has no complete checkpoint; incomplete: {incomplete}", stacklevel=2)
+        return None
+    there = f"complete: {', '.join(str(s.step) for s in complete)}" if complete else "there is no complete one"
+    raise CheckpointError(
+        f"{folder} has no checkpoint of step {step}; {there}" + (f"; incomplete: {incomplete}" if incomplete else "")
+    )
+
+
+def _batches(targets: Iterable[Target], mesh: Mesh) -> Iterator[list[Target]]:
+    """Targets that are read together: the same on all ranks."""
+    batch: list[Target] = []
+    size = 0
+    for target in targets:
+        batch.append(target)
+        size += target.spec.nbytes // mesh.size + 1
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class Reader:
+    """Reads the tensors of a checkpoint, from the files that have what is needed.
+
+    Attributes:
+        bytes_read: of tensors, on this rank.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self.files: dict[str, TensorFile] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far, headers too."""
+        return sum(file.bytes_read for file in self.files.values())
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self.files.values():
+            file.close()
+
+    def spec_of(self, target: Target) -> Spec:
+        """How a target is read."""
+        return read_spec(self.manifest.tensors[target.name], target.spec)
+
+    def read(self, target: Target) -> Tensor:
+        """What this rank reads of a target, on the target's device.  Raises CheckpointError for what is damaged."""
+        spec = self.spec_of(target)
+        here = spec.mesh.coordinate(runtime.RT.rank)
+        if spec is target.spec and target.local.is_contiguous():
+            value = target.local
+        else:
+            value = torch.empty(spec.local_shape(here), dtype=spec.dtype, device=target.local.device)
+        box = tuple(spec.layout.local_bounds(spec.shape, here))
+        self.fill(target.name, box, value)
+        return value
+
+    def fill(self, name: str, box: Box, value: Tensor) -> None:
+        """Fill a tensor of the size of ``box`` with that part of a saved one."""
+        stored = self.manifest.tensors[name]
+        pair = as_stored(stored.dtype)[1]
+        with torch.no_grad():
+            value = torch.view_as_real(value) if pair > 1 else value
+            for rank, piece in overlapping(stored, box, self.manifest.turns[name]):
+                wanted = common(piece, box)
+                part = value
+                for d, ((a, b), (start, _)) in enumerate(zip(wanted, box, strict=True)):
+                    part = part.narrow(d, a - start, b - a)
+                self._file(rank, name).read(name, wanted if pair == 1 else (*wanted, (0, 2)), part)
+
+    def _file(self, rank: int, name: str) -> TensorFile:
+        file = f"rank-{rank:05d}.safetensors"
+        if file not in self.files:
+            if file not in self.manifest.files:
+                raise CheckpointError(f"{self.path} is damaged: {name!r} is to be in {file}, which it does not have")
+            self.files[file] = TensorFile(self.path / file, self.manifest.files[file])
+        found = self.files[file]
+        if name not in found.boxes:
+            raise CheckpointError(f"{found.path} is damaged: it has no {name!r}")
+        return found
+
+
+def place(target: Target, value: Tensor, read: Spec) -> None:
+    """Bring what the ranks read to how the target lies."""
+    with torch.no_grad(), disabled():
+        if value is not target.local:
+            made = value if read is target.spec else convert.apply(plan_conversion(read, target.spec).steps, value)
+            target.local.copy_(made)
+        torch.autograd.graph.increment_version(target.counted)
+
+
+__all__ = ["Loaded", "Reader", "choice", "load", "place"]

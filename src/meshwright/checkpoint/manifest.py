@@ -1,0 +1,191 @@
+"""The manifest of a checkpoint, which makes it one; and the folder that checkpoints are in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError
+from ..layout import Spec, spec_data, spec_from
+from ..mesh import Mesh, mesh_data, mesh_from
+from . import files
+from .files import Line
+
+FORMAT, VERSION = "meshwright checkpoint", 1
+NAME, UNFINISHED = "manifest.json", "manifest.json.tmp"
+_FOLDER = re.compile(r"step-(\d{8,})-(\d{5,})-([0-9a-f]{4})")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of a checkpoint but the values of its tensors.
+
+    Attributes:
+        step: as ``save`` was given it.
+        mesh: where it was saved.
+        tensors: name to spec; their order counts (see :func:`~.pieces.own_piece`).
+        aliases: further names of tensors.
+        values: what else was saved, as JSON.
+        files: name of a file to what it must be.
+    """
+
+    step: int
+    mesh: Mesh
+    tensors: Mapping[str, Spec]
+    aliases: Mapping[str, str]
+    values: Mapping[str, Any]
+    files: Mapping[str, Line] = field(default_factory=dict)
+
+    @cached_property
+    def turns(self) -> dict[str, int]:
+        """Name of a tensor to its number."""
+        return {name: i for i, name in enumerate(self.tensors)}
+
+    def text(self) -> str:
+        """As a file has it: a line per tensor and per file."""
+        parts = {
+            "format": json.dumps(FORMAT),
+            "version": json.dumps(VERSION),
+            "step": json.dumps(self.step),
+            "mesh": json.dumps(mesh_data(self.mesh)),
+            "tensors": _lines({name: spec_data(spec) for name, spec in self.tensors.items()}),
+            "aliases": _lines(self.aliases),
+            "values": _lines(self.values),
+            "files": _lines({name: [line.bytes, line.header] for name, line in self.files.items()}),
+        }
+        body = ",\n".join(f"{json.dumps(k)}: {v}" for k, v in parts.items())
+        return f'{{"crc32": {zlib.crc32(body.encode())},\n{body}}}\n'
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    return "{" + ",".join(f"\n {json.dumps(k)}: {json.dumps(v)}" for k, v in table.items()) + "}"
+
+
+def read_manifest(folder: Path) -> str:
+    """The text of a manifest, found to be whole.  Raises CheckpointError."""
+    path = folder / NAME
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    head, _, rest = text.partition(b",\n")
+    if head != b'{"crc32": %d' % zlib.crc32(rest[:-2]) or rest[-2:] != b"}\n":
+        raise CheckpointError(f"{path} is damaged: its checksum differs")
+    return text.decode()
+
+
+def parsed(text: str, path: Path) -> Manifest:
+    """A manifest from its text.  Raises CheckpointError for one of another version."""
+    data = json.loads(text)
+    if data["format"] != FORMAT or data["version"] != VERSION:
+        raise CheckpointError(
+            f"{path} is {data['format']!r} of version {data['version']}, {FORMAT!r} of version {VERSION} was "
+            "expected: read it with the version of Meshwright that wrote it"
+        )
+    mesh = mesh_from(data["mesh"])
+    tensors = {name: spec_from(spec, mesh) for name, spec in data["tensors"].items()}
+    lines = {name: Line(*line) for name, line in data["files"].items()}
+    return Manifest(data["step"], mesh, tensors, data["aliases"], data["values"], lines)
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Make a folder whose files are durable a checkpoint: all at once, and durably.  Raises OSError."""
+    disk = files.DISK
+    file = disk.create(folder / UNFINISHED)
+    try:
+        disk.write(file, manifest.text().encode())
+        disk.sync(file)
+    finally:
+        disk.close(file)
+    disk.rename(folder / UNFINISHED, folder / NAME)
+    disk.sync_folder(folder)
+
+
+# ---------------------------------------------------------------------------------------------- the folder
+
+
+class Saved(NamedTuple):
+    """A folder of a save.
+
+    Attributes:
+        serial: how many were begun before; the last complete one is the newest, whatever its step.
+    """
+
+    serial: int
+    step: int
+    path: Path
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is a checkpoint."""
+        return (self.path / NAME).is_file()
+
+    def why_incomplete(self) -> str:
+        """What is there of a save that did not come to its end."""
+        there = sorted(p.name for p in self.path.glob("*.safetensors"))
+        what = f"{len(there)} data file{'s' if len(there) != 1 else ''}" if there else "no data"
+        return f"{self.path.name} ({what} and no {NAME}: the save was interrupted, or is still under way)"
+
+
+def saves_in(folder: Path) -> list[Saved]:
+    """All saves, complete or not, the newest first.  Raises CheckpointError for a folder that cannot be read."""
+    try:
+        names = [p.name for p in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+    found = [(m, name) for name in names if (m := _FOLDER.fullmatch(name))]
+    return sorted((Saved(int(m[2]), int(m[1]), folder / name) for m, name in found), reverse=True)
+
+
+def new_folder(folder: Path, step: int) -> Path:
+    """A name that no save has had."""
+    serial = max((s.serial for s in saves_in(folder)), default=0) + 1
+    return folder / f"step-{step:08d}-{serial:05d}-{secrets.token_hex(2)}"
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of a save, durably.  Raises OSError."""
+    made = [path, *(p for p in path.parents if not p.exists())]
+    files.DISK.make_folder(path)
+    for p in made:
+        files.DISK.sync_folder(p.parent)
+
+
+def remove_old(folder: Path, keep: int | None, own: Path) -> None:
+    """Remove what is no longer needed: complete saves beyond ``keep``, and what interrupted ones left.
+
+    What cannot be removed stays: it is not worth a run.
+    """
+    saves = saves_in(folder)
+    complete = [s for s in saves if s.complete]
+    serial = next(s.serial for s in complete if s.path == own)
+    old = [s for s in saves if s.serial < serial and not s.complete]
+    old += [] if keep is None else [s for s in complete if s.serial <= serial][keep:]
+    for s in old:
+        with contextlib.suppress(OSError):
+            _remove(s.path)
+
+
+def _remove(path: Path) -> None:
+    disk = files.DISK
+    disk.remove(path / NAME)  # first: what is half removed must be no checkpoint
+    disk.sync_folder(path)
+    for file in path.iterdir():
+        disk.remove(file)
+    disk.remove(path)
+
+
+__all__ = [
+    "NAME", "Manifest", "Saved", "commit", "make_folder", "new_folder", "parsed", "read_manifest", "remove_old",
+    "saves_in",
+]  # fmt: skip

@@ -1,0 +1,241 @@
+"""What a checkpoint is loaded into: every check is made, and memory is there, before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from .. import runtime
+from ..errors import CheckpointError
+from ..layout import Layout, Spec
+from ..mesh import Mesh
+from ..raw import bare
+from ..shard.optimizer import binding_of
+from ..tensor import DistTensor, stamp
+from .agree import close_to
+from .contents import OPTIMIZER, OTHERS, RANDOM, ModelTensors, Roles, group_names, kind_of, model_tensors
+from .manifest import Manifest
+from .values import decoded
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Target:
+    """A tensor that is filled.
+
+    Attributes:
+        name: of the tensor in the checkpoint.
+        spec: how it lies here.
+        local: memory of this rank's part.
+        counted: the same memory with the version of the tensor: how often that is written to must not differ by rank.
+    """
+
+    name: str
+    spec: Spec
+    local: Tensor
+    counted: Tensor
+
+
+@dataclass
+class Restore:
+    """What is to be done: tensors to be filled, then steps that put them and everything else into place."""
+
+    mesh: Mesh
+    manifest: Manifest
+    targets: list[Target] = field(default_factory=list)
+    steps: list[Callable[[], None]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Do the steps, in order."""
+        for step in self.steps:
+            step()
+
+    def fill(self, name: str, t: Tensor, spec: Spec | None = None) -> Tensor:
+        """Fill a tensor that is there; how it lies, where it does not say so itself.  Returns it."""
+        given = t.spec if isinstance(t, DistTensor) else spec or Spec(t.shape, t.dtype, Layout(self.mesh))
+        own = Spec(given.shape, t.dtype, given.layout)
+        counted = bare(t) if isinstance(t, DistTensor) else t.detach()
+        self.targets.append(Target(name, own, counted.data, counted))
+        return t
+
+    def whole(self, name: str) -> Tensor:
+        """A new tensor on the host, whole on all ranks."""
+        spec = self.manifest.tensors[name]
+        return self.fill(name, torch.empty(tuple(spec.shape), dtype=spec.dtype))
+
+
+def plan_restore(roles: Roles, manifest: Manifest, mesh: Mesh) -> Restore:
+    """Check everything that is asked for against a checkpoint.
+
+    Raises:
+        CheckpointError: with what does not fit; nothing was changed.
+    """
+    made = Restore(mesh, manifest)
+    if roles.model is not None:
+        found = model_tensors(roles.model)
+        _model(made, roles, found)
+        if roles.optimizers:
+            for one, saved in zip(roles.optimizers, _saved(made, "optimizer", roles.optimizers), strict=True):
+                _optimizer(made, one, saved, found.names, found.tensors)
+    for word, ones in (("scheduler", roles.schedulers), ("loader", roles.loaders)):
+        if ones:
+            for one, saved in zip(ones, _saved(made, word, ones), strict=True):
+                _check_class(made, word, one, saved)
+                _object(made, one, decoded(saved["state"], made.whole))
+    _random(made)
+    return made
+
+
+def _saved(made: Restore, word: str, ones: Any) -> list[Any]:
+    """What was saved of the schedulers, say.  Raises where it is not of as many."""
+    saved = made.manifest.values.get(word)
+    if saved is None:
+        raise CheckpointError(f"it was saved without {word}=, so none can be loaded: leave {word}= out")
+    if len(saved) != len(ones):
+        raise CheckpointError(f"it has {len(saved)} of {word}=, and {len(ones)} were given")
+    listed: list[Any] = saved
+    return listed
+
+
+def _check_class(made: Restore, word: str, one: object, saved: Mapping[str, Any]) -> None:
+    if saved["class"] != kind_of(one):
+        raise CheckpointError(f"{word}= was a {saved['class']} when it was saved, and is a {kind_of(one)}")
+
+
+def _object(made: Restore, one: Any, state: Any) -> None:
+    made.steps.append(lambda: one.load_state_dict(state))
+
+
+# ---------------------------------------------------------------------------------------------- the model
+
+
+def _model(made: Restore, roles: Roles, found: ModelTensors) -> None:
+    manifest = made.manifest
+    if "model" not in manifest.values:
+        raise CheckpointError("it was saved without model=, so none can be loaded")
+    saved = {n: n for n in manifest.tensors if not n.startswith((OPTIMIZER, OTHERS))} | dict(manifest.aliases)
+    wanted = {n: n for n in found.tensors} | found.aliases
+    missing = [n for n in wanted if n not in saved]
+    extra = [n for n in saved if n not in wanted]
+    if missing or extra:
+        raise CheckpointError(_misnamed(missing, extra))
+    for name in found.tensors:
+        if name in manifest.aliases:
+            raise CheckpointError(f"{name} has values of its own here, and was tied to {manifest.aliases[name]}")
+    for name, first in found.aliases.items():
+        if saved[name] != saved[first]:
+            raise CheckpointError(f"{name} is tied to {first} here, and had values of its own when it was saved")
+    for name, t in found.tensors.items():
+        spec = manifest.tensors[saved[name]]
+        shape = t.spec.shape if isinstance(t, DistTensor) else t.shape
+        if (tuple(spec.shape), spec.dtype) != (tuple(shape), t.dtype):
+            raise CheckpointError(
+                f"{name} is {t.dtype} of shape {tuple(shape)} here, and was {spec.dtype} of shape {tuple(spec.shape)}"
+            )
+        if t.is_meta:
+            raise CheckpointError(f"{name} is on the meta device: give the model memory first, with mw.shard_module")
+        made.fill(saved[name], t)
+    extras = manifest.values["model"]
+    if set(extras) != set(found.extra):
+        other = sorted(set(extras) ^ set(found.extra))[0]
+        raise CheckpointError(f"module {other!r} has an extra state only here, or only in the checkpoint")
+    assert roles.model is not None
+    for prefix, data in extras.items():
+        module, state = roles.model.get_submodule(prefix), decoded(data, made.whole)
+        made.steps.append(lambda module=module, state=state: module.set_extra_state(state))
+
+
+def _misnamed(missing: list[str], extra: list[str]) -> str:
+    parts = []
+    if missing:
+        listed = ", ".join(n + close_to(n, extra) for n in missing[:4])
+        parts.append(f"it lacks {len(missing)} of the model's tensors: {listed}{', ...' * (len(missing) > 4)}")
+    if extra:
+        listed = ", ".join(n + close_to(n, missing) for n in extra[:4])
+        parts.append(f"the model lacks {len(extra)} of its tensors: {listed}{', ...' * (len(extra) > 4)}")
+    return "; ".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def _optimizer(
+    made: Restore, one: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], params: Mapping[str, Tensor]
+) -> None:
+    _check_class(made, "optimizer", one, saved)
+    groups, here = saved["groups"], group_names(one, names)
+    if len(groups) != len(here):
+        raise CheckpointError(f"the optimizer had {len(groups)} parameter groups, and has {len(here)}")
+    for i, (group, listed) in enumerate(zip(groups, here, strict=True)):
+        if set(group["params"]) != set(listed):
+            extra, lacks = sorted({*listed} - {*group["params"]}), sorted({*group["params"]} - {*listed})
+            first = f"has {extra[0]}, which it did not have" if extra else f"lacks {lacks[0]}, which it had"
+            raise CheckpointError(f"group {i} of the optimizer {first} when it was saved: make the same groups")
+    binding = binding_of(one)
+    if binding is not None:
+        binding.follow(one)
+    states: dict[str, dict[str, Any]] = {}
+    for name, entry in saved["states"].items():
+        p = params[name]
+        group = next(g for g, listed in zip(one.param_groups, here, strict=True) if name in listed)
+        states[name] = _states(made, one, p, entry, group, binding)
+    options = [decoded(g["options"], made.whole) for g in groups]
+
+    def put() -> None:
+        for group, given in zip(one.param_groups, options, strict=True):
+            group.update(given)
+        for p in [p for p in one.state if names[id(p)] not in states]:
+            del one.state[p]
+        for name, entry in states.items():
+            held = one.state[params[name]]  # the same dict: captured steps hold it
+            held.clear()
+            held.update(entry)
+
+    made.steps.append(put)
+
+
+def _states(
+    made: Restore, one: Optimizer, p: Tensor, entry: Mapping[str, Any], group: Mapping[str, Any], binding: Any
+) -> dict[str, Any]:
+    """The states of a parameter, with memory for their tensors: what is there, where that fits."""
+    before = one.state.get(p, {})
+
+    def get(name: str, key: str) -> Tensor:
+        stored = made.manifest.tensors[name]
+        spec = Spec(stored.shape, stored.dtype, Layout(made.mesh))
+        if isinstance(p, DistTensor) and stored.shape == p.spec.shape:
+            lies = binding.state_spec(p)
+            spec = Spec(stored.shape, stored.dtype, lies.layout)
+        held = before.get(key)
+        if isinstance(held, Tensor) and _fits(held, spec):
+            return made.fill(name, held)
+        on_device = stored.ndim or group.get("capturable") or group.get("fused")
+        here = made.mesh.coordinate(runtime.RT.rank)
+        t = torch.empty(spec.local_shape(here), dtype=spec.dtype, device=p.device if on_device else "cpu")
+        made.fill(name, t, spec)
+        return stamp(t, spec) if stored.ndim and isinstance(p, DistTensor) and stored.shape == p.spec.shape else t
+
+    return {key: decoded(data, lambda name, key=key: get(name, key)) for key, data in entry.items()}
+
+
+def _fits(held: Tensor, spec: Spec) -> bool:
+    if isinstance(held, DistTensor):
+        return held.spec.layout == spec.layout and held.spec.shape == spec.shape and held.dtype is spec.dtype
+    return spec.layout.is_replicated() and held.shape == spec.shape and held.dtype is spec.dtype
+
+
+def _random(made: Restore) -> None:
+    """The default generators last: what comes before may draw from them."""
+    cpu = made.whole(f"{RANDOM}/cpu")
+    made.steps.append(lambda: torch.random.set_rng_state(cpu))
+    if made.mesh.device == "cuda" and f"{RANDOM}/cuda" in made.manifest.tensors:
+        cuda = made.whole(f"{RANDOM}/cuda")
+        made.steps.append(lambda: torch.cuda.set_rng_state(cuda))
+
+
+__all__ = ["Restore", "Target", "plan_restore"]

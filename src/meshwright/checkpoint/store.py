@@ -1,0 +1,99 @@
+"""``Checkpoints``: a folder of checkpoints of one run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from ..errors import CheckpointError, takes
+from ..mesh import Mesh
+from .agree import mesh_of
+from .contents import Roles
+from .loading import load
+from .manifest import saves_in
+from .saving import Save, save
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder that all ranks share.
+
+    Args:
+        folder: where they are; made by the first save.
+        keep: how many complete ones stay; None: all.
+        mesh: needed only where nothing that is saved is distributed and not all processes take part.
+
+    Raises:
+        CheckpointError: arguments that cannot be.
+    """
+
+    @takes(
+        CheckpointError,
+        folder=((str, os.PathLike), "give the path of a folder"),
+        keep=((int, NoneType), "give how many stay, or None for all"),
+        mesh=((Mesh, NoneType), "give the mesh that all ranks are in"),
+    )
+    def __init__(self, folder: str | os.PathLike[str], keep: int | None = None, *, mesh: Mesh | None = None) -> None:
+        if keep is not None and (isinstance(keep, bool) or keep < 1):
+            raise CheckpointError(f"keep={keep!r}: at least 1 was expected, or None for all")
+        self.folder, self.keep, self.mesh = Path(folder), keep, mesh
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({str(self.folder)!r}, keep={self.keep})"
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, the newest (the last to be saved) first."""
+        return [s.step for s in saves_in(self.folder) if s.complete]
+
+    def save(
+        self, step: int, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
+        program: Any = None,
+    ) -> Save:  # fmt: skip
+        """Save, on all ranks together.  Each writes its own parts, what several hold once.
+
+        Args:
+            step: of the run, from 0.
+            model: its parameters and what buffers its ``state_dict()`` has; tied ones once.
+            optimizer: one or a list; states are saved by names of parameters.
+            scheduler: one or a list.
+            loader: one or a list, with the place in the data: what ``mw.shard_dataloader`` returns.
+            program: a captured step, which has model and optimizer with it.
+
+        The state of the default random generator, which all ranks share, is always saved.
+
+        Raises:
+            CheckpointError: on all ranks: what cannot be saved.
+            DesyncError: on all ranks: they save different things.
+        """
+        roles = Roles.of(model, optimizer, scheduler, loader, program)
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise CheckpointError(f"save: step={step!r}: a whole number of at least 0 was expected")
+        return save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh))
+
+    def load(
+        self, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
+        program: Any = None, step: int | None = None,
+    ) -> int | None:  # fmt: skip
+        """Fill model, optimizer and so on, in place, from the newest complete checkpoint; on all ranks together.
+
+        They may lie otherwise, on another mesh, than where they were saved.  Each rank reads what it needs.
+
+        Args:
+            step: that of this step instead.
+            model, optimizer, scheduler, loader, program: as for :meth:`save`; what is not given is not loaded.
+
+        Returns:
+            The step; None where there is no checkpoint: nothing was changed.
+
+        Raises:
+            CheckpointError: on all ranks: none of that step, one of another model, one that is damaged.  Unless it is
+                damaged nothing was changed.
+        """
+        roles = Roles.of(model, optimizer, scheduler, loader, program)
+        found = load(self.folder, step, roles, mesh_of(roles, self.mesh))
+        return None if found is None else found.step
+
+
+__all__ = ["Checkpoints"]
