@@ -134,7 +134,8 @@ def write_file(path: Path, parts: Sequence[Part]) -> Line:
 def _bytes_of(value: Tensor) -> memoryview:
     value = value.detach().resolve_conj().resolve_neg()
     value = torch.view_as_real(value) if value.is_complex() else value
-    return memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    plain: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(plain)
 
 
 def _header(parts: Sequence[Part], values: Sequence[memoryview]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
     reader = Reader(path, manifest)
     try:
         for batch in _batches(restore.targets, mesh):
-            read = together(mesh, f"load {path}", lambda batch=batch: [reader.read(t) for t in batch])
+            read = together(mesh, f"load {path}", partial(reader.read_all, batch))
             for target, value in zip(batch, read, strict=True):
                 place(target, value, reader.spec_of(target))
     finally:
@@ -139,8 +140,12 @@ class Reader:
         """How a target is read."""
         return read_spec(self.manifest.tensors[target.name], target.spec)
 
+    def read_all(self, targets: Iterable[Target]) -> list[Tensor]:
+        """What this rank reads of several targets.  Raises CheckpointError for what is damaged."""
+        return [self.read(target) for target in targets]
+
     def read(self, target: Target) -> Tensor:
-        """What this rank reads of a target, on the target's device.  Raises CheckpointError for what is damaged."""
+        """What this rank reads of a target, on the target's device."""
         spec = self.spec_of(target)
         here = spec.mesh.coordinate(runtime.RT.rank)
         if spec is target.spec and target.local.is_contiguous():

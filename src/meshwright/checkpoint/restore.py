@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def _model(made: Restore, roles: Roles, found: ModelTensors) -> None:
     assert roles.model is not None
     for prefix, data in extras.items():
         module, state = roles.model.get_submodule(prefix), decoded(data, made.whole)
-        made.steps.append(lambda module=module, state=state: module.set_extra_state(state))
+        made.steps.append(partial(module.set_extra_state, state))
 
 
 def _misnamed(missing: list[str], extra: list[str]) -> str:
@@ -205,7 +206,7 @@ def _states(
     """The states of a parameter, with memory for their tensors: what is there, where that fits."""
     before = one.state.get(p, {})
 
-    def get(name: str, key: str) -> Tensor:
+    def get(key: str, name: str) -> Tensor:
         stored = made.manifest.tensors[name]
         spec = Spec(stored.shape, stored.dtype, Layout(made.mesh))
         if isinstance(p, DistTensor) and stored.shape == p.spec.shape:
@@ -220,7 +221,7 @@ def _states(
         made.fill(name, t, spec)
         return stamp(t, spec) if stored.ndim and isinstance(p, DistTensor) and stored.shape == p.spec.shape else t
 
-    return {key: decoded(data, lambda name, key=key: get(name, key)) for key, data in entry.items()}
+    return {key: decoded(data, partial(get, key)) for key, data in entry.items()}
 
 
 def _fits(held: Tensor, spec: Spec) -> bool:
