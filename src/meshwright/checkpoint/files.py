@@ -123,6 +123,7 @@ def write_file(path: Path, parts: Sequence[Part]) -> Line:
             for start in range(0, len(value), STRETCH):
                 DISK.write(file, value[start : start + STRETCH])
         DISK.sync(file)
+        DISK.sync_folder(path.parent)
     except OSError:
         DISK.remove(path)  # a disk that is full should not stay so
         raise
