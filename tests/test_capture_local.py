@@ -20,6 +20,7 @@ from meshwright.errors import CaptureError, DesyncError, ProgramError
 from meshwright.passes import DataParallelOptimization, PassManager
 from meshwright.program.capture.local import HandWritten, record_step
 from meshwright.program.capture.update import update_of
+from meshwright.program.ir.nodes import info_of
 from meshwright.program.local_step import LocalStep
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
@@ -372,7 +373,7 @@ def experts(passes: Sequence[Any]) -> Any:
 
 
 def grads_of(step: LocalStep) -> list[Any]:
-    return [pair for n in step.program.graph.nodes for pair in n.meta.get("grad_of", ())]
+    return [pair for n in step.program.graph.nodes for pair in info_of(n).grad_of]
 
 
 @pytest.mark.processes
@@ -595,10 +596,10 @@ def test_gradients_are_named(alone: mw.Mesh) -> None:
 
     program, _ = captured(alone, step)
     nodes = list(program.graph.nodes)
-    named = {name: spec for n in nodes for name, spec in n.meta.get("grad_of", ())}
+    named = {name: spec for n in nodes for name, spec in info_of(n).grad_of}
     assert named.keys() == {"weight", "bias"}
     assert all(repr(spec.layout) == "<dp: Partial()>" for spec in named.values())
-    assert sorted(n.meta["sync"] for n in program.collectives()) == ["bias", "weight"]
-    assert {n.meta["line"].partition(":")[0] for n in program.collectives()} == {"test_capture_local.py"}
+    assert sorted(info_of(n).sync for n in program.collectives()) == ["bias", "weight"]
+    assert {info_of(n).line.partition(":")[0] for n in program.collectives()} == {"test_capture_local.py"}
     assert not any("copy_" in str(n.target) or "div_" in str(n.target) for n in nodes)  # values, no writes
-    assert {n.meta["role"] for n in nodes if n.op == "call_function"} == {"forward", "backward", "optimizer"}
+    assert {info_of(n).role for n in nodes if n.op == "call_function"} == {"forward", "backward", "optimizer"}

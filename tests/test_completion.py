@@ -12,6 +12,7 @@ import torch.nn as nn
 import meshwright as mw
 from meshwright.errors import LayoutError, MeshError, ShardError
 from meshwright.program import Built, Plan, build
+from meshwright.program.ir.nodes import info_of
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
@@ -36,7 +37,7 @@ def of_blocks(built: Built) -> dict[str, mw.Layout]:
 
 def on_tp(built: Built) -> Counter[tuple[str, str]]:
     """(role, kind) of the collectives over tp."""
-    return Counter((n.meta["role"], n.target._opname) for n in built.program.collectives() if n.args[-2] == "tp")
+    return Counter((info_of(n).role, n.target._opname) for n in built.program.collectives() if n.args[-2] == "tp")
 
 
 @pytest.mark.parametrize(

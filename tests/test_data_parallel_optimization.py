@@ -21,7 +21,7 @@ from meshwright.errors import PassError
 from meshwright.passes import DataParallelOptimization, PassManager
 from meshwright.program import Plan, Program, build
 from meshwright.program.check.verify import verify_together
-from meshwright.program.ir.trace import VIEWS
+from meshwright.program.ir.nodes import VIEWS, checked_value, info_of
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
@@ -259,7 +259,7 @@ def starts(program: Program) -> list[Any]:
 def test_each_starts_when_its_last_gradient_exists_and_is_waited_for_at_its_first_use() -> None:
     (program, *_) = programs("gpt", {"dp": 2}, SMALL)
     place = places(program)
-    first = min(i for n, i in place.items() if n.meta.get("role") == "optimizer")
+    first = min(i for n, i in place.items() if info_of(n).role == "optimizer")
     found = starts(program)
     assert len(found) > 3
     for node in found:
@@ -272,7 +272,7 @@ def test_each_starts_when_its_last_gradient_exists_and_is_waited_for_at_its_firs
         assert wait.target is collective.WAIT_OP
         read = min(place[u] for part in wait.users for u in part.users)
         assert place[wait] < read
-        assert not [n for n, i in place.items() if place[wait] < i < read and n.meta.get("role") == "backward"
+        assert not [n for n, i in place.items() if place[wait] < i < read and info_of(n).role == "backward"
                     and n.target is not torch.ops.aten.as_strided.default
                     and n.target is not collective.WAIT_OP]  # fmt: skip
     spread = [place[n] for n in found]
@@ -284,12 +284,10 @@ def test_nobody_touches_a_buffer_under_way() -> None:
         place = places(program)
         for node in starts(program):
             (wait,) = node.users
-            storage = node.meta["value"].storage
+            storage = checked_value(node).storage
             between = [n for n, i in place.items() if place[node] < i < place[wait]]
             for n in between:
-                touched = [
-                    x for x in (n, *n.all_input_nodes) if getattr(x.meta.get("value"), "storage", None) == storage
-                ]
+                touched = [x for x in (n, *n.all_input_nodes) if getattr(info_of(x).value, "storage", None) == storage]
                 assert not touched or n.target in VIEWS, f"{n} touches {node}"
 
 

@@ -41,7 +41,7 @@ def test_a_record_has_op_line_bytes_and_reason():
         assert record.kinds == ("all_reduce",)
         assert record.axes == ("x",)
         assert record.shape == (8, 6)
-        assert (record.src, record.dst) == ("<x: Partial()>", "<x: Replicate()>")
+        assert (repr(record.src), repr(record.dst)) == ("<x: Partial()>", "<x: Replicate()>")
         assert record.bytes == 2 * 3 / 4 * 8 * 6 * 8
         assert record.line == f"test_explain.py:{at}"
         assert "a Partial value is reduced before relu" in record.reason

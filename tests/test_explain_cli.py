@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import meshwright as mw
 from meshwright.cli import app
 from meshwright.program import build
+from meshwright.program.ir.nodes import info_of
 from meshwright.train.config import StepConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
@@ -217,7 +218,7 @@ def test_llama_from_few_words() -> None:
     for name in ("gate", "up"):
         assert placed[f"blocks.1.mlp.{name}.weight"] == mw.Shard(0)
     assert placed["blocks.1.norm1.weight"] == mw.Replicate()
-    forward = [n for n in made.program.collectives() if n.meta["role"] == "forward"]
+    forward = [n for n in made.program.collectives() if info_of(n).role == "forward"]
     assert len(forward) == 2 * 2 + 3
 
 

@@ -124,7 +124,7 @@ def test_what_is_said_of_each() -> None:
     assert (made.role, made.kind, made.axes, made.ranks) == ("forward", "all_reduce", ("tp",), (2, 3))
     assert (made.shape, made.local, made.dtype) == ((6, 18, 48), (3, 18, 48), "float32")
     assert made.bytes == 3 * 18 * 48 * 4
-    assert (made.src, made.dst) == ("<dp: Shard(0), tp: Partial()>", "<dp: Shard(0), tp: Replicate()>")
+    assert (repr(made.src), repr(made.dst)) == ("<dp: Shard(0), tp: Partial()>", "<dp: Shard(0), tp: Replicate()>")
     assert made.line.startswith("model.py:")
     assert "a Partial value is reduced before layer_norm" in made.reason
     assert "; it is Partial since embedding at model.py:" in made.reason
@@ -238,7 +238,7 @@ def test_where_layouts_came_from() -> None:
     laid = {x.name: x for x in why.laid}
     assert laid["blocks.0.attention.qkv.weight"].source == "user"
     out = laid["blocks.0.attention.out.weight"]
-    assert (out.source, out.layout) == ("propagated", "<dp: Replicate(), tp: Shard(1)>")
+    assert (out.source, repr(out.layout)) == ("propagated", "<dp: Replicate(), tp: Shard(1)>")
     assert "linear" in out.reason
     assert laid["norm.weight"].source == "default"
     assert out.local == (48, 24)
@@ -248,7 +248,7 @@ def test_where_layouts_came_from() -> None:
 def test_stored_and_seen_differ() -> None:
     why = explain_program(built(mesh={"dp": 2}, stored_over="dp", layers=1).program)
     (weight,) = [x for x in why.laid if x.name == "blocks.0.mlp.up.weight"]
-    assert weight.layout != weight.seen == "<dp: Replicate()>"
+    assert weight.layout != weight.seen == mw.Layout(weight.seen.mesh)
 
 
 # ------------------------------------------------------------------------------------------ memory

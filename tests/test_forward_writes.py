@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright.errors import CaptureError, ProgramError
 from meshwright.program import Program
+from meshwright.program.ir.nodes import annotate, info_of
 from meshwright.program.load import load_program
 
 Tensor = torch.Tensor
@@ -195,8 +196,8 @@ def test_only_what_was_recorded_may_write_to_parameters(tmp_path: Path) -> None:
     program = mw.simulate(build, DP)[0]
     mw.save_program(program, tmp_path / "step.program")
     mw.check_program(load_program(tmp_path / "step.program"))
-    (write, *_) = [n for n in program.graph.nodes if "writes" in n.meta]
-    del write.meta["writes"]
+    (write, *_) = [n for n in program.graph.nodes if info_of(n).writes]
+    annotate(write, writes=False)
     with pytest.raises(ProgramError, match=r"copy_.*which is part of the forward, writes to param"):
         mw.check_program(program)
 

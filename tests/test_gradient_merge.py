@@ -24,6 +24,7 @@ from meshwright.passes import (
     PassManager,
     parse,
 )
+from meshwright.program.ir.nodes import info_of
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
@@ -314,7 +315,7 @@ def test_sums_of_half_precision_gradients_are_float32() -> None:
         assert all(torch.count_nonzero(t) == 0 for t in step.carrier.sums.values())
         step(data(0, MICRO))
         [seed] = [
-            n for n in step.program.graph.nodes if "full.default" in str(n.target) and n.meta["role"] == "backward"
+            n for n in step.program.graph.nodes if "full.default" in str(n.target) and info_of(n).role == "backward"
         ]
         assert not any("mul" in str(u.target) for u in seed.users)  # 1/3 would be rounded: it is in the sums instead
         assert all(p.dtype is torch.bfloat16 for p in model.parameters())

@@ -174,6 +174,8 @@ def test_replace_makes_the_axis_the_minor_one(mesh, ndim, data):
 @given(mesh=meshes(), data=st.data())
 def test_specs_are_interned_and_pickle_to_themselves(mesh, data):
     spec = data.draw(specs(mesh, ops=OPS))
+    marked = spec.with_(copied=True, stored=data.draw(st.booleans()), known=spec)
+    assert pickle.loads(pickle.dumps(marked)) is marked
     again = mw.Spec(spec.shape, spec.dtype, mw.Layout(mesh, spec.layout))
     assert again is spec
     assert pickle.loads(pickle.dumps(spec)) is spec

@@ -16,6 +16,7 @@ from meshwright.errors import PassError
 from meshwright.passes import Pass, PassManager, PassRecord, parse, register, registered
 from meshwright.passes.slicing import copied
 from meshwright.program import Plan, Program, build
+from meshwright.program.ir.nodes import info_of
 
 
 class Noted(Pass):
@@ -77,7 +78,7 @@ class Breaks(Noted):
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         made = copied(program)
-        node = next(n for n in made.collectives() if n.meta.get("sync"))
+        node = next(n for n in made.collectives() if info_of(n).sync)
         node.replace_all_uses_with(node.all_input_nodes[0])
         made.graph.erase_node(node)
         return made, PassRecord("broke it")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.program import step as steps
+from meshwright.program.ir.nodes import checked_value, info_of
 
 # ---------------------------------------------------------------------------------------------- the GPT
 
@@ -199,8 +200,8 @@ def test_tied_weights(placement: int | None) -> None:
 
     layouts = {"tokens.weight": {"tp": mw.Shard(placement)}} if placement is not None else {}
     runs = compare(Tied, loss_fn, batches, MESH, layouts=layouts, batch=DP)
-    grads = [n for n in runs[0].program.graph.nodes if "grad_of" in n.meta]  # type: ignore[union-attr]
-    assert [p for n in grads for p, _ in n.meta["grad_of"]].count("tokens.weight") == 1  # summed, then reduced once
+    grads = [n for n in runs[0].program.graph.nodes if info_of(n).grad_of]  # type: ignore[union-attr]
+    assert [p for n in grads for p, _ in info_of(n).grad_of].count("tokens.weight") == 1  # summed, then reduced once
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
@@ -253,7 +254,7 @@ class Cast(nn.Module):
 def test_autocast() -> None:
     batches = [tuple(t.float() for t in pair) for pair in pairs(3)]
     runs = compare(Cast, squares, batches, MESH, layouts=TP, batch=DP, tolerance=5e-2)
-    dtypes = {n.meta["value"].dtype for n in runs[0].program.graph.nodes if "addmm" in n.name}  # type: ignore[union-attr]
+    dtypes = {checked_value(n).dtype for n in runs[0].program.graph.nodes if "addmm" in n.name}  # type: ignore[union-attr]
     assert dtypes == {torch.bfloat16}
 
 
@@ -360,7 +361,7 @@ def test_eval_computes_the_loss_only() -> None:
         )
         step.eval()
         made = [step(batches[0]).item() for _ in range(2)]
-        roles = {n.meta.get("role") for n in step.program.graph.nodes if n.op == "call_function"}
+        roles = {info_of(n).role for n in step.program.graph.nodes if n.op == "call_function"}
         mw.check_program(step.program)
         step.train()
         before = mw.unshard(own.up.weight.detach()).clone()

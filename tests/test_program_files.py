@@ -158,7 +158,7 @@ CHANGES = {
     "mesh": (lambda d: d["mesh"].update(axes={"dp": 10**12}), "distinct ranks"),
     "ranks": (lambda d: d["mesh"].update(axes={"dp": 10**12}, ranks=None), "damaged"),
     "spec": (lambda d: d["inputs"][0].update(spec="x"), "spec cannot be 'x'"),
-    "value": (lambda d: d["nodes"][0]["meta"].update(value=1), "value cannot be 1"),
+    "value": (lambda d: d["nodes"][0]["info"].update(value=1), "value cannot be 1"),
 }
 
 

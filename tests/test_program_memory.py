@@ -18,7 +18,7 @@ from meshwright import collective, runtime
 from meshwright.compile import capture_local
 from meshwright.program.capture.partition import as_rank
 from meshwright.program.ir.memory import dense, is_dense, laid, same
-from meshwright.program.ir.trace import value_of
+from meshwright.program.ir.nodes import value_of
 
 LAST = torch.channels_last
 ONE, TWO, THREE = mw.Mesh({"dp": 1}), mw.Mesh({"dp": 2}), mw.Mesh({"tp": 3})

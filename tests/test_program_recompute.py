@@ -27,6 +27,7 @@ import meshwright as mw
 from meshwright.errors import CaptureError
 from meshwright.explain import explain_program
 from meshwright.program import Plan, Program, build
+from meshwright.program.ir.nodes import info_of
 from meshwright.program.run.inductor import Segment, with_inductor
 
 aten = torch.ops.aten
@@ -101,7 +102,7 @@ def made(how: str, **options: Any) -> Net:
 
 
 def roles(program: Program) -> set[str]:
-    return {n.meta["role"] for n in program.graph.nodes if n.op == "call_function"}
+    return {info_of(n).role for n in program.graph.nodes if n.op == "call_function"}
 
 
 # ---------------------------------------------------------------------------------------------- numbers
@@ -358,7 +359,7 @@ def program_of(how: str, train: bool = True, **options: Any) -> Program:
 
 def test_a_policy_decides_what_is_saved() -> None:
     again = {
-        how: {str(n.target) for n in program_of(how).graph.nodes if n.meta.get("role") == "recomputation"}
+        how: {str(n.target) for n in program_of(how).graph.nodes if info_of(n).role == "recomputation"}
         for how in ("new", "selective")
     }
     assert again["new"] - again["selective"] == {"aten.gelu.default", "aten.relu_.default"}  # which writes to it
@@ -392,8 +393,8 @@ def test_a_saved_program_is_the_same(tmp_path: Path) -> None:
 def test_a_compiler_does_not_see_both_runs_at_once() -> None:
     model = Net("nested", norm=False)
     program = build(model, squares, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 8), ONE).program
-    first = {n.name for n in program.graph.nodes if n.meta.get("role") == "forward"}
-    again = {n.name for n in program.graph.nodes if n.meta.get("role") == "recomputation"}
+    first = {n.name for n in program.graph.nodes if info_of(n).role == "forward"}
+    again = {n.name for n in program.graph.nodes if info_of(n).role == "recomputation"}
     bodies = [
         {n.name for n in node.target.module.graph.nodes if n.op == "call_function"}
         for node in with_inductor(program).graph.nodes

@@ -18,6 +18,7 @@ import meshwright as mw
 from meshwright.errors import DesyncError, MeshwrightError, ProgramError
 from meshwright.passes import PassManager
 from meshwright.program import Plan, Program, build
+from meshwright.program.ir.nodes import annotate, checked_value, info_of
 from meshwright.testing import check_program
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
@@ -54,7 +55,7 @@ def the(program: Program, op: Any, number: int = 0) -> fx.Node:
 
 
 def sync(program: Program) -> fx.Node:
-    return next(n for n in program.collectives() if "sync" in n.meta)
+    return next(n for n in program.collectives() if info_of(n).sync)
 
 
 def drop(node: fx.Node) -> None:
@@ -79,10 +80,11 @@ TAMPERING: dict[str, Callable[[Program], Any]] = {
     "a matmul of other operands": lambda p: with_arg(
         the(p, torch.ops.aten.mm.default), 1, the(p, torch.ops.aten.mm.default).args[0]
     ),
-    "a value said to be of another shape": lambda p: the(p, torch.ops.aten.mm.default).meta.update(
-        value=replace(the(p, torch.ops.aten.mm.default).meta["value"], shape=(1, 1))
+    "a value said to be of another shape": lambda p: annotate(
+        the(p, torch.ops.aten.mm.default),
+        value=replace(checked_value(the(p, torch.ops.aten.mm.default)), shape=(1, 1)),
     ),
-    "a role that there is not": lambda p: the(p, torch.ops.aten.mm.default).meta.update(role="middle"),
+    "a role that there is not": lambda p: annotate(the(p, torch.ops.aten.mm.default), role="middle"),
     "an input of another layout": lambda p: replace(
         p, inputs=(replace(p.inputs[0], spec=p.inputs[0].spec.with_(layout=mw.Layout(MESH))), *p.inputs[1:])  # type: ignore[union-attr]
     ),
@@ -124,7 +126,7 @@ def test_all_ranks_together(everyone: list[Program]) -> None:
 
 def test_a_rank_that_meets_in_another_order(everyone: list[Program]) -> None:
     changed = fresh(everyone[2])
-    first, second = [n for n in changed.collectives() if "sync" in n.meta][-2:]
+    first, second = [n for n in changed.collectives() if info_of(n).sync][-2:]
     second.append(first)
     with pytest.raises(DesyncError, match="rank 2"):
         check_program([*everyone[:2], changed, everyone[3]])

@@ -350,11 +350,8 @@ def _back(steps: tuple[ConversionStep, ...], grad: Tensor, cause: Any) -> Tensor
     back = transpose(steps)
     if not back:  # differentiated past a conversion, to where the data already was
         return grad
-    if cause is not None:
-        runtime.RT.cause = cause.transposed(back)
-    made = apply(back, grad)
-    if cause is not None:
-        runtime.RT.cause = None
+    with runtime.serving(cause and cause.transposed(back)):
+        made = apply(back, grad)
     # A slice is a view of a cotangent that others may hold: a leaf would take it for its own and add to it in place.
     return made.clone() if made is not grad and _only_slices(back) else made
 
@@ -409,10 +406,8 @@ class _Weighted(torch.autograd.Function):
         if torch.is_grad_enabled() and _op(step.src, step) == "product":
             raise ConversionError("a reduction by product has no second derivative here: gather the factors first")
         back = transpose(ctx.steps)
-        if ctx.cause is not None:
-            runtime.RT.cause = ctx.cause.transposed(back)
-        made = apply(back, grad * share) if _op(step.src, step) is None else apply(back, grad) * share
-        runtime.RT.cause = None
+        with runtime.serving(ctx.cause and ctx.cause.transposed(back)):
+            made = apply(back, grad * share) if _op(step.src, step) is None else apply(back, grad) * share
         return made, None
 
 

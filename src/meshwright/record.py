@@ -6,6 +6,7 @@ Nothing is looked up unless somebody listens: finding the user's line walks the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from . import reshard, runtime
 from .convert import ConversionStep
 from .cost import step_bytes
 from .errors import ExplicitError
+from .layout import Layout
 from .runtime import user_line
 
 _SUMMED = ("all_reduce", "reduce_scatter")
@@ -25,6 +27,7 @@ _USED = "each rank uses the value for its own part of "
 class Record:
     """One implied conversion: which op asked, what it did, what it cost, where in the user's code, and why.
 
+    ``src``, ``dst``: layouts before and after; of several tensors at once, which have none together, a word.
     ``use``: the op that asked with its rule; ranks that use one value in it for their parts make its gradient Partial.
     """
 
@@ -33,8 +36,8 @@ class Record:
     kinds: tuple[str, ...]
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    src: str
-    dst: str
+    src: Layout | str
+    dst: Layout | str
     bytes: float
     backward_bytes: float
     line: str
@@ -53,8 +56,8 @@ class Record:
             self,
             kinds=tuple(s.kind for s in moving),
             axes=tuple(axes),
-            src=repr(steps[0].src.layout),
-            dst=repr(steps[-1].dst.layout),
+            src=steps[0].src.layout,
+            dst=steps[-1].dst.layout,
             bytes=nbytes,
             backward_bytes=0.0,
             reason="its gradient: " + (_USED + self.use if summed else self.reason),
@@ -76,8 +79,8 @@ def make(op: str, argument: int, plan: reshard.ConversionPlan, reason: str) -> R
     moving = [s for s in plan.steps if s.moves]
     axes = dict.fromkeys(plan.src.mesh.axes[a] for s in moving for a in s.axes)
     return Record(
-        op, argument, tuple(s.kind for s in moving), tuple(axes), tuple(plan.src.shape), repr(plan.src.layout),
-        repr(plan.dst.layout), plan.forward_bytes, plan.backward_bytes, user_line(), reason,
+        op, argument, tuple(s.kind for s in moving), tuple(axes), tuple(plan.src.shape), plan.src.layout,
+        plan.dst.layout, plan.forward_bytes, plan.backward_bytes, user_line(), reason,
     )  # fmt: skip
 
 
@@ -95,7 +98,7 @@ def since(op: str, factors: str) -> str:
 
 
 def implicit(op: str, argument: int, plan: reshard.ConversionPlan, why: str, moves: bool, producer: str = "") -> None:
-    """Note communication that an op implies now or, if no data moves yet, in its backward.
+    """Note communication that an op implies now or, if no data moves yet, in its backward; inside of ``serving``.
 
     ``producer``: what made a Partial value one.
 
@@ -124,9 +127,11 @@ def implicit(op: str, argument: int, plan: reshard.ConversionPlan, why: str, mov
         )
 
 
-def asked(what: str, plan: reshard.ConversionPlan, reason: str) -> None:
-    """Note a conversion that somebody asked for by name."""
-    if runtime.RT.records is not None:
-        runtime.RT.cause = made = replace(make(what, 0, plan, reason), asked=True)
-        if plan.moves:
-            runtime.RT.records.append(made)
+def asked(what: str, plan: reshard.ConversionPlan, reason: str) -> AbstractContextManager[None]:
+    """Note a conversion that somebody asked for by name, and that runs inside of what is returned."""
+    if runtime.RT.records is None:
+        return nullcontext()
+    made = replace(make(what, 0, plan, reason), asked=True)
+    if plan.moves:
+        runtime.RT.records.append(made)
+    return runtime.serving(made)

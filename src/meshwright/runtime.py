@@ -8,12 +8,13 @@ and ``runtime.RT.rank``: a name imported from here would go stale.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import itertools
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -181,6 +182,17 @@ class Runtime:
 
 
 RT = Runtime()
+
+
+@contextlib.contextmanager
+def serving(cause: Any) -> Iterator[None]:
+    """Inside, communication that is started serves this record."""
+    rt = RT
+    before, rt.cause = rt.cause, cause
+    try:
+        yield
+    finally:
+        rt.cause = before
 
 
 def reset() -> None:

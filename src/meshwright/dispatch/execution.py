@@ -257,10 +257,8 @@ def _convert_recorded(
     if rt.records is None and not (steps.moves and rt.explicit):
         return make(t, steps, None)
     producer = " and ".join(t.__dict__.get("_producers", ()))
-    try:
+    with runtime.serving(None):
         return make(t, steps, lambda moved: record.implicit(plan.op.name, i, steps, plan.why, moved, producer))
-    finally:
-        rt.cause = None
 
 
 def _bring_back(t: Tensor, steps: reshard.ConversionPlan, note: Note | None) -> Tensor:
@@ -419,9 +417,8 @@ def relayout(x: Tensor, target: Spec, stamp: Stamp) -> Tensor:
         x = convert_tensor(x, reshard.plan(source, spec.known.with_(undecided=0)))
         source = spec.known.with_(undecided=0)
     plan = reshard.plan(source, target)
-    record.asked("reshard", plan, "asked for by name")
-    made = convert.apply(plan.steps, x)
-    runtime.RT.cause = None
+    with record.asked("reshard", plan, "asked for by name"):
+        made = convert.apply(plan.steps, x)
     if not plan.moves and made.untyped_storage()._cdata == x.untyped_storage()._cdata:
         made = made.clone()
     out: Tensor = stamp(made, target)

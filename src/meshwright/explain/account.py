@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from .. import runtime
 from ..mesh import Mesh
 from ..program.check.verify import ROLES
 from ..record import Record
-from .core import Collective, Laid, Total, recorded
+from .core import Collective, Laid, Total, plain, recorded
 from .memory import Memory
 
 
@@ -85,9 +84,9 @@ class Account:
             "collectives": self.counts.kinds,
             "bytes": self.counts.bytes,
             "total_bytes": self.counts.total_bytes,
-            "totals": [dataclasses.asdict(t) for t in self.totals],
-            "records": [dataclasses.asdict(c) for c in self.collectives],
-            "layouts": [dataclasses.asdict(x) for x in self.laid],
+            "totals": [plain(t) for t in self.totals],
+            "records": [plain(c) for c in self.collectives],
+            "layouts": [plain(x) for x in self.laid],
             "memory": None if self.memory is None else self.memory.to_dict(),
         }
         return made

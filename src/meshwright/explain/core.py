@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..layout import Layout, Partial, Placement, Shard
 from ..record import Record
 
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
-_PLACED = re.compile(r"(\w+): (\w+)\(([^)]*)\)")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Collective:
         shape: of the global tensor.
         local: of the tensor that this rank brings; of eager code unknown.
         dtype: of what moves.
-        src, dst: layouts before and after.
+        src, dst: layouts before and after; of several tensors at once, which have none together, a word.
         bytes: that this rank moves (ring model): in a program the integer that running it counts.
         axes: the mesh axes over which it runs.
         ranks: its group; of eager code unknown.
@@ -50,8 +50,8 @@ class Collective:
     shape: tuple[int, ...]
     local: tuple[int, ...]
     dtype: str
-    src: str
-    dst: str
+    src: Layout | str
+    dst: Layout | str
     bytes: float
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -89,8 +89,8 @@ class Laid:
     kind: str
     shape: tuple[int, ...]
     dtype: str
-    layout: str
-    seen: str
+    layout: Layout
+    seen: Layout
     local: tuple[int, ...]
     bytes: int
     states: int
@@ -161,17 +161,29 @@ def folded_layouts(laid: Iterable[Laid]) -> list[tuple[int, Laid]]:
     ]
 
 
-def placed(layout: str) -> list[tuple[str, str]]:
-    """(axis, placement for people) of a printed layout: ``("dp", "Shard 0")``, ``("tp", "Replicate")``."""
-    return [(axis, f"{kind} {arg}".replace("'", "").strip()) for axis, kind, arg in _PLACED.findall(layout)]
+def placed(layout: Layout) -> list[tuple[str, str]]:
+    """(axis, placement for people): ``("dp", "Shard 0")``, ``("tp", "Replicate")``."""
+    return [(axis, _worded(p)) for axis, p in zip(layout.mesh.axes, layout.placements, strict=True)]
 
 
-def in_words(layout: str) -> str:
-    """A printed layout without what is replicated: ``dp Shard 0``."""
-    found = placed(layout)
-    if not found:  # of fused tensors, which have no layout together
+def _worded(p: Placement) -> str:
+    if isinstance(p, Shard):
+        return f"Shard {p.dim}"
+    return f"Partial {'' if p.op == 'sum' else p.op}".strip() if isinstance(p, Partial) else "Replicate"
+
+
+def in_words(layout: Layout | str) -> str:
+    """A layout without what is replicated: ``dp Shard 0``."""
+    if isinstance(layout, str):
         return layout
-    return ", ".join(f"{axis} {p}" for axis, p in found if p != "Replicate") or "replicated"
+    return ", ".join(f"{axis} {p}" for axis, p in placed(layout) if p != "Replicate") or "replicated"
+
+
+def plain(a: Any) -> Any:
+    """A part of an explanation as JSON has it: dicts and lists, and layouts as they are printed."""
+    if dataclasses.is_dataclass(a):
+        return {f.name: plain(getattr(a, f.name)) for f in dataclasses.fields(a)}
+    return [plain(x) for x in a] if isinstance(a, tuple) else repr(a) if isinstance(a, Layout) else a
 
 
 def in_bytes(n: float) -> str:

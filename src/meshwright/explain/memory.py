@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
 
 from ..program import Program, last_uses
-from ..program.ir.trace import Value
+from ..program.ir.nodes import info_of
 
 CATEGORIES = ("parameters", "states", "gradients", "activations", "temporaries", "inputs")
 
@@ -71,13 +70,13 @@ def memory_of(program: Program) -> Memory:
     steps: list[tuple[fx.Node, tuple[int, ...]]] = []
 
     def take(node: fx.Node) -> None:
-        for v in _values(node):
+        for v in info_of(node).values:
             held[v.storage] += 1
             if held[v.storage] == 1:
                 now[category[v.storage]] += v.nbytes
 
     def free(node: fx.Node) -> None:
-        for v in _values(node):
+        for v in info_of(node).values:
             held[v.storage] -= 1
             if held[v.storage] == 0:
                 now[category[v.storage]] -= v.nbytes
@@ -99,25 +98,19 @@ def _categories(program: Program) -> dict[int, str]:
     """Storage to what it holds."""
     made: dict[int, str] = {}
     for node, given in zip(program.placeholders, program.inputs, strict=True):
-        for v in _values(node):
+        for v in info_of(node).values:
             made.setdefault(v.storage, _OF_INPUT.get(given.kind, "inputs"))
     fixed = set(made)
     gradients = {n for n, o in zip(program.results, program.outputs, strict=True) if o.kind == "grad"}
     for node in program.graph.nodes:
-        of_gradient = "grad_of" in node.meta or "sync" in node.meta or node in gradients
-        for v in _values(node):
+        info = info_of(node)
+        of_gradient = info.grad_of or info.sync or node in gradients
+        for v in info.values:
             if of_gradient and v.storage not in fixed:
                 made[v.storage] = "gradients"
             else:
-                made.setdefault(v.storage, _OF_ROLE.get(node.meta.get("role", ""), "temporaries"))
+                made.setdefault(v.storage, _OF_ROLE.get(info.role, "temporaries"))
     return made
-
-
-def _values(node: fx.Node) -> Iterator[Value]:
-    found = node.meta.get("value")
-    for v in found if isinstance(found, tuple) else (found,):
-        if isinstance(v, Value):
-            yield v
 
 
 def _summary(steps: list[tuple[fx.Node, tuple[int, ...]]]) -> Memory:
@@ -129,10 +122,10 @@ def _summary(steps: list[tuple[fx.Node, tuple[int, ...]]]) -> Memory:
     bins = [steps[i : i + width] for i in range(0, len(steps), width)]
     starts: dict[str, int] = {}
     for i, (at, _) in enumerate(steps):
-        role = at.meta.get("role", "")
+        role = info_of(at).role
         starts.setdefault("backward" if role == "recomputation" else role, i)
     return Memory(
-        sum(most), node.name, node.meta.get("role", ""), node.meta.get("line", ""), _named(most), _named(highest),
+        sum(most), node.name, info_of(node).role, info_of(node).line, _named(most), _named(highest),
         tuple(max((held for _, held in part), key=sum) for part in bins), len(steps), starts,
     )  # fmt: skip
 

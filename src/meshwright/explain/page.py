@@ -58,8 +58,8 @@ def _by(shape: tuple[int, ...]) -> str:
 
 def _changes(c: Collective) -> list[tuple[str, str, str]]:
     """(axis, placement before, placement after) where they differ."""
-    if not placed(c.src):  # of fused tensors, which have no layout together
-        return [("", c.src, c.dst)]
+    if isinstance(c.src, str) or isinstance(c.dst, str):
+        return [("", str(c.src), str(c.dst))]
     pairs = zip(placed(c.src), placed(c.dst), strict=True)
     return [(axis, before, after) for (axis, before), (_, after) in pairs if before != after]
 

@@ -10,6 +10,7 @@ import torch.fx as fx
 from .. import runtime
 from ..collective import COLLECTIVES, bytes_of
 from ..program import Program, value_of
+from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..record import Record
 from .core import Collective, Laid
 from .explanation import Explanation
@@ -26,7 +27,7 @@ def explain_program(program: Program) -> Explanation:
     counts = runtime.Counts()
     for c in listed:
         counts.add(c.kind, c.axes, int(c.bytes))
-    served = dict.fromkeys(n.meta["cause"] for n in program.collectives() if n.meta.get("cause") is not None)
+    served = dict.fromkeys(i for n in program.collectives() if (i := info_of(n).cause) is not None)
     return Explanation(
         [program.causes[i] for i in served], counts, None, program.mesh, program.rank, listed, _laid(program),
         memory_of(program), program.update, _notes(program),
@@ -47,34 +48,33 @@ def _notes(program: Program) -> tuple[str, ...]:
 
 def _collective(program: Program, number: int, node: fx.Node, names: dict[str, str], place: int) -> Collective:
     x, *options = node.args
-    given = value_of(x) if isinstance(x, fx.Node) else None
-    assert given is not None
+    given, info = checked_value(x), info_of(node)
     axes = tuple(str(options[-2]).split(","))
     cause = program.cause(node)
-    op, argument, parameter, tensor = _what(node, cause, names)
+    op, argument, parameter, tensor = _what(info, cause, names)
     nbytes = bytes_of(node.target, given.shape, given.dtype, options)
     mesh = program.mesh
     return Collective(
-        number, node.meta.get("role", ""), COLLECTIVES[node.target].name, op, argument, parameter, tensor,
+        number, info.role, COLLECTIVES[node.target].name, op, argument, parameter, tensor,
         given.shape if cause is None else cause.shape, given.shape, _dtype(given.dtype),
         "" if cause is None else cause.src, "" if cause is None else cause.dst, nbytes, axes,
-        mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), node.meta.get("line", ""),
+        mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), info.line,
         "" if cause is None else cause.reason, node.name, cause is not None and cause.asked, place,
     )  # fmt: skip
 
 
-def _what(node: fx.Node, cause: Record | None, names: dict[str, str]) -> tuple[str, int, str, str]:
+def _what(info: NodeInfo, cause: Record | None, names: dict[str, str]) -> tuple[str, int, str, str]:
     """The op served, which of its arguments, the parameter that moves, and what moves in words."""
     if cause is None:
-        return node.meta.get("source", ""), 0, "", node.meta.get("source", "")
+        return info.source, 0, "", info.source
     backward = cause.phase == "backward"
-    parameter = node.meta.get("sync", "") or names.get(cause.op, "")
+    parameter = info.sync or names.get(cause.op, "")
     if not parameter:
         if cause.asked and not backward:
             return cause.op, cause.argument, "", cause.op
         gradient = "gradient of " if backward else ""
         return cause.op, cause.argument, "", f"{gradient}{cause.op} argument {cause.argument}"
-    whole = "gather" in node.meta or not (backward or "sync" in node.meta)
+    whole = info.gather or not (backward or info.sync)
     return names.get(cause.op, cause.op), 0, parameter, parameter if whole else _gradients(parameter.split(", "))
 
 
@@ -95,7 +95,7 @@ def _laid(program: Program) -> tuple[Laid, ...]:
         if given.kind not in _SHOWN or given.spec is None or value is None:
             continue
         origin = origins.get(given.name)
-        stored = repr(given.spec.layout)
+        stored = given.spec.layout
         made.append(
             Laid(
                 given.name, given.kind, tuple(given.spec.shape), _dtype(value.dtype), stored,

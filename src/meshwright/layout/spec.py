@@ -155,7 +155,8 @@ class Spec:
         return f"{dtype}[{', '.join(map(str, self.shape))}] {self.layout!r}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Spec, (tuple(self.shape), self.dtype, self.layout, self.reduced, self.undecided)
+        flags = (self.reduced, self.undecided, self.copied, self.known, self.stored)
+        return Spec, (tuple(self.shape), self.dtype, self.layout, *flags)
 
 
 # ---------------------------------------------------------------------------------------------- in files
@@ -163,13 +164,15 @@ class Spec:
 
 def spec_data(spec: Spec) -> dict[str, Any]:
     """A spec as files have it, without its mesh: dicts, lists, words and numbers."""
-    layout = spec.layout
     made: dict[str, Any] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
-    made["placements"] = [_placement_data(p) for p in layout.placements]
-    if layout.order:
-        made["order"] = [[dim, list(axes)] for dim, axes in layout.order]
-    made.update({k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))})
-    return made
+    flags = {k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))}
+    return made | layout_data(spec.layout) | flags
+
+
+def layout_data(layout: Layout) -> dict[str, Any]:
+    """A layout as files have it, without its mesh and the number of dims."""
+    made: dict[str, Any] = {"placements": [_placement_data(p) for p in layout.placements]}
+    return made | {"order": [[dim, list(axes)] for dim, axes in layout.order]} if layout.order else made
 
 
 def _placement_data(p: Placement) -> str | list[Any]:
@@ -180,10 +183,16 @@ def _placement_data(p: Placement) -> str | list[Any]:
 
 def spec_from(data: Mapping[str, Any], mesh: Mesh) -> Spec:
     """The spec that :func:`spec_data` wrote."""
-    shape, order = data["shape"], dict(data.get("order", ()))
-    layout = Layout(mesh, [_placement_from(p) for p in data["placements"]], order=order, ndim=len(shape))
+    shape = data["shape"]
+    layout = layout_from(data, mesh, len(shape))
     kinds = {k: data.get(k, 0) for k in ("reduced", "undecided")}
     return Spec(shape, dtype_from(data["dtype"]), layout, copied=data.get("copied", False), **kinds)
+
+
+def layout_from(data: Mapping[str, Any], mesh: Mesh, ndim: int | None) -> Layout:
+    """The layout that :func:`layout_data` wrote."""
+    placements = [_placement_from(p) for p in data["placements"]]
+    return Layout(mesh, placements, order=dict(data.get("order", ())), ndim=ndim)
 
 
 def _placement_from(data: Any) -> Placement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
+from ..program.ir.nodes import annotate, info_of
 from .core import Pass, PassManager, PassRecord, parse, register, registered
 from .data_parallel_optimization import DataParallelOptimization
 from .gradient_merge import GradientMerge
@@ -19,7 +20,9 @@ __all__ = [
     "Pass",
     "PassManager",
     "PassRecord",
+    "annotate",
     "copied",
+    "info_of",
     "parse",
     "register",
     "registered",

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
 from ..layout import chunk_sizes
-from ..program.ir.program import value_of
-from ..program.ir.trace import VIEWS, Value
+from ..program.ir.nodes import VIEWS, checked_value, info_of
 from .gradients import Gradients, SentGradient
 
 _LAUNCH = 50e-6  # seconds of this rank's own time that starting and waiting for a collective takes
@@ -93,8 +92,7 @@ def fusible(r: SentGradient) -> bool:
     """Whether a reduction can share a buffer with others."""
     if r.kind is ALL_REDUCE:
         return True
-    value, (_, _, dim, sizes, *_) = value_of(r.gradient), r.node.args
-    assert value is not None
+    value, (_, _, dim, sizes, *_) = checked_value(r.gradient), r.node.args
     return list(sizes) == chunk_sizes(value.shape[dim], len(sizes))  # type: ignore[arg-type, index]
 
 
@@ -189,8 +187,7 @@ def _first_members(listed: list[SentGradient], wire: list[float], most: float) -
 
 
 def _wire_bytes(r: SentGradient) -> float:
-    value = value_of(r.gradient)
-    assert value is not None
+    value = checked_value(r.gradient)
     return bytes_of(r.node.target, (r.nbytes // value.dtype.itemsize,), value.dtype, r.node.args[1:])
 
 
@@ -224,17 +221,12 @@ def _seconds(node: fx.Node, network: Network) -> float:
         args = fx.map_arg((node.args, node.kwargs), _meta)
         out = _meta(node)
         return float(count(*args[0], **args[1], out_val=out)) / network.flops + _OP
-    moved = sum(v.nbytes for n in (node, *node.all_input_nodes) for v in _values(n))
+    moved = sum(v.nbytes for n in (node, *node.all_input_nodes) for v in info_of(n).values)
     return moved / _MEMORY + _OP
 
 
-def _values(node: fx.Node) -> list[Value]:
-    value = node.meta.get("value")
-    return [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Value)]
-
-
 def _meta(node: fx.Node) -> Any:
-    value = node.meta.get("value")
+    value = info_of(node).value
     if isinstance(value, tuple):
         return tuple(None if v is None else torch.empty(v.shape, dtype=v.dtype, device="meta") for v in value)
     return None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")

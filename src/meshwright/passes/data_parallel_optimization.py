@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from ..errors import PassError
 from ..program.ir.inplace import follow
-from ..program.ir.program import Program, value_of
+from ..program.ir.nodes import value_of
+from ..program.ir.program import Program
 from .buckets import FusedBucket, Network, by_limit, by_time, by_unit, in_order
 from .core import Pass, PassRecord, register
 from .fusing import Fusing

@@ -13,9 +13,9 @@ import torch.fx as fx
 
 from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, WAIT_OP, bytes_of
 from ..program.ir.inplace import storages
+from ..program.ir.nodes import VIEWS, Value, annotate, call, checked_value, info_of, value_of
 from ..program.ir.packed import PACK
-from ..program.ir.program import Program, value_of
-from ..program.ir.trace import VIEWS, Value
+from ..program.ir.program import Program
 from ..record import Record
 from ..shard.packing import Packing
 from .buckets import FusedBucket
@@ -42,7 +42,7 @@ class Fusing:
     def __init__(self, program: Program, gradients: Gradients, overlap: bool) -> None:
         self._program, self.graph, self.gradients, self.overlap = program, program.graph, gradients, overlap
         self.causes = list(program.causes)
-        self.storage = new_storage(program)
+        self.storage = new_storage(program.graph)
         self.started = 0  # place of the last start: all ranks start in one order
         self.tail: dict[int, fx.Node] = {}  # place to the last node that was put behind it
         self.in_place = 0
@@ -80,10 +80,10 @@ class Fusing:
         for r, offset in zip(members, offsets, strict=True):
             self._write(r, buffer, offset, place)
         first = members[0].node
-        started = self._behind(place, STARTS[first.target], (buffer, *first.args[1:]), buffer.meta["value"], first)
-        started.meta["cause"] = self._cause(bucket.members, started)
+        started = self._behind(place, STARTS[first.target], (buffer, *first.args[1:]), checked_value(buffer), first)
+        annotate(started, cause=self._cause(members, started))
         if len(members) > 1:
-            started.meta["sync"] = ", ".join(r.name for r in bucket.members)
+            annotate(started, sync=", ".join(r.name for r in members))
         self._wait(started, members, offsets)
 
     # -- where ----------------------------------------------------------------------------------------
@@ -103,25 +103,19 @@ class Fusing:
         """A node behind a place, and behind what was put there before."""
         at = self.tail.get(place, self.gradients.order[place])
         with self.graph.inserting_after(at):
-            made = self.graph.call_function(target, args)
-        made.meta = {k: v for k, v in like.meta.items() if k in ("role", "line", "source", "sync")}
-        made.meta["value"] = value
+            made = call(self.graph, target, args, info_of(like).beside(value, info_of(like).sync))
         self.tail[place] = made
         return made
 
     def _ahead(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any) -> fx.Node:
         with self.graph.inserting_before(node):
-            made = self.graph.call_function(target, args, kwargs)
-        made.meta = {k: v for k, v in node.meta.items() if k in ("role", "line", "source")}
-        made.meta["value"] = value
-        return made
+            return call(self.graph, target, args, info_of(node).beside(value), kwargs)
 
     # -- buffers --------------------------------------------------------------------------------------
 
     def _buffer(self, members: Sequence[SentGradient], count: int) -> fx.Node:
         """Memory for all gradients of a bucket, made right before the first of them."""
-        value = value_of(members[0].gradient)
-        assert value is not None
+        value = checked_value(members[0].gradient)
         self.storage += 1
         made = Value((count,), value.dtype, self.storage, count * value.dtype.itemsize)
         origins = [_origin(r.gradient) for r in members]
@@ -135,14 +129,13 @@ class Fusing:
         origin = _origin(r.gradient)
         out = self._out(r, origin, place)
         if out is None:
-            shape = value_of(r.gradient).shape  # type: ignore[union-attr]
+            shape = checked_value(r.gradient).shape
             part = self._part(buffer, shape, offset)
             # Behind the last write to the gradient; its own memory is free from there on.
-            copied = self._behind(r.ready, aten.copy_.default, (part, r.gradient), part.meta["value"], r.gradient)
+            copied = self._behind(r.ready, aten.copy_.default, (part, r.gradient), checked_value(part), r.gradient)
             copied.prepend(part)
             return
-        shape = value_of(origin).shape  # type: ignore[union-attr]
-        part = self._part(buffer, shape, offset)
+        part = self._part(buffer, checked_value(origin).shape, offset)
         origin.prepend(part)
         old = storages(origin)[0]
         origin.target = out
@@ -151,16 +144,15 @@ class Fusing:
             node = self.gradients.order[i]
             value = value_of(node)
             if value is not None and value.storage == old:
-                whole = buffer.meta["value"]
-                node.meta["value"] = replace(value, storage=whole.storage, nbytes=whole.nbytes)
+                whole = checked_value(buffer)
+                annotate(node, value=replace(value, storage=whole.storage, nbytes=whole.nbytes))
         self.in_place += 1
 
     def _part(self, buffer: fx.Node, shape: Sequence[int], offset: int) -> fx.Node:
+        args = (buffer, list(shape), _strides(shape), offset)
+        value = replace(checked_value(buffer), shape=tuple(shape))
         with self.graph.inserting_after(buffer):
-            made = self.graph.call_function(aten.as_strided.default, (buffer, list(shape), _strides(shape), offset))
-        made.meta = {k: v for k, v in buffer.meta.items() if k in ("role", "line", "source")}
-        made.meta["value"] = replace(buffer.meta["value"], shape=tuple(shape))
-        return made
+            return call(self.graph, aten.as_strided.default, args, info_of(buffer).beside(value))
 
     def _out(self, r: SentGradient, origin: fx.Node, place: int) -> Any:
         """The overload of the producer that writes into given memory, where it may be used."""
@@ -184,41 +176,32 @@ class Fusing:
 
     def _wait(self, started: fx.Node, members: Sequence[SentGradient], offsets: Sequence[int]) -> None:
         """Wait at the first use of one of the sums; each is a part of what was sent."""
-        whole = started.meta["value"]
+        whole = checked_value(started)
         readers = {u for r in members for u in r.node.users}
         first = min(readers) if self.overlap and readers else None
         waited = self._waited(started, first, whole)
         at = waited
         for r, offset in zip(members, offsets, strict=True):
-            value = value_of(r.node)
-            assert value is not None
+            shape = checked_value(r.node).shape
+            info = replace(info_of(r.node), cause=None, value=replace(whole, shape=shape))
             with self.graph.inserting_after(at):
-                part = self.graph.call_function(
-                    aten.as_strided.default, (waited, list(value.shape), _strides(value.shape), offset)
-                )
-            at = part
-            part.meta = dict(r.node.meta)
-            part.meta.pop("cause", None)
-            part.meta["value"] = replace(whole, shape=value.shape)
-            self.sums[r.node] = part
-            self.waits[part] = waited
+                at = call(self.graph, aten.as_strided.default, (waited, list(shape), _strides(shape), offset), info)
+            self.sums[r.node] = at
+            self.waits[at] = waited
 
     def _waited(self, started: fx.Node, first: fx.Node | None, value: Value) -> fx.Node:
         where = self.graph.inserting_before(first) if first is not None else self.graph.inserting_after(started)
         with where:
-            made = self.graph.call_function(WAIT_OP, (started,))
-        made.meta = {k: v for k, v in started.meta.items() if k in ("role", "line", "source", "sync")}
-        made.meta["value"] = value
-        return made
+            return call(self.graph, WAIT_OP, (started,), info_of(started).beside(value, info_of(started).sync))
 
     def _scatter(self, r: SentGradient) -> None:
         """A reduce-scatter of one gradient, started and waited for."""
-        place = self._place([r])
-        started = self._behind(place, STARTS[r.node.target], r.node.args, r.node.meta["value"], r.node)
-        started.meta.update({k: v for k, v in r.node.meta.items() if k == "cause"})
+        place, info, value = self._place([r]), info_of(r.node), checked_value(r.node)
+        started = self._behind(place, STARTS[r.node.target], r.node.args, value, r.node)
+        annotate(started, cause=info.cause)
         readers = set(r.node.users)
-        waited = self._waited(started, min(readers) if self.overlap and readers else None, r.node.meta["value"])
-        waited.meta = {k: v for k, v in r.node.meta.items() if k != "cause"}
+        waited = self._waited(started, min(readers) if self.overlap and readers else None, value)
+        waited.meta["info"] = replace(info, cause=None)
         self.sums[r.node] = self.waits[waited] = waited
 
     def _scatter_together(self, members: Sequence[SentGradient]) -> None:
@@ -226,31 +209,29 @@ class Fusing:
         place, first = self._place(members), members[0].node
         _, op, _, sizes, index, axes, mesh = first.args
         n = len(sizes)  # type: ignore[arg-type]
-        values = [value_of(r.gradient) for r in members]
+        values = [checked_value(r.gradient) for r in members]
         dims = [int(r.node.args[2]) for r in members]  # type: ignore[arg-type]
-        packing = Packing([v.shape for v in values if v is not None], dims, n)
+        packing = Packing([v.shape for v in values], dims, n)
         buffer = self._buffer(members, n * packing.row)
         for r, dim, offset in zip(members, dims, packing.offsets, strict=True):
             args = (buffer, r.gradient, dim, n, offset)
-            self._behind(r.ready, PACK.default, args, buffer.meta["value"], r.gradient)
+            self._behind(r.ready, PACK.default, args, checked_value(buffer), r.gradient)
         self.storage += 1
-        dtype = buffer.meta["value"].dtype
+        dtype = checked_value(buffer).dtype
         row = Value((packing.row,), dtype, self.storage, packing.row * dtype.itemsize)
         started = self._behind(
             place, STARTS[first.target], (buffer, op, 0, packing.sizes, index, axes, mesh), row, first
         )
-        started.meta["sync"] = ", ".join(r.name for r in members)
-        started.meta["cause"] = self._cause(members, started)
+        annotate(started, sync=", ".join(r.name for r in members), cause=self._cause(members, started))
         self._wait(started, members, packing.offsets)
 
     def _cause(self, members: Sequence[SentGradient], started: fx.Node) -> int:
         """Number of a record that says what one collective serves."""
-        known = [self.causes[i] for r in members if (i := r.node.meta.get("cause")) is not None]
-        if len(members) == 1 and known:
-            return int(members[0].node.meta["cause"])
-        assert isinstance(started.args[0], fx.Node)
-        value = value_of(started.args[0])
-        assert value is not None
+        numbers = [i for r in members if (i := info_of(r.node).cause) is not None]
+        if len(members) == 1 and numbers:
+            return numbers[0]
+        known = [self.causes[i] for i in numbers]
+        value = checked_value(started.args[0])
         *_, axes, _ = started.args
         names = [r.name for r in members]
         moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])
@@ -272,8 +253,7 @@ def _offsets(members: Sequence[SentGradient]) -> tuple[list[int], int]:
     """At which element of a buffer each gradient begins, and how many elements the buffer has."""
     made, end = [], 0
     for r in members:
-        value = value_of(r.gradient)
-        assert value is not None
+        value = checked_value(r.gradient)
         step = ALIGNED // value.dtype.itemsize
         made.append(-(-end // step) * step)
         end = made[-1] + math.prod(value.shape)
@@ -281,9 +261,7 @@ def _offsets(members: Sequence[SentGradient]) -> tuple[list[int], int]:
 
 
 def _numel(node: fx.Node) -> int:
-    value = value_of(node)
-    assert value is not None
-    return math.prod(value.shape)
+    return math.prod(checked_value(node).shape)
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
@@ -306,8 +284,7 @@ def _row_major(node: fx.Node, origin: fx.Node) -> bool:
     chain = [node]
     while chain[-1] is not origin:
         chain.append(chain[-1].all_input_nodes[0])
-    value = value_of(origin)
-    assert value is not None
+    value = checked_value(origin)
     t = torch.empty(value.shape, dtype=value.dtype, device="meta")
     for n in reversed(chain[:-1]):
         args, kwargs = fx.map_arg((n.args, n.kwargs), {n.all_input_nodes[0]: t}.__getitem__)

@@ -16,9 +16,9 @@ import torch.fx as fx
 from ..collective import ALL_GATHER, COLLECTIVES, STARTS, WAIT_OP, bytes_of
 from ..layout import chunk_sizes
 from ..program.ir.inplace import follow, storages, written
+from ..program.ir.nodes import Value, annotate, call, checked_value, info_of
 from ..program.ir.packed import ROW, UNPACK
-from ..program.ir.program import Program, value_of
-from ..program.ir.trace import Value
+from ..program.ir.program import Program
 from ..record import Record
 from ..shard.packing import Packing
 from .buckets import FusedBucket
@@ -39,7 +39,7 @@ def gathered(
     groups = made.groups(fuse)
     before: dict[str, list[fx.Node]] = {}
     for members in groups:
-        role = members[0].meta["role"]
+        role = info_of(members[0]).role
         made.run(members, before.get(role, members)[0] if overlap and role != "optimizer" else None, overlap)
         before[role] = members
     made.clean()
@@ -51,7 +51,7 @@ class _Gathers:
     def __init__(self, program: Program, bucket: dict[str, int]) -> None:
         self.program, self.graph, self.bucket = program, program.graph, bucket
         self.causes = list(program.causes)
-        self.storage = new_storage(program)
+        self.storage = new_storage(program.graph)
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         self.places: dict[fx.Node, fx.Node] = {}  # a gather to where starts that take its place go
         self.done: list[fx.Node] = []
@@ -60,18 +60,18 @@ class _Gathers:
         """Gathers that run as one, in the order of the first of each."""
         found: dict[Any, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            if COLLECTIVES.get(node.target) is not ALL_GATHER or not node.meta.get("gather"):
+            info = info_of(node)
+            if COLLECTIVES.get(node.target) is not ALL_GATHER or not info.gather:
                 continue
-            role, name, value = node.meta["role"], node.meta["gather"], value_of(node)
-            assert value is not None
-            if role == "optimizer":
-                shared: Any = self.bucket.get(name, name)
+            value = checked_value(node)
+            if info.role == "optimizer":
+                shared: Any = self.bucket.get(info.gather, info.gather)
             elif node.all_input_nodes[0].op != "placeholder":
                 continue  # behind another conversion: left where it is
             else:
-                shared = node.meta.get("unit") or name
+                shared = info.unit or info.gather
             even = list(node.args[2]) == chunk_sizes(value.shape[node.args[1]], len(node.args[2]))
-            key = (role, shared if fuse and even else node, value.dtype, *node.args[-2:])
+            key = (info.role, shared if fuse and even else node, value.dtype, *node.args[-2:])
             found.setdefault(key, []).append(node)
         return list(found.values())
 
@@ -88,38 +88,36 @@ class _Gathers:
             where = self.graph.inserting_after(self._last_write(members))
         else:
             where = self.graph.inserting_before(first)
-        values = [value_of(n) for n in members]
+        values = [checked_value(n) for n in members]
         dims = [int(n.args[1]) for n in members]  # type: ignore[arg-type]
         n = len(first.args[2])  # type: ignore[arg-type]
-        packing = Packing([v.shape for v in values if v is not None], dims, n)
+        packing = Packing([v.shape for v in values], dims, n)
         with where:
             started = self._start(members, packing)
         with self.graph.inserting_before(first):
-            waited = self._node(first, WAIT_OP, (started,), started.meta["value"])
+            waited = self._node(first, WAIT_OP, (started,), checked_value(started))
         self.places[first] = waited  # others start ahead of this wait
         if len(members) == 1:
             self._instead(first, waited)
             return
         for node, value, dim, offset in zip(members, values, dims, packing.offsets, strict=True):
-            assert value is not None
             with self.graph.inserting_before(node):
                 args = (waited, list(value.shape), dim, n, offset)
                 whole = self._node(node, UNPACK.default, args, self._value(value.shape, value))
             self._instead(node, whole)
 
     def _start(self, members: list[fx.Node], packing: Packing) -> fx.Node:
-        first, value = members[0], value_of(members[0])
-        assert value is not None
+        first, value = members[0], checked_value(members[0])
         if len(members) == 1:
             made = self._node(first, STARTS[first.target], first.args, self._value(value.shape, value))
-            made.meta["cause"] = first.meta.get("cause")
+            annotate(made, cause=info_of(first).cause)
             return made
         chunks = [n.args[0] for n in members]
         row = self._node(first, ROW.default, (chunks, packing.offsets, packing.row), self._value((packing.row,), value))
         given = (row, 0, packing.sizes, *first.args[-2:])
         with self.graph.inserting_after(row):
             made = self._node(first, STARTS[first.target], given, self._value((packing.n * packing.row,), value))
-        made.meta["cause"] = self._cause(members, made)
+        annotate(made, cause=self._cause(members, made))
         return made
 
     def _last_write(self, members: list[fx.Node]) -> fx.Node:
@@ -134,14 +132,10 @@ class _Gathers:
         return Value(tuple(shape), like.dtype, self.storage, math.prod(shape) * like.dtype.itemsize)
 
     def _node(self, like: fx.Node, target: Any, args: tuple[Any, ...], value: Value) -> fx.Node:
-        made = self.graph.call_function(target, args)
-        made.meta = {k: v for k, v in like.meta.items() if k in ("role", "line", "source")}
-        made.meta["value"] = value
-        return made
+        return call(self.graph, target, args, info_of(like).beside(value))
 
     def _instead(self, node: fx.Node, made: fx.Node) -> None:
-        if "spec" in node.meta:
-            made.meta["spec"] = node.meta["spec"]
+        annotate(made, spec=info_of(node).spec)
         node.replace_all_uses_with(made)
         self.done.append(node)
 
@@ -153,10 +147,9 @@ class _Gathers:
     def _cause(self, members: list[fx.Node], started: fx.Node) -> int:
         """Number of a record that says what one gather serves."""
         known = [c for n in members if (c := self.program.cause(n)) is not None]
-        value = value_of(started.args[0])  # type: ignore[arg-type]
-        assert value is not None
+        value = checked_value(started.args[0])
         *_, axes, _ = started.args
-        names = [str(n.meta["gather"]) for n in members]
+        names = [info_of(n).gather for n in members]
         moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])
         made = Record(
             f"{names[0]} ... {names[-1]}", 0, ("all_gather",), tuple(str(axes).split(",")), value.shape, "split",

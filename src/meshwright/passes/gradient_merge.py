@@ -16,8 +16,19 @@ import torch.fx as fx
 from ..collective import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STARTS
 from ..errors import PassError
 from ..program.ir.inplace import follow, returned, storages, written
-from ..program.ir.program import Input, Merged, Program, value_of
-from ..program.ir.trace import VIEWS, Value, ancestors, draws, is_sum
+from ..program.ir.nodes import (
+    UPDATE,
+    VIEWS,
+    Value,
+    ancestors,
+    annotate,
+    call,
+    checked_value,
+    draws,
+    info_of,
+    is_sum,
+)
+from ..program.ir.program import Input, Merged, Program
 from .core import Pass, PassRecord, register
 from .slicing import copied, needed, new_storage, part_of
 
@@ -82,8 +93,8 @@ class GradientMerge(Pass):
 
 
 def _record(merged: Merged, last: Program) -> PassRecord:
-    sums = [value_of(n) for n, i in zip(last.placeholders, last.inputs, strict=True) if i.kind == "accumulator"]
-    nbytes = sum(v.nbytes for v in sums if v is not None)
+    sums = [checked_value(n) for n, i in zip(last.placeholders, last.inputs, strict=True) if i.kind == "accumulator"]
+    nbytes = sum(v.nbytes for v in sums)
     kinds = merged.accumulate.kinds, last.kinds, merged.flush.kinds
     return PassRecord(
         f"{len(sums)} gradients are summed over {merged.k_steps} micro-steps and synchronised once",
@@ -121,7 +132,7 @@ class _Merge:
         self.whole_sums = whole_sums  # whether reduce-scatters are among what changes places with sums over micro-steps
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
         self.alpha = 1 / k_steps if avg else 1.0
-        self.storage = new_storage(program)
+        self.storage = new_storage(program.graph)
         given = dict(zip(program.placeholders, program.inputs, strict=True))
         self.last = program.placeholders[-1]  # of the inputs
         self.kept = {s for n, i in given.items() if i.kind == "buffer" for s in storages(n)}
@@ -141,10 +152,10 @@ class _Merge:
         values = dict(zip(self.program.outputs, self.program.results, strict=True))
         self._independent({o.name: values[o] for o in losses}, cuts)
         # Other ranks may wait in collectives whose result this one, with an empty shard, has no use for.
-        met = [n for n in self.program.collectives() if not n.users and n.meta.get("role") != "optimizer"]
+        met = [n for n in self.program.collectives() if not n.users and info_of(n).role != "optimizer"]
         nodes = needed(self.graph, [*cuts, *met, *(values[o] for o in losses)], self._by_forward)
         self._unchanged(nodes)
-        nodes |= {n for n in self.graph.nodes if draws(n) and n.meta.get("role") != "optimizer"}
+        nodes |= {n for n in self.graph.nodes if draws(n) and info_of(n).role != "optimizer"}
         sums = [self._sum(n) for n in cuts]
         self._list_inputs(sums)
         places = {s.place for s in sums}
@@ -160,7 +171,7 @@ class _Merge:
         """The gradients, each where nothing has been sent for it yet."""
         found: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
-            if node.meta.get("grad_of"):
+            if info_of(node).grad_of:
                 found.setdefault(_unsent(node, self.whole_sums))
         yield from found
 
@@ -187,38 +198,34 @@ class _Merge:
         changed: set[int] = set()
         for node in self.graph.nodes:
             read = {x for n in node.all_input_nodes for x in storages(n)}
-            if node in nodes and node.meta.get("role") != "optimizer" and not changed.isdisjoint(read):
-                where = node.meta.get("line") or node.name
+            if node in nodes and info_of(node).role != "optimizer" and not changed.isdisjoint(read):
+                where = info_of(node).line or node.name
                 raise PassError(
                     f"{where} reads parameters behind an update of them in the same step, which only every "
                     f"{self.k_steps}th call makes: capture the two updates as steps of their own"
                 )
-            if node.meta.get("role") == "optimizer":
+            if info_of(node).role == "optimizer":
                 changed |= written(node) & self.updated
 
     def _by_forward(self, node: fx.Node) -> bool:
         """Whether a node writes what a forward leaves behind: running statistics, parameters that it averages."""
-        wrote = node.meta.get("role") != "optimizer" and not self.kept.isdisjoint(written(node))
-        return wrote or "writes" in node.meta
+        wrote = info_of(node).role != "optimizer" and not self.kept.isdisjoint(written(node))
+        return wrote or info_of(node).writes
 
     # -- sums -----------------------------------------------------------------------------------------
 
     def _value_like(self, node: fx.Node, dtype: torch.dtype | None = None) -> Value:
-        value = value_of(node)
-        assert value is not None
         self.storage += 1
-        return value.fresh(self.storage, dtype)
+        return checked_value(node).fresh(self.storage, dtype)
 
     def _sum(self, node: fx.Node) -> Sum:
         """An input for the sum of a gradient."""
-        value = value_of(node)
-        assert value is not None
-        named = _names(node)
-        spec = next((s for _, s in node.meta.get("grad_of", ())), None)
-        dtype = torch.float32 if value.dtype in _HALF else value.dtype
+        named, dtype = _names(node), checked_value(node).dtype
+        spec = next((s for _, s in info_of(node).grad_of), None)
+        dtype = torch.float32 if dtype in _HALF else dtype
         with self.graph.inserting_after(self.last):
             place = self.last = self.graph.placeholder(f"sum_{named[0].replace('.', '_')}")
-        place.meta = {"role": "input", "value": self._value_like(node, dtype)}
+        annotate(place, role="input", value=self._value_like(node, dtype))
         return Sum(node, place, Input(named[0], "accumulator", None if spec is None else spec.with_(dtype=dtype)))
 
     def _list_inputs(self, sums: list[Sum]) -> None:
@@ -234,11 +241,10 @@ class _Merge:
         """
         under_way = COLLECTIVES.get(gradient.target) is REDUCE_SCATTER
         with graph.inserting_after(end if under_way and end is not None else gradient):
-            made = graph.call_function(aten.add_.Tensor, (place, gradient))
+            made = call(graph, aten.add_.Tensor, (place, gradient), info_of(gradient).beside(checked_value(place)))
         if self.alpha != 1.0:
             made.kwargs = {"alpha": self.alpha}
-        made.meta = {k: v for k, v in gradient.meta.items() if k in ("role", "line", "source", "grad_of")}
-        made.meta["value"] = place.meta["value"]
+        annotate(made, grad_of=info_of(gradient).grad_of)
         return made
 
     # -- the three programs ---------------------------------------------------------------------------
@@ -263,33 +269,31 @@ class _Merge:
         for s in sums:
             total = added = self._added(self.graph, s.node, s.place, self.end)
             earlier.add(added)
-            value = value_of(s.node)
-            if value is not None and value.dtype is not added.meta["value"].dtype:
-                total = self._cast(added, value.dtype)
+            dtype = checked_value(s.node).dtype
+            if dtype is not checked_value(added).dtype:
+                total = self._cast(added, dtype)
             s.node.replace_all_uses_with(total, delete_user_cb=later)
-            s.node.meta.pop("grad_of", None)
+            annotate(s.node, grad_of=())
             self.totals[added] = s.place
         follow(self.graph)  # views of gradients, which the step may write through, are views of sums
         (output,) = self.graph.find_nodes(op="output")
         self._apart(output, {x for s in sums for x in storages(s.place)})
         with self.graph.inserting_before(output):
-            zero = self.graph.call_function(aten._foreach_zero_.default, ([s.place for s in sums],))
-        zero.meta = {"role": "optimizer", "line": "", "source": "update", "value": None}
+            call(self.graph, aten._foreach_zero_.default, ([s.place for s in sums],), UPDATE)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        info = replace(info_of(node), value=self._value_like(node, dtype))
+        annotate(node, grad_of=())
         with self.graph.inserting_after(node):
-            made = self.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-        made.meta = {**node.meta, "value": self._value_like(node, dtype)}
-        node.meta.pop("grad_of", None)
-        return made
+            return call(self.graph, aten._to_copy.default, (node,), info, {"dtype": dtype})
 
     def _apart(self, output: fx.Node, sums: set[int]) -> None:
         """Gradients that leave the program and are a sum itself leave as copies."""
         for node in output.all_input_nodes:
             if not sums.isdisjoint(storages(node)):
+                info = replace(info_of(node), value=self._value_like(node))
                 with self.graph.inserting_before(output):
-                    made = self.graph.call_function(aten.clone.default, (node,))
-                made.meta = {**node.meta, "value": self._value_like(node)}
+                    made = call(self.graph, aten.clone.default, (node,), info)
                 output.replace_input_with(node, made)
 
     def _flush(self, sums: list[Sum]) -> Program:
@@ -299,13 +303,13 @@ class _Merge:
         values = dict(zip(self.program.outputs, self.program.results, strict=True))
 
         # What a forward wrote to parameters it wrote in its micro-step.
-        done = {n: returned(n) for n in self.graph.nodes if "writes" in n.meta}
+        done = {n: returned(n) for n in self.graph.nodes if info_of(n).writes}
         instead = {**self.totals, **{n: held for n, held in done.items() if held is not None}}
 
         def writes(node: fx.Node) -> bool | None:
             left = written(node)
             wrote = not wanted.isdisjoint(left) or (
-                node.meta.get("role") == "optimizer" and not self.kept.isdisjoint(left)
+                info_of(node).role == "optimizer" and not self.kept.isdisjoint(left)
             )
             return None if node in done else wrote
 
@@ -325,18 +329,17 @@ class _Merge:
         with graph.inserting_after(inputs[-1]):
             factor = graph.placeholder("leftover")
         self.storage += 1
-        factor.meta = {"role": "input", "value": Value((), torch.float64, self.storage, 8)}
+        annotate(factor, role="input", value=Value((), torch.float64, self.storage, 8))
         with graph.inserting_after(factor):
-            scaled = graph.call_function(aten._foreach_mul_.Tensor, (places, factor))
-        scaled.meta = {"role": "optimizer", "line": "", "source": "update", "value": None}
+            call(graph, aten._foreach_mul_.Tensor, (places, factor), UPDATE)
         return replace(program, inputs=(*program.inputs, Input("leftover", "hyper")))
 
 
 def _names(node: fx.Node) -> list[str]:
     """Parameters whose gradient a node is, or becomes behind linear ops."""
-    while "grad_of" not in node.meta:
+    while not info_of(node).grad_of:
         (node,) = node.users
-    return [name for name, _ in node.meta["grad_of"]]
+    return [name for name, _ in info_of(node).grad_of]
 
 
 def _unsent(node: fx.Node, whole_sums: bool) -> fx.Node:

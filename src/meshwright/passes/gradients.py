@@ -19,8 +19,8 @@ import torch.fx as fx
 from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
 from ..layout import Shard, Spec
 from ..program.ir.inplace import storages, written
-from ..program.ir.program import Program, value_of
-from ..program.ir.trace import VIEWS, draws, is_mutating, is_sum
+from ..program.ir.nodes import VIEWS, checked_value, draws, info_of, is_mutating, is_sum, value_of
+from ..program.ir.program import Program
 
 aten = torch.ops.aten
 
@@ -56,9 +56,7 @@ class SentGradient:
     @property
     def group(self) -> tuple[Any, ...]:
         """What reductions that may share one collective have in common: kind, dtype, op, axes, mesh and unit."""
-        value = value_of(self.gradient)
-        assert value is not None
-        return (self.kind, value.dtype, self.node.args[1], *self.node.args[-2:], self.unit)
+        return (self.kind, checked_value(self.gradient).dtype, self.node.args[1], *self.node.args[-2:], self.unit)
 
 
 def scale_of(node: fx.Node) -> float | None:
@@ -89,7 +87,7 @@ def chain_up(node: fx.Node, autograd: bool = False) -> Iterator[fx.Node]:
         autograd: go on behind the gradient as autograd gave it.
     """
     yield node
-    while is_linear(node) and (autograd or not node.meta.get("grad_of")):
+    while is_linear(node) and (autograd or not info_of(node).grad_of):
         node = node.all_input_nodes[0]
         yield node
 
@@ -136,12 +134,12 @@ class Gradients:
             # What a node makes, it writes; a view makes nothing.
             for s in self._written.get(node, () if read.issuperset(given) else given):
                 self.writes[s].append(i)
-            source = node.meta.get("source", "")
-            if node.meta.get("role") == "backward" and source and not node.meta.get("sync"):
-                self.first.setdefault(source, i)
-                self.last[source] = i
+            info = info_of(node)
+            if info.role == "backward" and info.source and not info.sync:
+                self.first.setdefault(info.source, i)
+                self.last[info.source] = i
                 if node.target in COLLECTIVES:
-                    self.meets.add(source)
+                    self.meets.add(info.source)
 
     def last_write(self, node: fx.Node, before: int) -> int:
         """Place of the last node ahead of a place that writes to the storages of ``node``."""
@@ -168,13 +166,12 @@ class Gradients:
     def _reduction(self, node: fx.Node, index: int) -> SentGradient:
         gradient = node.args[0]
         assert isinstance(gradient, fx.Node)
-        value = value_of(gradient)
-        assert value is not None
+        value = checked_value(gradient)
         place = self.place[node]
         ready = max(self.last_write(gradient, place), self.inputs - 1)
         spec = self._spec(gradient)
         nbytes = local_bytes(spec) if spec is not None else math.prod(value.shape) * value.dtype.itemsize
-        source = gradient.meta.get("source", "")
+        source = info_of(gradient).source
         stage = ready if self.even else self.first.get(source, ready)
         needed = min((self.place[u] for u in node.users), default=len(self.order) - 1)
         unit = self._units.get(grad_below(node), "")
@@ -184,7 +181,7 @@ class Gradients:
     def _spec(self, gradient: fx.Node) -> Spec | None:
         value = value_of(gradient)
         for node in chain_up(gradient):
-            for _, spec in node.meta.get("grad_of", ()):
+            for _, spec in info_of(node).grad_of:
                 here = spec.local_shape(self.program.mesh.coordinate(self.program.rank))
                 if value is not None and math.prod(here) == math.prod(value.shape):
                     return spec.with_(dtype=value.dtype)
@@ -193,7 +190,7 @@ class Gradients:
     def after(self, reductions: list[SentGradient], earliest: int) -> int:
         """Place behind which all these gradients exist, and at which every rank has met in the same collectives."""
         place = max(earliest, *(r.ready for r in reductions))
-        source = self.order[place].meta.get("source", "")
+        source = info_of(self.order[place]).source
         if not self.even and source in self.meets:
             pushed = max(place, self.last[source])
             place = pushed if pushed < min(r.needed for r in reductions) else place
@@ -209,24 +206,24 @@ def is_reduction(node: fx.Node) -> bool:
     """Whether a node sums a gradient over ranks."""
     if node.target not in STARTS or not is_sum(node) or not isinstance(node.args[0], fx.Node):
         return False
-    if node.meta.get("sync") or any(n.meta.get("grad_of") for n in chain_up(node.args[0])):
+    if info_of(node).sync or any(info_of(n).grad_of for n in chain_up(node.args[0])):
         return True
     return COLLECTIVES[node.target] is REDUCE_SCATTER and bool(grad_below(node))
 
 
 def grad_below(node: fx.Node) -> str:
     """The parameter whose gradient what a node gives is, or becomes by linear ops alone; empty if there is none."""
-    while not node.meta.get("grad_of"):
+    while not info_of(node).grad_of:
         if len(node.users) != 1 or not is_linear(user := next(iter(node.users))):
             return ""
         node = user
-    return str(node.meta["grad_of"][0][0])
+    return info_of(node).grad_of[0][0]
 
 
 def units_of(program: Program) -> dict[str, str]:
     """Name of a stored parameter to the unit that it is gathered with."""
     given = {n: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
-    found = ((given.get(n.all_input_nodes[0]), n.meta["unit"]) for n in program.graph.nodes if n.meta.get("unit"))
+    found = ((given.get(n.all_input_nodes[0]), info_of(n).unit) for n in program.graph.nodes if info_of(n).unit)
     return {name: unit for name, unit in found if name is not None}
 
 
@@ -239,9 +236,9 @@ def is_view(node: fx.Node) -> bool:
 
 def _name(node: fx.Node, gradient: fx.Node) -> str:
     for n in chain_up(gradient):
-        if n.meta.get("grad_of"):
-            return ", ".join(name for name, _ in n.meta["grad_of"])
-    return str(node.meta.get("sync") or grad_below(node) or gradient.name)
+        if info_of(n).grad_of:
+            return ", ".join(name for name, _ in info_of(n).grad_of)
+    return info_of(node).sync or grad_below(node) or gradient.name
 
 
 def local_bytes(spec: Spec) -> int:
@@ -251,7 +248,7 @@ def local_bytes(spec: Spec) -> int:
 
 def is_even(program: Program) -> bool:
     """Whether all ranks hold parts of the same shapes, as far as the program tells: then all run the same local ops."""
-    specs = {i.spec for i in program.inputs} | {n.meta.get("spec") for n in program.graph.nodes}
+    specs = {i.spec for i in program.inputs} | {info_of(n).spec for n in program.graph.nodes}
     return all(_splits_evenly(s) for s in specs if s is not None)
 
 

@@ -8,8 +8,8 @@ import torch.fx as fx
 
 from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
 from ..program.ir.inplace import follow
-from ..program.ir.program import Program, value_of
-from ..program.ir.trace import is_sum
+from ..program.ir.nodes import annotate, info_of, is_sum, value_of
+from ..program.ir.program import Program
 from .gradients import is_linear, is_reduction
 
 
@@ -30,7 +30,7 @@ def flattened(program: Program) -> tuple[Program, int]:
             if cause is not None and value is not None:
                 moved = bytes_of(node.target, value.shape, value.dtype, node.args[1:])
                 causes.append(replace(cause, axes=tuple(together.split(",")), bytes=moved))
-                node.meta["cause"] = len(causes) - 1
+                annotate(node, cause=len(causes) - 1)
             program.graph.erase_node(inner)
             count += 1
     if count:
@@ -44,7 +44,7 @@ def _inner(node: fx.Node) -> fx.Node | None:
     while isinstance(at, fx.Node) and len(at.users) == 1:
         if at.target is node.target and at.args[1] == node.args[1] and is_sum(at):
             own, other = (set(str(n.args[2]).split(",")) for n in (node, at))
-            return at if own.isdisjoint(other) and not at.meta.get("grad_of") else None
+            return at if own.isdisjoint(other) and not info_of(at).grad_of else None
         if not is_linear(at):
             return None
         at = at.args[0]

@@ -16,9 +16,10 @@ import torch.fx as fx
 from ..collective import mesh_of_text
 from ..errors import PassError
 from ..program.ir.inplace import follow, storages, written
-from ..program.ir.program import Program, value_of
-from ..program.ir.trace import is_mutating
+from ..program.ir.nodes import UPDATE, annotate, call, checked_value, info_of, is_mutating
+from ..program.ir.program import Program
 from .gradients import chain_up, is_linear, is_reduction, scale_of
+from .slicing import new_storage
 
 aten = torch.ops.aten
 
@@ -83,7 +84,7 @@ def prune(program: Program) -> Pruned:
         return made
     factor = pruned[0].factor
     one = all(math.isclose(s.factor, factor) and s.degree == pruned[0].degree for s in found)
-    seeds = [n for n in program.graph.nodes if n.meta.get("seed")] if one and program.merged is None else []
+    seeds = [n for n in program.graph.nodes if info_of(n).seed] if one and program.merged is None else []
     # Gradients that are part of the loss (a penalty) have seeds in the forward: then the later ones alone will do.
     tails = (seeds[k:] for k in range(min(len(seeds), _TAILS)))
     seeds = next((tail for tail in tails if _linear(program, tail, {s.node for s in found})), [])
@@ -133,7 +134,7 @@ def _all_summed(program: Program, found: list[Scaled], degrees: set[int]) -> Non
         return
     known = {s.born for s in found}
     for born in program.graph.nodes:
-        if not born.meta.get("grad_of") or born in known:
+        if not info_of(born).grad_of or born in known:
             continue
         node, factor = born, 1.0
         while len(node.users) == 1 and is_linear(next(iter(node.users))):
@@ -141,9 +142,9 @@ def _all_summed(program: Program, found: list[Scaled], degrees: set[int]) -> Non
             factor *= scale_of(node) or 1.0
         degree = next((n for n in degrees if math.isclose(factor, 1 / n)), None)
         if degree is not None:
-            names = ", ".join(name for name, _ in born.meta["grad_of"])
+            names = ", ".join(name for name, _ in info_of(born).grad_of)
             raise PassError(
-                f"the gradient of {names} is scaled by 1/{degree} at {node.meta.get('line') or node.name} but never "
+                f"the gradient of {names} is scaled by 1/{degree} at {info_of(node).line or node.name} but never "
                 "summed over ranks, as the others are: all-reduce it too, or leave out the factor"
             )
 
@@ -162,7 +163,7 @@ def _linear(program: Program, seeds: list[fx.Node], ends: set[fx.Node]) -> bool:
             return False
         if node in ends:
             continue
-        alone = scaled.count(True) == 1 and (node.meta.get("transposed", False) or is_linear(node))
+        alone = scaled.count(True) == 1 and (info_of(node).transposed or is_linear(node))
         if not alone and not (node.target in _ADDS and all(scaled)):
             return False
         found.add(node)
@@ -185,16 +186,10 @@ def _fold(seed: fx.Node, factor: float) -> None:
         seed.args = (seed.args[0], seed.args[1] * factor, *seed.args[2:])  # type: ignore[operator]
         return
     with seed.graph.inserting_after(seed):
-        made = seed.graph.call_function(aten.mul.Tensor, (seed, factor))
+        made = call(seed.graph, aten.mul.Tensor, (seed, factor), info_of(seed))
     seed.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-    value = value_of(seed)
-    assert value is not None
     # Views of the seed become views of what takes its place.
-    made.meta, seed.meta = dict(seed.meta), {**seed.meta, "value": replace(value, storage=_unused(seed.graph))}
-
-
-def _unused(graph: fx.Graph) -> int:
-    return 1 + max((s for n in graph.nodes for s in storages(n)), default=0)
+    annotate(seed, value=replace(checked_value(seed), storage=new_storage(seed.graph)))
 
 
 def _rescale(program: Program, pruned: list[Scaled], made: Pruned) -> None:
@@ -222,8 +217,7 @@ def _multiply(program: Program, nodes: list[fx.Node], factor: float) -> None:
     """One op that multiplies values in place, ahead of all that reads one of them."""
     readers = {u for n in nodes for u in n.users}
     with program.graph.inserting_before(min(readers)):
-        scaled = program.graph.call_function(aten._foreach_mul_.Scalar, (list(nodes), factor))
-    scaled.meta = {"role": "optimizer", "line": "", "source": "update", "value": None}
+        call(program.graph, aten._foreach_mul_.Scalar, (list(nodes), factor), UPDATE)
 
 
 __all__ = ["Pruned", "prune"]

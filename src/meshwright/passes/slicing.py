@@ -11,15 +11,15 @@ import torch
 import torch.fx as fx
 
 from ..program.ir.inplace import storages, written
+from ..program.ir.nodes import call, checked_value, info_of, is_mutating
 from ..program.ir.program import Output, Program
-from ..program.ir.trace import is_mutating
 
 aten = torch.ops.aten
 
 
-def new_storage(program: Program) -> int:
-    """A number that no storage of the program has, nor any number above it."""
-    return 1 + max((s for n in program.graph.nodes for s in storages(n)), default=0)
+def new_storage(graph: fx.Graph) -> int:
+    """A number that no storage of a program has, nor any number above it."""
+    return 1 + max((s for n in graph.nodes for s in storages(n)), default=0)
 
 
 def needed(
@@ -72,8 +72,8 @@ def part_of(
         if node not in nodes or node.op == "output":
             continue
         if node in instead:
-            made[node] = graph.call_function(aten.view.default, (made[instead[node]], list(node.meta["value"].shape)))
-            made[node].meta = dict(node.meta)
+            args = (made[instead[node]], list(checked_value(node).shape))
+            made[node] = call(graph, aten.view.default, args, info_of(node))
         else:
             made[node] = graph.node_copy(node, made.__getitem__)
     inputs = [i for i, n in zip(program.inputs, program.placeholders, strict=True) if n in nodes]

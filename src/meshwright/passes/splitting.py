@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from ..collective import WAIT_OP
+from ..program.ir.nodes import call, info_of
 
 PARTS = 4  # into which an update is cut at most: each is a call of its own
 
@@ -55,8 +56,7 @@ def _cut(graph: fx.Graph, node: fx.Node, numbers: list[int], last: list[tuple[in
     below = -2
     for number, wait in last:
         with graph.inserting_before(wait):
-            part = graph.call_function(node.target, _entries(node, numbers, below, number), dict(node.kwargs))  # type: ignore[arg-type]
-        part.meta = dict(node.meta)
+            call(graph, node.target, _entries(node, numbers, below, number), info_of(node), dict(node.kwargs))
         below = number - 1
     node.args = _entries(node, numbers, below, len(numbers) + max(numbers) + 1)
     return len(last)

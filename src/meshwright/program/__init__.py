@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .capture.build import Built, Plan, build
 from .capture.scale import LossScale
-from .ir.program import Input, Origin, Output, Program, value_of
+from .ir.nodes import value_of
+from .ir.program import Input, Origin, Output, Program
 from .ir.store import save_program
 from .load import load_program
 from .run.runner import last_uses

@@ -18,19 +18,18 @@ import torch
 import torch.fx as fx
 
 from ..errors import MeshwrightError, ProgramError, takes
-from ..layout import Spec, dtype_from, spec_from
+from ..layout import Layout, Spec, dtype_from, layout_from, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..record import Record
 from ..rules import RULES
 from .check.verify import verify
+from .ir.nodes import NodeInfo, Value
 from .ir.program import Input, Merged, Origin, Output, Program
 from .ir.store import DIGEST, FORMAT, NAMED, TENSORS, TEXT, VERSION, digest, torch_version
-from .ir.trace import Value
 
 # Bounds on what reading a file may cost; a program of a model of many billions of parameters is far below them.
 _MOST_TEXT, _MOST_NODES, _MOST_STEPS, _DEEPEST = 1 << 27, 1 << 20, 1 << 16, 32
 _OPS = ("placeholder", "call_function", "output")
-_TEXTS = ("role", "line", "source", "sync", "gather")
 
 
 @takes(ProgramError, path=((str, Path), "give the path of a file"), mesh=((Mesh, NoneType), "give a mw.Mesh"))
@@ -134,7 +133,7 @@ class _Reader:
             target = _operator(given["target"]) if op == "call_function" else _identifier(given["target"])
             node = graph.create_node(op, target, args, kwargs, name=name)
             node.name = name
-            node.meta = {k: _note(k, self._decoded(v, named)) for k, v in given["meta"].items()}
+            node.meta["info"] = self._made(NodeInfo, given["info"])
             named[name] = node
         merged = None
         if data["merged"] is not None:
@@ -146,15 +145,24 @@ class _Reader:
             self.mesh,
             self.rank,
             graph,
-            tuple(_made(Input, {**i, "spec": self._decoded(i["spec"], named)}) for i in data["inputs"]),
-            tuple(_made(Output, {**o, "spec": self._decoded(o["spec"], named)}) for o in data["outputs"]),
-            tuple(_made(Record, c) for c in data["causes"]),
-            tuple(_made(Origin, o) for o in data["origins"]),
+            tuple(self._made(Input, i) for i in data["inputs"]),
+            tuple(self._made(Output, o) for o in data["outputs"]),
+            tuple(self._made(Record, c) for c in data["causes"]),
+            tuple(self._made(Origin, o) for o in data["origins"]),
             self.constants,
             _word(data["update"]),
             merged,
             tuple(map(_word, data["passes"])),
         )
+
+    def _made(self, kind: Any, given: Mapping[str, Any]) -> Any:
+        """One of the program's dataclasses, if its fields are of their types."""
+        made = kind(**{k: self._decoded(v, {}) for k, v in given.items()})
+        for f in fields(made):
+            value = getattr(made, f.name)
+            if not _TYPES[str(f.type)](value):
+                raise TypeError(f"{f.name} cannot be {value!r}")
+        return made
 
     def _decoded(self, a: Any, named: Mapping[str, fx.Node], depth: int = 0) -> Any:
         """What :func:`~meshwright.program.ir.store.encoded` was given."""
@@ -179,6 +187,8 @@ class _Reader:
             return Value(tuple(shape), dtype_from(dtype), storage, nbytes, *map(tuple, strides))
         if word == "spec":
             return spec_from(given, self.mesh)
+        if word == "placements":
+            return layout_from(given, self.mesh, given["ndim"])
         if word == "device":
             return torch.device(given)
         if word == "float":
@@ -221,38 +231,30 @@ def _identifier(a: Any) -> str:
     return a
 
 
-def _note(key: str, a: Any) -> Any:
-    """What a node's meta has under a key, if it is of the key's type."""
-    tests = {
-        "spec": lambda: a is None or isinstance(a, Spec),
-        "cause": lambda: a is None or type(a) is int,
-        "value": lambda: a is None or isinstance(a, Value) or _all(a, lambda v: v is None or isinstance(v, Value)),
-        "grad_of": lambda: _all(a, lambda p: _all(p, bool) and [type(x) for x in p] == [str, Spec]),
-    }
-    if not tests.get(key, lambda: True)() or (key in _TEXTS and not isinstance(a, str)):
-        raise TypeError(f"{key} cannot be {a!r}")
-    return a
-
-
 def _all(a: Any, test: Callable[[Any], bool]) -> bool:
     return isinstance(a, tuple) and all(map(test, a))
 
 
-def _made(kind: Any, given: Mapping[str, Any]) -> Any:
-    made = kind(**{k: _tupled(v) for k, v in given.items()})
-    for f in fields(made):
-        value = getattr(made, f.name)
-        if f.type == "str":
-            _word(value)
-        elif f.type == "Spec | None":
-            _note("spec", value)
-        elif str(f.type).startswith("tuple") and not isinstance(value, tuple):
-            raise TypeError(f"{f.name}={value!r} is no list")
-    return made
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    """Of which types exactly: a flag is no number."""
+    return lambda a: type(a) in kinds
 
 
-def _tupled(a: Any) -> Any:
-    return tuple(a) if isinstance(a, list) else a
-
+# What may be in a field of this type.
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "str": _is(str),
+    "bool": _is(bool),
+    "int": _is(int),
+    "int | None": _is(int, NoneType),
+    "float": _is(int, float),
+    "Spec | None": _is(Spec, NoneType),
+    "Layout": _is(Layout),
+    "Layout | str": _is(Layout, str),
+    "Values": lambda a: a is None or isinstance(a, Value) or _all(a, _is(Value, NoneType)),
+    "tuple[int, ...]": lambda a: _all(a, _is(int)),
+    "tuple[str, ...]": lambda a: _all(a, _is(str)),
+    "tuple[tuple[str, Spec], ...]": lambda a: _all(a, lambda p: _all(p, bool) and [type(x) for x in p] == [str, Spec]),
+    "Path": lambda a: a == (),
+}
 
 __all__ = ["load_program"]

@@ -321,12 +321,12 @@ class _Completion:
             name = inputs.get(key[0], key[0]) + (f"[{key[1]}]" if key[1] else "")
             if not known:
                 if key[0] in inputs:
-                    yield Origin(name, repr(self._layout(key)), "default", "nothing reached it")
+                    yield Origin(name, self._layout(key), "default", "nothing reached it")
                 continue
             source = USER if any(e.source == USER for e in known) else REACHED
             reason = "; ".join(dict.fromkeys(e.reason for e in known))
             lost = tuple(dict.fromkeys(x for e in known for x in e.lost))
-            yield Origin(name, repr(self._layout(key)), source, reason, lost)
+            yield Origin(name, self._layout(key), source, reason, lost)
 
 
 def _agree(known: Sequence[Placement | None], users: Sequence[bool], made: Sequence[Placement]) -> int:

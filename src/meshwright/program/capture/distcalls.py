@@ -82,11 +82,9 @@ class DistCalls:
             kind.name, 0, (kind.name,), tuple(axes.split(",")), tuple(x.shape), "local", "local", moved, 0.0,
             runtime.user_line(), "the step itself calls torch.distributed", asked=True,
         )  # fmt: skip
-        runtime.RT.line, runtime.RT.cause = outer, made
-        try:
+        runtime.RT.line = outer
+        with runtime.serving(made):
             out: Tensor = operator(x, *options, axes, self.text)
-        finally:
-            runtime.RT.cause = None
         return out
 
 

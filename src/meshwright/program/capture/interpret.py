@@ -40,6 +40,7 @@ from ...dispatch import (
 from ...errors import CaptureError, MeshwrightError
 from ...layout import Spec
 from ...marks import CONSTRAIN, GRAD, read_wish
+from ..ir.nodes import annotate, info_of
 from ..ir.trace import Recorder
 from .export import line_of, region_of
 from .regions import Path
@@ -136,8 +137,8 @@ class Interpreter:
             made.requires_grad_()  # a leaf of the loss's own gradients
         if isinstance(made, Tensor):
             graph_node = made.__dict__.get("_node")
-            if isinstance(graph_node, fx.Node):
-                graph_node.meta.setdefault("spec", spec_at(made))
+            if isinstance(graph_node, fx.Node) and info_of(graph_node).spec is None:
+                annotate(graph_node, spec=spec_at(made))
         return made
 
     def _differentiated(

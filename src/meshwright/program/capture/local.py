@@ -27,8 +27,9 @@ from ...layout import Layout, Spec
 from ...mesh import Mesh
 from ..check.flow import updates
 from ..ir.inplace import functional, note_writes
+from ..ir.nodes import annotate, info_of, is_mutating, remove_dead
 from ..ir.program import Input, Output, Program
-from ..ir.trace import Recorder, is_mutating, remove_dead
+from ..ir.trace import Recorder
 from .distcalls import DistCalls
 from .fakes import like, named_in, replaced, stand_ins
 from .naming import join, mark
@@ -120,7 +121,7 @@ class _StepRecorder(Recorder):
         """As the base, with notes of what autograd made and of writes from the backward on."""
         node = super().emit(target, args, kwargs)
         if self.engine:
-            node.meta["transposed"] = True
+            annotate(node, transposed=True)
         if self.role != "forward" and is_mutating(node):
             self.by_hand.append(node)
         return node
@@ -189,9 +190,7 @@ class _Recording:
                 self.before[name] = self._input(t.grad, f"before_{name}", None)
 
     def _input(self, t: Tensor, name: str, given: Input | None) -> fx.Node:
-        node = self.recorder.graph.placeholder(name.replace(".", "_"))
-        node.meta["role"] = "input"
-        self.recorder.bind(t, node)
+        node = self.recorder.placeholder(name.replace(".", "_"), t)
         if given is not None:
             self.inputs.append(given)
         return node
@@ -247,7 +246,7 @@ class _Recording:
         for i, (t, grad) in enumerate(zip(listed, grads, strict=False)):  # torch itself says what is missing
             if grad is None and isinstance(t, Tensor) and t.numel() == 1:
                 grads[i] = seed = torch.full(t.shape, 1.0, dtype=t.dtype, device=t.device)
-                self.recorder.node_of(seed).meta["seed"] = True
+                annotate(self.recorder.node_of(seed), seed=True)
         return grads
 
     def _step(self, part: int, closure: Any = None) -> None:
@@ -306,7 +305,7 @@ class _Recording:
         graph.output(tuple(node for _, node in self.outputs))
         for name, given in self.gradients.items():
             for node in given:
-                node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, self._unknown(name)))
+                annotate(node, grad_of=(*info_of(node).grad_of, (name, self._unknown(name))))
         functional(graph, self.recorder.by_hand)
         recompute(graph, self.recorder.causes, self.local.mesh.device)
         remove_dead(graph)
@@ -314,7 +313,7 @@ class _Recording:
             self._join(graph)
         for node in self.before.values():
             graph.erase_node(node)
-        for node in [n for n in graph.nodes if n.meta.get("grad_of")]:
+        for node in [n for n in graph.nodes if info_of(n).grad_of]:
             mark(node, self.local.mesh)
         if self.local.update is None:
             _nothing_after(graph)
@@ -354,11 +353,11 @@ class _Recording:
 def _nothing_after(graph: fx.Graph) -> None:
     """Raises CaptureError if the program goes on with parameters behind an update that it does not contain."""
     for node in graph.nodes:
-        if node.op == "call_function" and node.meta["role"] == "optimizer":
+        if node.op == "call_function" and info_of(node).role == "optimizer":
             for used in node.all_input_nodes:
                 if used.op == "placeholder" and used.name.startswith("param_"):
                     raise CaptureError(
-                        f"{node.meta['line']}: the step reads {used.name} after optimizer.step(), which runs behind "
+                        f"{info_of(node).line}: the step reads {used.name} after optimizer.step(), which runs behind "
                         "the program for this optimizer: do it outside of the step, or use SGD, Adam or AdamW"
                     )
 

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
-from ..ir.trace import VIEWS, ancestors, reduces, value_of
+from ..ir.nodes import VIEWS, ancestors, annotate, info_of, reduces, value_of
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def join(name: str, used: fx.Node, asked: set[fx.Node], spec: Spec) -> None:
     others, with what ``backward`` gave too."""
 
     def is_source(node: fx.Node) -> bool:
-        return node in asked or any(n == name for n, _ in node.meta.get("grad_of", ()))
+        return node in asked or any(n == name for n, _ in info_of(node).grad_of)
 
     sources = [n for n in ancestors([used]) if is_source(n)]
     if asked.isdisjoint(sources):
@@ -40,10 +40,8 @@ def join(name: str, used: fx.Node, asked: set[fx.Node], spec: Spec) -> None:
     alone = value is not None and value.shape == spec.shape
     made = sources if not alone or any(reduces(n) for n in _between(sources, at)) else [at]
     for node in {*sources, *made}:
-        others = tuple(pair for pair in node.meta.pop("grad_of", ()) if pair[0] != name)
-        pairs = (*others, (name, spec)) if node in made else others
-        if pairs:
-            node.meta["grad_of"] = pairs
+        others = tuple(pair for pair in info_of(node).grad_of if pair[0] != name)
+        annotate(node, grad_of=(*others, (name, spec)) if node in made else others)
 
 
 def _between(sources: list[fx.Node], end: fx.Node) -> set[fx.Node]:
@@ -58,22 +56,22 @@ def _between(sources: list[fx.Node], end: fx.Node) -> set[fx.Node]:
 
 def mark(node: fx.Node, mesh: Mesh) -> None:
     """Say over which axes a gradient is still to be summed, and which nodes do it."""
-    name = node.meta["grad_of"][0][0]
+    grads = info_of(node).grad_of
     axes: dict[str, str] = {}
     stack, seen = list(node.users), set[fx.Node]()
     while stack:
         user = stack.pop()
-        if user in seen or user.meta.get("role") == "forward":
+        if user in seen or info_of(user).role == "forward":
             continue
         seen.add(user)
         if reduces(user):
             axes.update(dict.fromkeys(str(user.args[-2]).split(","), str(user.args[1])))
-            user.meta.setdefault("sync", name)
+            annotate(user, sync=info_of(user).sync or grads[0][0])
         if reduces(user) or user.target in _LINEAR:  # one level of sums may follow another
             stack.extend(user.users)
     if axes:
         open_ = Layout(mesh, {a: Partial(op) for a, op in axes.items()})
-        node.meta["grad_of"] = tuple((n, s.with_(layout=open_)) for n, s in node.meta["grad_of"])
+        annotate(node, grad_of=tuple((n, s.with_(layout=open_)) for n, s in grads))
 
 
 __all__ = ["join", "mark"]

@@ -7,7 +7,7 @@ other.  Nothing here knows an op: rules, choices and conversions are those of ea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,9 @@ from ...reshard import plan as plan_conversion
 from ...shard.packing import chunk_dim, cut_over
 from ..ir.inplace import note_writes, storages, written
 from ..ir.memory import LAID, Strides, dense, is_dense, same
+from ..ir.nodes import annotate, info_of, remove_dead
 from ..ir.program import Input, Origin, Output, Program, without_unserved
-from ..ir.trace import Recorder, remove_dead
+from ..ir.trace import Recorder
 from .export import VALUES, Captured, Source
 from .interpret import Interpreter, spec_at, stamp
 from .recompute import recompute
@@ -100,8 +101,8 @@ def partition(
         if any(not made.recorder.merged.isdisjoint(written(n)) for n in made.recorder.graph.nodes):
             made = recorded(merge=False)  # one of two results is written to: each needs memory of its own
         for node in made.recorder.graph.nodes:
-            if node.meta.get("gather") in laid.units:
-                node.meta["unit"] = laid.units[node.meta["gather"]]
+            if unit := laid.units.get(info_of(node).gather):
+                annotate(node, unit=unit)
         recompute(made.recorder.graph, made.recorder.causes, mesh.device)
         if regather_stored:
             regather(made.recorder.graph, made.recorder.causes)
@@ -164,7 +165,6 @@ class _Partition:
             return
         seen = self.laid.specs[source.node]
         spec = self.laid.stored.get(source.node, seen)
-        node = self.recorder.graph.placeholder(source.node)
         shape = torch.Size(spec.local_shape(self.here))
         with self.captured.mode:
             strides = _lies(source, shape, spec)
@@ -175,8 +175,7 @@ class _Partition:
         if source.kind == "constant":
             assert source.value is not None
             self.recorder.constants[source.name] = source.value
-        node.meta["role"] = "input"
-        self.recorder.bind(local, node)
+        self.recorder.placeholder(source.node, local)
         stamp(local, spec)
         self.leaves[id(source.fake)] = self.by_node[source.node] = local
         self.inputs.append(Input(source.name, source.kind, spec.with_(reduced=0, undecided=0)))
@@ -197,7 +196,7 @@ class _Partition:
             if i == 0:
                 self.loss = value
             node = self.recorder.node_of(value)
-            node.meta["spec"] = spec
+            annotate(node, spec=spec)
             self.outputs.append((Output("loss" if i == 0 else f"aux.{i - 1}", "aux" if i else "loss", spec), node))
         self._store()
 
@@ -221,10 +220,9 @@ class _Partition:
         open_ = local.__dict__["_spec"].undecided
         target = seen.with_(reduced=moved, undecided=0)
         plan = plan_conversion(stored.with_(undecided=0, reduced=0), target)
-        record.asked(name, plan, "the parameter is stored split and seen whole by the ops")
-        self.recorder.gather = name
-        made = stamp(convert.apply(plan.steps, local), seen.with_(reduced=moved, undecided=open_ & ~moved))
-        self.recorder.gather, runtime.RT.cause = "", None
+        why = "the parameter is stored split and seen whole by the ops"
+        with record.asked(name, plan, why), self.recorder.noting(gather=name):
+            made = stamp(convert.apply(plan.steps, local), seen.with_(reduced=moved, undecided=open_ & ~moved))
         tie([local, made])
         return made
 
@@ -284,20 +282,14 @@ class _Partition:
         have = spec.grad().with_(dtype=grad.dtype)
         want = Spec(spec.shape, grad.dtype, self.chunks.get(name, spec).layout)
         steps = plan_conversion(have, want)
-        if steps.moves:
-            axes = [a for a, p in zip(self.mesh.axes, have.layout.placements, strict=True) if isinstance(p, Partial)]
-            since = p.__dict__.get("_since")
-            record.asked(
-                f"gradient of {name}", steps,
-                f"each rank of {', '.join(axes)} used {name} for its own part: their gradients are summed"
-                + (record.SINCE + since if since else ""),
-            )  # fmt: skip
+        axes = [a for a, p in zip(self.mesh.axes, have.layout.placements, strict=True) if isinstance(p, Partial)]
+        since = p.__dict__.get("_since")
+        why = f"each rank of {', '.join(axes)} used {name} for its own part: their gradients are summed"
         node = self.recorder.node_of(grad)
-        node.meta["grad_of"] = (*node.meta.get("grad_of", ()), (name, have))
-        self.recorder.sync = name
-        out = convert.apply(steps.steps, grad)
-        self.recorder.sync, runtime.RT.cause = "", None
-        return stamp(out, want)
+        annotate(node, grad_of=(*info_of(node).grad_of, (name, have)))
+        served = record.asked(f"gradient of {name}", steps, why + (record.SINCE + since if since else ""))
+        with served if steps.moves else nullcontext(), self.recorder.noting(sync=name):
+            return stamp(convert.apply(steps.steps, grad), want)
 
     # -- update ---------------------------------------------------------------------------------------
 
@@ -340,10 +332,9 @@ class _Partition:
     def _spread(self, name: str, own: Tensor, chunk: Spec, whole: Spec) -> None:
         """Bring the updated parts of a parameter to all ranks."""
         steps = plan_conversion(chunk, whole)
-        record.asked(f"update of {name}", steps, "each rank updated its own part of the parameter")
-        self.recorder.gather = name
-        whole_again = convert.apply(steps.steps, own)
-        self.recorder.gather, runtime.RT.cause = "", None
+        why = "each rank updated its own part of the parameter"
+        with record.asked(f"update of {name}", steps, why), self.recorder.noting(gather=name):
+            whole_again = convert.apply(steps.steps, own)
         self.params[name].detach().copy_(whole_again)
 
     # -- the result -----------------------------------------------------------------------------------

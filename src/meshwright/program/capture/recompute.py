@@ -23,8 +23,8 @@ from ...collective import COLLECTIVES
 from ...operators import operator as operator_of
 from ...record import Record
 from ..ir.inplace import storages, written
-from ..ir.trace import VIEWS, Value, is_mutating
-from ..ir.trace import draws as random
+from ..ir.nodes import VIEWS, NodeInfo, Value, annotate, call, info_of, is_mutating
+from ..ir.nodes import draws as random
 
 aten = torch.ops.aten
 
@@ -51,17 +51,14 @@ def recompute(graph: fx.Graph, causes: list[Record], device: str) -> int:
     Args:
         device: what the nodes run on; on others than the CPU no random numbers are drawn again.
     """
-    depth = max((len(n.meta.get("regions", ())) for n in graph.nodes), default=0)
+    depth = max((len(info_of(n).regions) for n in graph.nodes), default=0)
     for d in range(depth):  # what an inner region needs is there once the outer one runs again
         _Depth(graph, causes, d).run(device == "cpu")
     if depth:
         _sweep(graph)
-    again = 0
-    for node in graph.nodes:
-        again += node.meta.get("role") == RECOMPUTATION
-        for note in ("regions", "saved"):
-            node.meta.pop(note, None)
-    return again
+        for node in graph.nodes:
+            annotate(node, regions=(), saved=())
+    return sum(info_of(n).role == RECOMPUTATION for n in graph.nodes)
 
 
 class _Depth:
@@ -80,9 +77,9 @@ class _Depth:
                 self.born.setdefault(s, node)
             for s in written(node):
                 self.writes[s].append(i)
-            regions = node.meta.get("regions", ())
+            regions = info_of(node).regions
             region = regions[depth] if len(regions) > depth else None
-            backward = node.meta.get("role") == "backward"
+            backward = info_of(node).role == "backward"
             if backward and _looks(node) and node.args[0] in home:
                 region = home[node.args[0]]  # the backward's view of what the region made
             elif backward:
@@ -122,7 +119,7 @@ class _Depth:
             for node in members:
                 own = {*storages(node), *written(node)}
                 if node in kept or not (
-                    (random(node) and node not in drawn) or region in node.meta.get("saved", ())
+                    (random(node) and node not in drawn) or region in info_of(node).saved
                     or not written(node) <= fresh or not own.isdisjoint(held)
                     or self._changed(node, fresh - held, at)
                 ):  # fmt: skip
@@ -170,16 +167,17 @@ class _Depth:
                 made[node] = self.graph.node_copy(node, lambda n: made.get(n, n))
                 if node.target in _STATISTICS and node.args[5]:
                     made[node].args = (*made[node].args[:3], None, None, *made[node].args[5:])
-                made[node].meta.update(role=RECOMPUTATION, value=_moved(node.meta.get("value"), renumbered))
-                if "cause" in node.meta:
-                    served[node.meta["cause"]].append(made[node])
+                info = info_of(node)
+                annotate(made[node], role=RECOMPUTATION, value=_moved(info.value, renumbered))
+                if info.cause is not None:
+                    served[info.cause].append(made[node])
         for reader in readers:
             reader.args = fx.map_arg(reader.args, lambda n: made.get(n, n))
             reader.kwargs = fx.map_arg(reader.kwargs, lambda n: made.get(n, n))
         for cause, nodes in served.items():
             self.causes.append(_again(self.causes[cause], nodes))
             for node in nodes:
-                node.meta["cause"] = len(self.causes) - 1
+                annotate(node, cause=len(self.causes) - 1)
 
     @contextmanager
     def _drawing_again(self, drawn: list[fx.Node]) -> Iterator[None]:
@@ -188,7 +186,7 @@ class _Depth:
             yield
             return
         with self.graph.inserting_before(drawn[0]):
-            before = self._state(drawn[0].meta["role"])
+            before = self._state(info_of(drawn[0]).role)
         now = self._state(RECOMPUTATION)
         self._set(before)
         yield
@@ -196,25 +194,22 @@ class _Depth:
 
     def _state(self, role: str) -> fx.Node:
         """The generator's state at this place."""
-        made = self.graph.call_function(GET_STATE.default)
-        value = Value((_STATE,), torch.uint8, self.next, _STATE)
-        made.meta, self.next = {"role": role, "line": "", "source": "", "value": value}, self.next + 1
-        return made
+        self.next += 1
+        value = Value((_STATE,), torch.uint8, self.next - 1, _STATE)
+        return call(self.graph, GET_STATE.default, (), NodeInfo(role, value=value))
 
     def _set(self, state: fx.Node) -> None:
-        made = self.graph.call_function(SET_STATE.default, (state,))
-        made.meta = {"role": RECOMPUTATION, "line": "", "source": "", "value": None}
+        call(self.graph, SET_STATE.default, (state,), NodeInfo(RECOMPUTATION))
 
 
 def _drawn(members: Iterable[fx.Node]) -> list[fx.Node]:
     """What draws random numbers, in the last run of a region that there is: an outer one may run again already."""
     found = [n for n in members if random(n)]
-    return [n for n in found if n.meta["role"] == found[-1].meta["role"]]
+    return [n for n in found if info_of(n).role == info_of(found[-1]).role]
 
 
 def _bytes(node: fx.Node) -> int:
-    value = node.meta.get("value")
-    return sum(v.nbytes for v in (value if isinstance(value, tuple) else (value,)) if v is not None)
+    return sum(v.nbytes for v in info_of(node).values)
 
 
 def _looks(node: fx.Node) -> bool:
@@ -242,11 +237,7 @@ def _sweep(graph: fx.Graph) -> None:
     """Remove repetitions that only others had needed which are gone: of regions inside of regions."""
     read = set[int]()
     for node in reversed(list(graph.nodes)):
-        if (
-            node.meta.get("role") == RECOMPUTATION
-            and not (node.users or random(node))
-            and read.isdisjoint(written(node))
-        ):
+        if info_of(node).role == RECOMPUTATION and not (node.users or random(node)) and read.isdisjoint(written(node)):
             graph.erase_node(node)
         else:
             read.update(s for n in node.all_input_nodes for s in storages(n))

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from ...record import Record
 from ..ir.inplace import returned, storages
-from ..ir.trace import VIEWS, Value, is_mutating
+from ..ir.nodes import VIEWS, Value, annotate, call, info_of, is_mutating, value_of
 from .recompute import RECOMPUTATION
 
 _LATER = ("backward", RECOMPUTATION)
@@ -26,14 +26,15 @@ def regather(graph: fx.Graph, causes: list[Record]) -> int:
     above = 1 + max((s for n in graph.nodes for s in storages(n)), default=0)
     added = 0
     for node in list(graph.nodes):
-        if "gather" in node.meta and node.meta["role"] == "forward" and _ends(node):
+        info = info_of(node)
+        if info.gather and info.role == "forward" and _ends(node):
             added += _again(graph, node, order, causes, above)
     return added
 
 
 def _ends(node: fx.Node) -> bool:
     """Whether a node is the last one of the steps that gather a parameter."""
-    return not any(u.meta.get("gather") == node.meta["gather"] for u in node.users)
+    return not any(info_of(u).gather == info_of(node).gather for u in node.users)
 
 
 def _views(node: fx.Node) -> Iterator[fx.Node]:
@@ -43,31 +44,31 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
         looks = (
             user.target in VIEWS or user.target is operator.getitem or (is_mutating(user) and returned(user) is node)
         )
-        if looks and user.meta.get("role") == "forward":
+        if looks and info_of(user).role == "forward":
             yield from _views(user)
 
 
 def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes: list[Record], above: int) -> int:
     whole = dict.fromkeys(_views(gathered))
-    readers = sorted({u for n in whole for u in n.users if u.meta.get("role") in _LATER}, key=order.__getitem__)
+    readers = sorted({u for n in whole for u in n.users if info_of(u).role in _LATER}, key=order.__getitem__)
     if not readers:
         return 0
     made: dict[fx.Node, fx.Node] = {}
-    name = gathered.meta["gather"]
+    name = info_of(gathered).gather
 
     def clone(node: fx.Node) -> fx.Node:
-        if node not in whole and node.meta.get("gather") != name:
+        if node not in whole and info_of(node).gather != name:
             return node
         if is_mutating(node):
             return clone(returned(node))
         if node not in made:
             args = fx.map_arg(node.args, clone)
-            made[node] = graph.create_node("call_function", node.target, args, dict(node.kwargs))
-            made[node].meta.update(node.meta, role="backward")
-            if "cause" in node.meta:
-                old = causes[node.meta["cause"]]
+            info = replace(info_of(node), role="backward")
+            if info.cause is not None:
+                old = causes[info.cause]
                 causes.append(replace(old, reason="gathered again for the backward: " + old.reason, phase="backward"))
-                made[node].meta["cause"] = len(causes) - 1
+                info = replace(info, cause=len(causes) - 1)
+            made[node] = call(graph, node.target, args, info, dict(node.kwargs))
         return made[node]
 
     with graph.inserting_before(readers[0]):
@@ -75,19 +76,19 @@ def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes
             reader.args = fx.map_arg(reader.args, clone)
             reader.kwargs = fx.map_arg(reader.kwargs, clone)
     for node in made:
-        value = node.meta.get("value")
-        if value is not None and not isinstance(value, tuple):
+        value = value_of(node)
+        if value is not None:
             _move(made[node], above + value.storage)
     return 1
 
 
 def _move(node: fx.Node, storage: int) -> None:
     """Note that a node and the views of it have this storage."""
-    value = node.meta.get("value")
+    value = info_of(node).value
     if isinstance(value, Value):
-        node.meta["value"] = replace(value, storage=storage)
-    elif isinstance(value, tuple):
-        node.meta["value"] = tuple(v and replace(v, storage=storage) for v in value)
+        annotate(node, value=replace(value, storage=storage))
+    elif value is not None:
+        annotate(node, value=tuple(v and replace(v, storage=storage) for v in value))
     for user in node.users:
         if user.target in VIEWS or user.target is operator.getitem:
             _move(user, storage)

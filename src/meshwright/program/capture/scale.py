@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from ... import convert, record, runtime
+from ... import convert, record
 from ...errors import ProgramError
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
 from ...reshard import plan as plan_conversion
+from ..ir.nodes import annotate, info_of
 from ..ir.program import Input
 from ..ir.trace import Recorder
 
@@ -86,11 +87,8 @@ class Scaling:
         self.inputs: list[Input] = []
         self.made: dict[str, Tensor] = {}
         for name, like in how.state("cpu").items():
-            node = recorder.graph.placeholder(name.replace(".", "_"))
-            node.meta["role"] = "input"
-            fake = torch.empty((), dtype=like.dtype, device=mesh.device)
-            recorder.bind(fake, node)
-            self.made[name] = fake
+            self.made[name] = fake = torch.empty((), dtype=like.dtype, device=mesh.device)
+            recorder.placeholder(name.replace(".", "_"), fake)
             self.inputs.append(Input(name, "scale"))
         self.found: Tensor | None = None
 
@@ -112,9 +110,8 @@ class Scaling:
             self._emit(aten._amp_foreach_non_finite_check_and_unscale_.default, nodes, found, inverse)
         split = Spec((), found.dtype, Layout(self.mesh, [Partial("max")] * self.mesh.ndim))
         steps = plan_conversion(split, Spec((), found.dtype, Layout(self.mesh)))
-        record.asked("found_inf", steps, "an update is skipped on all ranks if a gradient on any is not finite")
-        self.found = convert.apply(steps.steps, found)
-        runtime.RT.cause = None
+        with record.asked("found_inf", steps, "an update is skipped on all ranks if a gradient on any is not finite"):
+            self.found = convert.apply(steps.steps, found)
         return made
 
     def found_inf(self) -> fx.Node:
@@ -140,7 +137,8 @@ class Scaling:
     def _emit(self, target: object, *args: object) -> None:
         nodes = tuple(self.recorder.node_of(a) if isinstance(a, Tensor) else a for a in args)
         node = self.recorder.emit(target, nodes)
-        node.meta["value"] = nodes[0].meta["value"] if isinstance(nodes[0], fx.Node) else None
+        if isinstance(nodes[0], fx.Node):
+            annotate(node, value=info_of(nodes[0]).value)
 
     def _apart(self, grads: Mapping[str, Tensor], kept: set[int]) -> dict[str, Tensor]:
         """Gradients that share memory with others, or do not fill theirs, as copies: unscaling writes to them."""

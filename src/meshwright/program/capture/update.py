@@ -13,15 +13,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ... import convert, record, runtime
+from ... import convert, record
 from ...errors import ProgramError
 from ...layout import Layout, Partial, Shard, Spec
 from ...mesh import Mesh
 from ...reshard import plan as plan_conversion
 from ...shard.kinds import own_work
 from ..ir.memory import LAID, Strides, dense, is_dense, same, unless_row_major
+from ..ir.nodes import Value, annotate, checked_value
 from ..ir.program import Input
-from ..ir.trace import Recorder, Value, checked_value
+from ..ir.trace import Recorder
 from .optimizers import parts_of
 from .scale import Scaling
 
@@ -100,7 +101,7 @@ class Fused:
         if "betas" in options:
             options["beta1"], options["beta2"] = options.pop("betas")
         args = tuple(lists.get(name, []) for name in ("params", "grads", *self.states))
-        recorder.emit(self.kernel, args, options).meta["value"] = None
+        recorder.emit(self.kernel, args, options)
 
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
@@ -192,7 +193,7 @@ def emit_update(
         fused.emit(recorder, group, {k: [_real(recorder, n) for n in v] for k, v in lists.items()}, given)
         for n, p in zip(names, own, strict=True):
             if p is not params[n]:
-                recorder.emit(aten.copy_.default, (params[n], p)).meta["value"] = params[n].meta["value"]
+                annotate(recorder.emit(aten.copy_.default, (params[n], p)), value=checked_value(params[n]))
     return inputs
 
 
@@ -216,7 +217,7 @@ def _beside(recorder: Recorder, grad: fx.Node, param: fx.Node) -> fx.Node:
 def _laid(recorder: Recorder, node: fx.Node, strides: Strides) -> fx.Node:
     made = recorder.emit(LAID.default, (node, list(strides)))
     value = checked_value(node).fresh(_number(recorder))
-    made.meta["value"] = replace(value, given=unless_row_major(value.shape, strides))
+    annotate(made, value=replace(value, given=unless_row_major(value.shape, strides)))
     return made
 
 
@@ -227,7 +228,7 @@ def _real(recorder: Recorder, node: fx.Node) -> fx.Node:
         return node
     made = recorder.emit(aten.view_as_real.default, (node,))
     strides = value.given and (*(2 * s for s in value.given), 1)
-    made.meta["value"] = replace(value, shape=(*value.shape, 2), dtype=value.dtype.to_real(), given=strides)
+    annotate(made, value=replace(value, shape=(*value.shape, 2), dtype=value.dtype.to_real(), given=strides))
     return made
 
 
@@ -239,10 +240,8 @@ def _number(recorder: Recorder) -> int:
 def _input(recorder: Recorder, given: Input, like: fx.Node | None, inputs: list[Input]) -> fx.Node:
     node = recorder.late_placeholder(given.name.replace(".", "_"))
     number = _number(recorder)
-    if like is None or given.name.endswith(".step"):
-        node.meta["value"] = Value((), torch.float32, number, 4)
-    else:
-        node.meta["value"] = checked_value(like).fresh(number)
+    one = like is None or given.name.endswith(".step")
+    annotate(node, value=Value((), torch.float32, number, 4) if one else checked_value(like).fresh(number))
     inputs.append(given)
     return node
 
@@ -250,10 +249,9 @@ def _input(recorder: Recorder, given: Input, like: fx.Node | None, inputs: list[
 def _count(recorder: Recorder, steps: list[fx.Node], scaling: Scaling | None) -> None:
     """One update more; skipped ones do not count."""
     if scaling is None:
-        made = recorder.emit(aten._foreach_add_.Scalar, (steps, 1))
+        recorder.emit(aten._foreach_add_.Scalar, (steps, 1))
     else:
-        made = recorder.emit(aten._foreach_add_.Tensor, (steps, scaling.taken()))
-    made.meta["value"] = None
+        recorder.emit(aten._foreach_add_.Tensor, (steps, scaling.taken()))
 
 
 # ---------------------------------------------------------------------------------------------- clipping
@@ -289,9 +287,6 @@ def _over_ranks(part: Tensor, axes: tuple[int, ...], mesh: Mesh) -> Tensor:
     split = Layout(mesh, [Partial() if a in axes else p for a, p in enumerate(whole.placements)])
     plan = plan_conversion(Spec((), part.dtype, split), Spec((), part.dtype, whole))
     names = ", ".join(mesh.axes[a] for a in axes)
-    record.asked(
-        "norm of the gradients", plan, f"gradients that are split over {names}: the squares of their parts are summed"
-    )
-    made = convert.apply(plan.steps, part)
-    runtime.RT.cause = None
-    return made
+    why = f"gradients that are split over {names}: the squares of their parts are summed"
+    with record.asked("norm of the gradients", plan, why):
+        return convert.apply(plan.steps, part)

@@ -15,8 +15,8 @@ from ... import collective
 from ...collective import COLLECTIVES
 from ...errors import DesyncError
 from ...mesh import Mesh
+from ..ir.nodes import target_name, value_of
 from ..ir.program import Program
-from ..ir.trace import Value, target_name
 
 
 class together:
@@ -63,8 +63,8 @@ def meetings(program: Program, *, inputs: bool = True) -> list[Meeting]:
     """
     found = [Meeting(f"input {i.kind} {i.name}") for i in program.inputs if inputs]
     for node in program.collectives():
-        value = node.all_input_nodes[0].meta.get("value")
-        dtype = value.dtype if isinstance(value, Value) else None
+        value = value_of(node.all_input_nodes[0])
+        dtype = None if value is None else value.dtype
         kind = COLLECTIVES[node.target]
         *options, axes, _ = node.args[1:]
         alike = [a for n, a in kind.named(options).items() if n != "index"]

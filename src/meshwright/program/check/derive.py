@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import ProgramError
 from ..ir.memory import same
+from ..ir.nodes import Value, checked_value, info_of, target_name, value_of
 from ..ir.program import Program
-from ..ir.trace import Value, target_name
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -58,14 +58,14 @@ def check_values(program: Program) -> None:
     device = program.mesh.device
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            value = node.meta["value"]
+            value = checked_value(node)
             known[node] = LocalValue(value.shape, value.strides, value.dtype)
         elif node.op == "call_function":
             known[node] = _checked(node, known, device)
 
 
 def _checked(node: fx.Node, known: dict[fx.Node, Any], device: str) -> Any:
-    target, value = node.target, node.meta.get("value")
+    target, value = node.target, info_of(node).value
     if target is operator.getitem:
         return _picked(node, known)
     if not isinstance(target, torch._ops.OpOverload):
@@ -96,7 +96,7 @@ def _picked(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     source, i = node.args
     assert isinstance(source, fx.Node)
     assert isinstance(i, int)
-    values, said = source.meta.get("value"), node.meta.get("value")
+    values, said = info_of(source).value, info_of(node).value
     if not isinstance(values, tuple) or not 0 <= i < len(values):
         raise ProgramError(f"{described(node)} picks value {i} of {source.name}, which does not give that many")
     if values[i] != said:
@@ -122,8 +122,8 @@ def _compare(node: fx.Node, said: Any, made: Given | None, tensors: list[fx.Node
         )
     if made.alias is not None:
         source = tensors[made.alias]
-        held = source.meta["value"]
-        if isinstance(held, Value) and held.storage != said.storage:
+        held = value_of(source)
+        if held is not None and held.storage != said.storage:
             raise ProgramError(f"{described(node)} is a view of {source.name}, but is said to have memory of its own")
 
 
@@ -141,8 +141,8 @@ def _check_lists(node: fx.Node) -> None:
         if len(listed) != len(wanted):
             raise ProgramError(f"{described(node)}: {len(listed)} tensors in {name} for {len(wanted)} in {first}")
         for a, b in zip(wanted, listed, strict=True):
-            x, y = a.meta.get("value"), b.meta.get("value")
-            if isinstance(x, Value) and isinstance(y, Value) and y.shape and x.shape != y.shape:
+            x, y = value_of(a), value_of(b)
+            if x is not None and y is not None and y.shape and x.shape != y.shape:
                 raise ProgramError(
                     f"{described(node)}: {b.name} in {name} has shape {list(y.shape)}, {a.name} in {first} "
                     f"{list(x.shape)}: they belong together"
@@ -222,7 +222,7 @@ def _said(value: Any) -> Any:
 
 def described(node: fx.Node) -> str:
     """A node in words: its name, what it calls and the user's line."""
-    line = node.meta.get("line")
+    line = info_of(node).line
     return f"%{node.name} ({target_name(node.target)}{f', {line}' if line else ''})"
 
 

@@ -13,8 +13,8 @@ import torch.fx as fx
 from ...errors import ProgramError
 from ...layout import Partial, Spec
 from ..ir.inplace import storages, written
+from ..ir.nodes import checked_value, info_of, is_mutating, is_sum, value_of
 from ..ir.program import Input, Output, Program
-from ..ir.trace import is_mutating, is_sum, value_of
 from .derive import described
 
 # Name of a parameter to the axes over which its gradient, which is in a value, is still to be summed.
@@ -53,7 +53,7 @@ class _Flow:
         """Look at every use of a gradient."""
         self._seeds()
         for node in self.program.graph.nodes:
-            if node.meta.get("role") != "optimizer":
+            if info_of(node).role != "optimizer":
                 continue
             for param, gradient in updates(node):
                 name = self._owner(param)
@@ -88,7 +88,7 @@ class _Flow:
             given = self.inputs.get(node)
             if given is not None and given.kind == "accumulator":
                 self.found[node, None] = {given.name: _partial(given.spec) if given.spec is not None else frozenset()}
-            pairs = node.meta.get("grad_of")
+            pairs = info_of(node).grad_of
             if pairs:
                 declared = {name: self._declared(node, name, spec) for name, spec in pairs}
                 writer = _writer(node)
@@ -110,7 +110,7 @@ class _Flow:
             raise ProgramError(
                 f"{where}, of shape {list(spec.shape)}; the parameter has shape {list(given.spec.shape)}"
             )
-        value = node.meta["value"]
+        value = checked_value(node)
         here = self.program.mesh.coordinate(self.program.rank)
         if value.shape != spec.local_shape(here):
             raise ProgramError(f"{where}: {spec!r} means {list(spec.local_shape(here))}; it has {list(value.shape)}")
@@ -144,7 +144,7 @@ class _Flow:
 
     def _sources(self, node: fx.Node, storage: int | None) -> Iterator[_Held]:
         """The values that a value is made of, as they are when it is made."""
-        if node.op != "call_function" or node.meta.get("role") == "forward":
+        if node.op != "call_function" or info_of(node).role == "forward":
             return
         given = _entry(node) if storage is None else _entries(node, storage)
         if _replaces(node):

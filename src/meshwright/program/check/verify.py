@@ -6,7 +6,6 @@ programs of all ranks.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,12 +18,12 @@ import torch.fx as fx
 from ...collective import ALL_REDUCE, COLLECTIVES, Kind, mesh_text
 from ...collective.graph import KEEP_ONE
 from ...errors import DesyncError, ProgramError
-from ...layout import REDUCE_OPS, Spec
+from ...layout import REDUCE_OPS, Layout, Partial, Placement, Shard, Spec
 from ...mesh import Mesh
 from ...record import Record
 from ..ir.inplace import written
+from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
 from ..ir.program import Program
-from ..ir.trace import Value, is_mutating, value_of
 from .agree import compare, meetings
 from .derive import check_values, described
 from .flow import check_gradients
@@ -155,26 +154,26 @@ def _check_nodes(program: Program) -> None:
     here = program.mesh.coordinate(program.rank)
     owned: dict[int, tuple[str, str]] = {}
     for node, given in zip(program.placeholders, program.inputs, strict=True):
-        owned[node.meta["value"].storage] = (given.kind, given.name)
+        owned[checked_value(node).storage] = (given.kind, given.name)
     for node in program.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.op != "call_function":
             raise ProgramError(f"%{node.name} is a {node.op}: a program consists of calls of functions")
-        role, spec = node.meta.get("role"), node.meta.get("spec")
+        info = info_of(node)
+        role, cause = info.role, info.cause
         if role not in ROLES:
             raise ProgramError(f"{described(node)} has the role {role!r}: one of {', '.join(ROLES)} was expected")
-        if "value" not in node.meta:
+        if info.value is None and node.users:
             raise ProgramError(f"{described(node)}: what it gives is not recorded")
-        cause = node.meta.get("cause")
         if cause is not None and not 0 <= cause < len(program.causes):
             raise ProgramError(f"{described(node)} serves conversion {cause}; there are {len(program.causes)}")
-        if isinstance(spec, Spec) and isinstance(node.meta["value"], Value):
-            _check_spec(described(node), spec, node.meta["value"], here)
+        if isinstance(info.value, Value):
+            _check_spec(described(node), info.spec, info.value, here)
         if is_mutating(node):
             for storage in written(node):
                 kind, name = owned.get(storage, ("", ""))
-                own = role == "forward" and kind == "param" and node.meta.get("writes") is True
+                own = role == "forward" and kind == "param" and info.writes
                 if kind and role not in _WRITERS.get(kind, ()) and not own:
                     raise ProgramError(f"{described(node)}, which is part of the {role}, writes to {kind} {name}")
 
@@ -200,11 +199,11 @@ def _check_collectives(program: Program) -> None:
         value = value_of(node.all_input_nodes[0])
         if value is not None:
             _check_arguments(where, kind, options, value, *_place(mesh, program.rank, axes))
-        cause = program.cause(node)
-        if cause is not None:
+        number = info_of(node).cause
+        if number is not None:
             op = str(kind.named(options)["op"]) if kind.reduces else ""
-            _check_cause(where, kind, op, options, names, cause)
-            served.setdefault(node.meta["cause"], []).append((kind.name, op))
+            _check_cause(where, kind, op, options, names, program.causes[number])
+            served.setdefault(number, []).append((kind.name, op))
     _check_served(program, served)
 
 
@@ -244,8 +243,8 @@ def _check_cause(where: str, kind: Kind, op: str, options: Sequence[Any], axes: 
     strange = [a for a in axes if a not in cause.axes]
     if strange:
         raise ProgramError(f"{where} runs over {', '.join(axes)}; {what} is over {', '.join(cause.axes) or 'no axis'}")
-    src, dst = _placements(cause.src), _placements(cause.dst)
-    ops = {src[a][1].strip("'") or "sum" for a in axes if src.get(a, ("", ""))[0] == "Partial"}
+    src, dst = _by_axis(cause.src), _by_axis(cause.dst)
+    ops = {p.op for a in axes if isinstance(p := src.get(a), Partial)}
     # The gradient of a maximum goes to the ranks that hold it: how many they are is summed in the forward (and how many
     # factors of a product are zero).
     ties = kind is ALL_REDUCE and op == "sum" and bool(ops & _WEIGHTED)
@@ -262,30 +261,28 @@ def _check_dims(
     kind: Kind,
     options: Sequence[Any],
     axes: Sequence[str],
-    src: dict[str, tuple[str, str]],
-    dst: dict[str, tuple[str, str]],
+    src: dict[str, Placement],
+    dst: dict[str, Placement],
     what: str,
 ) -> None:
     """The dims of a collective against the layouts around it, where it is the only one of its conversion."""
     said = kind.named(options)
     for cut in kind.cuts:
         layout = src if cut.joins else dst
-        wanted = {layout[a][1] for a in axes if layout.get(a, ("", ""))[0] == "Shard"}
-        if wanted and str(said[cut.dim]) not in wanted:
+        wanted = {p.dim for a in axes if isinstance(p := layout.get(a), Shard)}
+        if wanted and said[cut.dim] not in wanted:
             raise ProgramError(
                 f"{where} {'joins' if cut.joins else 'splits'} dim {said[cut.dim]}; {what} is about dim "
-                f"{' and '.join(sorted(wanted))}"
+                f"{' and '.join(map(str, sorted(wanted)))}"
             )
 
 
 _WEIGHTED = {"max", "min", "product"}
-_PLACEMENT = re.compile(r"(\w+): (Shard|Replicate|Partial)\(([^)]*)\)")
 
 
-@lru_cache(maxsize=1024)
-def _placements(layout: str) -> dict[str, tuple[str, str]]:
-    """Axis to placement and its argument, from a layout as records write it."""
-    return {axis: (kind, argument) for axis, kind, argument in _PLACEMENT.findall(layout)}
+def _by_axis(layout: Layout | str) -> dict[str, Placement]:
+    """Axis to placement; nothing of several tensors, which have no layout together."""
+    return {} if isinstance(layout, str) else dict(zip(layout.mesh.axes, layout.placements, strict=True))
 
 
 def _check_served(program: Program, served: dict[int, list[tuple[str, str]]]) -> None:
@@ -301,7 +298,7 @@ def _check_served(program: Program, served: dict[int, list[tuple[str, str]]]) ->
 
 
 def _by_extremum(cause: Record) -> bool:
-    return any(op.strip("'") in _WEIGHTED for kind, op in _placements(cause.src).values() if kind == "Partial")
+    return any(isinstance(p, Partial) and p.op in _WEIGHTED for p in _by_axis(cause.src).values())
 
 
 # ---------------------------------------------------------------------------------------------- all ranks

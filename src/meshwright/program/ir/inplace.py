@@ -11,16 +11,14 @@ import torch
 import torch.fx as fx
 
 from .memory import same
-from .trace import VIEWS, Value, is_mutating
+from .nodes import VIEWS, annotate, call, checked_value, info_of, is_mutating, value_of
 
 aten = torch.ops.aten
 
 
 def storages(node: fx.Node) -> tuple[int, ...]:
     """Numbers of the storages of what a node gives."""
-    value = node.meta.get("value")
-    values = value if isinstance(value, tuple) else (value,)
-    return tuple(v.storage for v in values if isinstance(v, Value))
+    return tuple([v.storage for v in info_of(node).values])
 
 
 def written(node: fx.Node) -> set[int]:
@@ -37,12 +35,12 @@ def written(node: fx.Node) -> set[int]:
 
 
 def note_writes(graph: fx.Graph) -> None:
-    """Note of what the recorded forward writes to inputs that it does (``writes`` in a node's ``meta``): parameters
-    that a model averages or clamps, say.  Nobody else may have a forward write to a parameter."""
+    """Note of what the recorded forward writes to inputs that it does (``writes``): parameters that a model averages
+    or clamps, say.  Nobody else may have a forward write to a parameter."""
     held = {s for n in graph.nodes if n.op == "placeholder" for s in storages(n)}
     for node in graph.nodes:
-        if node.meta.get("role") == "forward" and not held.isdisjoint(written(node)):
-            node.meta["writes"] = True
+        if info_of(node).role == "forward" and not held.isdisjoint(written(node)):
+            annotate(node, writes=True)
 
 
 def functional(graph: fx.Graph, writes: Iterable[fx.Node]) -> int:
@@ -92,12 +90,11 @@ def returned(node: fx.Node) -> Any:
 
 
 def _lies_in(node: fx.Node, source: fx.Node) -> None:
-    held, had = source.meta["value"], node.meta["value"]
-    of = next(v for v in (held if isinstance(held, tuple) else (held,)) if v is not None)
+    of, had = next(info_of(source).values), info_of(node).value
     if isinstance(had, tuple):
-        node.meta["value"] = tuple(v and replace(v, storage=of.storage, nbytes=of.nbytes) for v in had)
+        annotate(node, value=tuple(v and replace(v, storage=of.storage, nbytes=of.nbytes) for v in had))
     elif had is not None:
-        node.meta["value"] = replace(had, storage=of.storage, nbytes=of.nbytes)
+        annotate(node, value=replace(had, storage=of.storage, nbytes=of.nbytes))
 
 
 class _Functional:
@@ -150,7 +147,7 @@ class _Functional:
                     continue
                 if any(self.order[u] > at for u in other.users):
                     return False
-        return isinstance(target.meta.get("value"), Value)
+        return value_of(target) is not None
 
     def _values(self, node: fx.Node, targets: list[Any]) -> list[fx.Node] | None:
         """What the targets are after the write, as nodes that come before it."""
@@ -166,38 +163,35 @@ class _Functional:
         if target is None or not self._keeps_dtype(node, targets[0]):
             return None
         with self.graph.inserting_before(node):
-            made = self.graph.call_function(target, node.args, node.kwargs)
-            made.meta = dict(node.meta)
+            made = call(self.graph, target, node.args, info_of(node), node.kwargs)
             self.order[made] = self.order[node] - 0.5
             if not isinstance(node.args[0], (list, tuple)):
                 self._new(made, targets[0])
                 return [made]
-            items = [self.graph.call_function(operator.getitem, (made, i)) for i in range(len(targets))]
+            items = [call(self.graph, operator.getitem, (made, i), info_of(node)) for i in range(len(targets))]
         for item, old in zip(items, targets, strict=True):
-            item.meta = {k: v for k, v in node.meta.items() if k != "value"}
             self.order[item] = self.order[made]
             self._new(item, old)
-        made.meta["value"] = tuple(item.meta["value"] for item in items)
+        annotate(made, value=tuple(value_of(item) for item in items))
         return items
 
     def _one(self, node: fx.Node, target: Any, of: fx.Node) -> fx.Node:
         """What a write to many does to one of them."""
         with self.graph.inserting_before(node):
-            made = self.graph.call_function(target, (of, *node.args[1:]))
-        made.meta = {k: v for k, v in node.meta.items() if k != "value"}
+            made = call(self.graph, target, (of, *node.args[1:]), info_of(node))
         self.order[made] = self.order[node] - 0.5
         self._new(made, of)
         return made
 
     def _new(self, node: fx.Node, like: fx.Node) -> None:
-        node.meta["value"] = like.meta["value"].fresh(self.next)
+        annotate(node, value=checked_value(like).fresh(self.next))
         self.aliases[self.next] = [node]
         self.next += 1
 
     @staticmethod
     def _same(a: fx.Node, b: fx.Node) -> bool:
-        x, y = a.meta.get("value"), b.meta.get("value")
-        if not isinstance(x, Value) or not isinstance(y, Value) or (x.shape, x.dtype) != (y.shape, y.dtype):
+        x, y = value_of(a), value_of(b)
+        if x is None or y is None or (x.shape, x.dtype) != (y.shape, y.dtype):
             return False
         return same(x.shape, x.strides, y.strides)
 
@@ -214,9 +208,9 @@ class _Functional:
 
     @staticmethod
     def _keeps_dtype(node: fx.Node, target: fx.Node) -> bool:
-        dtype = target.meta["value"].dtype
-        others = [n.meta.get("value") for n in node.all_input_nodes]
-        return all(isinstance(v, Value) and (v.dtype is dtype or not v.shape) for v in others)
+        dtype = checked_value(target).dtype
+        others = [value_of(n) for n in node.all_input_nodes]
+        return all(v is not None and (v.dtype is dtype or not v.shape) for v in others)
 
     def _moved(self, new: fx.Node) -> None:
         """Views that are now of ``new`` have its storage."""

@@ -45,7 +45,7 @@ def dense(shape: Sequence[int], like: Strides) -> Strides:
 
 
 def unless_row_major(shape: tuple[int, ...], strides: Strides) -> Strides | None:
-    """Strides as a :class:`~meshwright.program.ir.trace.Value` has them."""
+    """Strides as a :class:`~meshwright.program.ir.nodes.Value` has them."""
     return None if strides == row_major(shape) else strides
 
 

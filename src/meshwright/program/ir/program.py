@@ -11,12 +11,10 @@ import torch
 import torch.fx as fx
 
 from ...collective import COLLECTIVES
-from ...layout import Spec
+from ...layout import Layout, Spec
 from ...mesh import Mesh
 from ...record import Record
-from .trace import Value
-from .trace import target_name as target_name
-from .trace import value_of as value_of
+from .nodes import Value, info_of, target_name
 
 Tensor = torch.Tensor
 
@@ -61,7 +59,7 @@ class Origin:
     """
 
     value: str
-    layout: str
+    layout: Layout
     source: str
     reason: str = ""
     lost: tuple[str, ...] = ()
@@ -90,12 +88,7 @@ class Merged:
 class Program:
     """One rank's step: local ops and collectives, forward, backward and update, in one flat graph.
 
-    Each node's ``meta`` has ``role`` (``input``, ``forward``, ``recomputation``, ``backward``, ``optimizer``), ``line``
-    (the user's), ``source`` (the captured node that it serves), ``value`` (shape, dtype and storage of what it gives),
-    ``cause`` (the number of the record of the conversion that it belongs to, if it does) and, where a value of the
-    user's program ends, ``spec``.  A gradient as autograd gave it has ``grad_of``: pairs of a parameter's name and the
-    spec of the gradient, Partial on the axes over which it is still to be summed; what then synchronises it has
-    ``sync``, that name.  What the user's forward writes to an input has ``writes``.
+    What is known of a node is its :class:`~meshwright.program.ir.nodes.NodeInfo` (``info_of(node)``).
 
     Attributes:
         mesh, rank: whose program it is.
@@ -145,7 +138,7 @@ class Program:
 
     def cause(self, node: fx.Node) -> Record | None:
         """The record of the conversion that a node serves."""
-        i = node.meta.get("cause")
+        i = info_of(node).cause
         return None if i is None else self.causes[i]
 
     def __str__(self) -> str:
@@ -158,7 +151,7 @@ class Program:
 
 def without_unserved(program: Program) -> Program:
     """The program with conversions of which no collective is left, because others do their work, as moving nothing."""
-    served = {n.meta.get("cause") for n in program.collectives()}
+    served = {info_of(n).cause for n in program.collectives()}
     causes = tuple(
         c if i in served or not c.kinds else replace(c, kinds=(), axes=(), bytes=0.0)
         for i, c in enumerate(program.causes)
@@ -187,8 +180,8 @@ def render(program: Program) -> str:
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.meta.get("role") != role:
-            role = node.meta.get("role", "")
+        if info_of(node).role != role:
+            role = info_of(node).role
             lines.append(f"{role}:")
         lines.append(f"  {_line(program, node)}")
     outs = ", ".join(f"{o.kind} {o.name}: {_name(n)}" for o, n in zip(program.outputs, program.results, strict=True))
@@ -198,9 +191,9 @@ def render(program: Program) -> str:
 
 def _line(program: Program, node: fx.Node) -> str:
     args = ", ".join([_arg(a) for a in node.args] + [f"{k}={_arg(v)}" for k, v in node.kwargs.items()])
-    text = f"{_name(node)}: {_typed(node)} = {target_name(node.target)}({args}){_layout(node.meta.get('spec'))}"
+    text = f"{_name(node)}: {_typed(node)} = {target_name(node.target)}({args}){_layout(info_of(node).spec)}"
     cause = program.cause(node)
-    notes = [node.meta.get("line", "")]
+    notes = [info_of(node).line]
     if cause is not None and node.target in COLLECTIVES:
         notes.append(f"{cause.src} -> {cause.dst}: {cause.reason}")
     return f"{text}  # {'; '.join(filter(None, notes))}" if any(notes) else text
@@ -211,7 +204,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _typed(node: fx.Node) -> str:
-    found = node.meta.get("value")
+    found = info_of(node).value
     if isinstance(found, Value):
         return f"{_SHORT.get(found.dtype, str(found.dtype))}[{', '.join(map(str, found.shape))}]"
     return "none" if found is None else f"{len(found)} values"

@@ -11,7 +11,7 @@ import json
 import math
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ import torch
 import torch.fx as fx
 
 from ...errors import ProgramError
-from ...layout import Spec, spec_data
+from ...layout import Layout, Spec, layout_data, spec_data
 from ...mesh import mesh_data
+from .nodes import Value, info_of, target_name
 from .program import Program
-from .trace import Value, target_name
 
-FORMAT, VERSION = "meshwright program", 3
+FORMAT, VERSION = "meshwright program", 4
 TEXT, TENSORS, DIGEST = "program.json", "constants.bin", "sha256"
 # Attributes of torch that stand for themselves, by the word that marks them.
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -84,14 +84,19 @@ def _data(program: Program) -> dict[str, Any]:
         parts = {"k_steps": merged.k_steps, "accumulate": accumulate, "flush": flush}
     return {
         "update": program.update,
-        "inputs": [{**i.__dict__, "spec": encoded(i.spec)} for i in program.inputs],
-        "outputs": [{**o.__dict__, "spec": encoded(o.spec)} for o in program.outputs],
+        "inputs": [_said(i) for i in program.inputs],
+        "outputs": [_said(o) for o in program.outputs],
         "nodes": [_node(n) for n in program.graph.nodes],
-        "causes": [asdict(c) for c in program.causes],
-        "origins": [asdict(o) for o in program.origins],
+        "causes": [_said(c) for c in program.causes],
+        "origins": [_said(o) for o in program.origins],
         "merged": parts or None,
         "passes": [str(record) for record in program.passes],
     }
+
+
+def _said(a: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not as they are by default."""
+    return {f.name: encoded(v) for f in fields(a) if (v := getattr(a, f.name)) != f.default}
 
 
 def _node(node: fx.Node) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def _node(node: fx.Node) -> dict[str, Any]:
         made = {"name": node.name, "op": node.op, "target": _target(node), "args": encoded(node.args)}
         if node.kwargs:
             made["kwargs"] = {k: encoded(v) for k, v in node.kwargs.items()}
-        made["meta"] = {k: encoded(v) for k, v in node.meta.items()}
+        made["info"] = _said(info_of(node))
     except TypeError as error:
         raise ProgramError(f"%{node.name} ({target_name(node.target)}) cannot be saved: {error}") from None
     return made
@@ -136,6 +141,8 @@ def encoded(a: Any) -> Any:
         return {"value": [list(a.shape), str(a.dtype).removeprefix("torch."), a.storage, a.nbytes, *strides]}
     if isinstance(a, Spec):
         return {"spec": spec_data(a)}
+    if isinstance(a, Layout):
+        return {"placements": {"ndim": a.ndim, **layout_data(a)}}
     if isinstance(a, torch.device):
         return {"device": str(a)}
     for word, kind in NAMED.items():

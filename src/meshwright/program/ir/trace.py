@@ -6,11 +6,11 @@ recorded alike.  Views and no-ops that repeat are recorded once.
 
 from __future__ import annotations
 
-import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import runtime
 from ...collective import COLLECTIVES
-from ...errors import CaptureError, ProgramError
+from ...errors import CaptureError
 from ...record import Record
 from ..capture.regions import Path
-from .memory import Strides, dense, row_major, unless_row_major
+from .memory import unless_row_major
+from .nodes import VIEWS, NodeInfo, Value, annotate, info_of, is_mutating, value_of
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -30,37 +31,6 @@ aten = torch.ops.aten
 # The same memory and value: no node is needed.
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
 _LIFTS = {aten.lift_fresh.default, aten.lift.default}
-VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
-    aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
-    aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
-    aten.as_strided.default, aten._reshape_alias.default, aten.view_as_real.default,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What a node gives: a local tensor of this shape and dtype in some storage.
-
-    ``storage`` numbers the storages of a program; views share one.  ``nbytes`` is the size of the whole storage.
-    ``given`` are its strides where it is not row-major.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    storage: int
-    nbytes: int
-    given: Strides | None = None
-
-    @property
-    def strides(self) -> Strides:
-        """How it lies in its storage."""
-        return row_major(self.shape) if self.given is None else self.given
-
-    def fresh(self, storage: int, dtype: torch.dtype | None = None) -> Value:
-        """What an elementwise op makes of it: as it, in memory of its own and without gaps."""
-        dtype, given = dtype or self.dtype, self.given and dense(self.shape, self.given)
-        return Value(self.shape, dtype, storage, math.prod(self.shape) * dtype.itemsize, given)
 
 
 class Recorder(TorchDispatchMode):
@@ -75,7 +45,6 @@ class Recorder(TorchDispatchMode):
         line, source: the user's line and the captured node that the nodes to come serve (in the backward they follow
             from autograd).
         regions: the checkpointed calls that the nodes to come are part of, or are the backward of.
-        sync, gather: the parameter whose gradient the nodes to come synchronise, or that they gather, if they do.
         merged: storages that hold the result of several collectives, which were recorded once: none may be written to.
     """
 
@@ -84,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self.merge, self.merged = merge, set[int]()
         self.graph = fx.Graph()
         self.role, self.line, self.source = "forward", "", ""
-        self.sync = self.gather = ""
+        self._notes: dict[str, str] = {}
         self.regions: Path = ()
         self.constants: dict[str, Tensor] = {}
         self.causes: list[Record] = []
@@ -103,6 +72,15 @@ class Recorder(TorchDispatchMode):
         runtime.RT.line = line
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._origins.append((source, line, regions))
+
+    @contextmanager
+    def noting(self, **notes: str) -> Iterator[None]:
+        """Inside, nodes say this besides: ``sync`` or ``gather``, and of which parameter."""
+        self._notes = notes
+        try:
+            yield
+        finally:
+            self._notes = {}
 
     def _origin(self) -> tuple[str, str, Path]:
         if self.role != "backward":
@@ -130,12 +108,13 @@ class Recorder(TorchDispatchMode):
             self.bind(out, node)
         elif isinstance(out, (tuple, list)) and any(isinstance(o, Tensor) for o in out):
             node = self._record(func, args, kwargs, out)
-            node.meta.setdefault("value", tuple(self.value(o) if isinstance(o, Tensor) else None for o in out))
+            if info_of(node).value is None:
+                annotate(node, value=tuple(self.value(o) if isinstance(o, Tensor) else None for o in out))
             for i, o in enumerate(out):
                 if isinstance(o, Tensor):
                     o.__dict__["_node"] = (node, i)
         elif func._schema.is_mutable:
-            self._record(func, args, kwargs).meta["value"] = None
+            self._record(func, args, kwargs)
         return out
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any = None) -> fx.Node:
@@ -147,30 +126,25 @@ class Recorder(TorchDispatchMode):
             if hit is not None:
                 return hit
         node = self.emit(func, made_args, made_kwargs)
-        if node.meta["role"] == "forward":
-            saved = tuple(r for r in node.meta.get("regions", ()) if r.saves(func, args, kwargs, out))
-            if saved:
-                node.meta["saved"] = saved
+        info = info_of(node)
+        if info.role == "forward" and info.regions:
+            annotate(node, saved=tuple(r for r in info.regions if r.saves(func, args, kwargs, out)))
         if key is not None:
             self._seen[key] = node
         return node
 
     def emit(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        """A node of the present role, line and cause; its value is to be set."""
+        """A node of the present role, line and cause; what it gives is to be said."""
         node = self.graph.create_node("call_function", target, args, kwargs or {})
         if is_mutating(node):  # a collective of what was written since is another one; views stay views
             self._seen = {k: n for k, n in self._seen.items() if k[0] not in COLLECTIVES}
         source, line, regions = self._origin()
         cause = runtime.RT.cause
-        node.meta.update(role=self.role, line=line, source=source)
-        if self.sync:
-            node.meta["sync"] = self.sync
-        if self.gather:
-            node.meta["gather"] = self.gather
-        elif regions:  # whether a gathered parameter is kept is said elsewhere
-            node.meta["regions"] = regions
-        if cause is not None:
-            node.meta["cause"] = self._cause(cause)
+        node.meta["info"] = NodeInfo(
+            self.role, line, source, cause=None if cause is None else self._cause(cause), **self._notes,
+            # Whether a gathered parameter is kept is said elsewhere.
+            regions=() if "gather" in self._notes else regions,
+        )  # fmt: skip
         return node
 
     def _cause(self, record: Record) -> int:
@@ -184,8 +158,8 @@ class Recorder(TorchDispatchMode):
     def bind(self, t: Tensor, node: fx.Node) -> None:
         """``t`` is what ``node`` gives."""
         t.__dict__["_node"] = node
-        if "value" not in node.meta:
-            node.meta["value"] = self.value(t)
+        if info_of(node).value is None:
+            annotate(node, value=self.value(t))
             return
         storage, known = t.untyped_storage(), value_of(node)
         if known is not None and storage._cdata not in self._storages:  # of a node that was recorded before
@@ -214,8 +188,8 @@ class Recorder(TorchDispatchMode):
         if item is None:
             with self.graph.inserting_after(node):
                 item = self.graph.call_function(operator.getitem, (node, i))
-            item.meta.update({k: v for k, v in node.meta.items() if k != "value"})
-            item.meta["value"] = node.meta["value"][i]
+            info: Any = info_of(node)
+            item.meta["info"] = replace(info, value=info.value[i])
             self._seen[key] = item
         t.__dict__["_node"] = item
         return item
@@ -229,6 +203,13 @@ class Recorder(TorchDispatchMode):
         self.bind(t, node)
         return node
 
+    def placeholder(self, name: str, t: Tensor) -> fx.Node:
+        """An input, and the fake that stands for it."""
+        node = self.graph.placeholder(name)
+        annotate(node, role="input")
+        self.bind(t, node)
+        return node
+
     def late_placeholder(self, name: str) -> fx.Node:
         """An input that came up while recording: after the others, before the first op."""
         if self._first is None:
@@ -236,7 +217,7 @@ class Recorder(TorchDispatchMode):
         where = self.graph.inserting_before(self._first) if self._first is not None else self.graph.inserting_before()
         with where:
             made = self.graph.placeholder(name)
-        made.meta["role"] = "input"
+        annotate(made, role="input")
         return made
 
     def _nodes(self, a: Any) -> Any:
@@ -259,71 +240,3 @@ def _frozen(a: Any) -> Any:
     if isinstance(a, dict):
         return tuple([(k, _frozen(v)) for k, v in a.items()])
     return a
-
-
-def is_mutating(node: fx.Node) -> bool:
-    """Whether a node writes to one of its inputs."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
-
-
-def reduces(node: fx.Node) -> bool:
-    """Whether a node reduces over ranks, by a sum or otherwise."""
-    kind = COLLECTIVES.get(node.target)
-    return kind is not None and kind.reduces
-
-
-def is_sum(node: fx.Node) -> bool:
-    """Whether a node sums, or averages, over ranks."""
-    return reduces(node) and node.args[1] in ("sum", "avg")
-
-
-def remove_dead(graph: fx.Graph) -> None:
-    """Remove nodes that nobody uses, that write nothing, draw no random numbers and send nothing.
-
-    A collective stays though this rank does nothing with what it gives: where a shard is empty a rank computes less
-    than the others, which wait for it all the same.
-    """
-    for node in reversed(list(graph.nodes)):
-        kept = node.users or is_mutating(node) or draws(node) or node.target in COLLECTIVES
-        if node.op == "call_function" and not kept:
-            graph.erase_node(node)
-
-
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that values are computed from, themselves included."""
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether a node advances a random generator: the others' numbers depend on it."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
-
-
-def value_of(node: fx.Node) -> Value | None:
-    """Shape, dtype and storage of what a node gives; None for several tensors or none."""
-    found = node.meta.get("value")
-    return found if isinstance(found, Value) else None
-
-
-def checked_value(node: fx.Node) -> Value:
-    """What a node gives.  Raises ProgramError where it is not one tensor."""
-    value = value_of(node)
-    if value is None:
-        raise ProgramError(f"{node.name} is not one tensor")
-    return value
-
-
-def target_name(target: Any) -> str:
-    """``aten.mm.default``, ``meshwright.all_reduce.default``, ``operator.getitem``."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    return f"{getattr(target, '__module__', '').removeprefix('_')}.{getattr(target, '__name__', target)}"

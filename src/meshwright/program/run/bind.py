@@ -23,8 +23,8 @@ from ..capture.optimizers import parts_of
 from ..capture.outside import Place
 from ..ir.inplace import written
 from ..ir.memory import laid, same
+from ..ir.nodes import Value, checked_value, info_of
 from ..ir.program import Input, Program
-from ..ir.trace import Value, checked_value
 from .inductor import with_inductor
 from .runner import Runner, compile_program
 
@@ -74,7 +74,7 @@ class Bound:
         self.copied: list[tuple[int, Tensor, Tensor]] = []  # place, tensor from outside of the model, its stand-in
         self.written: list[int] = []  # places of those that the program writes to
         nodes = program.graph.nodes if program.constants else ()
-        self.lines = {s: str(n.meta.get("line", "")) for n in nodes for s in written(n)}  # of storages written to
+        self.lines = {s: info_of(n).line for n in nodes for s in written(n)}  # of storages written to
         self.states: list[_BoundState] = []
         # The optimizers' states, and of how many parameters.
         self.known: list[tuple[Any, int]] = [({}, 0) for _ in parts_of(carrier.optimizer)]

@@ -15,8 +15,8 @@ import torch
 import torch.fx as fx
 
 from ..capture.recompute import RECOMPUTATION
+from ..ir.nodes import NodeInfo, call, draws, info_of, value_of
 from ..ir.program import Program
-from ..ir.trace import draws
 
 Tensor = torch.Tensor
 _WHOLE = ("aten._fused", "aten._foreach", "aten._amp")
@@ -56,7 +56,7 @@ def with_inductor(program: Program) -> Program:
 
     role = ""
     for node in program.graph.nodes:
-        before, role = role, node.meta.get("role", "")
+        before, role = role, info_of(node).role
         if role == RECOMPUTATION != before:
             flush()  # a compiler that saw what runs again beside the first run would let it run once
         if node.op == "call_function" and _compilable(node):
@@ -84,9 +84,9 @@ def _place(graph: fx.Graph, stretch: Sequence[fx.Node], placed: dict[fx.Node, fx
         return 0
     inside = set(stretch)
     given = list(dict.fromkeys(n for node in stretch for n in node.all_input_nodes if n not in inside))
-    taken = [n for n in stretch if any(u not in inside for u in n.users) and not isinstance(n.meta.get("value"), tuple)]
+    taken = [n for n in stretch if any(u not in inside for u in n.users) and not isinstance(info_of(n).value, tuple)]
     # Several values at once cannot leave a function as one: what is picked from them does, where it is used.
-    picked = [n for n in stretch if isinstance(n.meta.get("value"), tuple) and any(u not in inside for u in n.users)]
+    picked = [n for n in stretch if isinstance(info_of(n).value, tuple) and any(u not in inside for u in n.users)]
     if picked or not given or not taken:
         for node in stretch:
             placed[node] = graph.node_copy(node, placed.__getitem__)
@@ -97,11 +97,9 @@ def _place(graph: fx.Graph, stretch: Sequence[fx.Node], placed: dict[fx.Node, fx
     for node in stretch:
         copies[node] = body.node_copy(node, copies.__getitem__)
     body.output(tuple(copies[n] for n in taken))
-    call = graph.call_function(
-        Segment(fx.GraphModule(torch.nn.Module(), body), name), tuple(placed[n] for n in given)
-    )  # fmt: skip
-    call.meta.update(role=stretch[0].meta["role"], line="", source="", value=tuple(n.meta["value"] for n in taken))
+    segment = Segment(fx.GraphModule(torch.nn.Module(), body), name)
+    info = NodeInfo(info_of(stretch[0]).role, value=tuple(value_of(n) for n in taken))
+    made = call(graph, segment, tuple(placed[n] for n in given), info)
     for i, n in enumerate(taken):
-        placed[n] = graph.call_function(operator.getitem, (call, i))
-        placed[n].meta.update(n.meta)
+        placed[n] = call(graph, operator.getitem, (made, i), info_of(n))
     return 1

@@ -18,8 +18,8 @@ from ...errors import ProgramError
 from ...runtime import PROGRAM
 from ..ir.inplace import storages
 from ..ir.memory import LAID, laid, same
-from ..ir.program import Program, value_of
-from ..ir.trace import Value, is_mutating
+from ..ir.nodes import Value, is_mutating, value_of
+from ..ir.program import Program
 
 Tensor = torch.Tensor
 Runner = Callable[[Sequence[Tensor]], list[Tensor]]
