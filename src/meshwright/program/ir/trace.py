@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self.merge, self.merged = merge, set[int]()
         self.graph = fx.Graph()
         self.role, self.line, self.source = "forward", "", ""
-        self._notes: dict[str, str] = {}
+        self._notes: dict[str, Any] = {}
         self.regions: Path = ()
         self.constants: dict[str, Tensor] = {}
         self.causes: list[Record] = []
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self._origins.append((source, line, regions))
 
     @contextmanager
-    def noting(self, **notes: str) -> Iterator[None]:
+    def noting(self, **notes: Any) -> Iterator[None]:
         """Inside, nodes say this besides: ``sync`` or ``gather``, and of which parameter."""
         self._notes = notes
         try:
