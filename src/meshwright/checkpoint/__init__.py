@@ -6,6 +6,7 @@ Read it in this order:
     pieces     which part of a tensor a rank writes, and which it reads
     files      a file of tensors, with checksums; what is done to a disk
     manifest   what makes a folder a checkpoint
+    merging    what a captured step has in the middle of a merge
     contents   what there is to be saved of a model, an optimizer...
     agree      mistakes on one rank are errors on all
     saving, restore, loading

@@ -15,6 +15,7 @@ from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..shard.names import Names
 from ..tensor import DistTensor
+from .merging import merge_state
 from .values import encoded
 
 Tensor = torch.Tensor
@@ -138,6 +139,8 @@ def gather(roles: Roles, mesh: Mesh) -> Contents:
                 {"class": kind_of(one), "state": encoded(one.state_dict(), f"{OTHERS}{word}/{i}", made.put)}
                 for i, one in enumerate(ones)
             ]
+    if roles.program is not None:
+        made.values["program"] = merge_state(roles.program, made.put)
     for device, state in random_states(mesh).items():
         made.put(f"{RANDOM}/{device}", state)
     return made

@@ -20,6 +20,7 @@ from ..tensor import DistTensor, stamp
 from .agree import close_to
 from .contents import OPTIMIZER, OTHERS, RANDOM, ModelTensors, Roles, group_names, kind_of, model_tensors
 from .manifest import Manifest
+from .merging import restore_merge
 from .values import decoded
 
 Tensor = torch.Tensor
@@ -88,6 +89,15 @@ def plan_restore(roles: Roles, manifest: Manifest, mesh: Mesh) -> Restore:
             for one, saved in zip(ones, _saved(made, word, ones), strict=True):
                 _check_class(made, word, one, saved)
                 _object(made, one, decoded(saved["state"], made.whole))
+    if roles.program is not None and "program" in manifest.values:
+        made.steps += restore_merge(roles.program, manifest.values["program"], made.fill, made.whole)
+    elif roles.program is not None and roles.program.micro_step:
+        raise CheckpointError("it was saved between updates of a step that is not captured: call step.flush() first")
+    elif micro := manifest.values.get("program", {}).get("micro_step"):
+        raise CheckpointError(
+            f"it was saved after micro-step {micro} of a merge, with sums of gradients: give program=, a step with "
+            "gradient-merge"
+        )
     _random(made)
     return made
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -81,7 +83,7 @@ def own_parts(contents: Contents, path: Path) -> list[Part]:
 
 
 class Save:
-    """A save that was begun.
+    """A save that was begun: its files are written in a thread, from copies.
 
     Attributes:
         path: its folder, a checkpoint once :meth:`wait` has returned.
@@ -91,15 +93,34 @@ class Save:
     def __init__(self, path: Path, keep: int | None, manifest: Manifest, parts: list[Part]) -> None:
         self.path, self.step = path, manifest.step
         self._keep, self._manifest, self._parts = keep, manifest, parts
-        self._post = collective.Post(manifest.mesh, f"checkpoint/{path.name}")
-        self._error: str | None = None
-        self._finish()
+        self._rank, self._post = runtime.RT.rank, collective.Post(manifest.mesh, f"checkpoint/{path.name}")
+        self._error, self._told = "", False
+        self._thread: threading.Thread | None = None
+        if self._post.simulated:  # its rank has the only thread that may run, and meets the others in it
+            self._finish()
+            return
+        self._parts = [replace(p, value=staged(p.value)) for p in parts]
+        self._thread = threading.Thread(target=self._run, name=f"meshwright saves step {self.step}")
+        self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<save of step {self.step} to {self.path}>"
+        return f"<save of step {self.step} to {self.path}{'' if self.done else ', under way'}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether it came to its end, or failed: :meth:`wait` returns, or raises, at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._finish()
+        except Exception as error:
+            self._error = str(error) or type(error).__name__
+        if self._error and not threading.main_thread().is_alive():  # nobody is left to be told
+            print(f"step {self.step} was not saved: {self._error}", file=sys.stderr)
 
     def _finish(self) -> None:
-        file = self.path / f"rank-{runtime.RT.rank:05d}.safetensors"
+        file = self.path / f"rank-{self._rank:05d}.safetensors"
         report: dict[str, object]
         try:
             report = {"line": asdict(write_file(file, self._parts)), "file": file.name} if self._parts else {}
@@ -107,26 +128,22 @@ class Save:
             report = {"error": f"{file} cannot be written: {error.strerror}"}
         self._parts = []
         words = self._post.collect(json.dumps(report))
-        error_text = self._post.announce(self._commit(words) if words else "")
-        self._error = error_text
+        self._error = self._post.announce(self._commit(words) if self._post.first else "")
 
     def _commit(self, words: list[str]) -> str:
         """On the first rank, with the reports of all: make it a checkpoint.  Why it could not, or nothing."""
-        if runtime.RT.rank != self._manifest.mesh.ranks[0]:
-            return ""
         reports = [json.loads(word) for word in words]
-        errors = [
-            f"rank {rank}: {r['error']}"
-            for rank, r in zip(self._manifest.mesh.ranks, reports, strict=True)
-            if "error" in r
-        ]
+        ranks = self._manifest.mesh.ranks
+        errors = [f"rank {rank}: {r['error']}" for rank, r in zip(ranks, reports, strict=True) if "error" in r]
         if errors:
             return "; ".join(errors)
         lines = {r["file"]: Line(**r["line"]) for r in reports if r}
-        for name, line in lines.items():
-            there = (self.path / name).stat().st_size if (self.path / name).exists() else None
-            if there != line.bytes:
-                return f"{self.path / name} is not what its rank wrote there: all ranks must save to one shared folder"
+        try:
+            for name, line in lines.items():
+                if (self.path / name).stat().st_size != line.bytes:
+                    raise FileNotFoundError
+        except FileNotFoundError:
+            return f"{self.path / name} is not what its rank wrote: all ranks must save to one folder that they share"
         try:
             commit(self.path, replace(self._manifest, files=lines))
         except OSError as error:
@@ -140,10 +157,27 @@ class Save:
         Raises:
             CheckpointError: on every rank; the older checkpoints are whole.
         """
+        if self._thread is not None:
+            self._thread.join()
         if self._error:
+            self._told = True
             raise CheckpointError(
                 f"step {self.step} was not saved: {self._error}; checkpoints that were complete before still are"
             )
+
+    def settle(self) -> None:
+        """:meth:`wait`, but for what was said before."""
+        if self._thread is not None:
+            self._thread.join()
+        if not self._told:
+            self.wait()
+
+
+def staged(value: Tensor) -> Tensor:
+    """A copy of a part in memory of the host, which training does not change."""
+    if value.device.type != "cpu":
+        return value.detach().to("cpu")
+    return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 __all__ = ["Save", "save"]

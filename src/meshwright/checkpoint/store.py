@@ -38,6 +38,7 @@ class Checkpoints:
         if keep is not None and (isinstance(keep, bool) or keep < 1):
             raise CheckpointError(f"keep={keep!r}: at least 1 was expected, or None for all")
         self.folder, self.keep, self.mesh = Path(folder), keep, mesh
+        self._last: Save | None = None
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, keep={self.keep})"
@@ -51,7 +52,10 @@ class Checkpoints:
         self, step: int, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
         program: Any = None,
     ) -> Save:  # fmt: skip
-        """Save, on all ranks together.  Each writes its own parts, what several hold once.
+        """Begin to save, on all ranks together.  Each writes its own parts, what several hold once.
+
+        Returns when what is saved was copied; ``.wait()`` when it is a checkpoint, which survives anything from then
+        on.  A save before waits for this one's end.
 
         Args:
             step: of the run, from 0.
@@ -64,13 +68,21 @@ class Checkpoints:
         The state of the default random generator, which all ranks share, is always saved.
 
         Raises:
-            CheckpointError: on all ranks: what cannot be saved.
+            CheckpointError: on all ranks: what cannot be saved; the save before failed, and nobody waited for it.
             DesyncError: on all ranks: they save different things.
         """
         roles = Roles.of(model, optimizer, scheduler, loader, program)
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(f"save: step={step!r}: a whole number of at least 0 was expected")
-        return save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh))
+        self._settle()
+        self._last = save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh))
+        return self._last
+
+    def _settle(self) -> None:
+        """One save is under way at a time; one that failed and was not waited for is said here."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.settle()
 
     def load(
         self, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
@@ -92,6 +104,7 @@ class Checkpoints:
                 damaged nothing was changed.
         """
         roles = Roles.of(model, optimizer, scheduler, loader, program)
+        self._settle()
         found = load(self.folder, step, roles, mesh_of(roles, self.mesh))
         return None if found is None else found.step
 

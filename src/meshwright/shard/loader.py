@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -19,15 +20,59 @@ from ..tensor import DistTensor
 Tensor = torch.Tensor
 
 
+@dataclass
+class Place:
+    """A place in a pass over a loader.
+
+    Attributes:
+        batches: global batches that were given.
+        epoch: as ``set_epoch`` was told.
+        default: state of the default generator where the pass began.
+        generators: states of the loader's own ones there.
+        last: digests of the batch before this place; None where they are not known.
+    """
+
+    batches: int = 0
+    epoch: int | None = None
+    default: Tensor | None = None
+    generators: tuple[Tensor, ...] = ()
+    last: list[int] | None = None
+
+    def of(self, loader: Any) -> Place:
+        """With the generators as they are now."""
+        self.default = torch.random.get_rng_state()
+        self.generators = tuple(g.get_state() for g in _generators(loader))
+        return self
+
+    def start(self, loader: Any) -> None:
+        """Set the generators of a loader to where the pass began."""
+        own = _generators(loader)
+        if len(own) != len(self.generators):
+            raise ShardError(f"shard_dataloader: the loader has {len(own)} generators and had {len(self.generators)}")
+        for generator, state in zip(own, self.generators, strict=True):
+            generator.set_state(state)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """What the order of a loader is drawn from, beside the default generator."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
+    return list(found.values())
+
+
 class ShardedLoader:
     """Iterates over another loader and yields its batches with every tensor laid on the mesh.
 
-    What the loader has otherwise (``dataset``, ``sampler``, ``state_dict``...) is the wrapped loader's.
+    What the loader has otherwise (``dataset``, ``sampler``...) is the wrapped loader's.
     """
 
     def __init__(self, loader: Iterable[Any], mesh: Mesh, placements: Any, local: bool) -> None:
         self.loader, self.mesh, self.placements, self.local = loader, mesh, placements, local
         self._by_key = isinstance(placements, Mapping) and bool(placements) and not _is_placements(placements, mesh)
+        self._place = Place()
+        self._pending: Place | None = None  # where the next pass goes on
+        self._last: Any = None  # the batch that was given last
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -47,18 +92,100 @@ class ShardedLoader:
             tell = getattr(target, "set_epoch", None)
             if tell is not None:
                 tell(epoch)
+        self._place.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        count = 0
-        for batch in self.loader:
-            if not count:
+        batches = self._begin()
+        place, first = self._place, True
+        for batch in batches:
+            if first:
                 self._check_keys(batch)
-            if self.mesh.size > 1 and (not count or runtime.RT.check):
-                self._check(batch, count)
-            count += 1
+            if self.mesh.size > 1 and (first or runtime.RT.check):
+                self._check(batch, place.batches)
+            first = False
+            place.batches, self._last = place.batches + 1, batch
             yield self._sharded(batch, self.placements if not self._by_key else None, (), self._laid)
-        if self.mesh.size > 1 and (not count or runtime.RT.check):
-            self._check(None, count)
+        if self.mesh.size > 1 and (first or runtime.RT.check):
+            self._check(None, place.batches)
+        place.batches, self._last = 0, None
+
+    # -- the place in the data ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many global batches of this pass were given, and what repeats their order: the same on every mesh.
+
+        Of a loader that has a ``state_dict`` of its own, that.
+
+        Raises:
+            ShardError: what can be iterated only once, which cannot be gone through again.
+        """
+        if hasattr(self.loader, "state_dict"):
+            return {"own": self.loader.state_dict()}
+        if isinstance(self.loader, Iterator):
+            raise ShardError(
+                f"shard_dataloader: the place in a {type(self.loader).__name__} cannot be saved: it can be iterated "
+                "only once. Wrap a torch DataLoader, or an object whose __iter__ starts anew"
+            )
+        place = self._place if self._place.batches else Place(epoch=self._place.epoch).of(self.loader)
+        last = None if self.local or not place.batches else self._digests(self._last)
+        return {**place.__dict__, "length": self._length(), "last": last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next pass go on behind the batches that were given when the state was taken.
+
+        It goes through the earlier batches again, without laying them on the mesh.
+
+        Raises:
+            ShardError: the state of a loader of another length, or of another kind.
+        """
+        if "own" in state:
+            if not hasattr(self.loader, "load_state_dict"):
+                raise ShardError("shard_dataloader: the state is that of a loader with a state_dict() of its own")
+            self.loader.load_state_dict(state["own"])
+            return
+        if state["length"] != self._length():
+            raise ShardError(
+                f"shard_dataloader: the loader had {state['length']} batches when its state was taken and has "
+                f"{self._length()}: the data and the size of the global batch must be the same"
+            )
+        place = Place(state["batches"], state["epoch"], state["default"], tuple(state["generators"]), state["last"])
+        if place.epoch is not None:
+            self.set_epoch(place.epoch)
+        place.start(self.loader)
+        self._pending = place if place.batches else None
+
+    def _begin(self) -> Iterator[Any]:
+        """A pass over the loader, behind what a state said was given already."""
+        place, self._pending = self._pending, None
+        if place is None:
+            self._place = Place(epoch=self._place.epoch).of(self.loader)
+            return iter(self.loader)
+        before = torch.random.get_rng_state()  # of a run that goes on; what follows draws what it drew before
+        if place.default is not None:
+            torch.random.set_rng_state(place.default)
+        place.start(self.loader)
+        batches, batch = iter(self.loader), None
+        for _ in range(place.batches):
+            batch = next(batches, place)
+        torch.random.set_rng_state(before)
+        if batch is place or (place.last is not None and place.last != self._digests(batch)):
+            raise ShardError(
+                f"shard_dataloader: batch {place.batches - 1} of this pass is another one than when the state was "
+                "taken: the data changed, or its order is drawn from neither torch's default generator nor that "
+                "of the DataLoader or its sampler"
+            )
+        self._place, self._last = place, batch
+        return batches
+
+    def _length(self) -> int | None:
+        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # a DataLoader may not know it
+            return len(self)
+        return None
+
+    def _digests(self, batch: Any) -> list[int]:
+        tensors: list[Tensor] = []
+        self._sharded(batch, None, (), lambda t, placements, path: tensors.append(t))
+        return collective.digests([t for t in tensors if not isinstance(t, DistTensor)])
 
     # -- one batch ------------------------------------------------------------------------------------
 
@@ -140,10 +267,7 @@ class ShardedLoader:
             return t
 
         self._sharded(batch, self.placements if not self._by_key else None, (), note)
-        length = None
-        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # a DataLoader may not know it
-            length = len(self)
-        own = (form if batch is not None else "no more batch", length, parts, collective.digests(tensors))
+        own = (form if batch is not None else "no more batch", self._length(), parts, collective.digests(tensors))
         group = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
         seen = collective.all_gather_object(own, group)
         what = self._difference(seen)

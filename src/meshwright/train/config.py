@@ -29,7 +29,7 @@ AXES = {"dp": "splits the batch", "tp": "splits heads, MLP and vocabulary"}  # o
 TOLERANCES = {"float64": (1e-9, 1e-8), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-1)}
 
 MESH, MODEL, TRAINING, SPLITTING = "Mesh", "Model", "Training", "Splitting more"
-PROGRAM, OUTPUT = "Static program", "Output"
+PROGRAM, CHECKPOINTS, OUTPUT = "Static program", "Checkpoints", "Output"
 
 
 def read_mesh(text: str) -> tuple[tuple[str, int], ...]:
@@ -178,6 +178,17 @@ class TrainConfig(StepConfig):
     )  # fmt: skip
     seed: int = option(0, "--seed", TRAINING, "The same seed gives the same run on every mesh.")
     static: bool = option(False, "--static", PROGRAM, "Capture the step as one program and run that.")
+    save: str | None = option(
+        None, "--save", CHECKPOINTS, "Save to this folder: at the end, and see --save-every.", metavar="DIR",
+    )  # fmt: skip
+    save_every: int | None = option(
+        None, "--save-every", CHECKPOINTS, "Steps from one checkpoint to the next.", COUNT, unset="at the end only",
+        metavar="N",
+    )  # fmt: skip
+    keep: int = option(2, "--keep", CHECKPOINTS, "How many checkpoints stay.", COUNT)
+    resume: bool = option(
+        False, "--resume", CHECKPOINTS, "Go on from the newest checkpoint in --save, of any mesh, if there is one."
+    )
     verify: bool = option(
         False, "--verify", OUTPUT,
         "Train the same model on one device too and compare loss and gradients in every step.  Largest relative "
@@ -192,6 +203,11 @@ class TrainConfig(StepConfig):
         for flag, axis in self._over():
             if axis == "tp":
                 raise OptionError(f"{flag} tp: the plan splits the parameters over tp already; take {flag} dp")
+        for flag, given in (("--save-every", self.save_every), ("--resume", self.resume)):
+            if given and not self.save:
+                raise OptionError(f"{flag} needs the folder of the checkpoints: add --save DIR")
+        if self.verify and self.resume:
+            raise OptionError("--verify trains on one device from the first step on: leave out --resume or --verify")
         if self.passes and not self.static:
             raise OptionError(f"--pass {self.passes[0]}: passes change the captured step: add --static")
         if self.static and self.accumulate > 1 and any(p.partition(":")[0] == MERGE for p in self.passes):

@@ -21,6 +21,7 @@ from meshwright.shard.loader import shard_dataloader
 from .config import TrainConfig
 from .data import Corpus, Windows, load_corpus
 from .model import GPT, loss_of
+from .options import OptionError
 from .plan import plan_for
 from .verify import Verdict, Verifier
 
@@ -95,7 +96,8 @@ class Trainer:
         # The windows are batches already.  A generator of its own: DataLoader draws a seed for workers, and
         # the default one is for dropout, as on one device.
         loader: Any = DataLoader(windows, batch_size=None, generator=torch.Generator())
-        self.batches = iter(shard_dataloader(loader, mesh, self.plan.batch))
+        self.loader = shard_dataloader(loader, mesh, self.plan.batch)
+        self.batches = iter(self.loader)  # begins with the first batch, behind those before a checkpoint
 
     def lay(self) -> None:
         """Lay the model and the optimizer's states on the mesh."""
@@ -131,6 +133,10 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.finish()
+
+    def parts(self) -> dict[str, Any]:
+        """What is in checkpoints."""
+        return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
 
     def finish(self) -> None:
         """Wait for the device; else the clock would tell how fast kernels are launched."""
@@ -171,6 +177,10 @@ class StaticTrainer(Trainer):
         total: Tensor = sum(losses[1:], losses[0]) / config.accumulate
         return total
 
+    def parts(self) -> dict[str, Any]:
+        """What is in checkpoints."""
+        return {"program": self.step, **super().parts()}
+
     def update(self) -> None:
         """The program has done it."""
         self.finish()
@@ -191,19 +201,29 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
 
     Raises:
         DataError: on every rank, where any rank cannot read the text.
+        CheckpointError, OptionError: a checkpoint that cannot be read or written, or that is beyond the last step.
         DesyncError: on every rank, where options or texts differ.
     """
     corpus = agreed_corpus(config, mesh)
     first = runtime.RT.rank == mesh.ranks[0]
     trainer = (StaticTrainer if config.static else Trainer)(config, mesh, corpus)
     verifier = Verifier(config, corpus, first) if config.verify else None
+    store = mw.Checkpoints(config.save, config.keep, mesh=mesh) if config.save else None
+    if store is not None and not config.resume and store.steps:
+        raise OptionError(
+            f"--save {config.save} has checkpoints of another run, up to step {max(store.steps)}: add --resume to go on "
+            "from the newest, or take another folder"
+        )
+    begin = (store.load(**trainer.parts()) or 0) if store is not None and config.resume else 0
+    if begin >= config.steps:
+        raise OptionError(f"--resume: the newest checkpoint is of step {begin}: take more --steps than {config.steps}")
     tell = emit if first else _nothing
-    tell("start", _described(trainer, corpus))
+    tell("start", {**_described(trainer, corpus), "begin": begin})
 
     history: list[float] = []
     seconds: list[float] = []
-    traffic = Traffic()
-    for step in range(config.steps):
+    traffic, saved = Traffic(), None
+    for step in range(begin, config.steps):
         traffic = Traffic()
         with traffic.measured():
             partial_loss = trainer.backward(step)
@@ -215,6 +235,10 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
         seconds.append(traffic.seconds)
         told = {"step": step, "loss": loss, "seconds": traffic.seconds, **differences}
         tell("step", {**told, "collectives": traffic.kinds, "bytes": traffic.bytes})
+        if store is not None and _is_saved(config, step + 1):
+            saved = store.save(step + 1, **trainer.parts())
+    if saved is not None:
+        saved.wait()
 
     timed = seconds[1:] or seconds  # the first step makes plans and groups
     verdict = verifier.verdict() if verifier else None
@@ -231,6 +255,11 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
     )
     tell("end", {"summary": asdict(summary), "verdict": verdict})
     return summary
+
+
+def _is_saved(config: TrainConfig, done: int) -> bool:
+    """Whether there is to be a checkpoint after so many steps."""
+    return done == config.steps or (config.save_every is not None and done % config.save_every == 0)
 
 
 def _nothing(kind: str, values: dict[str, Any]) -> None:

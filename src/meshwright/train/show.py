@@ -63,7 +63,7 @@ class Show:
                 TextColumn("{task.fields[text]}"),
                 console=self.console,
             )
-            self._bar.add_task("", total=self.config.steps, text="")
+            self._bar.add_task("", total=self.config.steps, completed=values["begin"], text="")
             self._bar.start()
 
     def _headline(self, values: dict[str, Any]) -> Table:
@@ -82,6 +82,7 @@ class Show:
             "captured step" if config.static else "",
             *(str(p) for p in config.pass_manager().passes),
             "verified against one device" if config.verify else "",
+            f"resumed after step {values['begin']}" if values["begin"] else "",
         ]
         size = f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads"
         sizes = " × ".join(f"{axis}={n}" for axis, n in config.mesh)
