@@ -1,4 +1,4 @@
-"""A save goes on in a thread while training does: what is saved is what was there, and nothing is lost without a word."""
+"""A save goes on in a thread while training does: what is saved is what was there; nothing is lost without a word."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_save_that_failed_is_said_once(held: Held, tmp_path: Path) -> None:
     held.fails = True
     failed = store.save(2, model=model)
     with pytest.raises(
-        CheckpointError, match=r"step 2 was not saved: rank 0: .*No space left on device; checkpoints tha"
+        CheckpointError, match=r"step 2 was not saved: rank 0: .*No space left on device; check"
     ):
         failed.wait()
     store.save(3, model=model)

@@ -211,8 +211,8 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
     store = mw.Checkpoints(config.save, config.keep, mesh=mesh) if config.save else None
     if store is not None and not config.resume and store.steps:
         raise OptionError(
-            f"--save {config.save} has checkpoints of another run, up to step {max(store.steps)}: add --resume to go on "
-            "from the newest, or take another folder"
+            f"--save {config.save} has checkpoints of another run, up to step {max(store.steps)}: add --resume to go "
+            "on from the newest, or take another folder"
         )
     begin = (store.load(**trainer.parts()) or 0) if store is not None and config.resume else 0
     if begin >= config.steps:
