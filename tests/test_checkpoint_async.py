@@ -81,9 +81,7 @@ def test_a_save_that_failed_is_said_once(held: Held, tmp_path: Path) -> None:
     store.save(1, model=model).wait()
     held.fails = True
     failed = store.save(2, model=model)
-    with pytest.raises(
-        CheckpointError, match=r"step 2 was not saved: rank 0: .*No space left on device; check"
-    ):
+    with pytest.raises(CheckpointError, match=r"step 2 was not saved: rank 0: .*No space left on device; check"):
         failed.wait()
     store.save(3, model=model)
     with pytest.raises(CheckpointError, match="step 3 was not saved"):  # nobody waited for it
