@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
 from meshwright import runtime
+from meshwright.collective import Fact, together
 from meshwright.errors import DesyncError
 
 TWO = mw.Mesh({"dp": 2})
@@ -50,9 +51,9 @@ def test_replicas_from_other_seeds_are_refused() -> None:
         mw.shard_module(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)), UNEVEN, {"0.weight": {"dp": mw.Shard(0)}})
 
     message = told(fn, UNEVEN)
-    assert "different values of 0.weight (and 3 more differ): digest" in message
-    assert "on rank 0" in message
-    assert "on rank 1; call torch.manual_seed with the same seed" in message
+    assert "different values of 0.weight (and 3 more differ): rank 0: digest" in message
+    assert "; rank 1: digest" in message
+    assert "; call torch.manual_seed with the same seed" in message
 
 
 @pytest.mark.parametrize("what", ["element", "order", "buffer", "dtype"])
@@ -87,9 +88,41 @@ def test_a_model_from_the_meta_device_needs_the_same_generator() -> None:
     assert told(lambda: fn(0)) == ""
 
 
+def test_a_mistake_on_one_rank_is_raised_on_all_whatever_it_says() -> None:
+    def fn() -> None:
+        with together(UNEVEN, "preparing"):
+            if rank() == 1:
+                raise ValueError
+
+    def caught() -> str:
+        with pytest.raises((ValueError, DesyncError)) as error:
+            fn()
+        return str(error.value)
+
+    said = "preparing failed on rank 1: ValueError()"
+    assert mw.simulate(caught, UNEVEN) == [said, "", said]
+
+
+def test_facts_are_compared_where_ranks_share_them() -> None:
+    def fn(*facts: Fact) -> str:
+        with together(SQUARE, "preparing", fix="look") as own:
+            own += facts
+        return ""
+
+    def row() -> int:
+        return rank() // 2
+
+    assert told(lambda: fn(Fact("part", row(), place=row())), SQUARE) == ""
+    message = told(lambda: fn(Fact("a"), Fact("b", rank() == 3), Fact("part", rank(), row(), "alike")), SQUARE)
+    assert message.endswith("different b (and 1 more differ): ranks 0, 1, 2: False; rank 3: True; look")
+    assert told(lambda: fn(Fact("part", rank(), row(), "alike")), SQUARE).endswith("rank 0: 0; rank 1: 1; alike")
+    more = [Fact("a"), Fact("b")]
+    assert "ranks 0, 1: b; ranks 2, 3: nothing more" in told(lambda: fn(*more[: 2 - row()]), SQUARE)
+
+
 def test_shard_tensor_of_other_values() -> None:
     message = told(lambda: mw.shard_tensor(torch.full((3,), float(rank())), TWO, {"dp": mw.Shard(0)}))
-    assert "shard_tensor: the ranks disagree (rank 0:" in message
+    assert "shard_tensor: the ranks disagree: rank 0: (" in message
     assert "values of digest" in message
 
 
@@ -104,7 +137,7 @@ def test_loaders_of_another_shuffle() -> None:
             pass
 
     message = told(lambda: fn(1))
-    assert "the ranks loaded different batches (batch 0: values of [0], digest" in message
+    assert "the ranks loaded different batches (batch 0): different values of [0]" in message
     assert "or local=True if each rank loads its own part" in message
     assert told(lambda: fn(0)) == ""
 
@@ -155,7 +188,7 @@ def test_local_loaders_agree_where_they_bring_the_same_part() -> None:
         (x,) = mw.shard_dataloader(batches, SQUARE, {"dp": mw.Shard(0)}, local=True)
         return x.sum().item()
 
-    assert "values of the tensor, digest" in told(lambda: fn(True), SQUARE)
+    assert "different values of the tensor: rank 0: digest" in told(lambda: fn(True), SQUARE)
     assert mw.simulate(lambda: fn(False), SQUARE) == [6.0] * 4
 
 
@@ -256,7 +289,7 @@ def test_replicas_that_drift_apart_are_seen(what: str) -> None:
         return
     assert "the ranks hold different values of " in message
     assert re.search(
-        r"\(digest [-0-9a-f]+ on rank 0, digest [-0-9a-f]+ on rank 2\) after the backward at test_check", message
+        r"ranks 0, 1: digest [-0-9a-f]+; rank 2: digest [-0-9a-f]+, after the backward at test_check", message
     )
 
 
@@ -321,9 +354,9 @@ def _batch(i: int, model: Any, opt: Any) -> float:
 
 
 ALONE = {
-    _zeroed: r"different values of 2.weight \(digest .* on rank 0, .* .*\(0 on rank 0, 0 on .*, 1 on rank 2",
-    _state: r"different values of 0.weight \(digest .* on rank 0, .* on rank 2\): ",
-    _rate: r"different learning rates: \[0.1\] on rank 0, \[0.1\] on rank 1, \[0.5\] on rank 2",
+    _zeroed: r"different values of 2.weight.*: ranks 0, 1: digest .*; rank 2: digest .*\(0 on rank 0, 0 on .*, 1 on rank 2",
+    _state: r"different values of 0.weight.*: ranks 0, 1: digest .*; rank 2: digest .*; ",
+    _rate: r"different learning rates: ranks 0, 1: \[0.1\]; rank 2: \[0.5\]",
     _batch: r"different batches since the last update \(.* on rank 2\): did one rank leave out a batch",
 }
 

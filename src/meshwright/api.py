@@ -12,8 +12,9 @@ import torch.nn as nn
 
 from . import collective, convert, marks, runtime
 from . import reshard as _reshard
+from .collective import Fact, together
 from .dispatch import Inference, disabled, forget_ops, infer, refresh, relayout, wanted
-from .errors import DesyncError, LayoutError, MeshError, RuleError, takes
+from .errors import LayoutError, MeshError, RuleError, takes
 from .generator import materialize
 from .launchers import launched
 from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
@@ -75,7 +76,7 @@ def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | Non
             runtime.RT.timeout = timeout
             collective.connect(mesh)
     runtime.RT.check = False
-    agree("init_mesh", f"{mesh!r}, timeout={timeout}, check={check}", mesh)
+    _agree("init_mesh", f"{mesh!r}, timeout={timeout}, check={check}", mesh)
     runtime.RT.check = check
     return mesh
 
@@ -85,19 +86,10 @@ def _spec_for(shape: Any, dtype: torch.dtype, mesh: Mesh, placements: Placements
     return Spec(shape, dtype, layout, undecided=mesh.everywhere)
 
 
-def agree(what: str, value: Any, mesh: Mesh) -> None:
-    """Check that all ranks of the mesh bring the same value.
-
-    Raises:
-        DesyncError: on every rank, listing who brought what.
-    """
-    if mesh.size == 1:
-        return
-    group = collective.group(mesh, tuple(range(mesh.ndim)))
-    seen = collective.all_gather_object(value, group)
-    if any(s != seen[0] for s in seen):
-        listed = "; ".join(f"rank {r}: {v}" for r, v in zip(mesh.ranks, seen, strict=True))
-        raise DesyncError(f"{what}: the ranks disagree ({listed}); every rank must make the same call")
+def _agree(what: str, value: Any, mesh: Mesh) -> None:
+    """Raise DesyncError on every rank where ranks of the mesh do not bring the same value."""
+    with together(mesh, what, fix="every rank must make the same call") as facts:
+        facts.append(Fact(str(value)))
 
 
 @takes(LayoutError, t=_TENSOR, mesh=MESH_WANTED)
@@ -123,7 +115,7 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
     spec = _spec_for(t.shape, t.dtype, mesh, placements, order)
     if check:
         values = f"values of digest {collective.digests([t])[0]:x}" if mesh.size > 1 and not t.is_meta else ""
-        agree("shard_tensor", (tuple(t.shape), str(t.dtype), repr(spec.layout), values), mesh)
+        _agree("shard_tensor", (tuple(t.shape), str(t.dtype), repr(spec.layout), values), mesh)
     source = Spec(t.shape, t.dtype, Layout(mesh))
     with torch.no_grad():
         local = convert.apply(_reshard.plan(source, spec.with_(undecided=0)).steps, t.detach())
@@ -161,22 +153,19 @@ def from_local(
         raise LayoutError("from_local takes the plain tensor that this rank holds: mw.reshard changes a DistTensor")
     layout = Layout(mesh, placements, order=order, ndim=local.dim())
     if check:
-        agree("from_local", (local.dim(), str(local.dtype), repr(layout)), mesh)
+        _agree("from_local", (local.dim(), str(local.dtype), repr(layout)), mesh)
     here = mesh.coordinate(runtime.RT.rank)
     if shape is None:
         shape = _global_shape(local, layout, check)
     spec = Spec(shape, local.dtype, layout, undecided=mesh.everywhere)
     want = spec.local_shape(here)
     fits = tuple(local.shape) == want
-    if check and mesh.size > 1:
-        group = collective.group(mesh, tuple(range(mesh.ndim)))
-        bad = [i for i, ok in enumerate(collective.all_gather_object(fits, group)) if not ok]
-    else:
-        bad = [] if fits else [0]
-    if bad:
+    seen = collective.all_gather_object(fits, collective.group(mesh)) if check and mesh.size > 1 else [fits]
+    if not all(seen):
         raise LayoutError(
-            f"from_local: rank {mesh.ranks[bad[0]]} brought a part that does not fit; here it is {tuple(local.shape)} "
-            f"and {tuple(shape)} as {layout!r} asks for {want} (torch.chunk sizes): pass shape=, or cut the parts so"
+            f"from_local: rank {mesh.ranks[seen.index(False)]} brought a part that does not fit; here it is "
+            f"{tuple(local.shape)} and {tuple(shape)} as {layout!r} asks for {want} (torch.chunk sizes): pass shape=, "
+            "or cut the parts so"
         )
     if local.requires_grad and (not local.is_leaf or torch.is_grad_enabled()):
         return stamp(local.view_as(local), spec.with_(undecided=0))
@@ -364,6 +353,6 @@ def rule(*names: str) -> Callable[[Callable[..., Rule | None]], Callable[..., Ru
 
 
 __all__ = [
-    "Partial", "Replicate", "Shard", "agree", "cast", "constrain", "from_dtensor", "from_local", "infer_backward",
+    "Partial", "Replicate", "Shard", "cast", "constrain", "from_dtensor", "from_local", "infer_backward",
     "infer_forward", "init_mesh", "reshard", "rule", "shard_tensor", "sharded", "to_dtensor", "unshard",
 ]  # fmt: skip

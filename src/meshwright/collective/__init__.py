@@ -10,6 +10,7 @@ alone: a rank with an empty part must still take part.
 
 from __future__ import annotations
 
+from .agreement import Fact, difference, differing, together
 from .checking import compare, digests, same_values, so_far
 from .graph import (
     COLLECTIVES,
@@ -58,6 +59,7 @@ __all__ = [
     "STARTS",
     "WAIT_OP",
     "Emitter",
+    "Fact",
     "Group",
     "Kind",
     "Pending",
@@ -74,6 +76,8 @@ __all__ = [
     "compare",
     "connect",
     "counting",
+    "difference",
+    "differing",
     "digests",
     "group",
     "group_of",
@@ -87,4 +91,5 @@ __all__ = [
     "row_major",
     "same_values",
     "so_far",
+    "together",
 ]

@@ -69,8 +69,8 @@ def backend_name(pg: Any, device: str) -> str:
         return ""
 
 
-def group(mesh: Mesh, axes: tuple[int, ...]) -> Group:
-    """The group of this rank over the given axes (indices) of ``mesh``; the same object at each call.
+def group(mesh: Mesh, axes: tuple[int, ...] | None = None) -> Group:
+    """The group of this rank over the given axes (indices) of ``mesh``, or all; the same object at each call.
 
     Made at the first use, and then by all ranks of the mesh together: call it in the same order everywhere.
 
@@ -78,6 +78,7 @@ def group(mesh: Mesh, axes: tuple[int, ...]) -> Group:
         MeshError: this rank is not in the mesh, or no such axis.
         CollectiveError: there are no ranks to talk to.
     """
+    axes = tuple(range(mesh.ndim)) if axes is None else axes
     groups = runtime.RT.groups
     try:
         found: Group = groups[mesh, axes]

@@ -9,13 +9,12 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from .. import collective
-from ..errors import DesyncError, ProgramError
+from ..collective import Fact, together
+from ..errors import ProgramError
 from ..mesh import Mesh
 from ..shard.kinds import own_work
 from .capture.optimizers import check_unscaled, parts_of
 from .capture.scale import SCALE
-from .check.agree import together
 from .ir.program import Program
 from .run.bind import Carrier, Ready
 from .run.guard import Guard
@@ -241,15 +240,9 @@ class BaseStep:
             DesyncError: ranks that were saved after different numbers of micro-steps.
         """
         sums, k = self.carrier.sums, 1 if self._merged is None else len(self._merged.cycle)
-        with together(self.mesh, "load_state_dict"):
+        with together(self.mesh, "load_state_dict", fix="load on every rank what was saved together") as facts:
             micro = _loadable(state, sums, k, self.carrier.scale)
-        if self.mesh.size > 1:
-            everyone = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
-            seen = collective.all_gather_object(micro, everyone)
-            if len(set(seen)) > 1:
-                raise DesyncError(
-                    f"the ranks were saved after {seen} micro-steps: load on every rank what was saved together"
-                )
+            facts.append(Fact("numbers of micro-steps since the last update", micro))
         for name, t in sums.items():
             t.copy_(state["sums"][name])
         for name, t in self.carrier.scale.items():

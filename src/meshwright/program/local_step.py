@@ -9,6 +9,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 
 from .. import runtime
+from ..collective import together
 from ..errors import ProgramError
 from ..mesh import Mesh
 from .base import BaseStep, options_of
@@ -17,7 +18,7 @@ from .capture.local import HandWritten, StepFn, record_step
 from .capture.optimizers import Given, as_one
 from .capture.outside import places
 from .capture.update import update_of
-from .check.agree import agree, numbers, together
+from .check.agree import CAPTURED, REBUILD, meetings, numbers
 from .ir.program import Program
 from .run.bind import BACKENDS, Carrier, Ready
 
@@ -51,14 +52,14 @@ class LocalStep(BaseStep):
 
     def _capture(self, batch: Any) -> Ready:
         assert self.optimizer is not None
-        with together(self.mesh, "capture_local"):
+        with together(self.mesh, "capture_local", CAPTURED, REBUILD) as facts:
             local = HandWritten(
                 self.step_fn, self.mesh, runtime.RT.rank, self.model, self.optimizer, batch, self.update
             )
             program, tree = record_step(local)
             if self.transform is not None:
                 program = self.transform(program)
-        agree(program, numbers(options_of(self.optimizer)))
+            facts += [*numbers(options_of(self.optimizer)), *meetings(program)]
         leaves = {i.name: int(i.name.partition(".")[2]) for i in program.inputs if i.kind == "batch"}
         found = places([self.step_fn, self.model], program.constants.values())
         return Ready(program, self.carrier, leaves, tree, found)

@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 
 from .. import runtime
+from ..collective import Fact, together
 from ..errors import ProgramError
 from ..mesh import Mesh
 from ..shard.module import lay_module
@@ -20,7 +21,7 @@ from .capture.build import SEEN, Built, Plan, build
 from .capture.export import LossFn, batch_sources
 from .capture.optimizers import Given, as_one, parts_of
 from .capture.update import update_of
-from .check.agree import agree, numbers, together
+from .check.agree import CAPTURED, REBUILD, meetings, numbers
 from .ir.program import Program
 from .run.bind import BACKENDS, Carrier, Ready
 from .run.guard import check_hooks
@@ -53,12 +54,13 @@ class Step(BaseStep):
             raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
         self.loss_fn, self.plan, self.transform = loss_fn, plan, transform
         names = {id(p): n for n, p in model.named_parameters()}
-        with together(mesh, "compile_step"):
+        with together(mesh, "compile_step", CAPTURED, REBUILD) as facts:
             check_hooks(model)
             optimizer = as_one(optimizer)
             self.built = self._transformed(
                 build(model, loss_fn, optimizer, example_batch, mesh, plan, rank=runtime.RT.rank)
             )
+            facts += _facts(self.built, optimizer)
         laid = lay_module(model, mesh, self.built.stored, init)
         for name, layout in self.built.seen.items():
             laid[name].__dict__[SEEN] = layout
@@ -74,17 +76,17 @@ class Step(BaseStep):
 
     def _bind(self, built: Built) -> Ready:
         captured = built.captured
-        agree(built.program, numbers(options_of(self.optimizer), captured.module))
         return Ready(built.program, self.carrier, _leaf_places(built), captured.out_tree, captured.places)
 
     def _capture(self, batch: Any) -> Ready:
-        with together(self.mesh, "capturing the step again"):
+        with together(self.mesh, "capturing the step again", CAPTURED, REBUILD) as facts:
             built = build(
                 self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
                 rank=runtime.RT.rank, train=self.training, again=True,
             )  # fmt: skip
             if self.training:
                 built = self._transformed(built)
+            facts += _facts(built, self.optimizer)
         return self._bind(built)
 
     def _transformed(self, built: Built) -> Built:
@@ -102,6 +104,10 @@ class Step(BaseStep):
 
     def __repr__(self) -> str:
         return f"<Step of {type(self.model).__name__}: {self.program!r}>"
+
+
+def _facts(built: Built, optimizer: Any) -> list[Fact]:
+    return [*numbers(options_of(optimizer), built.captured.module), *meetings(built.program)]
 
 
 def _leaf_places(built: Built) -> dict[str, int]:

@@ -205,7 +205,7 @@ def unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
         with as_plain(*grads):
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         for mesh in meshes:
-            group = collective.group(mesh, tuple(range(mesh.ndim)))
+            group = collective.group(mesh)
             collective.all_reduce(found_inf, "max", group, out_of_place=False)
 
 

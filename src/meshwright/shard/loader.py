@@ -12,7 +12,8 @@ import torch
 
 from .. import collective, runtime
 from ..api import MESH_WANTED, from_local, shard_tensor
-from ..errors import DesyncError, LayoutError, ShardError, takes
+from ..collective import Fact, together
+from ..errors import LayoutError, ShardError, takes
 from ..layout import Layout, Partial, Placements, Replicate, Shard
 from ..mesh import Mesh
 from ..tensor import DistTensor
@@ -267,18 +268,19 @@ class ShardedLoader:
             return t
 
         self._sharded(batch, self.placements if not self._by_key else None, (), note)
-        own = (form if batch is not None else "no more batch", self._length(), parts, collective.digests(tensors))
-        group = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
-        seen = collective.all_gather_object(own, group)
-        what = self._difference(seen)
-        if what:
-            fix = (
-                "each rank must bring its own part of the same batch"
-                if self.local
-                else "each rank must load the same global batch: use the same seed in the sampler, or local=True if "
-                "each rank loads its own part (DistributedSampler)"
-            )
-            raise DesyncError(f"shard_dataloader: the ranks loaded different batches (batch {count}: {what}); {fix}")
+        fix = (
+            "each rank must bring its own part of the same batch"
+            if self.local
+            else "each rank must load the same global batch: use the same seed in the sampler, or local=True if "
+            "each rank loads its own part (DistributedSampler)"
+        )
+        said = f"shard_dataloader: the ranks loaded different batches (batch {count}): {{}}"
+        with together(self.mesh, "shard_dataloader", said, fix) as facts:
+            facts.append(Fact("no more batch" if batch is None else str(form)))
+            facts.append(Fact(f"{self._length()} batches in all"))
+            for (path, *_), part, digest in zip(form, parts, collective.digests(tensors), strict=True):
+                where = "".join(f"[{k!r}]" for k in path) or "the tensor"
+                facts.append(Fact(f"values of {where}", f"digest {digest:x}", part))
 
     def _part(self, t: Tensor, placements: Any) -> tuple[int, ...]:
         """Which part of the batch this rank brings: the same on ranks that must bring the same values."""
@@ -290,20 +292,6 @@ class ShardedLoader:
             return (runtime.RT.rank,)
         here = self.mesh.coordinate(runtime.RT.rank)
         return tuple(-1 if isinstance(p, Replicate) else i for p, i in zip(layout.placements, here, strict=True))
-
-    def _difference(self, seen: list[Any]) -> str:
-        for index in (0, 1):
-            if any(s[index] != seen[0][index] for s in seen):
-                texts = [s[0] if not index else f"{s[1]} batches in all" for s in seen]
-                return "; ".join(f"rank {r}: {text}" for r, text in zip(self.mesh.ranks, texts, strict=True))
-        first: dict[Any, tuple[int, int]] = {}
-        for rank, (form, _, parts, marks) in zip(self.mesh.ranks, seen, strict=True):
-            for i, (part, mark) in enumerate(zip(parts, marks, strict=True)):
-                other, known = first.setdefault((i, part), (rank, mark))
-                if known != mark:
-                    where = "".join(f"[{k!r}]" for k in form[i][0]) or "the tensor"
-                    return f"values of {where}, digest {known:x} on rank {other}, {mark:x} on rank {rank}"
-        return ""
 
 
 def _keys(batch: Any) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from .. import runtime
 from ..api import MESH_WANTED, shard_tensor
+from ..collective import together
 from ..dispatch import disabled
 from ..errors import LayoutError, MeshwrightError, ShardError, takes
 from ..layout import Layout, Placements, Replicate, Shard, Spec
@@ -20,7 +21,7 @@ from ..mesh import Mesh
 from ..rules import COMPOSITES
 from ..tensor import DistTensor, GradientHook, stamp
 from . import zero
-from .alike import agree
+from .alike import facts_of
 from .names import Globs, Names, matching
 from .packing import chunk_dim
 from .sync import BUCKET_BYTES, GradSync
@@ -108,17 +109,11 @@ def _laid(
 ) -> tuple[Names, dict[str, int]]:
     """Lay tensors and attach wishes, or raise the same on all ranks; what is stored split, and over which axis."""
     names, modules = Names(model), dict(model.named_modules())
-    plan: dict[str, Spec] = {}
-    stored: dict[str, int] = {}
-    hooks: list[Any] = []
-    problem = None
-    try:
+    with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
         plan = _plan(names, mesh, placements)
         stored = _stored(names, mesh, plan, stored_over)
         hooks = [hooked(modules, globs, what) for what, globs in wishes.items()]
-    except MeshwrightError as error:
-        problem = error
-    agree(mesh, names, plan, problem)
+        facts += facts_of(names, plan)
     for name, spec in plan.items():
         _lay(names, name, spec)
     for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
@@ -161,14 +156,13 @@ def lay_module(
         DesyncError: ranks that pass different models or specs.
     """
     names = Names(model)
-    plan, problem = {}, None
-    for name, spec in specs.items():
-        t = names.tensors[name]
-        if not isinstance(t, DistTensor):
-            plan[name] = spec
-        elif t._spec.layout != spec.layout:
-            problem = ShardError(f"{name} is sharded already, as {t.layout!r}, and the program needs {spec.layout!r}")
-    agree(mesh, names, plan, problem)
+    plan = {n: s for n, s in specs.items() if not isinstance(names.tensors[n], DistTensor)}
+    with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
+        for name, spec in specs.items():
+            t = names.tensors[name]
+            if isinstance(t, DistTensor) and t._spec.layout != spec.layout:
+                raise ShardError(f"{name} is sharded already, as {t.layout!r}, and the program needs {spec.layout!r}")
+        facts += facts_of(names, plan)
     meta = any(t.is_meta for t in names.tensors.values())
     for name, spec in plan.items():
         _lay(names, name, spec)

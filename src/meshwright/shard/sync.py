@@ -92,7 +92,7 @@ class GradSync:
 
     def follow(self, seen: Sequence[int]) -> None:
         """From now on buckets follow the order of the first whole backward, as the first rank saw it."""
-        group = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
+        group = collective.group(self.mesh)
         first = collective.all_gather_object(list(dict.fromkeys(seen)), group)[0]
         known = set(first)
         self.order = first + [i for i in range(len(self.params) - 1, -1, -1) if i not in known]
@@ -129,11 +129,9 @@ class GradSync:
                 spec = None if g is None else g.__dict__.get("_spec")
                 if g is not None and spec is not None:
                     values[f"the gradient of {name}"] = spec.layout, bare(g)
-        first = astray(values, collective.group(self.mesh, tuple(range(self.mesh.ndim))))
+        first = astray(values, collective.group(self.mesh))
         if first:
-            raise DesyncError(
-                f"the ranks hold different values of {first} after the backward at {runtime.user_line()}: {DRIFT}"
-            )
+            raise DesyncError(f"the ranks hold {first}, after the backward at {runtime.user_line()}: {DRIFT}")
 
     def _judge(self, group: collective.Group, answer: Callable[[], list[tuple[int, ...]]]) -> None:
         written, added = zip(*answer(), strict=True)
@@ -155,7 +153,7 @@ class GradSync:
             "rank leave out an optimizer step, or take one alone?"
         )
         if first:
-            raise DesyncError(f"the ranks hold different values of {first}: {text}")
+            raise DesyncError(f"the ranks hold {first}; {text}")
         over = [self.mesh.axis_index(a) for a in group.axes]
         if any(not isinstance(p._spec.layout.placements[a], Replicate) for p in self.params for a in over):
             warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -61,7 +61,7 @@ def _run_conversion(src: Spec, dst: Spec, value: Tensor, cotangent: Tensor) -> s
     # Cotangents of replicated (invariant) types are equal on all ranks; those of other types are per rank.
     y = local_part(cotangent, dst.grad(), 5)
     (back,) = torch.autograd.grad(out, x, y)
-    group = collective.group(mesh, tuple(range(mesh.ndim)))
+    group = collective.group(mesh)
     left = collective.all_reduce(_dot(out.detach(), dst, y), "sum", group)
     right = collective.all_reduce(_dot(x.detach(), src, back), "sum", group)
     close = torch.allclose(left, right, rtol=1e-4, atol=1e-4)
@@ -76,7 +76,7 @@ def _told(what: str, got: Tensor, want: Tensor) -> str | None:
 def _expected(x: Tensor, src: Spec, cotangent: Tensor) -> Tensor:
     """The gradient of this rank's part of a value, from what all ranks hold: autograd's of the reduction itself."""
     mesh, here = src.mesh, src.mesh.coordinate(runtime.RT.rank)
-    held = collective.all_gather_object(x, collective.group(mesh, tuple(range(mesh.ndim))))
+    held = collective.all_gather_object(x, collective.group(mesh))
     leaves = {at: t.clone().requires_grad_() for at, t in zip(mesh.coordinates(), held, strict=True)}
     terms = leaves
     for a, p in enumerate(src.layout.placements):  # one axis after the other: reductions of one kind commute

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright import collective, runtime
-from meshwright.errors import DataError, DesyncError
+from meshwright.collective import Fact
+from meshwright.errors import DataError
 from meshwright.shard.loader import shard_dataloader
 
 from .config import TrainConfig
@@ -272,23 +273,10 @@ def agreed_corpus(config: TrainConfig, mesh: mw.Mesh) -> Corpus:
     Raises:
         DataError, DesyncError: on every rank, as for :func:`train`.
     """
-    corpus, trouble = None, ""
-    try:
+    said, fix = "the ranks train with {}", "start all of them alike"
+    with collective.together(mesh, "reading the text", said, fix, DataError) as facts:
         corpus = load_corpus(config.data, config.seq)
-    except DataError as error:  # not yet: the others would wait for this rank
-        trouble = str(error)
-    own = (trouble, corpus.digest() if corpus else "", repr(config))
-    seen = collective.all_gather_object(own, collective.group(mesh, tuple(range(mesh.ndim))))
-    for rank, (text, _, _) in zip(mesh.ranks, seen, strict=True):
-        if text:
-            everywhere = all(other[0] == text for other in seen)
-            raise DataError(text if everywhere else f"rank {rank}: {text}")
-    for what, part in (("texts (--data)", 1), ("options", 2)):
-        listed = {s[part]: r for s, r in zip(reversed(seen), reversed(mesh.ranks), strict=True)}
-        if len(listed) > 1:
-            shown = "; ".join(f"rank {r}: {value}" for value, r in sorted(listed.items(), key=lambda i: i[1]))
-            raise DesyncError(f"the ranks train with different {what}: {shown}. Start all of them alike")
-    assert corpus is not None
+        facts += [Fact("texts (--data)", corpus.digest()), Fact("options", repr(config))]
     return corpus
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...collective import ALL_REDUCE, COLLECTIVES, Kind, mesh_text
+from ...collective import ALL_REDUCE, COLLECTIVES, Kind, differing, mesh_text
 from ...collective.graph import KEEP_ONE
 from ...errors import DesyncError, ProgramError
 from ...layout import REDUCE_OPS, Layout, Partial, Placement, Shard, Spec
@@ -24,7 +24,7 @@ from ...record import Record
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
 from ..ir.program import Program
-from .agree import compare, meetings
+from .agree import CAPTURED, meetings
 from .derive import check_values, described
 from .flow import check_gradients
 
@@ -307,7 +307,9 @@ def _by_extremum(cause: Record) -> bool:
 def _check_meetings(programs: Sequence[Program]) -> None:
     """All ranks reach the same collectives in one order, with shapes that fit."""
     mesh = programs[0].mesh
-    compare(mesh, {p.rank: meetings(p) for p in programs})
+    found, _ = differing({p.rank: meetings(p) for p in programs})
+    if found:
+        raise DesyncError(CAPTURED.format(found))
     nodes = {p.rank: list(p.collectives()) for p in programs}
     for p in programs:
         for i, node in enumerate(nodes[p.rank]):

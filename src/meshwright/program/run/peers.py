@@ -57,7 +57,7 @@ class Peers:
     def _start(self, bound: Bound, torn: bool) -> Callable[[], None]:
         optimizer = self.carrier.optimizer
         rates = [] if optimizer is None else [float(g["lr"]) for g in optimizer.param_groups if "lr" in g]
-        group = collective.group(self.mesh, tuple(range(self.mesh.ndim)))
+        group = collective.group(self.mesh)
         words = (zlib.crc32(repr(rates).encode()), self.batches, bound.writes() - bound.seen, int(torn))
         heard = collective.so_far(words, group)
         return lambda: self._judge(bound, group, heard(), rates)
@@ -65,7 +65,8 @@ class Peers:
     def _judge(self, bound: Bound, group: collective.Group, heard: list[tuple[int, ...]], rates: list[float]) -> None:
         numbers, batches, writes, torn = zip(*heard, strict=True)
         if self.whole and len(set(numbers)) > 1:
-            raise DesyncError(f"the ranks update with different learning rates: {_sides(group, rates)}")
+            found, _ = collective.difference(group, [collective.Fact("learning rates", rates)])
+            raise DesyncError(f"the ranks update with {found}")
         if len(set(batches)) > 1:
             sides = ", ".join(f"digest {n:x} on rank {r}" for r, n in zip(group.ranks, batches, strict=True))
             raise DesyncError(
@@ -80,9 +81,7 @@ class Peers:
             text = "an earlier call ended with an error or an interrupt on some rank"
         first = astray(self._values(bound), group) if self.whole else ""
         if first:
-            raise DesyncError(
-                f"the ranks hold different values of {first}: {text}; load the same weights and states on all ranks"
-            )
+            raise DesyncError(f"the ranks hold {first}; {text}; load the same weights and states on all ranks")
         if not self.whole and len(set(writes)) > 1:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
@@ -92,11 +91,6 @@ class Peers:
             for given, t in zip(bound.program.inputs, bound.inputs, strict=True)
             if given.kind in ("param", "buffer", "state")
         }
-
-
-def _sides(group: collective.Group, own: Any) -> str:
-    everyone = collective.all_gather_object(own, group)
-    return ", ".join(f"{x} on rank {r}" for r, x in zip(group.ranks, everyone, strict=True))
 
 
 __all__ = ["Peers"]
