@@ -21,7 +21,7 @@ from meshwright.passes import DataParallelOptimization, PassManager
 from meshwright.program.capture.local import HandWritten, record_step
 from meshwright.program.capture.update import update_of
 from meshwright.program.ir.nodes import info_of
-from meshwright.program.local_step import LocalStep
+from meshwright.step import CompiledStep
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 
@@ -372,7 +372,7 @@ def experts(passes: Sequence[Any]) -> Any:
     return worst
 
 
-def grads_of(step: LocalStep) -> list[Any]:
+def grads_of(step: CompiledStep) -> list[Any]:
     return [pair for n in step.program.graph.nodes for pair in info_of(n).grad_of]
 
 

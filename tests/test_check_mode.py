@@ -354,7 +354,7 @@ def _batch(i: int, model: Any, opt: Any) -> float:
 
 
 ALONE = {
-    _zeroed: r"different values of 2.weight.*: ranks 0, 1: digest .*; rank 2: digest .*\(0 on rank 0, 0 on .*, 1 on rank 2",
+    _zeroed: r"different values of 2.weight.*: ranks 0, 1: digest .*; rank 2: digest .*\(0 on rank 0, .*, 1 on rank 2",
     _state: r"different values of 0.weight.*: ranks 0, 1: digest .*; rank 2: digest .*; ",
     _rate: r"different learning rates: ranks 0, 1: \[0.1\]; rank 2: \[0.5\]",
     _batch: r"different batches since the last update \(.* on rank 2\): did one rank leave out a batch",

@@ -1,40 +1,96 @@
-"""``compile_step`` and ``capture_local``: steps captured, rewritten by passes, bound, and explained."""
+"""``compile_step`` and ``capture_local``: what a captured step is captured from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from . import runtime
+from .collective import together
 from .errors import ProgramError, takes
-from .explain import Explanation, explain_program
 from .layout import Placements
 from .mesh import Mesh
 from .passes import Pass, PassManager
-from .program import LossScale, Plan, Step
-from .program.capture.build import Globs, checked_mesh
-from .program.capture.export import LossFn
-from .program.capture.local import StepFn
-from .program.local_step import LocalStep
+from .program import LossScale, Plan
+from .program.capture.build import SEEN, Globs, build, checked_mesh
+from .program.capture.export import LossFn, batch_sources
+from .program.capture.fakes import named_in
+from .program.capture.local import HandWritten, StepFn, record_step
+from .program.capture.optimizers import as_one, parts_of
+from .program.capture.outside import places
+from .program.capture.update import update_of
+from .program.run.guard import check_hooks
+from .shard.module import lay_module
+from .shard.optimizer import shard_optimizer
+from .step import CompiledStep, Recorded, Source
 
 
-class CompiledStep(Step):
-    """A training step of global tensors, captured by :func:`compile_step`; call it with a batch."""
+@dataclass(frozen=True)
+class _OfDevice(Source):
+    """A step of global values, as one device would take it.
 
-    def explain(self) -> Explanation:
-        """Every collective of the step and why, where layouts came from, bytes and memory."""
-        return explain_program(self.program)
+    Attributes:
+        names: id of each parameter, as the model was given, to its name.
+    """
+
+    name, by_hand = "compile_step", False
+
+    loss_fn: LossFn | None
+    init: Callable[[nn.Module], Any] | None
+    names: Mapping[int, str]
+
+    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+        if not again:
+            check_hooks(self.model)
+        made = build(
+            self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
+            rank=runtime.RT.rank, train=train, again=again,
+        )  # fmt: skip
+        captured = made.captured
+        leaves = {s.name: s.leaf for s in batch_sources(captured.sources)}
+        return Recorded(made.program, leaves, captured.out_tree, captured.module, captured.places, made)
+
+    def prepare(self, recorded: Recorded) -> None:
+        """Lay the model on the mesh; the optimizer follows."""
+        assert recorded.built is not None
+        laid = lay_module(self.model, self.mesh, recorded.built.stored, self.init)
+        for name, layout in recorded.built.seen.items():
+            laid[name].__dict__[SEEN] = layout
+        for part in parts_of(self.optimizer):
+            self._follow(part)
+            shard_optimizer(part, states_over=self.plan.states_over)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer hold the tensors that took the place of those of a model on the meta device."""
+        names, params = self.names, dict(self.model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [params[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        for p in [p for p in optimizer.state if id(p) in names and params[names[id(p)]] is not p]:
+            optimizer.state[params[names[id(p)]]] = optimizer.state.pop(p)
 
 
-class CapturedStep(LocalStep):
-    """A step of one rank, captured by :func:`capture_local`; call it with this rank's batch."""
+@dataclass(frozen=True)
+class _ByHand(Source):
+    """A step that was written for one rank."""
 
-    def explain(self) -> Explanation:
-        """Every collective of the step and why, bytes and memory."""
-        return explain_program(self.program)
+    name, by_hand = "capture_local", True
+
+    step_fn: StepFn
+
+    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+        if not train:
+            raise ProgramError("a step by hand does what it was written to do: capture another one without an update")
+        model, optimizer = self.model, self.optimizer
+        update = update_of(optimizer, {id(p): n for n, p in named_in(model, optimizer).items()})
+        made = HandWritten(self.step_fn, self.mesh, runtime.RT.rank, model, optimizer, batch, update)
+        program, tree = record_step(made)
+        leaves = {i.name: int(i.name.partition(".")[2]) for i in program.inputs if i.kind == "batch"}
+        return Recorded(program, leaves, tree, places=places([self.step_fn, model], program.constants.values()))
 
 
 _MODEL = (nn.Module, "give the nn.Module that is trained")
@@ -100,10 +156,9 @@ def compile_step(
         dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
         clip_grad_norm, gradients, LossScale.of(loss_scale),
     )  # fmt: skip
-    return CompiledStep(
-        model, loss_fn, optimizer, example_batch, checked_mesh(mesh), plan, init=init, backend=backend,
-        transform=_manager(passes),
-    )  # fmt: skip
+    mesh, names = checked_mesh(mesh), {id(p): n for n, p in model.named_parameters()}
+    source = _OfDevice(model, _one("compile_step", mesh, optimizer), mesh, plan, loss_fn, init, names)
+    return CompiledStep(source, example_batch, transform=_manager(passes), backend=backend)
 
 
 @takes(
@@ -118,7 +173,7 @@ def capture_local(
     batch: Any,
     passes: Sequence[Pass | str] | PassManager = (),
     backend: str | None = None,
-) -> CapturedStep:
+) -> CompiledStep:
     """Capture a step that was written by hand for one rank, with calls of ``torch.distributed``.
 
     ``step_fn(batch)`` does what a step does on this rank, with the model and the optimizer that it closes over::
@@ -155,11 +210,18 @@ def capture_local(
         CaptureError: the step reads values, calls what no program can hold, or leaves gradients to the next step.
         DesyncError: the ranks recorded different steps; before anything runs.
     """
-    return CapturedStep(step_fn, checked_mesh(mesh), model, optimizer, batch, backend, _manager(passes))
+    mesh = checked_mesh(mesh)
+    source = _ByHand(model, _one("capture_local", mesh, optimizer), mesh, Plan(), step_fn)
+    return CompiledStep(source, batch, transform=_manager(passes), backend=backend)
+
+
+def _one(what: str, mesh: Mesh, optimizer: Any) -> Any:
+    with together(mesh, what):
+        return as_one(optimizer)
 
 
 def _manager(passes: Sequence[Pass | str] | PassManager) -> PassManager:
     return passes if isinstance(passes, PassManager) else PassManager(passes)
 
 
-__all__ = ["CapturedStep", "CompiledStep", "capture_local", "compile_step"]
+__all__ = ["capture_local", "compile_step"]

@@ -9,7 +9,6 @@ from .ir.program import Input, Origin, Output, Program
 from .ir.store import save_program
 from .load import load_program
 from .run.runner import last_uses
-from .step import Step
 
 __all__ = [
     "Built",
@@ -19,7 +18,6 @@ __all__ = [
     "Output",
     "Plan",
     "Program",
-    "Step",
     "build",
     "last_uses",
     "load_program",

@@ -1,58 +1,140 @@
-"""What every captured step has: one program per batch shape, micro-steps that are merged, a state to save."""
+"""Captured steps: one program per batch shape, micro-steps that are merged, a state to save."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from ..collective import Fact, together
-from ..errors import ProgramError
-from ..mesh import Mesh
-from ..shard.kinds import own_work
-from .capture.optimizers import check_unscaled, parts_of
-from .capture.scale import SCALE
-from .ir.program import Program
-from .run.bind import Carrier, Ready
-from .run.guard import Guard
-from .run.peers import Peers
+from .collective import Fact, together
+from .errors import ProgramError
+from .explain import Explanation, explain_program
+from .mesh import Mesh
+from .program.capture.build import Built, Plan
+from .program.capture.optimizers import check_unscaled, parts_of
+from .program.capture.outside import Place
+from .program.capture.scale import SCALE
+from .program.check.agree import CAPTURED, REBUILD, meetings, numbers
+from .program.ir.program import Program
+from .program.run.bind import BACKENDS, Carrier, Ready
+from .program.run.guard import Guard
+from .program.run.peers import Peers
+from .shard.kinds import own_work
 
 Tensor = torch.Tensor
 
 
-class BaseStep:
-    """A step that can be called with a batch.  Subclasses say how a batch of a new shape is captured.
+@dataclass(frozen=True)
+class Recorded:
+    """A step as it was captured.
 
-    Args:
-        hooks: whether captures hold hooks of parameters.
+    Attributes:
+        program: this rank's, before any passes.
+        leaves: name of a batch input to its place among the leaves of a batch.
+        tree: how the loss and what came with it were returned; None for a loss alone.
+        module: the graph of global values, if there is one: its numbers are the same on all ranks.
+        places: where the step found tensors outside of the model.
+        built: all that the stages returned, of a step of global values.
+    """
+
+    program: Program
+    leaves: Mapping[str, int]
+    tree: Any
+    module: Any = None
+    places: Sequence[Place] = ()
+    built: Built | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a step is captured from.
+
+    Attributes:
+        model, optimizer, mesh: what it trains, and where.
+        plan: what was said of it.
+        name: of the function that captures, for messages.
+        by_hand: whether it was written for one rank: hooks are captured, batches and losses are a rank's own.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    mesh: Mesh
+    plan: Plan
+    name: ClassVar[str]
+    by_hand: ClassVar[bool]
+
+    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+        """Capture it for batches like this one.
+
+        Args:
+            train: or only compute the loss.
+            again: it was captured before.
+        """
+        raise NotImplementedError
+
+    def prepare(self, recorded: Recorded) -> None:
+        """Make model and optimizer what the first capture wants them to be."""
+
+
+class CompiledStep:
+    """A captured training step.  Call it with a batch; it returns the loss.
+
+    Of global tensors (``compile_step``) the loss is a DistTensor; of a step by hand (``capture_local``) batch and loss
+    are this rank's.
 
     Attributes:
         model, optimizer, mesh: what it trains, and where; of several optimizers ``optimizer.parts``.
         training: whether calls train or only compute the loss.
+        built: all that the stages returned for the example batch, of ``compile_step``.
     """
 
-    def __init__(self, mesh: Mesh, carrier: Carrier, example_batch: Any, *, hooks: bool = False) -> None:
-        self.mesh, self.carrier = mesh, carrier
-        self.model: nn.Module = carrier.model
-        self.optimizer = carrier.optimizer
+    def __init__(
+        self,
+        source: Source,
+        example_batch: Any,
+        *,
+        transform: Callable[[Program], Program],
+        backend: str | None = None,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
+        self.mesh, self.model, self.optimizer = source.mesh, source.model, source.optimizer
         self.training = True
+        self._source, self._transform = source, transform
         self._ready: dict[Any, Ready] = {}
         self._merged: Ready | None = None
         self._micro = 0
         self._tree = pytree.tree_flatten(example_batch)[1]
         self._places = pytree.tree_flatten(_tuples(example_batch))[1]
+        recorded = self._recorded(example_batch, again=False)
+        self.built = recorded.built
+        source.prepare(recorded)
+        updates, how = bool(recorded.program.update), source.plan.loss_scale
+        self.carrier = Carrier(self.model, self.optimizer, updates, source.plan.gradients, backend)
+        if how is not None:
+            self.carrier.scale = how.state(self.mesh.device)
         self._numbers = numbers_of(self.optimizer)
-        self._guard = Guard(self.model, hooks)
-        self._peers = Peers(mesh, carrier, whole=not hooks)
+        self._guard = Guard(self.model, source.by_hand)
+        self._peers = Peers(self.mesh, self.carrier, whole=not source.by_hand)
+        self._install(pytree.tree_leaves(example_batch), self._bound(recorded))
 
     # -- compiling ------------------------------------------------------------------------------------
 
-    def _capture(self, batch: Any) -> Ready:
-        """The programs for batches like this one."""
-        raise NotImplementedError
+    def _recorded(self, batch: Any, again: bool = True) -> Recorded:
+        """The step as it is captured for batches like this one, the same on all ranks."""
+        with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
+            made = self._source.record(batch, self.training, again)
+            if self.training:
+                made = replace(made, program=self._transform(made.program))
+            facts += [*numbers(options_of(self.optimizer), made.module), *meetings(made.program)]
+        return made
+
+    def _bound(self, made: Recorded) -> Ready:
+        return Ready(made.program, self.carrier, made.leaves, made.tree, made.places)
 
     @property
     def program(self) -> Program:
@@ -63,6 +145,20 @@ class BaseStep:
     def passes(self) -> tuple[Any, ...]:
         """What each pass did to :attr:`program`, in order: a :class:`~meshwright.passes.PassRecord` each."""
         return self.program.passes
+
+    def explain(self) -> Explanation:
+        """Every collective of the step and why, where layouts came from, bytes and memory."""
+        return explain_program(self.program)
+
+    def train(self, mode: bool = True) -> CompiledStep:
+        """Train (or, with False, only compute the loss) from now on; the model's modules are switched too."""
+        self.training = mode
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> CompiledStep:
+        """From now on steps compute the loss only, without dropout."""
+        return self.train(False)
 
     def _install(self, leaves: Sequence[Any], made: Ready) -> Ready:
         if self.training:
@@ -128,7 +224,7 @@ class BaseStep:
                     f"{old[1]} of shape {old[0]}: dtype and number of dims must be the same (sizes may differ: the "
                     "step is then captured again)"
                 )
-        return self._install(leaves, self._capture(batch))
+        return self._install(leaves, self._bound(self._recorded(batch)))
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -249,6 +345,9 @@ class BaseStep:
             t.copy_(state[SCALE][name])
         self._micro = micro
 
+    def __repr__(self) -> str:
+        return f"<CompiledStep of {type(self.model).__name__}: {self.program!r}>"
+
 
 def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scale: Mapping[str, Tensor]) -> int:
     """The number of micro-steps in a saved state that fits."""
@@ -308,4 +407,4 @@ def _tuples(batch: Any) -> Any:
     return {k: _tuples(v) for k, v in batch.items()} if type(batch) is dict else batch
 
 
-__all__ = ["BaseStep", "numbers_of", "options_of"]
+__all__ = ["CompiledStep", "Recorded", "Source"]
