@@ -62,7 +62,7 @@ def main() -> None:
         y = tempered_softmax(x, 0.5)
     whole = mw.unshard(y)
     if rank == 0:
-        print(f"split by rows: {y.layout!r}, {why}")
+        print(f"split by rows: {y.spec.layout!r}, {why}")
         print(f"rows sum to {whole.sum(1).tolist()}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -132,7 +132,7 @@ def _through_local(x: Tensor) -> Tensor:
     """Through local tensors and back."""
     if not isinstance(x, mw.DistTensor):
         return x
-    return mw.from_local(x.to_local(), x.mesh, x.layout, shape=x.shape, check=False)
+    return mw.from_local(x.to_local(), x.mesh, x.spec.layout, shape=x.shape, check=False)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def test_shard_tensor_and_unshard(mesh, shape, data):
     def run():
         x = mw.shard_tensor(value, mesh, layout)
         assert x.shape == value.shape
-        assert x.layout == layout
+        assert x.spec.layout == layout
         assert tuple(x.to_local().shape) == layout.local_shape(shape, here(mesh))
         return mw.unshard(x)
 
@@ -207,7 +207,7 @@ def test_reshard_keeps_the_value_and_the_gradient(mesh, data):
     def run():
         x = mw.shard_tensor(value, mesh, source)
         y = mw.reshard(x, target)
-        assert y.layout == target
+        assert y.spec.layout == target
         (y.tanh() * weight).sum().backward()
         z = mw.reshard(x * 1.0, target)
         (g,) = torch.autograd.grad((mw.unshard(z).tanh() * weight).sum(), x)
@@ -312,7 +312,7 @@ def _dtensors() -> None:
         assert d.to_local().data_ptr() == x.to_local().data_ptr() or not x.to_local().numel()
         torch.testing.assert_close(d.full_tensor(), value)
         y = mw.from_dtensor(d)
-        assert y.layout.placements == x.layout.placements
+        assert y.placements == x.placements
         assert y.mesh == mesh
         assert y.to_local().data_ptr() == x.to_local().data_ptr() or not x.to_local().numel()
         torch.testing.assert_close(mw.unshard(y), value)

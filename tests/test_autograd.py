@@ -419,10 +419,10 @@ def test_to_local_and_from_local(p):
     def run(x, w):
         y = (x @ w).tanh() + x
         if isinstance(y, mw.DistTensor):
-            y = mw.from_local(y.to_local(), y.mesh, y.layout, shape=y.shape)
+            y = mw.from_local(y.to_local(), y.mesh, y.spec.layout, shape=y.shape)
         z = x * w.sum()
         if isinstance(z, mw.DistTensor):
-            z = mw.from_local(z.to_local() * 2.0, z.mesh, z.layout, shape=z.shape)
+            z = mw.from_local(z.to_local() * 2.0, z.mesh, z.spec.layout, shape=z.shape)
         else:
             z = z * 2.0
         (y @ w).tanh().sum().backward()
@@ -440,7 +440,7 @@ def test_to_local_of_a_value_of_the_reduced_type():
         first = (x @ w).tanh().sum()  # decides the type of x
         y = x * 2.0
         if isinstance(y, mw.DistTensor):
-            y = mw.from_local(y.to_local(), y.mesh, y.layout, shape=y.shape)
+            y = mw.from_local(y.to_local(), y.mesh, y.spec.layout, shape=y.shape)
         (y.square().sum() + first).backward()
         return x.grad, w.grad
 

@@ -55,7 +55,7 @@ def test_linear_ops_keep_it(name):
 
     def run():
         made, sent = kinds(lambda: fn(dist(X, P)))
-        assert made.placements == (P,), made.layout
+        assert made.placements == (P,), made.spec
         assert sent == {}
         return mw.unshard(made)
 

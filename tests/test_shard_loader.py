@@ -66,7 +66,7 @@ def test_nested_batches() -> None:
         assert made["a"].name == "text"
         assert made["a"].x.to_local().shape == (1, 2)
         assert made["b"][1] is None
-        assert made["n"].layout.is_replicated()
+        assert made["n"].spec.layout.is_replicated()
         assert made["n"].item() == 5
         (made,) = shard_dataloader([batch], MESH, {"b": ROWS})
         assert type(made["a"].x) is torch.Tensor

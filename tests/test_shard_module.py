@@ -51,8 +51,8 @@ def test_globs_match_names_and_the_last_match_counts() -> None:
         assert all(isinstance(p, mw.DistTensor) and isinstance(p, nn.Parameter) for p in after.values())
         assert after["blocks.1.up.weight"].placements == (mw.Replicate(), mw.Shard(1))
         assert after["blocks.0.up.weight"].placements == (mw.Shard(0), mw.Replicate())
-        assert after["blocks.0.norm.weight"].layout.is_replicated()
-        assert after["scale"].layout.is_replicated()
+        assert after["blocks.0.norm.weight"].spec.layout.is_replicated()
+        assert after["scale"].spec.layout.is_replicated()
         assert model.head.weight is model.emb.weight
         assert after["emb.weight"].to_local().shape == (11, 4)
         assert type(model.offset) is torch.Tensor

@@ -481,7 +481,7 @@ def test_a_parameter_keeps_its_layout_when_its_data_are_set(write: Any, n: int) 
             layouts = dict(zip(mesh.axes, (mw.Shard(0), mw.Shard(1)), strict=False))
             m = mw.shard_module(m, mesh, {"weight": layouts})
             here = mw.shard_tensor(x, mesh, {mesh.axes[0]: mw.Shard(0)})
-        before = m.weight.layout if mesh is not None else None
+        before = m.weight.spec.layout if mesh is not None else None
         opt = torch.optim.AdamW(m.parameters(), lr=0.1)
         for step in range(3):
             opt.zero_grad()
@@ -491,7 +491,7 @@ def test_a_parameter_keeps_its_layout_when_its_data_are_set(write: Any, n: int) 
                 y.square().mean().backward()  # of the graph from before
             m(here).square().mean().backward()
             opt.step()
-        assert before is None or m.weight.layout == before
+        assert before is None or m.weight.spec.layout == before
         return m
 
     want = run(None)

@@ -92,7 +92,7 @@ def test_gradients_are_stamped_with_the_layout_of_their_parameters() -> None:
         once(model, split(IDS, BOTH))
         for p in model.parameters():
             assert p.grad is not None
-            assert p.grad.layout == p.layout  # type: ignore[attr-defined]
+            assert p.grad.spec.layout == p.spec.layout  # type: ignore[attr-defined]
 
     mw.simulate(fn, BOTH)
 

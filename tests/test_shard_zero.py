@@ -50,7 +50,7 @@ def test_parameters_and_gradients_are_stored_split() -> None:
         once(model, split(IDS, DP))
         for name, p in model.named_parameters():
             assert isinstance(p.placements[0], mw.Shard), name
-            assert p.grad.layout == p.layout
+            assert p.grad.spec.layout == p.spec.layout
             assert p.to_local().untyped_storage().nbytes() * 2 == p.numel() * 8, name
 
     mw.simulate(fn, DP)
@@ -139,7 +139,7 @@ def test_some_parameters_only() -> None:
         model = mw.shard_module(net(), BOTH, TP, stored_over={"blocks.0.*": "dp", "blocks.1.norm.*": "tp"})
         assert model.blocks[0].norm.weight.placements == (mw.Shard(0), mw.Replicate())
         assert model.blocks[1].norm.weight.placements == (mw.Replicate(), mw.Shard(0))
-        assert model.scale.layout.is_replicated()
+        assert model.scale.spec.layout.is_replicated()
         once(model, split(IDS, BOTH))
         same_values(model, one, grads=True)
 
@@ -168,8 +168,8 @@ def test_small_parameters_stay_whole() -> None:
         model = nn.Module()
         model.one, model.two, model.odd = (nn.Parameter(torch.ones(s)) for s in ((), (2,), (5, 9)))
         mw.shard_module(model, THREE, stored_over="dp")
-        assert model.one.layout.is_replicated()
-        assert model.two.layout.is_replicated()
+        assert model.one.spec.layout.is_replicated()
+        assert model.two.spec.layout.is_replicated()
         assert model.odd.placements == (mw.Shard(1),)
 
     mw.simulate(fn, THREE)

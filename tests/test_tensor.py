@@ -380,7 +380,7 @@ def test_copies(p):
         x.sum().backward()
         for y in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), _saved(x)):
             assert type(y) is mw.DistTensor
-            assert y.layout == x.layout
+            assert y.spec.layout == x.spec.layout
             assert y.requires_grad
             assert y.is_leaf
             assert y.to_local().data_ptr() != x.to_local().data_ptr() or not x.to_local().numel()
@@ -476,6 +476,20 @@ def test_new_tensors(p):
         ]  # fmt: skip
 
     same(run, (ramp(8, 4), p))
+
+
+def test_the_layout_of_memory_is_torchs():
+    def run():
+        x = mw.shard_tensor(torch.ones(4, 3), mw.Mesh({"x": 2}), [mw.Shard(0)]).requires_grad_()
+        assert x.layout is torch.strided
+        assert (x * 2).sum().layout is torch.strided
+        assert torch.zeros(2, layout=x.layout).layout is torch.strided
+        like = torch.zeros_like(x, layout=x.layout)
+        assert (like.spec.layout, like.to_local().tolist()) == (x.spec.layout, [[0.0] * 3] * 2)
+        assert torch.empty_like(x, layout=torch.strided, dtype=torch.int64).placements == x.placements
+        assert x.spec.layout != torch.strided
+
+    mw.simulate(run, mw.Mesh({"x": 2}))
 
 
 def test_like_keeps_the_layout():

@@ -257,7 +257,7 @@ def to_dtensor(x: DistTensor) -> Any:
 
     stride = torch.empty(x.shape, device="meta").stride()
     return DTensor.from_local(
-        x.to_local(), x.mesh.device_mesh(), x.layout.to_torch(), run_check=False, shape=x.shape, stride=stride
+        x.to_local(), x.mesh.device_mesh(), x.spec.layout.to_torch(), run_check=False, shape=x.shape, stride=stride
     )
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Union
 
-import torch
-
 from ..errors import LayoutError
 from ..mesh import Mesh
 from .placement import REPLICATE, Partial, Placement, Replicate, Shard, as_placement, chunk_bounds, commute
 
 Placements = Union[Mapping[str, Any], Sequence[Any], "Layout", Placement]
-_STRIDED_HASH = hash(torch.strided)
 
 
 class Layout:
@@ -178,14 +175,11 @@ class Layout:
         if self is other:
             return True
         if not isinstance(other, Layout):
-            # Library code that asks ``x.layout == torch.strided`` means the memory of x, which is strided.
-            return other is torch.strided or NotImplemented
+            return NotImplemented
         return self.placements == other.placements and self.order == other.order and self.mesh == other.mesh
 
     def __hash__(self) -> int:
-        # One hash for all: torch.strided, which all are equal to, must be found in a set of memory layouts too.
-        # Layouts are looked up together with shapes and dtypes, when plans are made, so collisions are few.
-        return _STRIDED_HASH
+        return hash((self.mesh, self.placements, self.order))
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{a}: {p!r}" for a, p in zip(self.mesh.axes, self.placements, strict=True))

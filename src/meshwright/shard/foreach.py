@@ -106,7 +106,7 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         others = [nth(a, i) for a in args[1:]]
         named = {k: nth(v, i) for k, v in kwargs.items()}
         if isinstance(t, DistTensor):
-            others = [reshard(o, t.layout) if isinstance(o, DistTensor) and o.ndim else o for o in others]
+            others = [reshard(o, t._spec.layout) if isinstance(o, DistTensor) and o.ndim else o for o in others]
         elif (
             method.endswith("_") and "_spec" not in t.__dict__
         ):  # a plain tensor is the same everywhere: what is written to it must be too

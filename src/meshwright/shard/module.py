@@ -160,8 +160,9 @@ def lay_module(
     with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
         for name, spec in specs.items():
             t = names.tensors[name]
-            if isinstance(t, DistTensor) and t._spec.layout != spec.layout:
-                raise ShardError(f"{name} is sharded already, as {t.layout!r}, and the program needs {spec.layout!r}")
+            have = t._spec.layout if isinstance(t, DistTensor) else spec.layout
+            if have != spec.layout:
+                raise ShardError(f"{name} is sharded already, as {have!r}, and the program needs {spec.layout!r}")
         facts += facts_of(names, plan)
     meta = any(t.is_meta for t in names.tensors.values())
     for name, spec in plan.items():
@@ -198,7 +199,7 @@ def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
         if isinstance(t, DistTensor):
             if name in chosen:
                 raise ShardError(
-                    f"{name} is sharded already, as {t.layout!r}: change it with mw.reshard, or build anew"
+                    f"{name} is sharded already, as {t._spec.layout!r}: change it with mw.reshard, or build anew"
                 )
             continue
         if name not in chosen and not isinstance(t, nn.Parameter):

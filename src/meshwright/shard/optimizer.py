@@ -225,11 +225,11 @@ def _unfit(p: DistTensor, own: Spec) -> str:
             "contribution. "
             "Synchronise it: shard the model with mw.shard_module, leave mw.no_sync before the last "
             "backward, or set "
-            "p.grad = mw.reshard(p.grad, p.layout)"
+            "p.grad = mw.reshard(p.grad, p.spec.layout)"
         )
     return (
-        f"the gradient of {name_of(p)} lies as {own.layout!r}, the parameter as {p.layout!r}: set "
-        "p.grad = mw.reshard(p.grad, p.layout), or have it done with mw.shard_optimizer(optimizer)"
+        f"the gradient of {name_of(p)} lies as {own.layout!r}, the parameter as {p._spec.layout!r}: set "
+        "p.grad = mw.reshard(p.grad, p.spec.layout), or have it done with mw.shard_optimizer(optimizer)"
     )
 
 

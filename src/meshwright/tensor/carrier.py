@@ -27,7 +27,6 @@ BASE: Any = Tensor  # its properties as descriptors, to be called with dispatch 
 _DETACH = Tensor.detach
 _GET_REQUIRES = BASE.requires_grad.__get__
 _GET_DATA = BASE.data.__get__
-_GET_LAYOUT = BASE.layout.__get__
 _SET_DATA = BASE.data.__set__
 
 
@@ -54,11 +53,6 @@ class DistTensor(torch.Tensor):
     def spec(self) -> Spec:
         """Global shape, dtype and layout."""
         return self._spec
-
-    @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """How the tensor lies on its mesh (torch's memory layout is always strided here)."""
-        return self._spec.layout
 
     @property
     def mesh(self) -> Mesh:
@@ -123,7 +117,7 @@ class DistTensor(torch.Tensor):
             if spec.reduced and self.requires_grad and torch.is_grad_enabled():
                 # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
                 return plain(convert.apply(reshard.plan(spec, spec.with_(reduced=0)).steps, self))
-            return self.view_as(self) if _GET_LAYOUT(self) is torch.strided else self.clone()
+            return self.view_as(self) if self.layout is torch.strided else self.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self._spec

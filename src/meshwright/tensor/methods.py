@@ -64,7 +64,8 @@ def _getter(name: str) -> Any:
     return property(lambda self: call_disabled(get, (), (self,), NO), doc=getattr(BASE, name).__doc__)
 
 
-for _name in ("device", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta", "is_sparse", "_base", "_version"):
+_SAME = ("device", "layout", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta", "is_sparse", "_base", "_version")
+for _name in _SAME:
     setattr(DistTensor, _name, _getter(_name))
 setattr(DistTensor, "dtype", property(lambda self: self._spec.dtype, doc="Element type."))  # noqa: B010
 

@@ -213,7 +213,7 @@ def _said(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: A
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, DistTensor) and name in by_name:
             # A program may have been made of the model before: then it is stored split, and the ops see what they saw.
-            layout = t.layout if plan.stored_over is None else t.__dict__.get(SEEN, t.layout)
+            layout = t.spec.layout if plan.stored_over is None else t.__dict__.get(SEEN, t.spec.layout)
             said[by_name[name]] = layout
             words[by_name[name]] = (set(), f"the tensor itself ({layout!r})")
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
@@ -240,7 +240,7 @@ def _said(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: A
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     for source, leaf in zip((s for s in captured.sources if s.kind == "batch"), leaves, strict=True):
         if isinstance(leaf, DistTensor):
-            said.setdefault(source.node, leaf.layout)
+            said.setdefault(source.node, leaf.spec.layout)
     return said
 
 

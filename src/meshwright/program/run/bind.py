@@ -344,9 +344,10 @@ def local(t: Tensor) -> Tensor:
 def part(t: Any, spec: Spec) -> Tensor:
     """This rank's part of a batch tensor."""
     if isinstance(t, DistTensor):
-        if t._spec.layout != spec.layout:
+        have = t._spec.layout
+        if have != spec.layout:
             raise ProgramError(
-                f"a batch tensor of shape {tuple(t.shape)} lies as {t.layout!r}, the program expects {spec.layout!r}: "
+                f"a batch tensor of shape {tuple(t.shape)} lies as {have!r}, the program expects {spec.layout!r}: "
                 "give it so (shard_dataloader), or give plain tensors with the global values"
             )
         return bare(t)
