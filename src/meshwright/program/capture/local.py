@@ -127,9 +127,6 @@ class _StepRecorder(Recorder):
         return node
 
 
-_WRAPPERS = ("torch._compile", "torch._dynamo")  # around what a mode is called by
-
-
 def _called_by_autograd() -> bool:
     """Whether the op that a recorder is given comes straight from autograd's engine: no Python lies in between."""
     frame = sys._getframe(2)
