@@ -130,7 +130,7 @@ def test_ranks_that_disagree_are_told_so() -> None:
         dim = runtime.RT.rank
         mw.shard_module(nn.Linear(4, 4), DP, {"weight": {"dp": mw.Shard(dim)}})
 
-    with pytest.raises(DesyncError, match=r"rank 0 has weight .*rank 1 has weight"):
+    with pytest.raises(DesyncError, match=r"rank 0: weight .*rank 1: weight"):
         mw.simulate(fn, DP)
 
 
