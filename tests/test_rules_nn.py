@@ -104,6 +104,8 @@ NORM = {
     "batch_norm, evaluating": (
         lambda x, m, v, w, b: F.batch_norm(x, m, v, w, b), r(5, 4, 3), fixed(r(4)), fixed(p(4)), r(4) + 1, r(4) + 2,
     ),
+    "cosine_similarity over a repeated dim": (lambda x, y: F.cosine_similarity(x, y, dim=1), r(1, 8, 3), r(2, 1, 3)),
+    "cosine_similarity beside one": (lambda x, y: F.cosine_similarity(x, y, dim=-1), r(1, 4, 8), r(2, 1, 8)),
     "group_norm": (lambda x, w, b: F.group_norm(x, 4, w, b), r(3, 8, 5), r(8), r(8) + 1),
     "group_norm of 2 groups": (lambda x, w, b: F.group_norm(x, 2, w, b), r(5, 6, 2, 3), r(6), r(6) + 1),
     "group_norm of 1 group": (lambda x: F.group_norm(x, 1), r(3, 4, 2)),

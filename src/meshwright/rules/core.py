@@ -93,7 +93,7 @@ def notation(
             a part of a sum).
         moves: the op only moves elements: Partial of any reduction passes.
         heavy: the op contracts: computing it whole on every rank costs more than bytes tell.
-        padded: the op refuses parts without elements: a rank that has one runs it on one element more, of zeros.
+        padded: the op refuses parts without elements: a rank that has one runs it on one element more.
         lends: tensors that only lend their shape: they hint at splits and stay as they are.
         local: called once per plan with a :class:`Local`; returns the function to run on locals instead of the op.
         decompose: called with the op's own arguments when a whole factor is split: the op as a composition.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,11 +97,14 @@ def part(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def on_padded(ctx: Local, fn: LocalFn) -> LocalFn:
-    """``fn`` for kernels that refuse empty parts: run on one thing more, of zeros, and nothing of it kept.
+    """``fn`` for kernels that refuse empty parts: run on one thing more, and nothing of it kept.
 
-    So the graph of a rank with an empty part is that of the others, however often it is differentiated.
+    So the graph of a rank with an empty part is that of the others, however often it is differentiated.  The thing is
+    zero where it is added up.  Elsewhere its numbers differ from zero and from each other: where a derivative is
+    infinite (a variance of zero without an epsilon), nothing of it would be NaN.
     """
-    pads = [_padding(ctx, dims, ctx.in_shape(i)) for i, dims in enumerate(ctx.rule.inputs)]
+    kept = {f for dims in ctx.rule.outputs for factors in dims for f in factors}
+    pads = [_padding(ctx, dims, ctx.in_shape(i), kept) for i, dims in enumerate(ctx.rule.inputs)]
     shapes = [ctx.out_shape(i) for i in range(len(ctx.outputs))]
 
     def run(*args: Any, **named: Any) -> Any:
@@ -111,7 +114,13 @@ def on_padded(ctx: Local, fn: LocalFn) -> LocalFn:
             if not isinstance(a, Tensor):
                 return a
             # As it is where nothing is missing: what the op saves of it is then what the other ranks save.
-            return torch.constant_pad_nd(a, around) if any(around := next(left)) else a
+            around, dropped = next(left)
+            if not any(around):
+                return a
+            wide = torch.constant_pad_nd(a, around)
+            if not dropped or not (a.is_floating_point() or a.is_complex()):
+                return wide
+            return wide + (torch.arange(wide.numel()) * 0.618 % 1 + 0.5).to(wide).view(wide.shape)
 
         positional = [wider(a) for a in args]  # before those by name: so they are numbered
         made = fn(*positional, **{k: wider(a) for k, a in named.items()})
@@ -122,10 +131,16 @@ def on_padded(ctx: Local, fn: LocalFn) -> LocalFn:
     return run
 
 
-def _padding(ctx: Local, dims: Sequence[Sequence[str]], shape: Sequence[int]) -> list[int]:
-    """What ``constant_pad_nd`` adds where this rank has nothing: one of each factor that it has nothing of."""
-    added = []
+def _padding(
+    ctx: Local, dims: Sequence[Sequence[str]], shape: Sequence[int], kept: Collection[str]
+) -> tuple[list[int], bool]:
+    """What ``constant_pad_nd`` adds where this rank has nothing: one of each factor that it has nothing of.
+
+    And whether no output adds it up: these factors are all ``kept``.
+    """
+    added, dropped = [], True
     for factors, n in zip(dims, shape, strict=True):
         bounds = [ctx.bounds(f) for f in factors]
         added.append(0 if n else math.prod((stop - start) or 1 for start, stop in bounds))
-    return [k for n in reversed(added) for k in (0, n)]
+        dropped = dropped and all(f in kept for f, (start, stop) in zip(factors, bounds, strict=True) if start == stop)
+    return [k for n in reversed(added) for k in (0, n)], dropped

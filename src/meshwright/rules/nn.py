@@ -179,6 +179,7 @@ def _rowwise(x1: Arg, x2: Arg, dim: int, keepdim: bool, decompose: Any) -> Rule:
 
 
 def _cosine_by_sums(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    x1, x2 = torch.broadcast_tensors(x1, x2)  # a dim of size 1 that is summed over counts as often as it is repeated
     n1, n2 = (torch.linalg.vector_norm(x, 2, dim, keepdim=True) for x in (x1, x2))
     # As in the fused op, the lower limit is not differentiated.
     n1, n2 = (n + (n.detach().clamp_min(eps) - n.detach()) for n in (n1, n2))
