@@ -13,7 +13,7 @@ from programs import DP, MESH, MLP, TP, compare, pairs, squares
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.program import step as steps
+from meshwright import step as steps
 from meshwright.program.ir.nodes import checked_value, info_of
 
 # ---------------------------------------------------------------------------------------------- the GPT
@@ -278,7 +278,7 @@ def test_autocast_of_one_of_several_calls() -> None:
         CastOnce, squares, batches, MESH, layouts={"up.weight": {"tp": mw.Shard(1)}}, batch=DP, tolerance=5e-2
     )
     graph = runs[0].program.graph  # type: ignore[union-attr]
-    dtypes = [n.meta["value"].dtype for n in graph.nodes if "mm" in n.name][:3]
+    dtypes = [checked_value(n).dtype for n in graph.nodes if "mm" in n.name][:3]
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
 
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..layout import Spec
+from .binding import Args, Kwargs
 from .calls import disabled, map_tensors, tensors_in
 
 active: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -42,9 +43,7 @@ class _Casts(TorchDispatchMode):
 Seen = tuple[dict[int, torch.dtype], list[torch.dtype]]
 
 
-def casts(
-    func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
-) -> dict[int, torch.dtype]:
+def casts(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs, device: str) -> dict[int, torch.dtype]:
     """Which tensors (by their order in the call) autocast casts for this op, and to what, from runs on fakes.
 
     Of an op made of others, some of which autocast casts, all are cast to the dtype of the result.
@@ -60,7 +59,7 @@ def casts(
     return {i: d for i, d in found.items() if d is not specs[i].dtype}
 
 
-def _seen(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Seen:
+def _seen(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs, device: str) -> Seen:
     """Casts of the tensors, and dtypes of the outputs (none where PyTorch refuses: planning finds out why)."""
     watch, shapes = _Casts(), iter(specs)
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 # Other names that PyTorch's bindings take: ``self`` is ``input`` in functions, ``src`` of ``copy_`` and what ``to`` is
 # given have names of their own, the rest is numpy's.
@@ -50,7 +52,7 @@ class Bindings:
     more: tuple[tuple[str | None, Any], ...]
     named: tuple[tuple[str, str], ...]
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The arguments in the schema's order."""
         more = [default if name is None else kwargs[name] for name, default in self.more]
         return (*args, *more), {theirs: kwargs[name] for theirs, name in self.named}
@@ -70,8 +72,6 @@ def bind(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> B
 
     None where it is there already, or where no schema fits: then a rule gets the call as it is.
     """
-    if not kwargs:
-        return None
     return next((b for s in signatures(func, name) if (b := _fit(s, args, kwargs)) is not None), None)
 
 

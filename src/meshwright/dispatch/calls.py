@@ -1,23 +1,24 @@
-"""What is called and with what: names of ops, keys of plans, tensors among arguments."""
+"""What is called and with what: names of ops, tensors among arguments."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from .. import runtime
 from ..errors import LayoutError, RuleError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.pointwise import is_pointwise, pointwise_rule
-from .binding import Bindings, bind
+from .binding import Args, Bindings, Kwargs, bind
 
 Tensor = torch.Tensor
+NO: Kwargs = {}
+T = TypeVar("T")
 
 
 disabled = torch._C.DisableTorchFunctionSubclass
@@ -47,9 +48,9 @@ class Op:
     rule: Callable[..., Rule | None] | None
     composite: Callable[..., Any] | None
 
-    def binding(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Bindings | None:
+    def binding(self, args: Args, kwargs: Kwargs) -> Bindings | None:
         """How a call with names is brought to the order of the op's schema; None where it is there."""
-        return bind(self.func, f"{self.name}_" if self.inplace else self.name, args, kwargs)
+        return bind(self.func, f"{self.name}_" if self.inplace else self.name, args, kwargs) if kwargs else None
 
     @property
     def custom(self) -> bool:
@@ -57,22 +58,15 @@ class Op:
         return "::" in self.name
 
 
-_OPS: dict[Any, Op] = {}
+OPS: dict[Any, Op] = {}
 
 
 def resolve(func: Callable[..., Any]) -> Op:
     """The op that a function called by the user stands for."""
-    found = _OPS.get(func)
+    found = OPS.get(func)
     if found is None:
-        found = _OPS[func] = _resolve(func)
+        found = OPS[func] = _resolve(func)
     return found
-
-
-def forget_ops() -> None:
-    """Drop what was resolved (a rule was added)."""
-    _OPS.clear()
-    runtime.RT.plans.clear()
-    runtime.RT.fast.clear()
 
 
 # Methods of which the tensor is not the first argument of the op: rules are written for the op's order.
@@ -167,104 +161,49 @@ QUESTIONS = {
     "record_stream", "_has_symbolic_sizes_strides", "is_vulkan_available",
 }  # fmt: skip
 
-# ---------------------------------------------------------------------------------------------- keys
-
-_T, _F, _ZERO = object(), object(), object()
-
-
-def _key_bool(a: bool, func: Any) -> Any:
-    return _T if a else _F
-
-
-def _key_int(a: int, func: Any) -> Any:
-    op = _OPS.get(func)
-    return int if op is not None and op.pointwise and a else a  # zero is a part of a sum, other numbers are not
-
-
-def _key_float(a: float, func: Any) -> Any:
-    return float if a else _ZERO
-
-
-def _key_type(a: Any, func: Any) -> Any:
-    return type(a)
-
-
-def _key_self(a: Any, func: Any) -> Any:
-    return a
-
-
-def _key_sequence(a: Sequence[Any], func: Any) -> Any:
-    # Numbers in a list are sizes or factors of sizes, floats too (interpolate's scale_factors).
-    return (type(a), *[x if x.__class__ is float else key_part(x, func) for x in a])
-
-
-def _key_slice(a: slice, func: Any) -> Any:
-    return (slice, key_part(a.start, func), key_part(a.stop, func), key_part(a.step, func))
-
-
-def _key_plain(a: Tensor, func: Any) -> Any:
-    return (Tensor, a.shape, a.dtype, a.requires_grad)
-
-
-_KEYS: dict[type, Callable[[Any, Any], Any]] = {
-    bool: _key_bool, int: _key_int, float: _key_float, complex: _key_type, tuple: _key_sequence, list: _key_sequence,
-    torch.Size: _key_sequence, slice: _key_slice, Tensor: _key_plain, torch.nn.Parameter: _key_plain,
-    torch.Generator: _key_type,
-}  # fmt: skip
-for _plain_type in (str, type(None), torch.dtype, torch.device, type(...), torch.memory_format, torch.layout, type):
-    _KEYS[_plain_type] = _key_self
-
-
-def key_part(a: Any, func: Any) -> Any:
-    """What of an argument decides the plan: specs, shapes, flags; never values that cannot change a layout."""
-    make = _KEYS.get(a.__class__)
-    if make is not None:
-        return make(a, func)
-    if isinstance(a, Tensor):
-        spec = a.__dict__.get("_spec")
-        return spec if spec is not None else _key_plain(a, func)
-    if isinstance(a, dict):
-        return (dict, *[(k, key_part(v, func)) for k, v in a.items()])
-    try:
-        hash(a)
-    except TypeError:
-        return type(a)
-    return a
-
-
 # ---------------------------------------------------------------------------------------------- arguments
+
+
+def found_in(args: Any, kind: type[T]) -> list[T]:
+    """All things of a kind among (nested) arguments, in order."""
+    found: list[T] = []
+    _collect(args, kind, found)
+    return found
+
+
+def _collect(a: Any, kind: type[T], found: list[T]) -> None:
+    if isinstance(a, kind):
+        found.append(a)
+    elif isinstance(a, (tuple, list)):
+        for x in a:
+            _collect(x, kind, found)
+    elif isinstance(a, dict):
+        for x in a.values():
+            _collect(x, kind, found)
+
+
+def replaced(a: Any, kind: type[T], fn: Callable[[T], Any]) -> Any:
+    """Nested arguments with each thing of a kind replaced, in the order of :func:`found_in`."""
+    if isinstance(a, kind):
+        return fn(a)
+    if isinstance(a, tuple):
+        made = [replaced(x, kind, fn) for x in a]
+        return type(a)(*made) if hasattr(a, "_fields") else tuple(made)
+    if isinstance(a, list):
+        return [replaced(x, kind, fn) for x in a]
+    if isinstance(a, dict):
+        return {k: replaced(v, kind, fn) for k, v in a.items()}
+    return a
 
 
 def tensors_in(args: Any) -> list[Tensor]:
     """All tensors among (nested) arguments, in order."""
-    found: list[Tensor] = []
-    _collect(args, found)
-    return found
-
-
-def _collect(a: Any, found: list[Tensor]) -> None:
-    if isinstance(a, Tensor):
-        found.append(a)
-    elif isinstance(a, (tuple, list)):
-        for x in a:
-            _collect(x, found)
-    elif isinstance(a, dict):
-        for x in a.values():
-            _collect(x, found)
+    return found_in(args, Tensor)
 
 
 def map_tensors(a: Any, fn: Callable[[Tensor], Any]) -> Any:
     """Nested arguments with each tensor replaced, in the order of :func:`tensors_in`."""
-    if isinstance(a, Tensor):
-        return fn(a)
-    if isinstance(a, tuple):
-        made = [map_tensors(x, fn) for x in a]
-        return type(a)(*made) if hasattr(a, "_fields") else tuple(made)
-    if isinstance(a, list):
-        return [map_tensors(x, fn) for x in a]
-    if isinstance(a, dict):
-        return {k: map_tensors(v, fn) for k, v in a.items()}
-    return a
+    return replaced(a, Tensor, fn)
 
 
 def spec_of(t: Tensor, mesh: Mesh) -> Spec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,18 +12,11 @@ from .. import convert, record, reshard, runtime
 from ..errors import RuleError
 from ..layout import REPLICATE, Layout, Partial, Placements, Spec
 from ..raw import as_plain
-from .calls import (
-    disabled,
-    map_tensors,
-    spec_of,
-    tensors_in,
-)
-from .leaves import _leans_invariant, follow_roots, lead_root, settle, tie
-from .plans import (
-    CallPlan,
-    plan_call,
-    written_spec,
-)
+from ..rules import Native
+from .binding import Args, Kwargs
+from .calls import disabled, map_tensors, mesh_of, spec_of, tensors_in
+from .leaves import follow_roots, lead_root, leans_invariant, settle, tie
+from .plans import CallPlan, Route, plan_call, written_spec
 from .views import PieceSource, cut_from, remember, remember_pieces, with_base
 
 Tensor = torch.Tensor
@@ -132,16 +126,14 @@ def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
 _NO_MEMO: tuple[None, None] = (None, None)
 
 
-def execute_swift(plan: CallPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def convert_then_native(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Convert positional tensors and run the native op; must run with dispatch disabled.  Outputs are not stamped."""
     changed = list(args)
     for i, steps in plan.conversions:
         t = changed[i]
         told = steps.moves or runtime.RT.records is not None
         changed[i] = _convert_recorded(plan, i, t, steps) if told else convert_tensor(t, steps)
-    if plan.native is not None:
-        return plan.native(changed[0])
-    return func(*changed, **kwargs)
+    return plan.fn(changed[0]) if plan.fn is not None else func(*changed, **kwargs)
 
 
 def _already_there(
@@ -171,75 +163,194 @@ def _already_there(
     return convert.apply_known(direct.steps, origin, value)
 
 
-def execute(plan: CallPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stamp: Stamp) -> Any:
-    """Convert the inputs, run the op on locals, stamp the outputs.  Must run with dispatch disabled."""
-    if plan.known and _saving():
-        return execute(plan_call(func, args, kwargs, known=False), func, args, kwargs, stamp)
-    tensors = tensors_in((args, kwargs))
-    grad_on = torch.is_grad_enabled()
-    if grad_on and (plan.untyped or plan.decide or plan.known):
-        replan = follow_roots(tensors)
+class Execution:
+    """One run of a plan: inputs converted, the op run on locals, outputs stamped.  Must run with dispatch disabled.
+
+    ``plan`` is replaced by what the run shows of it: the types of its outputs, and whether later calls may take the
+    route that it promises.
+    """
+
+    __slots__ = ("args", "func", "kwargs", "plan", "stamp", "tensors")
+
+    def __init__(self, plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, stamp: Stamp) -> None:
+        self.plan, self.func, self.args, self.kwargs, self.stamp = plan, func, args, kwargs, stamp
+        self.tensors = tensors_in((args, kwargs))
+
+    def run(self) -> Any:
+        """What the call gives."""
+        plan, tensors = self.plan, self.tensors
+        if plan.known and _saving():
+            return self._planned_anew(known=False)
+        if (plan.untyped or plan.known) and torch.is_grad_enabled() and self._decide():
+            return self._planned_anew()
+        locals_ = list(tensors)
+        for i, steps in (*plan.known, *plan.conversions):
+            locals_[i] = _convert_recorded(plan, i, locals_[i], steps)
+        if plan.back is not None:
+            with as_plain(locals_[0]) as local:
+                locals_[0] = local.clone()  # what was converted may be kept for its next use
+        if plan.replayed:
+            # Writes to what is empty here are to be differentiated as on the other ranks: PyTorch else takes a view
+            # that was written to (the result of ``tensordot`` is one of its own) for an ``as_strided`` of its base,
+            # whose derivative is a constant where it is empty, so that a second backward would leave out collectives.
+            with torch.autograd.grad_mode._force_original_view_tracking(True):
+                result = self._run_local(locals_)
+        else:
+            result = self._run_local(locals_)
+        if plan.op.inplace:
+            return self._finish_write(locals_[0], result)
+        result = self.finish(self._own(result, locals_))
+        if plan.copies:
+            remember(self.func, self.args, self.kwargs, tensors[0], tensors_in(result))
+        if plan.pieces:
+            remember_pieces(self.func, self.args, self.kwargs, tensors[0], tensors_in(result))
+        return result
+
+    def settle_after(self, result: Any) -> Any:
+        """As :meth:`run` where the op ran already, as a native one: types for its leaves, specs for its outputs."""
+        if torch.is_grad_enabled():
+            if follow_roots(self.tensors):
+                return self._planned_anew()
+            for i, spec in self.plan.decide:
+                if self.tensors[i].requires_grad:
+                    settle(self.tensors[i], spec)
+        return self.finish(result)
+
+    def _planned_anew(self, known: bool = True) -> Any:
+        plan = plan_call(self.func, self.args, self.kwargs, known=known)
+        return execute(plan, self.func, self.args, self.kwargs, self.stamp)
+
+    def _decide(self) -> bool:
+        """Give leaves the types that the plan implies; whether some got others, so that another plan is needed."""
+        plan, tensors = self.plan, self.tensors
+        anew = follow_roots(tensors)
         for i, _ in plan.known:  # what a value was reduced to has a type; so the value has, and all that is tied to it
             t = tensors[i]
             if t.requires_grad and t.__dict__["_spec"].undecided:
                 settle(t, t.__dict__["_spec"].with_(undecided=0))
-                replan = True
-        for i, spec in () if replan else plan.decide:
+                anew = True
+        for i, spec in () if anew else plan.decide:
             t = tensors[i]
             if _told_otherwise(t, spec):
-                replan = True
+                anew = True
                 continue
             if t.requires_grad and "_spec" in t.__dict__:
-                if _leans_invariant(t, spec):
-                    spec, replan = t.__dict__["_spec"].with_(undecided=0), True
+                if leans_invariant(t, spec):
+                    spec, anew = t.__dict__["_spec"].with_(undecided=0), True
                 settle(t, spec, _use(plan, spec.reduced) if runtime.RT.records is not None else "")
-        if replan:
-            return execute(plan_call(func, args, kwargs), func, args, kwargs, stamp)
-    locals_ = list(tensors)
-    for i, steps in (*plan.known, *plan.conversions):
-        locals_[i] = _convert_recorded(plan, i, locals_[i], steps)
-    if plan.back is not None:
-        with as_plain(locals_[0]) as local:
-            locals_[0] = local.clone()  # what was converted may be kept for its next use
-    result = (_run_replayed if plan.replayed else _run_local)(plan, func, args, kwargs, tensors, locals_)
-    if plan.op.inplace:
-        return _finish_write(plan, tensors, locals_[0], result, stamp)
-    result = _own(plan, result, tensors, locals_)
-    if plan.gathered:
-        result = _finish_gathered(plan, tensors, result, stamp)
-    else:
-        result = _finish(plan, tensors, result, stamp, grad_on)
-    if plan.copies:
-        remember(func, args, kwargs, tensors[0], tensors_in(result))
-    if plan.cuts:
-        remember_pieces(func, args, kwargs, tensors[0], tensors_in(result))
-    return result
+        return anew
+
+    def _run_local(self, locals_: list[Tensor]) -> Any:
+        plan, fn = self.plan, self.plan.fn
+        if plan.op.custom:
+            # Aliases: what the backward finds saved is then a plain tensor too.
+            return self._with(_aliases(locals_), fn or self.func)
+        if plan.choice is not None and (fn is None or fn.__class__ is Native):
+            if plan.conversions or plan.known or plan.back is not None:
+                return self._with(locals_, fn or self.func)
+            return (fn or self.func)(*self.args, **self.kwargs)
+        if not plan.op.inplace and _saving():  # what is saved must not become another kind of tensor behind its back
+            locals_ = _aliases(locals_)
+        # Code that looks at .shape must see local tensors as plain ones.
+        with as_plain(*locals_):
+            return self._with(locals_, fn or self.func)
+
+    def _with(self, tensors: Sequence[Tensor], fn: Callable[..., Any]) -> Any:
+        given = iter(tensors)
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda _: next(given))
+        return fn(*args, **kwargs)
+
+    def _own(self, result: Any, locals_: Sequence[Tensor]) -> Any:
+        """An op may return its input: only the caller's own distributed tensor may be stamped, of others an alias is.
+
+        Others are plain tensors of the caller, and converted inputs, which may be kept for their next use.
+        """
+        others = [a for a, t in zip(locals_, self.tensors, strict=True) if a is not t or "_spec" not in t.__dict__]
+        if not others or not any(r is a for r in tensors_in(result) for a in others):
+            return result
+        if self.plan.promised is not None:
+            self.plan = replace(self.plan, promised=Route.EXECUTE, plain=False)
+        return map_tensors(result, lambda r: r.view_as(r) if any(r is a for a in others) else r)
+
+    def _finish_write(self, written: Tensor, result: Any) -> Tensor:
+        """Bring what was written to where its target lies, and say what the target is now."""
+        plan, target, made = self.plan, self.tensors[0], self.plan.outputs[0]
+        old = spec_of(target, made.mesh).with_()  # what was known of the value is no more
+        elsewhere = plan.back is not None or plan.fn is not None  # a local function may compute the new value
+        value = result if elsewhere and isinstance(result, Tensor) else written
+        with as_plain(value) as new:
+            if plan.choice is None and new.shape != old.shape:  # resize_: what is left of the old layout is of no use
+                if value is not target:
+                    with as_plain(target) as local:
+                        local.set_(new)
+                whole, everywhere = Layout(old.mesh), old.mesh.everywhere
+                spec = old.with_(shape=new.shape, layout=whole, reduced=0, undecided=everywhere, copied=False)
+                return cast(Tensor, self.stamp(target, spec))
+        if plan.back is not None:
+            value = _convert_recorded(plan, 0, value, plan.back, _bring_back)
+        if value is not target:
+            with as_plain(target) as local, as_plain(value) as new:
+                local.copy_(new)
+        moved = made.with_(stored=old.stored)
+        if torch.is_grad_enabled() and target.requires_grad:
+            self.stamp(target, written_spec(old, made) if made.shape == old.shape else moved)
+            lead_root(target, self.tensors)
+        else:
+            self.stamp(target, old if made.shape == old.shape else moved)
+        if plan.promised is not None:
+            self.plan = replace(plan, route=plan.promised if result is target else Route.EXECUTE, promised=None)
+        return target
+
+    def finish(self, result: Any) -> Any:
+        """Stamp the outputs, and tie undecided leaves to them."""
+        made = tensors_in(result)
+        if self.plan.promised is not None:
+            self._learn(result, made)
+        plan, records = self.plan, runtime.RT.records
+        if plan.choice is None:
+            whole = Layout(mesh_of(self.tensors, plan.op.name))
+            for t in made:
+                undecided = 0 if t.requires_grad else whole.mesh.everywhere
+                self.stamp(t, Spec(t.shape, t.dtype, whole, 0, undecided, plan.copies))
+            return result
+        ties = plan.choice.open and torch.is_grad_enabled()
+        for t, spec in zip(made, plan.outputs, strict=True):
+            self.stamp(t, spec)
+            if records is not None and spec.layout.partial:
+                record.produced(t, _use(plan, sum(1 << a for a in spec.layout.partial)), self.tensors)
+            if ties and t.requires_grad and spec.undecided:
+                tie([*self.tensors, t])
+        return result
+
+    def _learn(self, result: Any, made: Sequence[Tensor]) -> None:
+        """Compare the outputs of a first run with what the rule says."""
+        plan, outputs = self.plan, self.plan.outputs
+        here = outputs[0].mesh.coordinate(runtime.RT.rank) if outputs else ()
+        want, have = [s.local_shape(here) for s in outputs], [tuple(Tensor.size(t)) for t in made]
+        if want != have:
+            raise RuleError(
+                f"the rule of {plan.op.name!r} ({plan.why}) says that this rank gets {want}, the op gave {have}: "
+                "correct it"
+            )
+        if any(t.dtype != s.dtype for t, s in zip(made, outputs, strict=True)):
+            outputs = tuple(s.with_(dtype=t.dtype) for s, t in zip(outputs, made, strict=True))
+        route = plan.promised or Route.EXECUTE
+        if not isinstance(result, Tensor) and len(result) != len(made):  # something beside tensors
+            route = Route.EXECUTE
+        elif not all(t.__class__ is Tensor for t in made):
+            between = route in (Route.RETYPE_THEN_NATIVE, Route.CONVERT_THEN_NATIVE)
+            route = Route.CONVERT_THEN_NATIVE if between else Route.EXECUTE
+        self.plan = replace(plan, route=route, promised=None, outputs=outputs)
 
 
-def _finish_write(plan: CallPlan, tensors: Sequence[Tensor], written: Tensor, result: Any, stamp: Stamp) -> Tensor:
-    """Bring what was written to where its target lies, and say what the target is now."""
-    target, made = tensors[0], plan.outputs[0]
-    old = spec_of(target, made.mesh).with_()  # what was known of the value is no more
-    elsewhere = plan.back is not None or plan.local is not None  # a local function may compute the new value
-    value = result if elsewhere and isinstance(result, Tensor) else written
-    with as_plain(value) as new:
-        if plan.gathered and new.shape != old.shape:  # resize_: what is left of the old layout is of no use
-            if value is not target:
-                with as_plain(target) as local:
-                    local.set_(new)
-            return cast(Tensor, stamp(target, Spec(new.shape, old.dtype, Layout(old.mesh), 0, old.mesh.everywhere)))
-    if plan.back is not None:
-        value = _convert_recorded(plan, 0, value, plan.back, _bring_back)
-    if value is not target:
-        with as_plain(target) as local, as_plain(value) as new:
-            local.copy_(new)
-    if torch.is_grad_enabled() and target.requires_grad:
-        stamp(target, written_spec(old, made) if made.shape == old.shape else made)
-        lead_root(target, tensors)
-    else:
-        stamp(target, old if made.shape == old.shape else made)
-    plan.fast = (plan.plain or plan.retypes) and result is target
-    return target
+def execute(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, stamp: Stamp) -> Any:
+    """Convert the inputs, run the op on locals, stamp the outputs.  Must run with dispatch disabled."""
+    return Execution(plan, func, args, kwargs, stamp).run()
+
+
+def _aliases(locals_: list[Tensor]) -> list[Tensor]:
+    """Plain tensors of the same memory in place of distributed ones."""
+    return [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
 
 
 def _told_otherwise(t: Tensor, spec: Spec) -> bool:
@@ -267,130 +378,12 @@ def _bring_back(t: Tensor, steps: reshard.ConversionPlan, note: Note | None) -> 
     return convert.apply(steps.steps, t)
 
 
-def _run_replayed(plan: CallPlan, *given: Any) -> Any:
-    """Where this rank's part of a result is empty, the op run in such a way that writes to the result are
-    differentiated as on the other ranks: PyTorch else takes a view that was written to (the result of ``tensordot`` is
-    one of its own) for an ``as_strided`` of its base, whose derivative is a constant where it is empty, so that a
-    second backward would leave out collectives.
-    """
-    with torch.autograd.grad_mode._force_original_view_tracking(True):
-        return _run_local(plan, *given)
-
-
-def _aliases(locals_: list[Tensor]) -> list[Tensor]:
-    """Plain tensors of the same memory in place of distributed ones."""
-    return [Tensor.view_as(t, t) if "_spec" in t.__dict__ else t for t in locals_]
-
-
-def _run_local(
-    plan: CallPlan,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: Sequence[Tensor],
-    locals_: list[Tensor],
-) -> Any:
-    if plan.op.custom:
-        # Aliases: what the backward finds saved is then a plain tensor too.
-        given = iter([t.view_as(t) if "_spec" in t.__dict__ else t for t in locals_])
-        args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
-        return (plan.local or func)(*args, **kwargs)
-    if plan.alias:
-        locals_ = _aliases(locals_)
-    if (plan.local is None or plan.native is not None) and not plan.gathered:
-        if plan.conversions or plan.known or plan.alias or plan.back is not None:
-            given = iter(locals_)
-            args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
-        return func(*args, **kwargs) if plan.native is None else plan.native(args[0])
-    if not plan.op.inplace and _saving():  # what is saved must not become another kind of tensor behind its back
-        locals_ = _aliases(locals_)
-    # Code that looks at .shape must see local tensors as plain ones.
-    with as_plain(*locals_):
-        given = iter(locals_)
-        args, kwargs = map_tensors((args, kwargs), lambda _: next(given))
-        return (plan.local or func)(*args, **kwargs)
-
-
-def _own(plan: CallPlan, result: Any, tensors: Sequence[Tensor], locals_: Sequence[Tensor]) -> Any:
-    """An op may return its input: only the caller's own distributed tensor may be stamped, of others an alias is.
-
-    Others are plain tensors of the caller, and converted inputs, which may be kept for their next use.
-    """
-    others = [a for a, t in zip(locals_, tensors, strict=True) if a is not t or "_spec" not in t.__dict__]
-    if not others or not any(r is a for r in tensors_in(result) for a in others):
-        return result
-    plan.plain = plan.retypes = plan.swift = False
-    return map_tensors(result, lambda r: r.view_as(r) if any(r is a for a in others) else r)
-
-
-def _finish(plan: CallPlan, tensors: Sequence[Tensor], result: Any, stamp: Stamp, grad_on: bool) -> Any:
-    made = tensors_in(result)
-    if not plan.checked:
-        _check_locals(plan, made)
-        flat = isinstance(result, Tensor) or len(result) == len(made)
-        plan.swift = plan.swift and flat
-        plan.fast = flat and (plan.plain or plan.retypes) and all(t.__class__ is Tensor for t in made)
-    for t, spec in zip(made, plan.outputs, strict=True):
-        stamp(t, spec)
-        if runtime.RT.records is not None and spec.layout.partial:
-            bits = sum(1 << a for a in spec.layout.partial)
-            record.produced(t, _use(plan, bits), tensors)
-        if plan.open and grad_on and t.requires_grad and spec.undecided:
-            tie([*tensors, t])
-    return result
-
-
 def _use(plan: CallPlan, axes: int) -> str:
     """Which factors of a plan are split over some axes (bits), and where, in words; empty for none."""
     chosen = plan.choice.strategies if plan.choice is not None else ()
     named = [c.factor for a, c in enumerate(chosen) if c.factor and axes >> a & 1]
     split = [f"...[{f[1:]}]" if f[0] == "~" else f for f in dict.fromkeys(named)]
     return record.since(plan.op.name, f"{', '.join(split)} of {plan.why}") if split else ""
-
-
-def settle_after(plan: CallPlan, func: Any, args: Any, kwargs: Any, result: Any, stamp: Stamp) -> Any:
-    """Stamp outputs of a call that ran already, and give its leaves the types that it implies."""
-    tensors = tensors_in((args, kwargs))
-    with disabled():
-        if torch.is_grad_enabled():
-            if follow_roots(tensors):
-                return execute(plan_call(func, args, kwargs), func, args, kwargs, stamp)
-            for i, spec in plan.decide:
-                if tensors[i].requires_grad:
-                    settle(tensors[i], spec)
-        return _finish(plan, tensors, result, stamp, torch.is_grad_enabled())
-
-
-def _check_locals(plan: CallPlan, made: Sequence[Tensor]) -> None:
-    assert plan.mesh is not None
-    here = plan.mesh.coordinate(runtime.RT.rank)
-    want = [spec.local_shape(here) for spec in plan.outputs]
-    with disabled():
-        have = [tuple(Tensor.size(t)) for t in made]
-    if want != have:
-        raise RuleError(
-            f"the rule of {plan.op.name!r} ({plan.why}) says that this rank gets {want}, the op gave {have}: correct it"
-        )
-    for t, spec in zip(made, plan.outputs, strict=True):
-        if t.dtype != spec.dtype:
-            plan.outputs = tuple(s.with_(dtype=m.dtype) for s, m in zip(plan.outputs, made, strict=True))
-            plan.spec = plan.outputs[0]
-            break
-    plan.checked = True
-
-
-def _finish_gathered(plan: CallPlan, tensors: Sequence[Tensor], result: Any, stamp: Stamp) -> Any:
-    assert plan.mesh is not None
-    whole = Layout(plan.mesh)
-    everywhere = plan.mesh.everywhere
-
-    def spec(t: Tensor) -> Spec:
-        return Spec(t.shape, t.dtype, whole, 0, 0 if t.requires_grad else everywhere, plan.copies)
-
-    for t in tensors_in(result):
-        with disabled():
-            stamp(t, spec(t))
-    return result
 
 
 def wanted(spec: Spec, placements: Placements, order: Any = None) -> Spec:

@@ -15,8 +15,9 @@ from ..layout import Layout, Spec
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.book import did_you_mean
 from ..rules.pointwise import is_pointwise, pointwise_rule
-from .calls import Op, function_named
-from .plans import global_outputs, make_rule, mw_context
+from .binding import Args, Kwargs
+from .calls import Op, found_in, function_named, replaced
+from .plans import global_outputs, make_rule, naming
 
 Tensor = torch.Tensor
 
@@ -38,25 +39,21 @@ class Inference:
     kind: str = "rule"
 
 
-def infer(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Spec] | None, *, graded: bool = True
-) -> Inference:
+def infer(name: str, args: Args, kwargs: Kwargs, outputs: Sequence[Spec] | None, *, graded: bool = True) -> Inference:
     """Shared body of ``infer_forward`` and ``infer_backward``; specs stand in place of tensors.
 
     ``graded``: the inputs need gradients, whose bytes count too.
     """
     rule_fn = RULES.get(name) or (pointwise_rule if is_pointwise(name) else None)
     func = _function(name, known=rule_fn is not None)
-    specs: list[Spec] = []
-    _collect_specs((args, kwargs), specs)
+    specs = found_in((args, kwargs), Spec)
     if not specs:
         raise RuleError(f"{name!r}: give mw.Spec(shape, dtype, layout) in place of each tensor")
     if any(s.mesh != specs[0].mesh for s in (*specs, *(outputs or ()))):
         raise RuleError(f"{name!r}: the specs lie on different meshes")
     op = Op(None, name, False, False, False, rule_fn, None)
-    with mw_context(op, specs):
-        stand_in = iter(specs)
-        made_args, made_kwargs = _map_specs((args, kwargs), lambda s: _StandIn(next(stand_in)))
+    with naming(op, specs):
+        made_args, made_kwargs = replaced((args, kwargs), Spec, lambda _: torch.empty(0, device="meta"))
         real = global_outputs(func, specs, made_args, made_kwargs) if func is not None else None
         rule = make_rule(op, specs, made_args, made_kwargs)
         if rule is None:
@@ -121,32 +118,3 @@ def _toward(rule: Rule, specs: Sequence[Spec], like: list[tuple[Any, torch.dtype
     a value of which each rank uses its own part has its gradient reduced where it comes from."""
     free = [s.with_(reduced=s.mesh.everywhere, undecided=0) for s in specs]
     return choose_for(rule, free, like, Wanted(tuple(outputs)))
-
-
-class _StandIn(torch.Tensor):
-    """A tensor without data that carries a spec through :func:`map_tensors`."""
-
-    @staticmethod
-    def __new__(cls, spec: Spec) -> _StandIn:
-        return torch.Tensor._make_subclass(cls, torch.empty(0, device="meta"))
-
-
-def _collect_specs(a: Any, found: list[Spec]) -> None:
-    if isinstance(a, Spec):
-        found.append(a)
-    elif isinstance(a, (tuple, list)):
-        for x in a:
-            _collect_specs(x, found)
-    elif isinstance(a, dict):
-        for x in a.values():
-            _collect_specs(x, found)
-
-
-def _map_specs(a: Any, fn: Callable[[Spec], Any]) -> Any:
-    if isinstance(a, Spec):
-        return fn(a)
-    if isinstance(a, (tuple, list)):
-        return type(a)(_map_specs(x, fn) for x in a)
-    if isinstance(a, dict):
-        return {k: _map_specs(v, fn) for k, v in a.items()}
-    return a

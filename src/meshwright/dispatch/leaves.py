@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..layout import Replicate, Spec
 
 Tensor = torch.Tensor
+_LOCAL: Any = Tensor  # properties of local tensors
+_base_of, _is_leaf = _LOCAL._base.__get__, _LOCAL.is_leaf.__get__
 
 
 class _Tied:
@@ -48,15 +51,20 @@ def tie(tensors: Sequence[Tensor]) -> None:
                 tied.add(m)
 
 
-def _leans_invariant(t: Tensor, spec: Spec) -> bool:
+def any_tied(args: Sequence[Any]) -> bool:
+    """Whether one of the arguments gets its types together with others."""
+    return any("_tied" in getattr(a, "__dict__", ()) for a in args)
+
+
+def leans_invariant(t: Tensor, spec: Spec) -> bool:
     """Whether an undecided value should be reduced where it is used, not at the leaves that it was computed from.
 
     Reducing at the leaves is shared by all uses and bucketed; it is dearer where the leaves are larger than the value.
     """
     tied: _Tied | None = t.__dict__.get("_tied")
-    if t.is_leaf or tied is None or not spec.reduced & t.__dict__["_spec"].undecided:
+    if _is_leaf(t) or tied is None or not spec.reduced & t.__dict__["_spec"].undecided:
         return False
-    leaves = sum(m.__dict__["_spec"].shape.numel() for m in tied.alive() if m.is_leaf)
+    leaves = sum(m.__dict__["_spec"].shape.numel() for m in tied.alive() if _is_leaf(m))
     return leaves > spec.shape.numel()
 
 
@@ -92,12 +100,12 @@ def follow_roots(tensors: Sequence[Tensor]) -> bool:
 
 def _follow_root(t: Tensor) -> bool:
     spec: Spec | None = t.__dict__.get("_spec")
-    if spec is None or not spec.undecided or not t.requires_grad or t._base is None:
+    if spec is None or not spec.undecided or not t.requires_grad or (base := _base_of(t)) is None:
         return False
-    root: Spec | None = t._base.__dict__.get("_spec")
+    root: Spec | None = base.__dict__.get("_spec")
     if root is None:
         return False
-    tie([t._base, t])
+    tie([base, t])
     told = spec.undecided & ~root.undecided & _replicated(root)
     if not told:
         return False
@@ -108,7 +116,8 @@ def _follow_root(t: Tensor) -> bool:
 def lead_root(t: Tensor, tensors: Sequence[Tensor]) -> None:
     """After a write to ``t``: the memory that it is a view of has its types, and stays tied to what was written."""
     spec: Spec = t.__dict__["_spec"]
-    root = t._base if t._base is not None and "_spec" in t._base.__dict__ else t
+    base = _base_of(t)
+    root: Tensor = base if base is not None and "_spec" in base.__dict__ else t
     old: Spec = root.__dict__["_spec"]
     if root is not t and old.mesh == spec.mesh:
         told = old.undecided & ~spec.undecided & _replicated(spec)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -16,80 +18,78 @@ from .. import reshard, runtime
 from ..choose import Choice, carries_grad, choose
 from ..errors import DispatchError, MeshwrightError, RuleError
 from ..layout import Layout, Spec
-from ..mesh import Mesh
 from ..rules import Arg, Local, Native, Rule, Strategy
+from ..rules.core import LocalFn
 from ..rules.dims import on_padded
 from . import autocast
-from .calls import (
-    Op,
-    disabled,
-    map_tensors,
-    mesh_of,
-    resolve,
-    spec_of,
-    tensors_in,
-)
+from .binding import Args, Kwargs
+from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of, tensors_in
 
 Tensor = torch.Tensor
+Conversions = tuple[tuple[int, reshard.ConversionPlan], ...]
+Outputs = list[tuple[torch.Size, torch.dtype]]
 
 
-@dataclass(slots=True)
+class Route(Enum):
+    """How a call runs, from the least work to the most."""
+
+    NATIVE = auto()  # the native op on locals
+    NATIVE_WITHOUT_GRAD = auto()  # NATIVE where no gradient is recorded, else EXECUTE: conversions change types alone
+    RETYPE_THEN_NATIVE = auto()  # NATIVE where no gradient is recorded, else CONVERT_THEN_NATIVE
+    CONVERT_THEN_NATIVE = auto()  # conversions of positional tensors, then the native op
+    EXECUTE = auto()  # all that the plan says
+    FUNCTION = auto()  # a function computes it by other calls
+    REDISPATCH = auto()  # PyTorch's own Python code computes it by other calls
+    STAND_IN = auto()  # looked up again where nothing stands in for the arguments
+
+
+@dataclass(frozen=True, slots=True)
 class CallPlan:
     """What to do for one kind of call.
 
-    ``plain``: nothing but the native op on locals, one tensor out; ``fast``: plain, and seen to give what the rule
-    says.  ``untyped``: leaves that require grad are tied together (1) or get their type (2) by this call.
-    ``retypes``: plain but for conversions that only change types, which do nothing where no gradient is recorded.
-    ``stored``: an argument is marked so in its spec: for each call it is asked what stands in for it.
-    ``native``: run this call instead of the op.  ``swift``: conversions of plain positional arguments around one
-    native op: no nested arguments to walk.  ``known``: Partial inputs and how each was reduced before: the reduced
-    value is taken in its place.  ``alias``: a custom op, whose backward may look at the inputs that it saved: it gets
-    plain aliases.  ``back``: a write that cannot be made in the layout of its target: it is made in a copy of another
-    layout, which is then brought back and copied into the target.
-    ``replayed``: this rank has nothing of a result (see ``execution``).  ``padded``: makes of a function one for parts
-    without elements, which the op refuses and of which this rank has some.
-    ``copies``: it makes views that are copies on the mesh; ``cuts``: pieces of one value, parts of sums (see
-    ``views``); ``watched``: arguments are such copies (see ``views``).
-    ``graded``: it holds for arguments of these ``requires_grad`` only: another choice is cheaper for others.
+    ``promised``: the route of later calls, once a first run (of all that the plan says) gave what the rule says; None
+    when it did.  ``plain``: a native op on locals, right with autocast and without.  ``fn`` computes the call by other
+    calls, or takes the op's place on locals.  ``conversions``: of inputs, by their order.  ``known``: of Partial inputs
+    that were reduced before: the reduced value is taken in their place.  ``decide``: inputs that get these types.
+    ``back``: a write that cannot be made in the layout of its target is made in a copy of another layout, which is then
+    brought back and copied into the target.
+
+    ``choice``: None where there is no rule, and inputs are gathered, with a ``warning`` where that moves data.
+    ``copies``: results are views that are copies on the mesh; ``pieces``: pieces of one value, parts of sums;
+    ``watched``: arguments are such copies (see ``views``).  ``replayed``: this rank has nothing of a result (see
+    ``execution``).  ``graded``: another choice is cheaper where other arguments need gradients.
+    ``untyped``: leaves that need gradients are tied together (1) or get their types (2) by this call.
     """
 
     op: Op
-    fast: bool = False
+    route: Route = Route.EXECUTE
+    promised: Route | None = None
     plain: bool = False
-    untyped: int = 0
-    retypes: bool = False
-    stored: bool = False
-    native: Native | None = None
-    swift: bool = False
-    alias: bool = False
-    spec: Spec | None = None
+    fn: LocalFn | None = None
     outputs: tuple[Spec, ...] = ()
-    conversions: tuple[tuple[int, reshard.ConversionPlan], ...] = ()
-    known: tuple[tuple[int, reshard.ConversionPlan], ...] = ()
+    conversions: Conversions = ()
+    known: Conversions = ()
     decide: tuple[tuple[int, Spec], ...] = ()
-    local: Callable[..., Any] | None = None
-    run: Callable[..., Any] | None = None
-    redispatch: bool = False
-    gathered: bool = False
-    copies: bool = False
-    cuts: bool = False
-    replayed: bool = False
-    padded: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    watched: bool = False
-    graded: bool = False
     back: reshard.ConversionPlan | None = None
-    open: int = 0
-    checked: bool = False
-    mesh: Mesh | None = None
     choice: Choice | None = None
     why: str = ""
-    notes: dict[str, Any] = field(default_factory=dict)
+    warning: str = ""
+    copies: bool = False
+    pieces: bool = False
+    watched: bool = False
+    replayed: bool = False
+    graded: bool = False
+    untyped: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        open_ = self.choice is not None and self.choice.open
+        object.__setattr__(self, "untyped", 2 if self.decide else int(bool(open_)))
 
 
 def plan_call(
     func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     strategies: Sequence[Strategy] | None = None,
     *,
     known: bool = True,
@@ -100,212 +100,231 @@ def plan_call(
     Partial values that were reduced before as what they were reduced to.
     """
     op = resolve(func)
-    bound = op.binding(args, kwargs)
+    if kwargs.get("out") is not None:
+        return CallPlan(op, Route.FUNCTION, fn=partial(_into, func))
     if op.composite is not None:
-        return CallPlan(op, run=bound.around(op.composite) if bound else op.composite)
+        bound = op.binding(args, kwargs)
+        return CallPlan(op, Route.FUNCTION, fn=bound.around(op.composite) if bound else op.composite)
     if op.python and op.rule is None:
-        return CallPlan(op, redispatch=True)
-    with disabled():
-        tensors = tensors_in((args, kwargs))
-        mesh = mesh_of(tensors, op.name)
-        specs = [spec_of(t, mesh) for t in tensors]
-        constants = {i for i, t in enumerate(tensors) if not t.requires_grad}
-        free = {i for i in constants if "_spec" not in tensors[i].__dict__}  # their keys say it
-    watched = any(s.copied for s in specs)
-    instead, written = [], op.inplace and specs[0].known is not None
-    for i, s in enumerate(specs):
-        if s.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
-            instead.append((i, reshard.plan(s.with_(undecided=0), s.known.with_(undecided=0))))
-            specs[i] = s.known
-    with mw_context(op, specs):
-        dtypes = autocast.casts(func, specs, args, kwargs, mesh.device) if autocast.active() else {}
-        if dtypes and op.python:
-            return CallPlan(op, redispatch=True)
-        specs = [s.with_(dtype=dtypes[i]) if i in dtypes else s for i, s in enumerate(specs)]
-        plan = _plan_ruled(func, op, mesh, specs, args, kwargs, strategies, (free, constants), bool(instead))
-    if dtypes and (instead or not plan.plain):  # else the native op does it, in C++ and with autocast's own memo
-        return CallPlan(op, run=autocast.cast_first(func, dtypes, mesh.device))
-    if bound and plan.run is not None:
-        plan.run = bound.around(plan.run)
-    if bound and plan.local is not None:
-        plan.local = bound.around(plan.local)
-    if plan.padded is not None:
-        plan.local = plan.padded(plan.local or func)
-    if not (args and isinstance(args[0], Tensor)) and plan.native is not None:
-        plan.native, plan.plain, plan.retypes, plan.swift = None, False, False, False
-    plan.known = tuple(instead)
-    plan.watched = watched
-    if instead or written or plan.watched or plan.copies or plan.cuts:
-        plan.plain = plan.retypes = plan.swift = False
-    return plan
+        return CallPlan(op, Route.REDISPATCH)
+    # Modes around the call, as selective checkpoints have, are to see what runs on this rank alone.
+    with disabled(), _disable_current_modes():
+        planner = _Planner(op, func, args, kwargs, known)
+        with naming(op, planner.specs):
+            return planner.plan(strategies)
 
 
-class mw_context:
-    """Adds the op and its arguments to errors of ours that pass through."""
+class _Planner:
+    """Makes the plan of one call.
 
-    def __init__(self, op: Op, specs: Sequence[Spec]) -> None:
-        self.op, self.specs = op, specs
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, MeshwrightError) and not getattr(error, "_placed", False):
-            error._placed = True  # type: ignore[attr-defined]
-            listed = "; ".join(repr(s) for s in self.specs)
-            error.args = (f"{self.op.name}{'_' if self.op.inplace else ''}({listed}): {error}",)
-
-
-def _plan_ruled(
-    func: Any,
-    op: Op,
-    mesh: Mesh,
-    specs: list[Spec],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    strategies: Sequence[Strategy] | None,
-    constants: tuple[Collection[int], Collection[int]],
-    replaced: bool,
-) -> CallPlan:
-    made = _run_meta(func, specs, args, kwargs, [])
-    if made is _REFUSED and op.python:
-        return CallPlan(op, redispatch=True)
-    if made is _REFUSED:
-        # Most likely a mistake of the caller: every rank runs the op on global values, and PyTorch says what is wrong.
-        plan = _gather_plan(op, mesh, specs)
-        plan.notes["refused"] = True
-        return plan
-    like = _described(made, specs)
-    rule = make_rule(op, specs, args, kwargs)
-    if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
-        return CallPlan(op, redispatch=True)
-    if rule is None or (like is None and not rule.outputs):
-        return _mark_copies(_gather_plan(op, mesh, specs), func, specs, args, kwargs, replaced)
-    if like is None:
-        like = [(torch.Size(rule.out_shape(i)), specs[0].dtype) for i in range(len(rule.outputs))]
-    else:
-        _check_outputs(op, rule, like)
-    if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
-        return CallPlan(op, run=rule.decompose, mesh=mesh)
-    try:
-        choice, graded = _choose_graded(rule, specs, like, op.inplace, strategies, *constants)
-    except DispatchError:
-        choice, graded = _choose_graded(rule, specs, like, False, strategies, *constants)
-    plan = _plan_from(op, mesh, rule, specs, choice)
-    plan.graded = graded
-    return _mark_copies(plan, func, specs, args, kwargs, replaced)
-
-
-def _choose_graded(
-    rule: Rule,
-    specs: list[Spec],
-    like: list[tuple[torch.Size, torch.dtype]],
-    inplace: bool,
-    strategies: Sequence[Strategy] | None,
-    free: Collection[int],
-    constants: Collection[int],
-) -> tuple[Choice, bool]:
-    """The choice, and whether it hangs on which distributed operands need a gradient.
-
-    Beside a Partial, a replicated operand has its gradient reduced, which may cost more than to reduce the Partial
-    first; one that needs none costs nothing.  ``free``: plain tensors without a gradient; ``constants``: all without.
+    ``specs``: of its tensors, with what is known of their values and what autocast makes of them.  ``free``: which are
+    plain and need no gradient, as their keys say.  ``constants``: which need no gradient.
     """
 
-    def made(without: Collection[int]) -> Choice:
-        return choose(rule, specs, like, inplace=inplace, strategies=strategies, constants=without)
+    def __init__(self, op: Op, func: Any, args: Args, kwargs: Kwargs, known: bool) -> None:
+        self.op, self.func, self.args, self.kwargs = op, func, args, kwargs
+        tensors = tensors_in((args, kwargs))
+        self.mesh = mesh_of(tensors, op.name)
+        self.specs = [spec_of(t, self.mesh) for t in tensors]
+        self.constants = {i for i, t in enumerate(tensors) if not t.requires_grad}
+        self.free = {i for i in self.constants if "_spec" not in tensors[i].__dict__}
+        self.watched = any(s.copied for s in self.specs)
+        self.forgets = op.inplace and self.specs[0].known is not None
+        self.given: list[Tensor] = []  # stand-ins on the meta device, and what the op makes of them
+        self.made: list[Tensor] = []
+        self.known: list[tuple[int, reshard.ConversionPlan]] = []
+        for i, s in enumerate(self.specs):
+            if s.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
+                self.known.append((i, reshard.plan(s.with_(undecided=0), s.known.with_(undecided=0))))
+                self.specs[i] = s.known
 
-    beside = [i for i, s in enumerate(specs) if i not in free and carries_grad(s.dtype) and not s.layout.partial]
-    if not beside or not rule.linear or not any(s.layout.partial for s in specs):
-        return made(free), False
-    choice = made([*free, *(i for i in beside if i in constants)])
-    others = [[], beside, *([i] for i in beside)] if len(beside) > 1 else [[], beside]
-    return choice, any(made([*free, *some]) != choice for some in others)
+    def plan(self, strategies: Sequence[Strategy] | None) -> CallPlan:
+        """See :func:`plan_call`."""
+        func, device = self.func, self.mesh.device
+        dtypes = autocast.casts(func, self.specs, self.args, self.kwargs, device) if autocast.active() else {}
+        if dtypes and self.op.python:
+            return CallPlan(self.op, Route.REDISPATCH)
+        self.specs = [s.with_(dtype=dtypes[i]) if i in dtypes else s for i, s in enumerate(self.specs)]
+        plan = self._of_any_route(strategies)
+        if dtypes and not plan.plain:  # else the native op does it, in C++ and with autocast's own memo
+            return CallPlan(self.op, Route.FUNCTION, fn=autocast.cast_first(func, dtypes, device))
+        return plan
+
+    def _of_any_route(self, strategies: Sequence[Strategy] | None) -> CallPlan:
+        op, specs = self.op, self.specs
+        made = _run_meta(self.func, specs, self.args, self.kwargs, self.given)
+        self.made = tensors_in(made)
+        if made is _REFUSED:
+            # Most likely a mistake of the caller: ranks run the op on whole values, and PyTorch says what is wrong.
+            return CallPlan(op, Route.REDISPATCH) if op.python else self._gathered()
+        like = _described(made, specs)
+        rule = make_rule(op, specs, self.args, self.kwargs)
+        if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
+            return CallPlan(op, Route.REDISPATCH)
+        if rule is None or (like is None and not rule.outputs):
+            return self._gathered(warn=True)
+        if like is None:
+            like = [(torch.Size(rule.out_shape(i)), specs[0].dtype) for i in range(len(rule.outputs))]
+        else:
+            _check_outputs(op, rule, like)
+        if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
+            return CallPlan(op, Route.FUNCTION, fn=self._in_order(rule.decompose))
+        try:
+            choice, graded = self._choose(rule, like, op.inplace, strategies)
+        except DispatchError:
+            choice, graded = self._choose(rule, like, False, strategies)
+        return replace(self._ruled(rule, choice), graded=graded)
+
+    def _choose(
+        self, rule: Rule, like: Outputs, inplace: bool, strategies: Sequence[Strategy] | None
+    ) -> tuple[Choice, bool]:
+        """The choice, and whether it hangs on which distributed operands need a gradient.
+
+        Beside a Partial, a replicated operand has its gradient reduced, which may cost more than to reduce the Partial
+        first; one that needs none costs nothing.
+        """
+        specs, free = self.specs, self.free
+
+        def made(without: Collection[int]) -> Choice:
+            return choose(rule, specs, like, inplace=inplace, strategies=strategies, constants=without)
+
+        beside = [i for i, s in enumerate(specs) if i not in free and carries_grad(s.dtype) and not s.layout.partial]
+        if not beside or not rule.linear or not any(s.layout.partial for s in specs):
+            return made(free), False
+        choice = made([*free, *(i for i in beside if i in self.constants)])
+        others = [[], beside, *([i] for i in beside)] if len(beside) > 1 else [[], beside]
+        return choice, any(made([*free, *some]) != choice for some in others)
+
+    def _ruled(self, rule: Rule, choice: Choice) -> CallPlan:
+        op, specs, outputs = self.op, self.specs, choice.outputs
+        ctx = Local(rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank))
+        fn = None if rule.local is None else rule.local(ctx)
+        own = fn is not None and not isinstance(fn, Native)
+        if fn is not None and not self._is_native(fn):
+            fn = self._in_order(fn)
+        if rule.padded and ctx.is_empty():
+            fn = on_padded(ctx, fn or self.func)
+        conversions = _conversions(choice.sources, choice.inputs)
+        copies = (own or self._moves(conversions)) and self._is_view()
+        stays = choice.inputs[0].layout == choice.sources[0].layout
+        smaller = len(outputs) > 1 or (bool(outputs) and outputs[0].shape.numel() < specs[0].shape.numel())
+        pieces = len(specs) == 1 and stays and smaller and any(s.layout.partial for s in outputs) and self._is_view()
+        plan = replace(
+            self._converted(conversions, choice.sources, outputs),
+            fn=fn,
+            outputs=tuple(s.with_(copied=True) for s in outputs) if copies else outputs,
+            choice=choice,
+            why=rule.text,
+            copies=copies,
+            pieces=pieces,
+            replayed=not op.inplace and any(s.shape.numel() and 0 in s.local_shape(ctx.here) for s in outputs),
+        )
+        promised = self._promised(plan)
+        return replace(plan, promised=promised, plain=promised is Route.NATIVE)
+
+    def _promised(self, plan: CallPlan) -> Route:
+        """The least work that a plan allows."""
+        op = self.op
+        if not (plan.fn is None or self._is_native(plan.fn)) or not plan.outputs or op.custom or self.forgets:
+            return Route.EXECUTE
+        if plan.known or plan.watched or plan.copies or plan.pieces or plan.replayed:
+            return Route.EXECUTE
+        if op.inplace and (plan.back or plan.untyped or plan.outputs[0].shape != self.specs[0].shape):
+            return Route.EXECUTE  # what says anew what the target is cannot be left to the native op
+        if not plan.conversions:
+            return Route.NATIVE
+        first = self.args[: len(self.specs)]
+        between = not op.inplace and not plan.untyped and len(tensors_in(first)) == len(self.specs)
+        between = between and all(isinstance(a, Tensor) for a in first)
+        if all(steps.free for _, steps in plan.conversions):
+            return Route.RETYPE_THEN_NATIVE if between else Route.NATIVE_WITHOUT_GRAD
+        return Route.CONVERT_THEN_NATIVE if between else Route.EXECUTE
+
+    def _gathered(self, *, warn: bool = False) -> CallPlan:
+        """Without a rule: every input whole on every rank, the op run everywhere."""
+        op, whole = self.op, Layout(self.mesh)
+        sources = [s.with_(undecided=0) for s in self.specs]
+        conversions = _conversions(sources, [Spec(s.shape, s.dtype, whole) for s in sources])
+        outputs = (Spec(sources[0].shape, sources[0].dtype, whole),) if op.inplace else ()
+        lost = sum(steps.forward_bytes for _, steps in conversions)
+        warning = (
+            f"{op.name} has no rule for these arguments: its inputs are gathered on every rank "
+            f"({lost:.0f} bytes sent per rank here). Give it one: @mw.rule({op.name!r})"
+        )
+        copies = warn and self._moves(conversions) and self._is_view()
+        plan = self._converted(conversions, sources, outputs)
+        return replace(plan, copies=copies, warning=warning if warn and lost else "")
+
+    def _converted(self, conversions: Conversions, sources: Sequence[Spec], outputs: tuple[Spec, ...]) -> CallPlan:
+        """A plan with these conversions of inputs, which were given their types first."""
+        given = enumerate(zip(self.specs, sources, strict=True))
+        return CallPlan(
+            self.op,
+            outputs=outputs,
+            conversions=conversions,
+            known=tuple(self.known),
+            decide=tuple((i, new) for i, (old, new) in given if old is not new),
+            back=_way_back(conversions, self.specs, outputs) if self.op.inplace else None,
+            watched=self.watched,
+        )
+
+    def _moves(self, conversions: Conversions) -> bool:
+        """Whether the op does not get what the caller holds, so that a view of it does not alias that."""
+        return bool(self.known) or any(s.copied for s in self.specs) or not all(c.free for _, c in conversions)
+
+    def _is_view(self) -> bool:
+        """Whether on one device an output would share memory with an input."""
+        memory = {t.untyped_storage()._cdata for t in self.given}
+        return not self.op.inplace and any(t.untyped_storage()._cdata in memory for t in self.made)
+
+    def _is_native(self, fn: LocalFn) -> bool:
+        return isinstance(fn, Native) and isinstance(self.args[0] if self.args else None, Tensor)
+
+    def _in_order(self, fn: LocalFn) -> LocalFn:
+        """``fn`` of arguments in the order of the schema, as a function of such calls."""
+        bound = self.op.binding(self.args, self.kwargs)
+        return bound.around(fn) if bound else fn
 
 
-def by_grad(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The key of a graded plan: which tensors need a gradient is part of it."""
-    return (key, *[t.requires_grad for t in tensors_in((args, kwargs))])
+def _conversions(sources: Sequence[Spec], targets: Sequence[Spec]) -> Conversions:
+    steps = [reshard.plan(s.with_(undecided=0), t.with_(undecided=0)) for s, t in zip(sources, targets, strict=True)]
+    return tuple((i, c) for i, c in enumerate(steps) if c.steps)
 
 
-def _mark_copies(
-    plan: CallPlan, func: Any, specs: list[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: bool
-) -> CallPlan:
-    """Views of converted or replaced inputs, or of copies, do not alias what the caller holds: their specs say so."""
-    own = plan.local is not None and not isinstance(plan.local, Native)
-    moved = own or replaced or any(s.kind != "retype" for _, c in plan.conversions for s in c.steps)
-    if not plan.op.inplace and (moved or any(s.copied for s in specs)) and _is_view(func, specs, args, kwargs):
-        plan.outputs = tuple(s.with_(copied=True) for s in plan.outputs)
-        plan.spec = plan.outputs[0] if plan.outputs else None
-        plan.copies = True
-    if len(specs) == 1 and not plan.op.inplace and plan.choice is not None and _in_parts(plan.choice):
-        smaller = len(plan.outputs) > 1 or plan.outputs[0].shape.numel() < specs[0].shape.numel()
-        plan.cuts = smaller and _is_view(func, specs, args, kwargs)
-    if _nothing_here(plan):
-        plan.replayed, plan.plain, plan.retypes, plan.swift = True, False, False, False
-    return plan
+@contextlib.contextmanager
+def naming(op: Op, specs: Sequence[Spec]) -> Iterator[None]:
+    """Adds the op and its arguments to errors of ours that pass through."""
+    try:
+        yield
+    except MeshwrightError as error:
+        if not getattr(error, "_placed", False):
+            error._placed = True  # type: ignore[attr-defined]
+            listed = "; ".join(repr(s) for s in specs)
+            error.args = (f"{op.name}{'_' if op.inplace else ''}({listed}): {error}",)
+        raise
 
 
-def _nothing_here(plan: CallPlan) -> bool:
-    """Whether a result that has elements has none on this rank."""
-    if plan.op.inplace or plan.mesh is None:
-        return False
-    here = plan.mesh.coordinate(runtime.RT.rank)
-    return any(s.shape.numel() and not math.prod(s.local_shape(here)) for s in plan.outputs)
-
-
-def _in_parts(choice: Choice) -> bool:
-    """Whether outputs are Partial of an input that stays as it lies."""
-    return any(s.layout.partial for s in choice.outputs) and choice.inputs[0].layout == choice.sources[0].layout
-
-
-def _is_view(func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether on one device an output would share memory with an input."""
-    given: list[Tensor] = []
-    made = _run_meta(func, specs, args, kwargs, given)
-    memory = {t.untyped_storage()._cdata for t in given}
-    return any(t.untyped_storage()._cdata in memory for t in tensors_in(made))
-
-
-def _plan_from(op: Op, mesh: Mesh, rule: Rule, specs: list[Spec], choice: Choice) -> CallPlan:
-    conversions = []
-    for i, (src, dst) in enumerate(zip(choice.sources, choice.inputs, strict=True)):
-        if src.undecided:
-            dst = dst.with_(undecided=0)
-            src = src.with_(undecided=0)
-        steps = reshard.plan(src, dst)
-        if steps.steps:
-            conversions.append((i, steps))
-    back = _way_back(conversions, specs, choice.outputs) if op.inplace else None
-    decide = tuple(
-        (i, src) for i, (given, src) in enumerate(zip(specs, choice.sources, strict=True)) if given is not src
-    )
-    ctx = Local(rule, choice.inputs, choice.outputs, mesh.coordinate(runtime.RT.rank))
-    local = None if rule.local is None else rule.local(ctx)
-    padded = partial(on_padded, ctx) if rule.padded and ctx.is_empty() else None
-    alias = "::" in op.name
-    direct = (local is None or isinstance(local, Native)) and choice.outputs != () and not alias and padded is None
-    if op.inplace:  # what says anew what the target is cannot be left to the native op
-        direct = direct and not (back or decide or choice.open or choice.outputs[0].shape != specs[0].shape)
-    return CallPlan(
-        op,
-        plain=not conversions and direct,
-        retypes=bool(conversions) and direct and all(s.kind == "retype" for _, c in conversions for s in c.steps),
-        untyped=2 if decide else int(bool(choice.open)),
-        native=local if isinstance(local, Native) else None,
-        alias=alias,
-        swift=bool(conversions) and direct and not decide and not choice.open and not op.inplace,
-        spec=choice.outputs[0] if choice.outputs else None,
-        outputs=choice.outputs,
-        conversions=tuple(conversions),
-        decide=decide,
-        local=local,
-        padded=padded,
-        back=back,
-        open=choice.open,
-        mesh=mesh,
-        choice=choice,
-        why=rule.text,
-    )
+def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> Any:
+    """``out=``: compute, convert to the layout that ``out`` has, and copy into it."""
+    name = op_name(func)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs, out))):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
+    for target, value in zip(tensors_in(out), tensors_in(func(*args, **kwargs)), strict=True):
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise RuntimeError(f"{name}: result type {value.dtype} can't be cast to the desired type {target.dtype}")
+        if target.shape != value.shape:
+            if "_spec" in target.__dict__ or target.numel():
+                raise DispatchError(
+                    f"{name}: out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; only an empty "
+                    "plain tensor is resized"
+                )
+            target.resize_(value.shape)
+        with torch.no_grad():
+            target.copy_(value)
+    return out
 
 
 def _way_back(
@@ -330,7 +349,7 @@ def written_spec(target: Spec, made: Spec) -> Spec:
     return target.with_(reduced=target.reduced | (made.reduced & open_), undecided=made.undecided & open_)
 
 
-def make_rule(op: Op, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
+def make_rule(op: Op, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Rule | None:
     """Call the rule function with an Arg in place of each tensor.
 
     Raises RuleError (with the cause) where the rule function itself fails.
@@ -358,7 +377,7 @@ def make_rule(op: Op, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict
 
 
 def global_outputs(
-    func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs
 ) -> list[tuple[torch.Size, torch.dtype]] | None:
     """Global shape and dtype of each output, from a run on meta tensors; None where PyTorch cannot tell."""
     return _described(_run_meta(func, specs, args, kwargs, []), specs)
@@ -377,9 +396,7 @@ def _described(made: Any, specs: Sequence[Spec]) -> list[tuple[torch.Size, torch
 _REFUSED = object()
 
 
-def _run_meta(
-    func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
-) -> Any:
+def _run_meta(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs, given: list[Tensor]) -> Any:
     """The op on meta tensors (which ``given`` collects).
 
     NotImplemented where PyTorch cannot tell without values, ``_REFUSED`` where it refuses the arguments.
@@ -392,7 +409,6 @@ def _run_meta(
         return given[-1]
 
     try:
-        # Modes around the call, as selective checkpoints have, are to see what runs on this rank alone.
         with disabled(), torch.no_grad(), warnings.catch_warnings(), _disable_current_modes():
             warnings.simplefilter("ignore")
             kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
@@ -423,34 +439,15 @@ def _whole_is_split(rule: Rule, specs: Sequence[Spec]) -> bool:
     return False
 
 
-def _gather_plan(op: Op, mesh: Mesh, specs: list[Spec]) -> CallPlan:
-    """Without a rule: every input whole on every rank, the op run everywhere."""
-    conversions, decide, lost = [], [], 0.0
-    for i, spec in enumerate(specs):
-        source = spec.with_(undecided=0)
-        if source is not spec:
-            decide.append((i, source))
-        steps = reshard.plan(source, Spec(spec.shape, spec.dtype, Layout(mesh)))
-        if steps.steps:
-            conversions.append((i, steps))
-            lost += steps.forward_bytes
-    plan = CallPlan(op, conversions=tuple(conversions), decide=tuple(decide), mesh=mesh, gathered=True)
-    if op.inplace:
-        plan.outputs = (Spec(specs[0].shape, specs[0].dtype, Layout(mesh)),)
-        plan.back = _way_back(conversions, specs, plan.outputs)
-    plan.notes["bytes"] = lost
-    return plan
-
-
 _WARNED: set[str] = set()
 
 
 def warn_gathered(plan: CallPlan) -> None:
-    """One warning per op that runs without a rule and moves data for it."""
-    if plan.notes.get("bytes") and "refused" not in plan.notes and plan.op.name not in _WARNED:
-        _WARNED.add(plan.op.name)
-        warnings.warn(
-            f"{plan.op.name} has no rule for these arguments: its inputs are gathered on every rank "
-            f"({plan.notes['bytes']:.0f} bytes sent per rank here). Give it one: @mw.rule({plan.op.name!r})",
-            stacklevel=6,
-        )
+    """One warning per op that runs without a rule and moves data for it, at the user's line."""
+    if not plan.warning or plan.op.name in _WARNED:
+        return
+    _WARNED.add(plan.op.name)
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and not runtime.is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(plan.warning, stacklevel=level)

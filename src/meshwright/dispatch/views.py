@@ -18,12 +18,13 @@ from .. import convert, reshard
 from ..errors import DispatchError
 from ..operators import Internal
 from ..raw import as_plain
+from .binding import Args, Kwargs
 from .calls import disabled, op_name, tensors_in
 from .leaves import lead_root, settle
 from .plans import CallPlan, written_spec
 
 Tensor = torch.Tensor
-Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Call = Callable[[Any, Args, Kwargs], Any]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -38,8 +39,8 @@ class View:
 
     base: Tensor
     func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     index: int
     version: int | None
     alias: bool
@@ -56,7 +57,7 @@ def view_of(t: Tensor) -> View | None:
     return space.get("_view") if spec is not None and spec.copied else None
 
 
-def remember(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, made: Sequence[Tensor]) -> None:
+def remember(func: Any, args: Args, kwargs: Kwargs, base: Tensor, made: Sequence[Tensor]) -> None:
     """Note of each of these copies how it was made.  Must run with dispatch disabled."""
     pieces: weakref.WeakSet[Any] = weakref.WeakSet()
     for i, t in enumerate(made):
@@ -80,17 +81,15 @@ class PieceSource:
 
     base: Tensor
     func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     version: int
     several: bool
     whole: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
     mark: object = field(default_factory=object)
 
 
-def remember_pieces(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, made: Sequence[Tensor]
-) -> None:
+def remember_pieces(func: Any, args: Args, kwargs: Kwargs, base: Tensor, made: Sequence[Tensor]) -> None:
     """Note what these pieces, which may be needed whole, were cut from.  Must run with dispatch disabled."""
     version = _version(base)
     if version is not None:
@@ -215,7 +214,7 @@ def write_through(t: Tensor, call: Call) -> None:
             piece.version = now
 
 
-def with_base(old: Any, new: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def with_base(old: Any, new: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
     """Arguments of a view with its base replaced."""
     return tuple(new if a is old else a for a in args), {k: new if a is old else a for k, a in kwargs.items()}
 
@@ -224,7 +223,7 @@ def with_base(old: Any, new: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _writer(name: str) -> Internal:
     """An op in place that writes a value to a view of a whole tensor."""
 
-    def write(base: Tensor, value: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i: int) -> Tensor:
+    def write(base: Tensor, value: Tensor, func: Any, args: Args, kwargs: Kwargs, i: int) -> Tensor:
         args, kwargs = with_base("base", base, args, kwargs)
         tensors_in(func(*args, **kwargs))[i].copy_(value)
         return base

@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from ..dispatch import disabled, root, settle, unit_cotangent
+from ..dispatch import NO, Args, Kwargs, disabled, root, settle, unit_cotangent
 from ..errors import DispatchError
 from . import modes
-from .carrier import NO, DistTensor, local_of, plain, stamp, whole
+from .carrier import DistTensor, local_of, plain, stamp, whole
 
 Tensor = torch.Tensor
 
@@ -40,7 +40,7 @@ def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
     return plain(local_of(gradient, spec.grad().with_(dtype=gradient.dtype)))
 
 
-def grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.grad`` on distributed tensors: seeds in, gradients out, each in its own layout."""
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -70,7 +70,7 @@ def grad(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return tuple(found)
 
 
-def backward(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def backward(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.backward`` and ``DistTensor.backward``."""
     names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -137,7 +137,7 @@ def _backward_of(
     inputs: Any = None,
 ) -> None:
     """Gradients of the leaves, as on one device: the global value is what is differentiated."""
-    backward(None, (), (self, gradient, retain_graph, create_graph, inputs), NO)
+    backward(None, (self, gradient, retain_graph, create_graph, inputs), NO)
 
 
 DistTensor.backward = _backward_of  # type: ignore[assignment,method-assign]

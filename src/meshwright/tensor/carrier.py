@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .. import convert, reshard, runtime
-from ..dispatch import call_disabled, disabled, refresh, remember_detached, settle
+from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, settle
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
@@ -21,8 +21,10 @@ from ..raw import bare, get_grad
 from .standin import itself, stands_in
 
 Tensor = torch.Tensor
-NO: dict[str, Any] = {}
 
+# What answers for the global tensor by its spec, or by calls of ops.
+GLOBAL_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "__len__")
+GLOBAL_PROPERTIES = ("shape", "ndim", "T", "mT", "H", "mH", "real", "imag")
 BASE: Any = Tensor  # its properties as descriptors, to be called with dispatch disabled
 _DETACH = Tensor.detach
 _GET_REQUIRES = BASE.requires_grad.__get__
@@ -305,7 +307,7 @@ class GradientHook:
         return None if made is None else plain(local_of(made, spec.with_(dtype=made.dtype)))
 
 
-def call_enabled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_enabled(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A call on distributed tensors, from where dispatch may be disabled."""
     with torch._C._EnableTorchFunction():
         return func(*args, **kwargs)

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import torch
 
 from .. import convert, reshard
-from ..dispatch import call_disabled, disabled
+from ..dispatch import NO, call_disabled, disabled
 from ..errors import LayoutError
 from ..layout import Spec
 from ..raw import get_grad, set_grad
-from .carrier import NO, DistTensor, as_layout_of, raw_grad, stamp
+from .carrier import DistTensor, as_layout_of, raw_grad, stamp
 
 Tensor = torch.Tensor
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch import call_disabled, disabled, map_tensors
+from ..dispatch import Args, Kwargs, Special, call_disabled, disabled, map_tensors
 from ..errors import DispatchError
 from .carrier import BASE, DistTensor, is_part, plain, seen, whole
 
@@ -80,48 +80,44 @@ def _refusal(x: DistTensor, what: str) -> DispatchError:
 _SAVE = "; to save a model: {name: mw.unshard(t) for name, t in model.state_dict().items()}"
 
 
-def _address(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _address(func: Any, args: Args, kwargs: Kwargs) -> Any:
     refuse_part(f"{func.__name__}()", args[0], _SAVE)
-    return call_disabled(func, types, args, kwargs)
+    return call_disabled(func, (), args, kwargs)
 
 
-def _storage(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _storage(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
-    return StorageView(x) if is_part(x._spec) else call_disabled(func, types, args, kwargs)
+    return StorageView(x) if is_part(x._spec) else call_disabled(func, (), args, kwargs)
 
 
-def _dlpack(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dlpack(func: Any, args: Args, kwargs: Kwargs) -> Any:
     refuse_part("DLPack", args[0])
     return func(plain(args[0]), *args[1:], **kwargs)
 
 
-def _is_nonzero(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_nonzero(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return bool(func(*global_values(args)))
 
 
-def _is_same_size(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_same_size(func: Any, args: Args, kwargs: Kwargs) -> bool:
     x, y = (*args, *kwargs.values())
     return bool(x.shape == y.shape)
 
 
-def _type(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _type(func: Any, args: Args, kwargs: Kwargs) -> Any:
     wanted = (*args[1:], *kwargs.values())[:1]
     if not wanted:
-        return call_disabled(func, types, args, kwargs)
+        return call_disabled(func, (), args, kwargs)
     (kind,) = wanted
     return args[0].to(kind if isinstance(kind, torch.dtype) else torch.empty(0).type(kind).dtype)
 
 
-def into_plain(func: Any) -> Callable[..., Any]:
+def into_plain(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """An op that writes to a plain tensor: with global values, on every rank; the tensor stays plain."""
-
-    def write(*args: Any, **kwargs: Any) -> Any:
-        return func(*global_values(args), **global_values(kwargs))
-
-    return write
+    return func(*global_values(args), **global_values(kwargs))
 
 
-READERS: dict[str, Callable[..., Any]] = {
+READERS: dict[str, Special] = {
     **dict.fromkeys(("data_ptr", "const_data_ptr", "storage", "_typed_storage"), _address),
     "untyped_storage": _storage,
     "__dlpack__": _dlpack,

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..dispatch import QUESTIONS, call_disabled
+from ..dispatch import NO, QUESTIONS, call_disabled
 from .calls import dispatch
-from .carrier import BASE, NO, DistTensor
+from .carrier import BASE, DistTensor
 
 Tensor = torch.Tensor
 _TYPES = (DistTensor,)

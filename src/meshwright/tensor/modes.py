@@ -14,9 +14,9 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..dispatch import call_disabled, disabled, map_tensors
+from ..dispatch import NO, call_disabled, disabled, map_tensors
 from ..raw import bare
-from .carrier import NO, DistTensor
+from .carrier import DistTensor
 
 Tensor = torch.Tensor
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch import call_disabled
+from ..dispatch import INTO_PLAIN, Args, Kwargs, Special, call_disabled
 from ..errors import DispatchError
 from .autograd import backward, grad
 from .carrier import DistTensor
-from .memory import READERS
+from .memory import READERS, into_plain
 
 
 def _refuse_transforms() -> None:
@@ -41,18 +40,18 @@ def _refuse_transforms() -> None:
 _refuse_transforms()
 
 
-def _detach(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _detach(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return args[0].detach()
 
 
-def _detach_in_place(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _detach_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     (x,) = args
-    call_disabled(func, types, args, kwargs)
+    call_disabled(func, (), args, kwargs)
     x._spec = x._spec.with_(reduced=0, undecided=x._spec.mesh.everywhere)
     return x
 
 
-def _set(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _set(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, *source = args
     if kwargs or len(source) != 1 or not isinstance(x, DistTensor) or not isinstance(source[0], Tensor):
         raise DispatchError(
@@ -65,19 +64,31 @@ def _set(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return x
 
 
-def _no_forward_mode(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _no_forward_mode(func: Any, args: Args, kwargs: Kwargs) -> Any:
     raise DispatchError(
         "forward-mode differentiation does not support DistTensors: for a Jacobian-vector product differentiate "
         "torch.autograd.grad(y, x, v, create_graph=True) with respect to v"
     )
 
 
-SPECIAL: dict[str, Callable[..., Any]] = {
+def _by_numbers(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``x[...]`` with integer tensors of no dim, which select as numbers do."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    tensors = [a for a in index if isinstance(a, Tensor)]
+    numbers = [a for a in tensors if not a.ndim and a.dtype not in (torch.bool, torch.uint8)]
+    if not numbers or any(a.is_floating_point() or a.is_complex() for a in tensors):
+        return NotImplemented
+    return func(args[0], tuple(int(a) if any(a is n for n in numbers) else a for a in index))
+
+
+SPECIAL: dict[str, Special] = {
     **READERS,
+    INTO_PLAIN: into_plain,
     "_make_dual": _no_forward_mode,
     "grad": grad,
     "backward": backward,
     "detach": _detach,
     "detach_": _detach_in_place,
     "set_": _set,
+    "__getitem__": _by_numbers,
 }

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..dispatch import map_tensors, resolve, tensors_in
+from ..dispatch import Args, Kwargs, map_tensors, resolve, tensors_in
 
 Tensor = torch.Tensor
 
@@ -69,7 +69,7 @@ def itself(p: Tensor) -> Tensor:
     return p
 
 
-def with_stand_ins(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+def with_stand_ins(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any] | None:
     """The arguments of a call with the stand-ins of those that it reads; None if there are none."""
     if not OPEN.scopes:
         return None

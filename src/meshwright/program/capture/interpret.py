@@ -12,34 +12,29 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.overrides import TorchFunctionMode, redispatch_function
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode
 
-from ... import runtime
 from ...dispatch import (
-    QUESTIONS,
-    autocast,
-    before,
-    by_grad,
-    execute,
-    key_part,
-    op_name,
-    plan_call,
+    NO,
+    Args,
+    Frontend,
+    Kwargs,
+    Special,
+    call,
+    key_of,
     refresh,
     relayout,
     remember_detached,
-    resolve,
     root,
     settle,
     tensors_in,
     unit_cotangent,
     wanted,
-    warn_gathered,
-    write_through,
 )
 from ...errors import CaptureError, MeshwrightError
 from ...layout import Spec
 from ...marks import CONSTRAIN, GRAD, read_wish
+from ...tensor import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor
 from ..ir.nodes import annotate, info_of
 from ..ir.trace import Recorder
 from .export import line_of, region_of
@@ -67,7 +62,6 @@ def _differentiated_by(node: fx.Node) -> bool:
 
 
 _ASSERTIONS = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default}
-_redispatch: Any = redispatch_function
 
 
 class Interpreter:
@@ -82,6 +76,7 @@ class Interpreter:
     def __init__(self, recorder: Recorder, wishes: dict[str, Any], regions: dict[str, Path]) -> None:
         self.recorder, self.wishes, self.regions = recorder, wishes, regions
         self.mode = _Global(self)
+        self.front = Frontend(stamp, self.enabled, _SPECIAL, lambda *_: None)
 
     def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any], *, top: bool = True) -> Any:
         """Run a graph; ``read`` gives the value of a placeholder when it is first needed."""
@@ -187,66 +182,32 @@ class Interpreter:
         spec = spec_at(x)
         if spec is None or not (x.dtype.is_floating_point or x.dtype.is_complex):
             return x
-        refresh(x, self.call)
+        refresh(x, self.enabled)
         target = wanted(spec, placements)
         return x if target is spec else relayout(x, target, stamp)
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """One call on fakes, as eager dispatch would run it."""
-        tensors = tensors_in((args, kwargs))
-        if not any("_spec" in t.__dict__ for t in tensors):
+        if not any("_spec" in t.__dict__ for t in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
-        name = op_name(func)
-        if name in QUESTIONS:
+        return call(self.front, key_of(func, args, kwargs), func, args, kwargs)
+
+    def enabled(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Code that calls ops on fakes as on the global tensors that they stand for."""
+        with self.mode:
             return func(*args, **kwargs)
-        if name in ("detach", "detach_"):
-            (x,) = tensors
-            spec = x.__dict__["_spec"]
-            made = x.detach() if name == "detach" else x.detach_()
-            remember_detached(x, made)
-            return stamp(made, spec.with_(reduced=0, undecided=spec.mesh.everywhere))
-        plan = self._plan(func, args, kwargs)
-        if plan.run is not None:
-            with self.mode:
-                return plan.run(*args, **kwargs)
-        if plan.redispatch:
-            with self.mode:
-                return _redispatch(func, (), args, kwargs)
-        if plan.gathered:
-            warn_gathered(plan)
-        if plan.watched:
-            before(plan, tensors, self.call)
-        made = execute(plan, func, args, kwargs, stamp)
-        if plan.watched and plan.op.inplace:
-            write_through(made, self.call)
-        return made
-
-    def _plan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        resolve(func)  # so that the key knows whether the op is pointwise
-        key: Any = (func, *[key_part(a, func) for a in args])
-        if kwargs:
-            key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
-        if autocast.active():
-            key = (autocast.state(), key)
-        plans = runtime.RT.plans
-        try:
-            plan = plans.get(key)
-        except TypeError:  # an unhashable argument
-            with _disable_current_modes():
-                return plan_call(func, args, kwargs)
-        if plan is not None and plan.graded:
-            plan = plans.get(by_grad(key, args, kwargs))
-        if plan is None:
-            with _disable_current_modes():
-                plan = plans[key] = plan_call(func, args, kwargs)
-            if plan.graded:
-                plans[by_grad(key, args, kwargs)] = plan
-        return plan
 
 
-_TURNED = {"T": "permute", "mT": "transpose", "H": "H", "mH": "mH", "real": "real", "imag": "imag"}
+def _detach(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    (x,) = args
+    made = func(x)
+    remember_detached(x, made)
+    return stamp(made, x.__dict__["_spec"].with_(reduced=0, undecided=x.__dict__["_spec"].mesh.everywhere))
+
+
+_SPECIAL: dict[str, Special] = {"detach": _detach, "detach_": _detach}
 
 
 class _Global(TorchFunctionMode):
@@ -257,45 +218,13 @@ class _Global(TorchFunctionMode):
         self.owner = owner
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         first = args[0] if args else None
-        spec = first.__dict__.get("_spec") if isinstance(first, Tensor) else None
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            return self._property(func, first, spec)
-        if spec is not None:
-            if name == "size":
-                return (
-                    spec.shape
-                    if len(args) < 2 and not kwargs
-                    else spec.shape[args[1] if len(args) > 1 else kwargs["dim"]]
-                )
-            if name in ("dim", "ndimension"):
-                return spec.ndim
-            if name in ("numel", "nelement"):
-                return spec.shape.numel()
-            if name == "__len__":
-                return spec.shape[0]
-        return self.owner.call(func, tuple(args), kwargs)
-
-    def _property(self, func: Any, t: Any, spec: Spec | None) -> Any:
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if spec is not None:
-            if name == "shape":
-                return spec.shape
-            if name == "ndim":
-                return spec.ndim
-            if name in _TURNED:
+        if isinstance(first, Tensor) and "_spec" in first.__dict__:
+            name = getattr(func, "__name__", "")
+            if name in GLOBAL_METHODS:
+                return getattr(DistTensor, name)(*args, **kwargs or NO)
+            name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+            if name in GLOBAL_PROPERTIES:
                 with self:
-                    return self._turned(name, t, spec)
-        return func(t)
-
-    def _turned(self, name: str, t: Tensor, spec: Spec) -> Any:
-        if name == "T":
-            return t.permute(*range(spec.ndim - 1, -1, -1))
-        if name in ("mT", "mH"):
-            turned = t.transpose(-2, -1)
-            return turned if name == "mT" else turned.conj()
-        if name == "H":
-            return t.transpose(0, 1).conj() if spec.ndim else t.conj()
-        return getattr(torch, name)(t)
+                    return getattr(DistTensor, name).fget(first)
+        return self.owner.call(func, tuple(args), kwargs or NO)

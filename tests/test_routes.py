@@ -1,0 +1,110 @@
+"""The way of a call: which route a plan promises, takes after its first run, and where it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import runtime
+from meshwright.dispatch.plans import CallPlan, Route
+from meshwright.tensor import DistTensor
+
+MESH = mw.Mesh({"a": 2})
+EVEN, WHOLE = {"a": mw.Shard(0)}, {"a": mw.Replicate()}
+
+
+def given(*shape: int, at: Any, grad: bool = False) -> DistTensor:
+    made = mw.shard_tensor(torch.ones(*shape), MESH, at)
+    made.requires_grad_(grad)
+    return made
+
+
+def plans_of(func: Any) -> list[CallPlan]:
+    """Those kept for calls of a function, autocast or not."""
+
+    def has(key: Any) -> bool:
+        return key is func or (isinstance(key, tuple) and any(map(has, key)))
+
+    return [p for key, p in runtime.RT.plans.items() if has(key)]
+
+
+def after(func: Any, *args: Any, times: int = 1, **kwargs: Any) -> list[tuple[str, bool]]:
+    """Route of each plan kept for a function after some calls, and whether it was seen to be right."""
+    runtime.RT.plans.clear()
+    runtime.RT.fast.clear()
+    for _ in range(times):
+        func(*args, **kwargs)
+    return [(p.route.name, p.promised is None) for p in plans_of(func)]
+
+
+def on_all_ranks(fn: Any) -> None:
+    mw.simulate(fn, MESH)
+
+
+def test_the_route_is_what_a_first_run_showed() -> None:
+    def run() -> None:
+        x, across = given(4, 6, at=EVEN), given(4, 6, at={"a": mw.Shard(1)})
+        w = given(3, 6, at=EVEN, grad=True)
+        assert after(torch.relu, x) == [("NATIVE", True)]
+        assert after(torch.max, x, 1) == [("NATIVE", True)]
+        assert after(torch.add, x, across) == [("CONVERT_THEN_NATIVE", True)]
+        assert after(torch.stack, [x, across]) == [("EXECUTE", True)]  # not by position
+        alike = mw.reshard(w, WHOLE)  # on all ranks, so that linear changes its type
+        assert after(F.linear, x, alike) == [("RETYPE_THEN_NATIVE", True)]
+        with torch.no_grad():
+            assert after(Tensor.add_, x, given(4, 6, at=EVEN)) == [("NATIVE", True)]
+        assert after(Tensor.add_, x, across) == [("EXECUTE", True)]
+        assert after(torch.nonzero, x)[0][0] == "EXECUTE"  # gathered
+
+    on_all_ranks(run)
+
+
+def test_calls_by_other_calls_and_stand_ins_have_routes() -> None:
+    def run() -> None:
+        x = given(4, 6, at=EVEN)
+        out = mw.shard_tensor(torch.zeros(4, 6), MESH, EVEN)
+        assert after(torch.add, x, x, out=out, times=2)[0] == ("FUNCTION", True)
+        torch.testing.assert_close(mw.unshard(out), torch.full((4, 6), 2.0))
+        assert after(F.normalize, x) == [("REDISPATCH", True)]
+
+    on_all_ranks(run)
+
+
+def test_a_plan_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CallPlan(None).route = Route.NATIVE  # type: ignore[misc,arg-type]
+
+
+def test_known_calls_are_those_of_native_plans() -> None:
+    def run() -> None:
+        x = given(4, 6, at=EVEN)
+        assert after(torch.relu, x, times=2) == [("NATIVE", True)]
+        assert len(runtime.RT.fast) == 1
+        after(torch.add, x, given(4, 6, at=WHOLE), times=3)
+        assert not runtime.RT.fast
+        with mw.explain() as why:  # who listens is told of all
+            assert after(torch.relu, x, times=3) == [("NATIVE", True)]
+            assert not runtime.RT.fast
+        assert not why.records
+
+    on_all_ranks(run)
+
+
+def test_under_autocast_only_plain_plans_serve_both() -> None:
+    def run() -> None:
+        x, w = given(4, 6, at=EVEN), given(3, 6, at={"a": mw.Shard(1)})
+        # Of linear: without, with, and the one in that of bfloat16.
+        for func, args, kept in ((torch.relu, (x,), 1), (F.linear, (x, w), 3)):
+            after(func, *args)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                for _ in range(2):
+                    func(*args)
+            assert len(plans_of(func)) == kept, func
+
+    on_all_ranks(run)
