@@ -22,7 +22,7 @@ from .api import (
     to_dtensor,
     unshard,
 )
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, load_weights, save_weights
 from .compile import capture_local, compile_step
 from .explain import Explanation, explain, explicit
 from .generator import reproducible_random
@@ -59,12 +59,14 @@ __all__ = [
     "infer_forward",
     "init_mesh",
     "load_program",
+    "load_weights",
     "no_sync",
     "passes",
     "reproducible_random",
     "reshard",
     "rule",
     "save_program",
+    "save_weights",
     "shard_dataloader",
     "shard_module",
     "shard_optimizer",

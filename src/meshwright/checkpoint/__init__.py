@@ -11,10 +11,13 @@ Read it in this order:
     agree      mistakes on one rank are errors on all
     saving, restore, loading
     store      ``Checkpoints``
+    weights    Hugging Face directories
+    inspection what the command line shows
 """
 
 from __future__ import annotations
 
 from .store import Checkpoints
+from .weights import load_weights, save_weights
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "load_weights", "save_weights"]

@@ -29,19 +29,19 @@ def together(mesh: Mesh, what: str, do: Callable[[], T]) -> T:
     Raises:
         CheckpointError: as ``do`` raised it (OSError is one too), with the rank where others did not.
     """
-    made, problem = None, ""
+    made: T | None = None
+    own: Exception | None = None
     try:
         made = do()
-    except (CheckpointError, OSError) as error:
-        problem = str(error) or type(error).__name__
-        cause: Exception | None = error
-    else:
-        cause = None
-    seen = everyone(problem, mesh)
+    except Exception as error:  # of whatever kind: the others would wait
+        own = error
+    seen = everyone("" if own is None else str(own) or type(own).__name__, mesh)
+    if own is not None and not isinstance(own, (CheckpointError, OSError)):
+        raise own
     for rank, text in zip(mesh.ranks, seen, strict=True):
         if text:
             where = "" if all(seen) else f" on rank {rank}"
-            raise CheckpointError(f"{what}{where}: {text}") from cause
+            raise CheckpointError(f"{what}{where}: {text}") from own
     return made  # type: ignore[return-value]
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def write_file(path: Path, parts: Sequence[Part]) -> Line:
         OSError: the file is then gone, unless that fails too.
     """
     parts = sorted(parts, key=lambda p: -p.value.dtype.itemsize)  # so that all are aligned
-    values = [_bytes_of(p.value) for p in parts]
+    values = [bytes_of(p.value) for p in parts]
     header = _header(parts, values)
     file = DISK.create(path)
     try:
@@ -132,7 +132,8 @@ def write_file(path: Path, parts: Sequence[Part]) -> Line:
     return Line(len(header) + sum(map(len, values)), zlib.crc32(header))
 
 
-def _bytes_of(value: Tensor) -> memoryview:
+def bytes_of(value: Tensor) -> memoryview:
+    """The bytes of a tensor in memory of the host, row by row; a copy where they do not lie so."""
     value = value.detach().resolve_conj().resolve_neg()
     value = torch.view_as_real(value) if value.is_complex() else value
     plain: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -140,18 +141,30 @@ def _bytes_of(value: Tensor) -> memoryview:
 
 
 def _header(parts: Sequence[Part], values: Sequence[memoryview]) -> bytes:
-    """The length of the header and the header, with the checksums of all blocks."""
-    table: dict[str, Any] = {}
-    at = 0
-    for part, value in zip(parts, values, strict=True):
+    """A header with the checksums of all blocks."""
+    table = {}
+    for part in parts:
         dtype, pairs = as_stored(part.value.dtype)
-        shape = [b - a for a, b in part.box] + [2] * (pairs > 1)
-        table[part.name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [at, at + len(value)]}
-        at += len(value)
+        table[part.name] = dtype, [b - a for a, b in part.box] + [2] * (pairs > 1)
     offsets = {p.name: {"saved_offsets": [a for a, _ in p.box] + [0] * p.value.is_complex()} for p in parts}
     sums = {p.name: _sums(value).tobytes().hex() for p, value in zip(parts, values, strict=True)}
-    about = {"format": "pt", OFFSETS: json.dumps(offsets), SUMS: json.dumps({"block": BLOCK, "crc32": sums})}
-    text = json.dumps({"__metadata__": about, **table}, separators=(",", ":")).encode()
+    return header_of(table, {OFFSETS: json.dumps(offsets), SUMS: json.dumps({"block": BLOCK, "crc32": sums})})
+
+
+def header_of(tensors: Mapping[str, tuple[torch.dtype, list[int]]], about: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with: the length of the header, and the header.
+
+    Args:
+        tensors: name to dtype and shape, in the order of their bytes.
+        about: notes.
+    """
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -259,4 +272,7 @@ class TensorFile:
             into[a - lo : b - lo].copy_(values)
 
 
-__all__ = ["DISK", "NAMES", "Disk", "Line", "Part", "TensorFile", "as_stored", "write_file"]
+__all__ = [
+    "DISK", "DTYPES", "NAMES", "STRETCH", "Disk", "Line", "Part", "TensorFile", "as_stored", "bytes_of", "header_of",
+    "write_file",
+]  # fmt: skip

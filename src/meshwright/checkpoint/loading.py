@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -17,7 +18,7 @@ from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from .agree import everyone, together
-from .contents import Roles
+from .contents import OPTIMIZER, OTHERS, Roles
 from .files import TensorFile, as_stored
 from .manifest import Manifest, Saved, parsed, read_manifest, saves_in
 from .pieces import Box, common, overlapping, read_spec
@@ -53,14 +54,51 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
     restore = together(mesh, f"load {path}", lambda: plan_restore(roles, manifest, mesh))
     reader = Reader(path, manifest)
     try:
-        for batch in _batches(restore.targets, mesh):
-            read = together(mesh, f"load {path}", partial(reader.read_all, batch))
-            for target, value in zip(batch, read, strict=True):
-                place(target, value, reader.spec_of(target))
+        read_targets(restore.targets, reader, mesh, f"load {path}")
     finally:
         reader.close()
     together(mesh, f"load {path}", restore.finish)
     return Loaded(manifest.step, reader.bytes_read)
+
+
+class Source(Protocol):
+    """Where parts of tensors are read from."""
+
+    def spec_of(self, target: Target) -> Spec:
+        """How a target is read, before it is brought to how it lies."""
+        ...
+
+    def fill(self, name: str, box: Box, value: Tensor) -> None:
+        """Fill a tensor of the size of ``box`` with that part of one that is there.  Raises CheckpointError."""
+        ...
+
+
+def read_targets(targets: Iterable[Target], source: Source, mesh: Mesh, what: str) -> None:
+    """Fill targets: each rank reads its part of some, and where all could, they are brought to how they lie.
+
+    Raises:
+        CheckpointError: on every rank, where any could not read.
+    """
+    for batch in _batches(targets, mesh):
+        for target, value in zip(batch, together(mesh, what, partial(_read_all, batch, source)), strict=True):
+            place(target, value, source.spec_of(target))
+
+
+def _read_all(targets: Iterable[Target], source: Source) -> list[Tensor]:
+    return [_read(target, source) for target in targets]
+
+
+def _read(target: Target, source: Source) -> Tensor:
+    """What this rank reads of a target, on the target's device."""
+    spec = source.spec_of(target)
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    if spec is target.spec and target.local.is_contiguous():
+        value = target.local
+    else:
+        value = torch.empty(spec.local_shape(here), dtype=spec.dtype, device=target.local.device)
+    with torch.no_grad():
+        source.fill(target.name, tuple(spec.layout.local_bounds(spec.shape, here)), value)
+    return value
 
 
 def _chosen(folder: Path, step: int | None, mesh: Mesh) -> tuple[Path, Manifest] | None:
@@ -119,11 +157,14 @@ class Reader:
     """Reads the tensors of a checkpoint, from the files that have what is needed.
 
     Attributes:
-        bytes_read: of tensors, on this rank.
+        shapes: name of a tensor of the model to shape and dtype.
+        aliases: further names of tensors.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+        self.path, self.manifest, self.aliases = path, manifest, manifest.aliases
+        own = {n: s for n, s in manifest.tensors.items() if not n.startswith((OPTIMIZER, OTHERS))}
+        self.shapes = {name: (tuple(spec.shape), spec.dtype) for name, spec in own.items()}
         self.files: dict[str, TensorFile] = {}
 
     @property
@@ -140,34 +181,17 @@ class Reader:
         """How a target is read."""
         return read_spec(self.manifest.tensors[target.name], target.spec)
 
-    def read_all(self, targets: Iterable[Target]) -> list[Tensor]:
-        """What this rank reads of several targets.  Raises CheckpointError for what is damaged."""
-        return [self.read(target) for target in targets]
-
-    def read(self, target: Target) -> Tensor:
-        """What this rank reads of a target, on the target's device."""
-        spec = self.spec_of(target)
-        here = spec.mesh.coordinate(runtime.RT.rank)
-        if spec is target.spec and target.local.is_contiguous():
-            value = target.local
-        else:
-            value = torch.empty(spec.local_shape(here), dtype=spec.dtype, device=target.local.device)
-        box = tuple(spec.layout.local_bounds(spec.shape, here))
-        self.fill(target.name, box, value)
-        return value
-
     def fill(self, name: str, box: Box, value: Tensor) -> None:
         """Fill a tensor of the size of ``box`` with that part of a saved one."""
         stored = self.manifest.tensors[name]
         pair = as_stored(stored.dtype)[1]
-        with torch.no_grad():
-            value = torch.view_as_real(value) if pair > 1 else value
-            for rank, piece in overlapping(stored, box, self.manifest.turns[name]):
-                wanted = common(piece, box)
-                part = value
-                for d, ((a, b), (start, _)) in enumerate(zip(wanted, box, strict=True)):
-                    part = part.narrow(d, a - start, b - a)
-                self._file(rank, name).read(name, wanted if pair == 1 else (*wanted, (0, 2)), part)
+        value = torch.view_as_real(value) if pair > 1 else value
+        for rank, piece in overlapping(stored, box, self.manifest.turns[name]):
+            wanted = common(piece, box)
+            part = value
+            for d, ((a, b), (start, _)) in enumerate(zip(wanted, box, strict=True)):
+                part = part.narrow(d, a - start, b - a)
+            self._file(rank, name).read(name, wanted if pair == 1 else (*wanted, (0, 2)), part)
 
     def _file(self, rank: int, name: str) -> TensorFile:
         file = f"rank-{rank:05d}.safetensors"
@@ -190,4 +214,4 @@ def place(target: Target, value: Tensor, read: Spec) -> None:
         torch.autograd.graph.increment_version(target.counted)
 
 
-__all__ = ["Loaded", "Reader", "choice", "load", "place"]
+__all__ = ["Loaded", "Reader", "choice", "load", "read_targets"]

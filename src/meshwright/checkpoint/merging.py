@@ -91,7 +91,7 @@ def restore_merge(
         fill(saved["sums"][name], read, target)
         steps.append(partial(_spread, carrier.sums[name], read, target, spec))
     if not micro:
-        steps += [t.zero_ for t in carrier.sums.values()]  # type: ignore[misc]
+        steps += [t.zero_ for t in carrier.sums.values()]
     steps.append(partial(setattr, program, "_micro", micro))
     return steps
 

@@ -134,7 +134,7 @@ def _model(made: Restore, roles: Roles, found: ModelTensors) -> None:
     missing = [n for n in wanted if n not in saved]
     extra = [n for n in saved if n not in wanted]
     if missing or extra:
-        raise CheckpointError(_misnamed(missing, extra))
+        raise CheckpointError(misnamed(missing, extra))
     for name in found.tensors:
         if name in manifest.aliases:
             raise CheckpointError(f"{name} has values of its own here, and was tied to {manifest.aliases[name]}")
@@ -161,7 +161,8 @@ def _model(made: Restore, roles: Roles, found: ModelTensors) -> None:
         made.steps.append(partial(module.set_extra_state, state))
 
 
-def _misnamed(missing: list[str], extra: list[str]) -> str:
+def misnamed(missing: list[str], extra: list[str]) -> str:
+    """What of a model is not there, and the other way round, in words."""
     parts = []
     if missing:
         listed = ", ".join(n + close_to(n, extra) for n in missing[:4])
@@ -249,4 +250,4 @@ def _random(made: Restore) -> None:
         made.steps.append(lambda: torch.cuda.set_rng_state(cuda))
 
 
-__all__ = ["Restore", "Target", "plan_restore"]
+__all__ = ["Restore", "Target", "misnamed", "plan_restore"]

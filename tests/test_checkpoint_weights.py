@@ -1,0 +1,165 @@
+"""Weights in and out of Hugging Face directories: from and to any mesh, in parts, with errors on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from safetensors.torch import load_file, save_file
+
+import meshwright as mw
+from meshwright import runtime
+from meshwright.checkpoint import pieces
+from meshwright.errors import CheckpointError
+
+ONE = mw.Mesh({"dp": 1})
+BOTH = mw.Mesh({"dp": 2, "tp": 2})
+ONLY_TP = mw.Mesh({"tp": 3})
+TP = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}, "embed.weight": {"tp": mw.Shard(0)}}
+PLANS: dict[str, tuple[mw.Mesh, dict[str, Any]]] = {
+    "one": (ONE, {}),
+    "dp-tp": (BOTH, {"placements": TP}),
+    "zero3": (BOTH, {"placements": TP, "stored_over": "dp"}),
+    "rows": (ONLY_TP, {"placements": {"*": {"tp": mw.Shard(0)}}}),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6).bfloat16()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.register_buffer("count", torch.arange(5))
+
+
+def built(plan: str, seed: int) -> nn.Module:
+    mesh, how = PLANS[plan]
+    torch.manual_seed(seed)
+    model = Net()
+    if plan == "rows":
+        how = {"placements": {n: {"tp": mw.Shard(0)} for n, t in model.state_dict().items() if t.ndim}}
+    return mw.shard_module(model, mesh, **how)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: mw.unshard(t.detach()).clone() for n, t in model.state_dict().items()}
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are dealt with as large ones."""
+    monkeypatch.setattr(pieces, "SMALL", 8)
+    monkeypatch.setattr("meshwright.checkpoint.weights.SMALL", 8)
+    monkeypatch.setattr("meshwright.checkpoint.weights.STRETCH", 64)
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("source", PLANS)
+def test_out_and_in_on_other_meshes(source: str, tmp_path: Path) -> None:
+    def out() -> Any:
+        model = built(source, 1)
+        mw.save_weights(model, tmp_path, shard_bytes=300)
+        mw.save_weights(model, tmp_path / "single")
+        return whole(model)
+
+    saved = mw.simulate(out, PLANS[source][0])[0]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    read = {n: t for file in sorted(set(index.values())) for n, t in load_file(tmp_path / file).items()}
+    assert set(read) == set(index) == set(saved) - {"head.weight"}
+    assert len(set(index.values())) > 1
+    assert all(torch.equal(t, saved[n]) for n, t in read.items())
+    assert all(torch.equal(t, saved[n]) for n, t in load_file(tmp_path / "single" / "model.safetensors").items())
+    for target in PLANS:
+        for path in (tmp_path, tmp_path / "single" / "model.safetensors"):
+
+            def back(target: str = target, path: Path = path) -> Any:
+                return whole(mw.load_weights(built(target, 2), path))
+
+            for found in mw.simulate(back, PLANS[target][0]):
+                assert all(torch.equal(found[n], saved[n]) for n in saved)
+
+
+def test_from_checkpoints_and_other_dtypes(tmp_path: Path) -> None:
+    def run() -> None:
+        model = built("dp-tp", 1)
+        mw.Checkpoints(tmp_path).save(1, model=model).wait()
+        other = mw.shard_module(Net().double(), BOTH, TP)
+        mw.load_weights(other, tmp_path)
+        assert torch.equal(mw.unshard(other.down.weight), mw.unshard(model.down.weight).double())
+        with pytest.raises(CheckpointError, match=r"there are no weights at .*none: model\.safetensors, "):
+            mw.load_weights(model, tmp_path / "none")
+
+    mw.simulate(run, BOTH)
+
+
+def test_another_model(tmp_path: Path) -> None:
+    tensors = {n: t.clone() for n, t in Net().state_dict().items() if n != "head.weight"}
+
+    def run(strict: bool = True) -> None:
+        model = built("dp-tp", 1)
+        before = whole(model)
+        try:
+            mw.load_weights(model, tmp_path, strict=strict)
+        except CheckpointError:
+            assert all(torch.equal(t, before[n]) for n, t in whole(model).items())
+            raise
+
+    def fails(message: str, **changed: torch.Tensor | None) -> None:
+        given = {n: t for n, t in (tensors | changed).items() if t is not None}
+        save_file(given, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            mw.simulate(run, BOTH)
+
+    fails(r"lacks 1 .*up\.bias \(close: up\.bia\); the model lacks 1 .*up\.bia .*strict=False leaves both out", **{
+        "up.bias": None, "up.bia": torch.zeros(9),
+    })  # fmt: skip
+    mw.simulate(lambda: run(strict=False), BOTH)
+    fails(r"up\.bias is torch\.float32 of shape \(9,\) here, and torch\.float32 of \(8,\) there", **{
+        "up.bias": torch.zeros(8),
+    })  # fmt: skip
+    fails(r"count is torch\.int64 .*, and torch\.float32", count=torch.zeros(5))
+    save_file(tensors, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:-3])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: "):
+        mw.simulate(run, BOTH)
+
+
+def test_ranks_with_other_models(tmp_path: Path) -> None:
+    def run() -> None:
+        model = built("dp-tp", 1)
+        if runtime.RT.rank == 2:
+            model.register_buffer("more", torch.zeros(2))
+        with pytest.raises(mw.errors.DesyncError, match="all ranks must save the same model"):
+            mw.save_weights(model, tmp_path / "out")
+
+    mw.simulate(run, BOTH)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_of_transformers(tmp_path: Path) -> None:
+    """In from ``save_pretrained``, out to ``from_pretrained``."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    first = GPT2LMHeadModel(config)
+    first.save_pretrained(tmp_path / "in")
+
+    def run() -> None:
+        torch.manual_seed(1)
+        model = GPT2LMHeadModel(config)
+        layouts = {"*.c_attn.weight": {"tp": mw.Shard(1)}, "*.c_fc.*": {"tp": mw.Shard(-1)}}
+        mw.shard_module(model, BOTH, layouts, stored_over="dp")
+        mw.load_weights(model, tmp_path / "in")
+        mw.save_weights(model, tmp_path / "out", shard_bytes=4000)
+
+    mw.simulate(run, BOTH)
+    again = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(t, first.state_dict()[n]) for n, t in again.state_dict().items())
