@@ -367,6 +367,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ("frozen", "optimizer is .* on rank 0 and"),
         ("extra", "save the same step"),
         ("unsaveable", "save on rank 1: .*which a checkpoint cannot hold"),
+        ("replica", r"hold different values of up\.bias: rank 1: .*; rank 3: "),
     ],
 )
 def test_ranks_that_differ(differs: str, message: str, tmp_path: Path) -> None:
@@ -377,6 +378,9 @@ def test_ranks_that_differ(differs: str, message: str, tmp_path: Path) -> None:
             torch.manual_seed(5)
         elif odd and differs == "buffer":
             model.table[0, 0] += 1
+        elif runtime.RT.rank == 3 and differs == "replica":
+            with torch.no_grad():
+                model.up.bias.to_local()[0] += 1
         elif odd and differs == "frozen":
             optimizer.param_groups[0]["lr"] = 7.0
         elif odd and differs == "extra":
@@ -389,6 +393,76 @@ def test_ranks_that_differ(differs: str, message: str, tmp_path: Path) -> None:
 
     mw.simulate(run, BOTH)
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_load_different_things(tmp_path: Path) -> None:
+    saved_on("dp", tmp_path)
+
+    def run(differs: str) -> None:
+        model, optimizer = built("dp")
+        odd = runtime.RT.rank == 1
+        given = {"step": 2 if odd else None} if differs == "step" else {"optimizer": None if odd else optimizer}
+        with pytest.raises(DesyncError, match="the ranks load different things"):
+            mw.Checkpoints(tmp_path).load(model=model, **given)
+
+    for differs in ("step", "optimizer"):
+        mw.simulate(lambda differs=differs: run(differs), DP)
+
+
+def test_tied_tensors_by_either_name(tmp_path: Path) -> None:
+    """The order in which modules are registered does not matter."""
+
+    class Pair(nn.Module):
+        def __init__(self, names: list[str]) -> None:
+            super().__init__()
+            for name in names:
+                setattr(self, name, nn.Linear(3, 3, bias=False))
+            self.b.weight = self.a.weight
+
+    def made(names: list[str], value: float) -> Any:
+        model = Pair(names)
+        with torch.no_grad():
+            model.a.weight.fill_(value)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        model.a.weight.sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(["a", "b"], 5.0)
+    mw.Checkpoints(tmp_path).save(0, model=model, optimizer=optimizer).wait()
+    other, others = made(["b", "a"], 7.0)
+    others.state[other.a.weight]["momentum_buffer"].zero_()
+    mw.Checkpoints(tmp_path).load(model=other, optimizer=others)
+    assert other.b.weight is other.a.weight
+    assert torch.equal(other.a.weight, model.a.weight)
+    assert torch.equal(others.state[other.a.weight]["momentum_buffer"], torch.ones(3, 3))
+
+
+def test_numbers_of_numpy_and_other_values(tmp_path: Path) -> None:
+    import collections
+
+    import numpy
+
+    class Kept:
+        state: Any = None
+
+        def state_dict(self) -> Any:
+            return {"given": self.state}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state["given"]
+
+    values = [
+        float("inf"), -0.0, 1e-320, 2**70, "é\n", b"\x00\xff", (1, [2, {3, 4}]), {"$tensor": 1, 5: (None,)}, 1 - 2j,
+        collections.Counter("aab"), collections.OrderedDict(x=1), torch.float16, {}, (), True, collections.deque([1]),
+    ]  # fmt: skip
+    one, model = Kept(), nn.Linear(1, 1)
+    one.state = [*values, numpy.float32(0.5), numpy.int64(7), numpy.bool_(True)]
+    mw.Checkpoints(tmp_path).save(0, model=model, scheduler=one).wait()
+    other = Kept()
+    mw.Checkpoints(tmp_path).load(model=model, scheduler=other)
+    assert other.state == [*values, 0.5, 7, True]
+    assert [type(a) for a in other.state[: len(values)]] == [type(a) for a in values]
 
 
 def test_a_manifest_of_another_version_or_damaged(tmp_path: Path) -> None:

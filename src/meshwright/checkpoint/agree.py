@@ -19,6 +19,9 @@ def mesh_of(roles: Roles, given: Mesh | None) -> Mesh:
     """The mesh that is saved from or loaded to: that of the tensors; without distributed ones, all ranks."""
     if given is not None:
         return given
+    if roles.program is not None:
+        mesh: Mesh = roles.program.mesh
+        return mesh
     first = next(roles.distributed(), None)
     return first.mesh if first is not None else Mesh({"ranks": runtime.RT.world})
 

@@ -173,6 +173,11 @@ class ModelTensors:
     extra: dict[str, Any] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def firsts(self) -> dict[str, str]:
+        """Every name to the first one."""
+        return {n: n for n in self.tensors} | self.aliases
+
 
 def model_tensors(model: nn.Module) -> ModelTensors:
     """What of a model is saved: what is in its ``state_dict()``.  Raises CheckpointError for names that are taken."""

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
-from .agree import everyone, together
+from .agree import alike, everyone, together
 from .contents import OPTIMIZER, OTHERS, Roles
 from .files import TensorFile, as_stored
 from .manifest import Manifest, Saved, parsed, read_manifest, saves_in
@@ -52,6 +52,8 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
         return None
     path, manifest = found
     restore = together(mesh, f"load {path}", lambda: plan_restore(roles, manifest, mesh))
+    wanted: dict[str, object] = {f"{i}: {t.name}": t.spec for i, t in enumerate(restore.targets)}
+    alike(mesh, "load: the ranks load different things", "all ranks must load the same", {"step=": step, **wanted})
     reader = Reader(path, manifest)
     try:
         read_targets(restore.targets, reader, mesh, f"load {path}")

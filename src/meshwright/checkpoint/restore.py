@@ -83,7 +83,7 @@ def plan_restore(roles: Roles, manifest: Manifest, mesh: Mesh) -> Restore:
         _model(made, roles, found)
         if roles.optimizers:
             for one, saved in zip(roles.optimizers, _saved(made, "optimizer", roles.optimizers), strict=True):
-                _optimizer(made, one, saved, found.names, found.tensors)
+                _optimizer(made, one, saved, found)
     for word, ones in (("scheduler", roles.schedulers), ("loader", roles.loaders)):
         if ones:
             for one, saved in zip(ones, _saved(made, word, ones), strict=True):
@@ -130,14 +130,15 @@ def _model(made: Restore, roles: Roles, found: ModelTensors) -> None:
     if "model" not in manifest.values:
         raise CheckpointError("it was saved without model=, so none can be loaded")
     saved = {n: n for n in manifest.tensors if not n.startswith((OPTIMIZER, OTHERS))} | dict(manifest.aliases)
-    wanted = {n: n for n in found.tensors} | found.aliases
+    wanted = found.firsts
     missing = [n for n in wanted if n not in saved]
     extra = [n for n in saved if n not in wanted]
     if missing or extra:
         raise CheckpointError(misnamed(missing, extra))
     for name in found.tensors:
-        if name in manifest.aliases:
-            raise CheckpointError(f"{name} has values of its own here, and was tied to {manifest.aliases[name]}")
+        first = manifest.aliases.get(name, name)
+        if wanted[first] != name:
+            raise CheckpointError(f"{name} has values of its own here, and was tied to {first}")
     for name, first in found.aliases.items():
         if saved[name] != saved[first]:
             raise CheckpointError(f"{name} is tied to {first} here, and had values of its own when it was saved")
@@ -176,26 +177,26 @@ def misnamed(missing: list[str], extra: list[str]) -> str:
 # ---------------------------------------------------------------------------------------------- optimizers
 
 
-def _optimizer(
-    made: Restore, one: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], params: Mapping[str, Tensor]
-) -> None:
+def _optimizer(made: Restore, one: Optimizer, saved: Mapping[str, Any], found: ModelTensors) -> None:
+    names, params, firsts = found.names, found.tensors, found.firsts
     _check_class(made, "optimizer", one, saved)
     groups, here = saved["groups"], group_names(one, names)
     if len(groups) != len(here):
         raise CheckpointError(f"the optimizer had {len(groups)} parameter groups, and has {len(here)}")
     for i, (group, listed) in enumerate(zip(groups, here, strict=True)):
-        if set(group["params"]) != set(listed):
-            extra, lacks = sorted({*listed} - {*group["params"]}), sorted({*group["params"]} - {*listed})
+        had = {firsts[n] for n in group["params"]}
+        if had != {*listed}:
+            extra, lacks = sorted({*listed} - had), sorted(had - {*listed})
             first = f"has {extra[0]}, which it did not have" if extra else f"lacks {lacks[0]}, which it had"
             raise CheckpointError(f"group {i} of the optimizer {first} when it was saved: make the same groups")
     binding = binding_of(one)
     if binding is not None:
         binding.follow(one)
     states: dict[str, dict[str, Any]] = {}
-    for name, entry in saved["states"].items():
-        p = params[name]
-        group = next(g for g, listed in zip(one.param_groups, here, strict=True) if name in listed)
-        states[name] = _states(made, one, p, entry, group, binding)
+    for name, entry in ((firsts[n], entry) for n, entry in saved["states"].items()):
+        groups_of = (g for g, listed in zip(one.param_groups, here, strict=True) if name in listed)
+        group: Mapping[str, Any] = next(groups_of, {})
+        states[name] = _states(made, one, params[name], entry, group, binding)
     options = [decoded(g["options"], made.whole) for g in groups]
 
     def put() -> None:

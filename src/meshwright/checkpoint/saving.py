@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from .. import collective, runtime
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DesyncError
 from ..mesh import Mesh
 from ..raw import bare
+from ..shard.replicas import astray
 from ..tensor import DistTensor
 from .agree import alike, everyone, together
 from .contents import Contents, Roles, gather
@@ -51,6 +52,12 @@ def _agree(step: int, contents: Contents) -> None:
         values = collective.digests(list(plain.values()))
         found = {f"digest of {name}": value for name, value in zip(plain, values, strict=True)}
         alike(mesh, "save: the ranks hold different values", SEEDS, found)
+        replicas = {n: (t.spec.layout, bare(t)) for n, t in contents.tensors.items() if isinstance(t, DistTensor)}
+        went = astray(replicas, collective.group(mesh, tuple(range(mesh.ndim))), whole=False)
+        if went:
+            raise DesyncError(
+                f"save: ranks that hold the same part of a tensor hold {went}; each would save some of them"
+            )
 
 
 def _begin(folder: Path, step: int, mesh: Mesh) -> str:

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from ..errors import CheckpointError
@@ -35,9 +36,11 @@ def encoded(value: Any, where: str, put: Put) -> Any:
     """
     if isinstance(value, Tensor):
         return {_MARK + "tensor": put(where, value)}
+    if isinstance(value, numpy.generic):
+        value = value.item()
     if value is None or type(value) in (bool, int, str):
         return value
-    if isinstance(value, float):  # numpy's too
+    if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_MARK + "float": str(float(value))}
     if isinstance(value, complex):
         return {_MARK + "complex": [value.real, value.imag]}

@@ -76,6 +76,8 @@ def source_of(path: Path) -> Reader | SafetensorFiles:
     """What reads the tensors at a path.  Raises CheckpointError where there are none."""
     if (path / INDEX).is_file():
         names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise CheckpointError(f"{path / INDEX} names {outside[0]!r}, which is not in its folder")
         return SafetensorFiles([path / name for name in names])
     for single in (path / SINGLE, path):
         if single.is_file():

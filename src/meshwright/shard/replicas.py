@@ -12,16 +12,17 @@ from ..layout import Layout, Replicate
 Tensor = torch.Tensor
 
 
-def astray(values: Mapping[str, tuple[Layout, Tensor]], group: collective.Group) -> str:
+def astray(values: Mapping[str, tuple[Layout, Tensor]], group: collective.Group, *, whole: bool = True) -> str:
     """The first value that ranks of a group hold differently though they hold the same part, with both sides.
 
     Args:
         values: name to layout and local tensor; the same names on all ranks, which call it together.
+        whole: look at all elements, not at a sample of each.
 
     Returns:
         The same on every rank; empty if there is none.
     """
-    digests = collective.digests([t for _, t in values.values()])
+    digests = collective.digests([t for _, t in values.values()], whole=whole)
     facts = []
     for (name, (layout, _)), digest in zip(values.items(), digests, strict=True):
         here = layout.mesh.coordinate(runtime.RT.rank)
