@@ -120,7 +120,7 @@ def on_padded(ctx: Local, fn: LocalFn) -> LocalFn:
             wide = torch.constant_pad_nd(a, around)
             if not dropped or not (a.is_floating_point() or a.is_complex()):
                 return wide
-            return wide + (torch.arange(wide.numel()) * 0.618 % 1 + 0.5).to(wide).view(wide.shape)
+            return wide + (torch.arange(wide.numel()) * 0.618 % 1 * 4 + 0.5).to(wide).view(wide.shape)
 
         positional = [wider(a) for a in args]  # before those by name: so they are numbered
         made = fn(*positional, **{k: wider(a) for k, a in named.items()})
