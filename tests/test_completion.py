@@ -182,7 +182,7 @@ def test_repeated_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> Non
             "",
         ),
     ],
-    ids=["unknown name", "unknown axis", "no such dim", "contradiction", "the last wish about a module counts"],
+    ids=["unknown name", "unknown axis", "no such dim", "contradiction", "the last constraint of a module counts"],
 )
 def test_bad_words(options: dict[str, Any], kind: Any, message: str) -> None:
     if kind is None:

@@ -32,9 +32,9 @@ ops = torch.ops.meshwright
 def program_of(rank: int = 0, **more: Any) -> Program:
     config = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=1, hidden=32, heads=4, seq=16, batch=4)
     model, plan = GPT(config, "meta"), plan_for(MESH, sequence_parallel=True)
-    wishes = Plan(plan.layouts, plan.batch, inputs=plan.inputs, outputs=plan.outputs, **more)
+    said = Plan(plan.layouts, plan.batch, inputs=plan.inputs, outputs=plan.outputs, **more)
     optimizer = torch.optim.AdamW(model.parameters())
-    return build(model, lambda m, b: loss_of(m, *b), optimizer, BATCH, MESH, wishes, rank=rank).program
+    return build(model, lambda m, b: loss_of(m, *b), optimizer, BATCH, MESH, said, rank=rank).program
 
 
 ONE = program_of()

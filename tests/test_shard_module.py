@@ -200,7 +200,7 @@ def test_a_meta_module_that_cannot_initialise_itself() -> None:
     mw.simulate(fn, DP)
 
 
-# -- wishes about activations ---------------------------------------------------------------------------------
+# -- constraints of activations ---------------------------------------------------------------------------------
 
 
 def test_inputs_and_outputs_are_brought_to_the_wished_placements() -> None:

@@ -241,9 +241,9 @@ def unshard(x: Tensor) -> Tensor:
 
 @takes(LayoutError, x=_TENSOR)
 def constrain(x: Tensor, placements: Placements) -> Tensor:
-    """A wish about a layout inside a model: reshards a DistTensor; a plain tensor is returned as it is.
+    """A constraint of a layout inside a model: reshards a DistTensor; a plain tensor is returned as it is.
 
-    Where the model is being captured (``compile_step``) the wish becomes part of the program.
+    Where the model is being captured (``compile_step``) it becomes part of the program.
     """
     if isinstance(x, DistTensor):
         return reshard(x, placements)

@@ -1,6 +1,6 @@
-"""Marks that a model leaves in its captured program: wishes about layouts, and gradients that are part of the loss.
+"""Marks that a model leaves in its captured program: constraints of layouts, and gradients that are part of the loss.
 
-Below ``api``, which writes wishes where a model is exported, and ``program``, which reads them.
+Below ``api``, which writes constraints where a model is exported, and ``program``, which reads them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .runtime import user_line
 Tensor = torch.Tensor
 
 
-def _same(x: Tensor, wish: str) -> Tensor:
+def _same(x: Tensor, placements: str) -> Tensor:
     return x.clone()
 
 
-def _like(x: Tensor, wish: str) -> Tensor:
+def _like(x: Tensor, placements: str) -> Tensor:
     return torch.empty_like(x)
 
 
-CONSTRAIN = operator("constrain(Tensor x, str wish) -> Tensor", _same, _like)
+CONSTRAIN = operator("constrain(Tensor x, str placements) -> Tensor", _same, _like)
 
 
 def exporting() -> bool:
@@ -37,12 +37,12 @@ def exporting() -> bool:
 
 
 def mark(x: Tensor, placements: Any) -> Tensor:
-    """Leave a wish about ``x`` in the program that is being exported."""
-    made: Tensor = CONSTRAIN(x, wish_text(placements))
+    """Leave a constraint of ``x`` in the program that is being exported."""
+    made: Tensor = CONSTRAIN(x, placements_text(placements))
     return made
 
 
-def wish_text(placements: Any) -> str:
+def placements_text(placements: Any) -> str:
     """Placements as text: ``tp=Shard(1);dp=Replicate()``; without names the axes are counted."""
     if isinstance(placements, Layout):
         placements = dict(zip(placements.mesh.axes, placements.placements, strict=True))
@@ -93,14 +93,14 @@ def gradients_marked() -> Iterator[None]:
 _ENTRY = re.compile(r"(\w+)=(Shard|Replicate|Partial)\((.*)\)")
 
 
-def read_wish(text: str) -> dict[Any, Placement]:
-    """What :func:`wish_text` wrote: axis name (or index) to placement."""
+def read_placements(text: str) -> dict[Any, Placement]:
+    """What :func:`placements_text` wrote: axis name (or index) to placement."""
     made: dict[Any, Placement] = {}
     for entry in filter(None, text.split(";")):
         found = _ENTRY.fullmatch(entry)
         if found is None:
             raise LayoutError(
-                f"cannot read the wish {entry!r}: write axis=Shard(dim), axis=Replicate() or axis=Partial()"
+                f"cannot read the constraint {entry!r}: write axis=Shard(dim), axis=Replicate() or axis=Partial()"
             )
         axis, kind, inner = found.groups()
         key: Any = int(axis) if axis.isdigit() else axis

@@ -55,17 +55,17 @@ def choose(
     return best if search.mesh.ndim == 1 or stays else search.together(best, thrown)
 
 
-def choose_for(rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], wish: Wanted) -> Choice:
+def choose_for(rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], hint: Wanted) -> Choice:
     """The cheapest way to run an op whose outputs should have certain layouts: inputs and outputs, all axes together.
 
     Starts from what is taken axis by axis and changes two axes at a time for as long as that gets cheaper: fewest
     bytes, forward and backward, of the plans that bring the inputs and then the outputs to where they should be; of
-    equals, the one that makes more of the wished shards itself.
+    equals, the one that makes more of the shards hinted at itself.
     """
-    search = Search(rule, ins, outs, wish=wish)
+    search = Search(rule, ins, outs, hint=hint)
     options = [search.suggested(a) for a in range(search.mesh.ndim)]
     best = search.by_axis(options)[0]
-    price = _planned(best, wish)
+    price = _planned(best, hint)
     improved = True
     while improved:
         improved = False
@@ -75,17 +75,17 @@ def choose_for(rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], wish: Want
                 if not search.fit_together(strategies):
                     continue
                 made = search.by_axis([[c] for c in strategies])[0]
-                cost = _planned(made, wish)
+                cost = _planned(made, hint)
                 if cost < price:
                     best, price, improved = made, cost, True
     return best
 
 
-def _planned(choice: Choice, wish: Wanted) -> tuple[float, int]:
-    """Bytes of all conversions, and how many of the wished shards are cut from something larger."""
+def _planned(choice: Choice, hint: Wanted) -> tuple[float, int]:
+    """Bytes of all conversions, and how many of the shards hinted at are cut from something larger."""
     pairs = list(zip(choice.sources, choice.inputs, strict=True))
     cut = 0
-    for made, wanted in zip(choice.outputs, wish.outputs, strict=False):
+    for made, wanted in zip(choice.outputs, hint.outputs, strict=False):
         if wanted is not None:
             pairs.append((made, made.with_(layout=wanted.layout, reduced=wanted.reduced)))
             placements = zip(made.layout.placements, wanted.layout.placements, strict=True)
@@ -101,7 +101,7 @@ class Search:
     ins: Sequence[Spec]
     outs: Sequence[Like]
     inplace: bool = False
-    wish: Wanted | None = None
+    hint: Wanted | None = None
     constants: Collection[int] = ()
 
     @property
@@ -111,21 +111,21 @@ class Search:
 
     def wanted(self, k: int, axis: int) -> Placement | None:
         """What output ``k`` should be on an axis; None where that does not matter."""
-        spec = self.wish.outputs[k] if self.wish and k < len(self.wish.outputs) else None
+        spec = self.hint.outputs[k] if self.hint and k < len(self.hint.outputs) else None
         return None if spec is None else spec.layout.placements[axis]
 
     @cached_property
     def held(self) -> list[tuple[Dims, Spec]]:
-        """The tensors whose layouts are known, with their dims' factors: operands, and outputs that are wished for."""
-        wished = zip(self.rule.outputs, self.wish.outputs if self.wish else (), strict=False)
-        return [*zip(self.rule.inputs, self.ins, strict=True), *((dims, s) for dims, s in wished if s is not None)]
+        """The tensors whose layouts are known, with their dims' factors: operands, and outputs with hints."""
+        hinted = zip(self.rule.outputs, self.hint.outputs if self.hint else (), strict=False)
+        return [*zip(self.rule.inputs, self.ins, strict=True), *((dims, s) for dims, s in hinted if s is not None)]
 
     # -- candidates -----------------------------------------------------------------------------------
 
     def suggested(self, axis: int) -> list[Strategy]:
         """The strategies that the layouts suggest for one axis; the first one replicates everything."""
         rule, now = self.rule, [s.layout.placements[axis] for s in self.ins]
-        hints = [self.wanted(k, axis) or Replicate() for k in range(len(rule.outputs))] if self.wish else ()
+        hints = [self.wanted(k, axis) or Replicate() for k in range(len(rule.outputs))] if self.hint else ()
         found = rule.axis_strategies(now, hints)
         # A split that cannot stay goes to another dim of its tensor (all-to-all), where that is cut evenly.
         for i, p in enumerate(now):

@@ -1,4 +1,4 @@
-"""Sharding of modules: parameters become DistTensors, wishes about activations become hooks."""
+"""Sharding of modules: parameters become DistTensors, constraints of activations become hooks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ..rules import COMPOSITES
 from ..tensor import DistTensor, GradientHook, stamp
 from . import zero
 from .alike import facts_of
+from .constraints import Inputs, Outputs, hooked
 from .names import Globs, Names, matching
 from .packing import chunk_dim
 from .sync import BUCKET_BYTES, GradSync
-from .wishes import Inputs, Outputs, hooked
 
 Tensor = torch.Tensor
 
@@ -105,20 +105,20 @@ def shard_module(
 
 
 def _laid(
-    model: nn.Module, mesh: Mesh, placements: Globs, wishes: dict[str, Globs], stored_over: Any
+    model: nn.Module, mesh: Mesh, placements: Globs, constraints: dict[str, Globs], stored_over: Any
 ) -> tuple[Names, dict[str, int]]:
-    """Lay tensors and attach wishes, or raise the same on all ranks; what is stored split, and over which axis."""
+    """Lay tensors and attach constraints, or raise the same on all ranks; what is stored split, and over which axis."""
     names, modules = Names(model), dict(model.named_modules())
     with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
         plan = _plan(names, mesh, placements)
         stored = _stored(names, mesh, plan, stored_over)
-        hooks = [hooked(modules, globs, what) for what, globs in wishes.items()]
+        hooks = [hooked(modules, globs, what) for what, globs in constraints.items()]
         facts += facts_of(names, plan)
     for name, spec in plan.items():
         _lay(names, name, spec)
     for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
-        for module, wish in found:
-            kind(mesh, wish).attach(module)
+        for module, placements in found:
+            kind(mesh, placements).attach(module)
     return names, stored
 
 

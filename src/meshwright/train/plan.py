@@ -6,7 +6,7 @@ its inputs (dim 1), so that only the result of the second is Partial and needs a
 after the other in ``qkv``, so a part of its rows is whole heads. The vocabulary is split over ``tp`` in the
 embedding and in the head; the logits are never gathered.
 
-Sequence parallelism is a wish about activations only: the residual stream between the pairs is split over
+Sequence parallelism is a constraint of activations only: the residual stream between the pairs is split over
 ``tp`` along the sequence, gathered before the first Linear of a pair and reduce-scattered after the second.
 """
 

@@ -20,9 +20,9 @@ import torch.utils._pytree as pytree
 from ...errors import LayoutError, ProgramError
 from ...layout import Layout, Placements, Spec
 from ...mesh import Mesh
+from ...shard.constraints import Inputs, Outputs, hooked
 from ...shard.module import stored_specs
 from ...shard.names import matching
-from ...shard.wishes import Inputs, Outputs, hooked
 from ...shard.zero import units_of
 from ...tensor import DistTensor
 from ..ir.program import Program
@@ -145,13 +145,13 @@ def _build(
     train: bool,
     again: bool,
 ) -> Built:
-    with _wishes(model, mesh, plan):
+    with _hooks(model, mesh, plan):
         captured = capture(model, loss_fn, batch, mesh.device)
-    said = _said(model, captured, mesh, plan, batch)
+    constraints = _constraints(model, captured, mesh, plan, batch)
     if again:
         plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}
-        said.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
-    completed = complete(captured, mesh, said)
+        constraints.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
+    completed = complete(captured, mesh, constraints)
     laid, stored, seen = _laid(model, captured, completed, mesh, plan)
     update = None
     if optimizer is not None and train:
@@ -187,16 +187,16 @@ def _check_scaled(model: nn.Module, optimizer: Any, update: Update | None) -> No
 
 
 @contextlib.contextmanager
-def _wishes(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[None]:
-    """Inside, modules leave the plan's wishes about what goes in and comes out."""
+def _hooks(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[None]:
+    """Inside, modules leave the plan's constraints of what goes in and comes out."""
     modules = dict(model.named_modules())
     handles = []
     for globs, kind, register in (
         (plan.inputs, Inputs, "register_forward_pre_hook"),
         (plan.outputs, Outputs, "register_forward_hook"),
     ):
-        for module, wish in hooked(modules, dict(globs or {}), kind.__name__.lower()):
-            handles.append(getattr(module, register)(kind(mesh, wish)))
+        for module, placements in hooked(modules, dict(globs or {}), kind.__name__.lower()):
+            handles.append(getattr(module, register)(kind(mesh, placements)))
     try:
         yield
     finally:
@@ -204,17 +204,17 @@ def _wishes(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[None]:
             handle.remove()
 
 
-def _said(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: Any) -> dict[str, Any]:
+def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: Any) -> dict[str, Any]:
     """Node of the captured graph to what the user said of it."""
     by_name = {s.name: s.node for s in captured.sources}
     by_name.update({other: by_name[first] for other, first in captured.tied.items() if first in by_name})
-    said: dict[str, Any] = {}
+    constraints: dict[str, Any] = {}
     words: dict[str, tuple[set[str], str]] = {}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, DistTensor) and name in by_name:
             # A program may have been made of the model before: then it is stored split, and the ops see what they saw.
             layout = t.spec.layout if plan.stored_over is None else t.__dict__.get(SEEN, t.spec.layout)
-            said[by_name[name]] = layout
+            constraints[by_name[name]] = layout
             words[by_name[name]] = (set(), f"the tensor itself ({layout!r})")
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
     # From the widest glob to the narrowest: a narrower one may differ from a wider one, others must agree.
@@ -226,32 +226,33 @@ def _said(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: A
             node = by_name.get(name, name)
             old = words.get(node)
             narrower = old is not None and found[glob] < old[0]
-            if old is not None and not narrower and not _alike(mesh, said[node], placements, name):
+            if old is not None and not narrower and not _alike(mesh, constraints[node], placements, name):
                 raise LayoutError(
-                    f"contradiction: {glob!r} says {placements!r} of {name}, but {old[1]} says {said[node]!r}: keep one"
+                    f"contradiction: {glob!r} says {placements!r} of {name}, but {old[1]} says "
+                    f"{constraints[node]!r}: keep one"
                 )
-            said[node], words[node] = placements, (found[glob], repr(glob))
+            constraints[node], words[node] = placements, (found[glob], repr(glob))
     for source in captured.sources:
-        wish = _batch_wish(plan.batch, source.name) if source.kind == "batch" else None
-        if wish is plan.batch and not source.fake.ndim:
-            wish = None  # said of all tensors of the batch: a number has nothing to split
-        if wish is not None and source.node not in said:
-            said[source.node] = wish
+        placements = _of_batch(plan.batch, source.name) if source.kind == "batch" else None
+        if placements is plan.batch and not source.fake.ndim:
+            placements = None  # said of all tensors of the batch: a number has nothing to split
+        if placements is not None and source.node not in constraints:
+            constraints[source.node] = placements
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     for source, leaf in zip((s for s in captured.sources if s.kind == "batch"), leaves, strict=True):
         if isinstance(leaf, DistTensor):
-            said.setdefault(source.node, leaf.spec.layout)
-    return said
+            constraints.setdefault(source.node, leaf.spec.layout)
+    return constraints
 
 
 def _alike(mesh: Mesh, a: Any, b: Any, name: str) -> bool:
     return Layout(mesh, a).placements == Layout(mesh, b).placements
 
 
-def _batch_wish(wish: Any, name: str) -> Any:
-    if isinstance(wish, Mapping) and wish and all(str(k).startswith("batch") for k in wish):
-        return next((p for glob, p in wish.items() if fnmatch.fnmatchcase(name, glob)), None)
-    return wish
+def _of_batch(given: Any, name: str) -> Any:
+    if isinstance(given, Mapping) and given and all(str(k).startswith("batch") for k in given):
+        return next((p for glob, p in given.items() if fnmatch.fnmatchcase(name, glob)), None)
+    return given
 
 
 # ---------------------------------------------------------------------------------------------- layouts as specs
@@ -285,7 +286,7 @@ def _laid(
         for i, (_, members) in reversed(list(enumerate(units_of(model))))
         for m in members for p in m._parameters.values() if names.get(id(p)) in by_name
     }  # fmt: skip
-    laid = Assignment(specs, by_node, completed.wishes, completed.origins, units)
+    laid = Assignment(specs, by_node, completed.constraints, completed.origins, units)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
         n: stored.get(n, s)

@@ -21,7 +21,7 @@ from ...cost import held_bytes
 from ...dispatch import make_rule, map_tensors, resolve, tensors_in
 from ...errors import LayoutError
 from ...layout import REPLICATE, Layout, Placement, Shard, Spec
-from ...marks import CONSTRAIN, read_wish
+from ...marks import CONSTRAIN, read_placements
 from ...mesh import Mesh
 from ...rules import Rule, Strategy
 from ..ir.program import Origin
@@ -86,28 +86,28 @@ class Completed:
 
     Attributes:
         layouts: name of a placeholder to its layout.
-        wishes: name of a node to placements that the user gave it.
+        constraints: name of a node to placements that the user gave it.
         origins: for every value that got a layout here.
         rounds: how often the graph was swept.
     """
 
     layouts: dict[str, Layout]
-    wishes: dict[str, Any]
+    constraints: dict[str, Any]
     origins: tuple[Origin, ...]
     rounds: int
 
 
-def complete(captured: Captured, mesh: Mesh, said: Mapping[str, Any]) -> Completed:
+def complete(captured: Captured, mesh: Mesh, constraints: Mapping[str, Any]) -> Completed:
     """Propagate what the user said.
 
     Args:
-        said: name of a placeholder or node of the captured graph to placements; a ``Layout`` or a sequence fixes every
-            axis, a mapping those that it names (for an input: the others too).
+        constraints: name of a placeholder or node of the captured graph to placements; a ``Layout`` or a sequence fixes
+            every axis, a mapping those that it names (for an input: the others too).
 
     Raises:
         LayoutError: placements that do not fit a value, or two users' words that contradict each other.
     """
-    return _Completion(captured, mesh).run(said)
+    return _Completion(captured, mesh).run(constraints)
 
 
 class _Completion:
@@ -118,7 +118,7 @@ class _Completion:
         self.states: dict[Key, Completing] = {}
         self.same: dict[Key, Key] = {}  # tied inputs, and what getitem picks
         self.facts: list[Fact] = []
-        self.wishes: dict[str, Any] = {}
+        self.constraints: dict[str, Any] = {}
         self._rules: dict[Any, Rule | None] = {}
         self._solved: dict[Any, Any] = {}
         self._values()
@@ -204,18 +204,18 @@ class _Completion:
 
     # -- the user's words -----------------------------------------------------------------------------
 
-    def run(self, said: Mapping[str, Any]) -> Completed:
+    def run(self, constraints: Mapping[str, Any]) -> Completed:
         """Take in what the user said, sweep until nothing changes, and read the inputs."""
         inputs = {s.node: s.name for s in self.captured.sources}
-        for name, placements in said.items():
+        for name, placements in constraints.items():
             self._say(name, placements, all_axes=name in inputs, label=inputs.get(name, name))
             if name not in inputs:
-                self.wishes[name] = placements
+                self.constraints[name] = placements
         for node in self.captured.graph.find_nodes(op="call_function", target=CONSTRAIN.default):
-            self._say(node.name, read_wish(node.args[1]), all_axes=False, label=f"constrain at {line_of(node)}")
+            self._say(node.name, read_placements(node.args[1]), all_axes=False, label=f"constrain at {line_of(node)}")
         rounds = self._sweep()
         layouts = {s.node: self._layout((s.node, 0)) for s in self.captured.sources}
-        return Completed(layouts, self.wishes, tuple(self._origins(inputs)), rounds)
+        return Completed(layouts, self.constraints, tuple(self._origins(inputs)), rounds)
 
     def _say(self, name: str, placements: Any, *, all_axes: bool, label: str) -> None:
         key = self.same.get((name, 0), (name, 0))
@@ -299,8 +299,8 @@ class _Completion:
         if not made:
             return None, ()
         ins, outs = ([s.spec() for s in side] for side in states)
-        wish = Wanted(tuple(None if p is None else s for p, s in zip(known[1], outs, strict=True)))
-        search = Search(rule, ins, [(s.shape, s.dtype) for s in outs], wish=wish)
+        hint = Wanted(tuple(None if p is None else s for p, s in zip(known[1], outs, strict=True)))
+        search = Search(rule, ins, [(s.shape, s.dtype) for s in outs], hint=hint)
         held = [held_bytes(s, without=(axis,)) for s in outs]
         priced = []
         for i, s in enumerate(made):

@@ -33,7 +33,7 @@ from ...dispatch import (
 )
 from ...errors import CaptureError, MeshwrightError
 from ...layout import Spec
-from ...marks import CONSTRAIN, GRAD, read_wish
+from ...marks import CONSTRAIN, GRAD, read_placements
 from ...tensor import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor
 from ..ir.nodes import annotate, info_of
 from ..ir.trace import Recorder
@@ -69,12 +69,12 @@ class Interpreter:
 
     Args:
         recorder: told which captured node is being run.
-        wishes: node name to the placements that its value is to be brought to.
+        constraints: node name to the placements that its value is to be brought to.
         regions: of checkpointed calls, by the word for them that captured nodes have.
     """
 
-    def __init__(self, recorder: Recorder, wishes: dict[str, Any], regions: dict[str, Path]) -> None:
-        self.recorder, self.wishes, self.regions = recorder, wishes, regions
+    def __init__(self, recorder: Recorder, constraints: dict[str, Any], regions: dict[str, Path]) -> None:
+        self.recorder, self.constraints, self.regions = recorder, constraints, regions
         self.mode = _Global(self)
         self.front = Frontend(stamp, self.enabled, _SPECIAL, lambda *_: None)
 
@@ -121,13 +121,13 @@ class Interpreter:
         elif func is GRAD.default:
             made = self._differentiated(*args)
         elif func is CONSTRAIN.default:
-            made = self._brought(args[0], read_wish(args[1]))
+            made = self._brought(args[0], read_placements(args[1]))
         elif isinstance(func, torch._ops.OpOverload):
             made = self.call(func, tuple(args), dict(kwargs))
         else:
             made = func(*args, **kwargs)  # operator.getitem and arithmetic on numbers
-        if node.name in self.wishes:
-            made = self._brought(made, self.wishes[node.name])
+        if node.name in self.constraints:
+            made = self._brought(made, self.constraints[node.name])
         if isinstance(made, Tensor) and not made.requires_grad and _differentiated_by(node):
             made.requires_grad_()  # a leaf of the loss's own gradients
         if isinstance(made, Tensor):

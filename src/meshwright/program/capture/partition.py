@@ -44,14 +44,14 @@ class Assignment:
     Attributes:
         specs: name of a placeholder to the spec in which ops see it.
         stored: of parameters that are stored otherwise, that spec.
-        wishes: name of a node in the middle to the placements that it is to have.
+        constraints: name of a node in the middle to the placements that it is to have.
         origins: where layouts came from.
         units: name of a node of a stored parameter to the unit that it is gathered with.
     """
 
     specs: Mapping[str, Spec]
     stored: Mapping[str, Spec] = field(default_factory=dict)
-    wishes: Mapping[str, Any] = field(default_factory=dict)
+    constraints: Mapping[str, Any] = field(default_factory=dict)
     origins: tuple[Origin, ...] = ()
     units: Mapping[str, str] = field(default_factory=dict)
 
@@ -184,7 +184,7 @@ class _Partition:
 
     def forward(self) -> None:
         """Record the forward; outputs are the loss and what the loss function returned beside it."""
-        interpreter = Interpreter(self.recorder, dict(self.laid.wishes), self.captured.regions)
+        interpreter = Interpreter(self.recorder, dict(self.laid.constraints), self.captured.regions)
         made = interpreter.run(self.captured.module, self._read)
         for i, value in enumerate(made):
             if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Wishes about activations: what modules are given, or return, is brought to a layout."""
+"""Constraints of activations: what modules are given, or return, is brought to a layout."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class _Wish:
-    """A wish about activations of a module.  An object and not a closure: it can be copied and pickled."""
+class _Constraint:
+    """A constraint of activations of a module.  An object and not a closure: it can be copied and pickled."""
 
     mesh: Mesh
     placements: Placements
 
     def bring(self, value: Any) -> Any:
-        """Every floating-point DistTensor in ``value`` brought to the wished placements."""
+        """Every floating-point DistTensor in ``value`` brought to the placements."""
         return map_tensors(value, self._one)
 
     def attach(self, module: nn.Module) -> None:
@@ -37,7 +37,7 @@ class _Wish:
         return constrain(t, self.placements) if t.dtype.is_floating_point or t.dtype.is_complex else t
 
 
-class Inputs(_Wish):
+class Inputs(_Constraint):
     def attach(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self)
 
@@ -45,7 +45,7 @@ class Inputs(_Wish):
         return self.bring(args)
 
 
-class Outputs(_Wish):
+class Outputs(_Constraint):
     def attach(self, module: nn.Module) -> None:
         module.register_forward_hook(self)
 
@@ -54,12 +54,12 @@ class Outputs(_Wish):
 
 
 def hooked(modules: Mapping[str, nn.Module], globs: Globs, what: str) -> list[tuple[nn.Module, Placements]]:
-    """Modules and the last wish that matches each."""
+    """Modules and the last constraint that matches each."""
     chosen: dict[str, Placements] = {}
     for glob, matched in matching(globs, modules, f"module (in {what})").items():
         for name in matched:
             chosen[name] = globs[glob]
-    return [(modules[name], wish) for name, wish in chosen.items()]
+    return [(modules[name], placements) for name, placements in chosen.items()]
 
 
 __all__ = ["Inputs", "Outputs", "hooked"]
