@@ -279,7 +279,7 @@ def test_an_error_inside_the_collective_reaches_all_ranks() -> None:
         try:
             group = everyone(TWO)
             t = torch.ones(2)
-            sim.meet(group.ranks, Call("odd"), t, lambda parts: [parts[0].view(3)])
+            sim.rendezvous(group.ranks, Call("odd"), t, lambda parts: [parts[0].view(3)])
         except DesyncError:
             seen.append(rank())
             raise

@@ -110,7 +110,7 @@ class Counts:
 class Simulator(Protocol):
     """What a Runtime knows of the simulation that it belongs to."""
 
-    def meet(
+    def rendezvous(
         self,
         ranks: tuple[int, ...],
         call: Any,
@@ -254,7 +254,7 @@ class Forked:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def meet(self, ranks: Any, call: Any, payload: Any, compute: Any) -> NoReturn:
+    def rendezvous(self, ranks: Any, call: Any, payload: Any, compute: Any) -> NoReturn:
         """Refuse."""
         raise CollectiveError(
             f"{call}: this process was forked from rank {self.rank} after init_mesh and is no rank itself: call "

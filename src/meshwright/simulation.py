@@ -81,8 +81,8 @@ class Simulation:
         self.ranks = mesh.ranks
         self.runtimes = {r: runtime.Runtime(r, mesh.size, self) for r in self.ranks}
         self.state = dict.fromkeys(self.ranks, READY)
-        self.waits: dict[int, _Rendezvous] = {}  # rank to the meeting that it waits in
-        self.meetings: dict[tuple[int, ...], _Rendezvous] = {}
+        self.waits: dict[int, _Rendezvous] = {}  # rank to what it waits in
+        self.underway: dict[tuple[int, ...], _Rendezvous] = {}
         self.turns = {r: threading.Semaphore(0) for r in self.ranks}
         start = torch.random.get_rng_state()
         self.rng = dict.fromkeys(self.ranks, start)
@@ -127,14 +127,14 @@ class Simulation:
     def _break(self, ranks: Sequence[int] | dict[int, _Rendezvous], error: str) -> None:
         """Wake the given waiting ranks with a DesyncError."""
         for r in list(ranks):
-            meeting = self.waits.pop(r)
-            meeting.error = error
-            self.meetings.pop(meeting.ranks, None)
+            one = self.waits.pop(r)
+            one.error = error
+            self.underway.pop(one.ranks, None)
             self.state[r] = READY
 
     # -- where ranks meet -----------------------------------------------------------------------------
 
-    def meet(
+    def rendezvous(
         self,
         ranks: tuple[int, ...],
         call: Call,
@@ -154,20 +154,20 @@ class Simulation:
             raise _Left("this rank belongs to a simulation that was left")
         rank = runtime.RT.rank  # not the thread: a backward may run in another one
         self._refuse(ranks, call)
-        meeting = self.meetings.setdefault(ranks, _Rendezvous(ranks))
-        meeting.calls[rank], meeting.payloads[rank] = call, payload
-        if len(meeting.calls) < len(ranks):
+        one = self.underway.setdefault(ranks, _Rendezvous(ranks))
+        one.calls[rank], one.payloads[rank] = call, payload
+        if len(one.calls) < len(ranks):
             self.state[rank] = WAITING
-            self.waits[rank] = meeting
+            self.waits[rank] = one
             self._pass_on(rank)
             self.turns[rank].acquire()
             if self.leaving:
                 raise _Left(self.aborted)
         else:
-            self._complete(meeting, compute)
-        if meeting.error:
-            raise DesyncError(meeting.error)
-        return meeting.results.pop(rank)
+            self._complete(one, compute)
+        if one.error:
+            raise DesyncError(one.error)
+        return one.results.pop(rank)
 
     def _refuse(self, ranks: tuple[int, ...], call: Call) -> None:
         """Raise at once if this collective can never complete."""
@@ -183,21 +183,21 @@ class Simulation:
         self._break([r for r in ranks if r in self.waits and self.waits[r].ranks == ranks], error)
         raise DesyncError(error)
 
-    def _complete(self, meeting: _Rendezvous, compute: Callable[[list[Any]], Sequence[Any]]) -> None:
-        first = meeting.calls[meeting.ranks[0]]
-        if all(first.agrees(other) for other in meeting.calls.values()):
+    def _complete(self, one: _Rendezvous, compute: Callable[[list[Any]], Sequence[Any]]) -> None:
+        first = one.calls[one.ranks[0]]
+        if all(first.agrees(other) for other in one.calls.values()):
             try:
-                results = compute([meeting.payloads[r] for r in meeting.ranks])
-                meeting.results = dict(zip(meeting.ranks, results, strict=True))
+                results = compute([one.payloads[r] for r in one.ranks])
+                one.results = dict(zip(one.ranks, results, strict=True))
             except MeshwrightError as e:
-                meeting.error = str(e)
+                one.error = str(e)
             except Exception as e:  # all ranks must hear of it, or they wait for ever
-                meeting.error = f"{first} over ranks {meeting.ranks} failed: {type(e).__name__}: {e}"
+                one.error = f"{first} over ranks {one.ranks} failed: {type(e).__name__}: {e}"
         else:
-            meeting.error = f"ranks {meeting.ranks} disagree in one collective{meeting.table()}"
-        meeting.payloads.clear()
-        del self.meetings[meeting.ranks]
-        for r in meeting.ranks:
+            one.error = f"ranks {one.ranks} disagree in one collective{one.table()}"
+        one.payloads.clear()
+        del self.underway[one.ranks]
+        for r in one.ranks:
             if self.waits.pop(r, None) is not None:
                 self.state[r] = READY
 
@@ -222,10 +222,10 @@ class Simulation:
             first = self.failures[0][1]
             self.aborted = self.aborted or f"rank {rank} failed: {type(first).__name__}: {first}"
             self._break(self.waits, self.aborted)
-        for ranks, meeting in list(self.meetings.items()):
+        for ranks, one in list(self.underway.items()):
             if rank in ranks:
-                call = next(iter(meeting.calls.values()))
-                self._break(list(meeting.calls), f"rank {rank} finished without {call} over ranks {ranks}")
+                call = next(iter(one.calls.values()))
+                self._break(list(one.calls), f"rank {rank} finished without {call} over ranks {ranks}")
         self._pass_on(rank)
 
     def run(self, fn: Callable[[], Any], timeout: float) -> list[Any]:

@@ -18,7 +18,7 @@ from .program.capture.build import Built, Plan
 from .program.capture.optimizers import check_unscaled, parts_of
 from .program.capture.outside import Place
 from .program.capture.scale import SCALE
-from .program.check.agree import CAPTURED, REBUILD, meetings, numbers
+from .program.check.agree import CAPTURED, REBUILD, numbers, program_facts
 from .program.ir.program import Program
 from .program.run.bind import BACKENDS, Carrier, Ready
 from .program.run.guard import Guard
@@ -130,7 +130,7 @@ class CompiledStep:
             made = self._source.record(batch, self.training, again)
             if self.training:
                 made = replace(made, program=self._transform(made.program))
-            facts += [*numbers(options_of(self.optimizer), made.module), *meetings(made.program)]
+            facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
         return made
 
     def _bound(self, made: Recorded) -> Ready:

@@ -84,7 +84,9 @@ def so_far(numbers: Sequence[int], group: Group) -> Callable[[], list[tuple[int,
         about_to(group, _SO_FAR)
     if group.pg is None:
         sim: Any = runtime.RT.sim
-        seen: list[tuple[int, ...]] = sim.meet(group.ranks, _SO_FAR, own, lambda parts: [list(parts) for _ in parts])
+        seen: list[tuple[int, ...]] = sim.rendezvous(
+            group.ranks, _SO_FAR, own, lambda parts: [list(parts) for _ in parts]
+        )
         return lambda: seen
     rows = _exchanged(own, group, _SO_FAR)
     return lambda: [tuple(row) for row in rows().tolist()]
@@ -154,7 +156,7 @@ def compare(group: Group, same: Any, text: str, what: str, fix: str = "") -> Non
     own = zlib.crc32(repr((same, what)).encode())
     if group.pg is None:
         sim: Any = runtime.RT.sim
-        seen = sim.meet(group.ranks, _ABOUT, (own, (text, what, fix)), lambda parts: [list(parts) for _ in parts])
+        seen = sim.rendezvous(group.ranks, _ABOUT, (own, (text, what, fix)), lambda parts: [list(parts) for _ in parts])
         marks, texts = [s[0] for s in seen], [s[1] for s in seen]
     else:
         marks = _exchanged([own], group, _ABOUT)().view(-1).tolist()

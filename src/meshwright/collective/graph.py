@@ -138,7 +138,7 @@ class Emitter:
         self.mesh, self.rank, self.text = mesh, rank, mesh_text(mesh)
         self.axes: dict[tuple[int, ...], str] = {}
 
-    def meet(
+    def rendezvous(
         self,
         ranks: tuple[int, ...],
         call: Call,

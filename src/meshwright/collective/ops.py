@@ -73,11 +73,11 @@ def _count(kind: Kind, group: Group, before: int, after: int) -> None:
     runtime.RT.counts.add(kind.name, group.axes, kind.bytes(before, after, group.size))
 
 
-def _meet(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
+def _rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
     sim = runtime.RT.sim
     if sim is None:
         raise CollectiveError(f"{group!r} belongs to a simulation that has ended")
-    return sim.meet(group.ranks, call, t, compute)
+    return sim.rendezvous(group.ranks, call, t, compute)
 
 
 # -- all-reduce ------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
     _count(ALL_REDUCE, group, nbytes, 0)
     call = _call(group, "all_reduce", op, x)
     if group.pg is None:
-        out = _meet(group, call, x, lambda parts: _copies(contiguous(reduced(parts, op)), n))
+        out = _rendezvous(group, call, x, lambda parts: _copies(contiguous(reduced(parts, op)), n))
         return Pending(None, out if fresh else _into(t, out))
     if not nbytes:  # same shape everywhere: nothing moves on any rank
         return Pending(None, _fresh(x) if fresh else t)
@@ -186,7 +186,7 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
     _count(ALL_GATHER, group, 0, nbytes)
     call = _call(group, "all_gather", "", x, (("dim", dim), ("sizes", tuple(sizes))), (dim,))
     if group.pg is None:
-        return Pending(None, _meet(group, call, x, lambda parts: _copies(contiguous(torch.cat(parts, dim)), n)))
+        return Pending(None, _rendezvous(group, call, x, lambda parts: _copies(contiguous(torch.cat(parts, dim)), n)))
     if not nbytes:
         return Pending(None, x.new_empty(full))
     if dim == 0 and group.plain and x.dtype in MOVABLE and even(sizes):  # nothing to rearrange
@@ -272,7 +272,7 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
     _count(REDUCE_SCATTER, group, x.nbytes, 0)
     call = _call(group, "reduce_scatter", op, x, (("dim", dim), ("sizes", tuple(sizes))))
     if group.pg is None:
-        return Pending(None, _meet(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))
+        return Pending(None, _rendezvous(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))
     own = sizes[group.index]
     if not x.nbytes:
         return Pending(None, x.new_empty(resized(x.shape, dim, own)))
@@ -364,7 +364,7 @@ def all_to_all(
             pieces = [p.split(list(split_sizes), split_dim) for p in parts]
             return [contiguous(torch.cat([row[j] for row in pieces], concat_dim)) for j in range(n)]
 
-        received: Tensor = _meet(group, call, x, exchange)
+        received: Tensor = _rendezvous(group, call, x, exchange)
         return received
     if not numel(x.shape, concat_dim, sum(concat_sizes)):
         shape = resized(x.shape, split_dim, split_sizes[me])
@@ -424,7 +424,7 @@ def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
     _count(BROADCAST, group, x.nbytes, 0)
     call = _call(group, "broadcast", "", x, (("src_index", src_index),))
     if group.pg is None:
-        sent: Tensor = _meet(group, call, x, lambda parts: [_fresh(parts[src_index]) for _ in parts])
+        sent: Tensor = _rendezvous(group, call, x, lambda parts: [_fresh(parts[src_index]) for _ in parts])
         return sent
     if not x.nbytes:
         return _fresh(x)
@@ -442,7 +442,7 @@ def barrier(group: Group) -> None:
         return
     call = Call("barrier")
     if group.pg is None:
-        _meet(group, call, None, lambda parts: parts)
+        _rendezvous(group, call, None, lambda parts: parts)
     elif group.gloo:
         started(group, call, group.pg.barrier, BarrierOptions()).wait()
     else:  # elsewhere a barrier guesses the device
@@ -464,7 +464,7 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     if group.pg is not None:
         return checking.objects(obj, group)
     call = Call("all_gather_object")
-    gathered: list[Any] = _meet(group, call, obj, lambda parts: [list(parts) for _ in parts])
+    gathered: list[Any] = _rendezvous(group, call, obj, lambda parts: [list(parts) for _ in parts])
     return gathered
 
 

@@ -20,7 +20,7 @@ from ..raw import bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, held, hold, in_spec, stamp
 from .buckets import Bucket, Buckets
-from .flights import Flight, Reduction, Scattering, give
+from .in_flight import InFlight, Reduction, Scattering, give
 from .packing import Packing, split_dim
 
 Tensor = torch.Tensor
@@ -38,7 +38,7 @@ class Synced(Protocol):
     interrupted: bool  # the last backward raised: gradients may be left Partial
     apart: set[int]
     order: list[int] | None
-    scatter: Callable[[Sequence[DistTensor]], list[Flight]] | None  # starts the reduction of stored parameters' sums
+    scatter: Callable[[Sequence[DistTensor]], list[InFlight]] | None  # starts the reduction of stored parameters' sums
 
     def buckets(self) -> Buckets:
         """How the gradients of the next backward are divided."""
@@ -99,7 +99,7 @@ class Backward:
         self.plan = sync.buckets()
         self.left = [set(b.members) for b in self.plan.buckets]  # gradients that it has not brought yet
         self.launched = self.served = 0
-        self.flights: list[Flight] = []
+        self.in_flight: list[InFlight] = []
         self.order: list[int] = []
         self.hooked: set[int] = set()  # parameters whose hooks are to be called when their gradient is synchronised
         # Of parameters that are stored split:
@@ -170,9 +170,9 @@ class Backward:
                 # What comes later in this backward starts a new gradient and is added at the end.
                 set_grad(p, None)
             if grads:
-                self.flights.append(self._flight(bucket, members, grads))
+                self.in_flight.append(self._start(bucket, members, grads))
 
-    def _flight(self, bucket: Bucket, members: list[int], grads: list[Tensor]) -> Flight:
+    def _start(self, bucket: Bucket, members: list[int], grads: list[Tensor]) -> InFlight:
         """Start the reduction of gradients that were taken from their parameters."""
         mesh = self.sync.mesh
         params, specs = [self.sync.params[i] for i in members], [self.plan.synced[i] for i in members]
@@ -222,7 +222,7 @@ class Backward:
     def _close(self, group: Contributors, p: DistTensor) -> None:
         group.open.discard(id(p))
         if not group.open and self.sync.enabled and self.sync.scatter is not None:
-            self.flights += self.sync.scatter(group.complete)
+            self.in_flight += self.sync.scatter(group.complete)
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Backward:
         while self.launched < len(self.left):
             self._launch(self.launched)
         if sync.scatter is not None:  # contributions that other backwards left
-            self.flights += sync.scatter([sync.params[i] for i in sorted(sync.apart)])
+            self.in_flight += sync.scatter([sync.params[i] for i in sorted(sync.apart)])
         answers = sync.compare()
         late = self._late()
         for p in sync.params:

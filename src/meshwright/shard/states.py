@@ -97,7 +97,7 @@ class Chunks:
 
     def gather(self, params: Sequence[DistTensor]) -> None:
         """Bring the chunks that a step has updated to all ranks."""
-        landing: list[tuple[Packing, list[DistTensor], collective.Pending]] = []
+        in_flight: list[tuple[Packing, list[DistTensor], collective.Pending]] = []
         with torch.no_grad(), disabled():
             for members in _buckets(params):
                 mesh = members[0]._spec.mesh
@@ -107,8 +107,8 @@ class Chunks:
                 packing = Packing(shapes, dims, mesh.sizes[axis])
                 row = packing.pack_row([self.views[id(p)] for p in members])
                 group = collective.group(mesh, (axis,))
-                landing.append((packing, members, collective.all_gather_async(row, 0, packing.sizes, group)))
-            for packing, members, pending in landing:
+                in_flight.append((packing, members, collective.all_gather_async(row, 0, packing.sizes, group)))
+            for packing, members, pending in in_flight:
                 packing.unpack(pending.wait(), [bare(p) for p in members])
 
 

@@ -17,7 +17,7 @@ from ..raw import bare
 from ..tensor import DistTensor, held, hold
 from .buckets import STORED
 from .changes import aliased, state_of
-from .flights import Flight, Scattering, partial_axes
+from .in_flight import InFlight, Scattering, partial_axes
 from .packing import Packing, split_dim, whole_over
 from .sync import GradSync
 
@@ -97,14 +97,14 @@ class Zero:
 
     # -- gradients ------------------------------------------------------------------------------------
 
-    def scatter(self, params: Sequence[DistTensor]) -> list[Flight]:
+    def scatter(self, params: Sequence[DistTensor]) -> list[InFlight]:
         """Start the reduce-scatter of the contributions that are held for these parameters."""
         groups: dict[Any, list[DistTensor]] = {}
         for p in params:
             g = held(p)
             if g is not None and g._spec.layout.partial:
                 groups.setdefault((stored_axis(p), partial_axes(g._spec), g.dtype), []).append(p)
-        flights: list[Flight] = []
+        started: list[InFlight] = []
         for (axis, axes, _), members in groups.items():
             grads = [bare(g) for g in map(held, members) if g is not None]
             for p in members:
@@ -113,8 +113,8 @@ class Zero:
                 packing = self.packing(axis, members, [g.shape for g in grads])
                 specs = [p._spec.with_(reduced=0, undecided=0, stored=False) for p in members]
                 others = tuple(a for a in axes if a != axis)
-                flights.append(Scattering(members, grads, specs, packing, axis, others))
-        return flights
+                started.append(Scattering(members, grads, specs, packing, axis, others))
+        return started
 
     def packing(self, axis: int, params: Sequence[DistTensor], shapes: Sequence[Sequence[int]]) -> Packing:
         """How these parameters travel together."""

@@ -17,7 +17,7 @@ CAPTURED = "the ranks captured different steps: {}"
 REBUILD = "build the same model, loss and batch shapes on all ranks"
 
 
-def meetings(program: Program, *, inputs: bool = True) -> list[Fact]:
+def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
     """What ranks must do alike: the inputs and outputs, and every collective in order with all that they agree on.
 
     Local ops may differ: a rank with an empty shard takes other kernels.  Where a dim is split over other axes too than
@@ -42,7 +42,7 @@ def meetings(program: Program, *, inputs: bool = True) -> list[Fact]:
     merged = program.merged
     if merged is not None:
         found.append(Fact(f"an update every {merged.k_steps} calls"))
-        found += [*meetings(merged.accumulate, inputs=False), *meetings(merged.flush, inputs=False)]
+        found += [*program_facts(merged.accumulate, inputs=False), *program_facts(merged.flush, inputs=False)]
     return found
 
 
@@ -66,4 +66,4 @@ def _plain(a: Any) -> str:
     return repr(a) if isinstance(a, (bool, int, float, complex, str, NoneType, torch.dtype)) else type(a).__name__
 
 
-__all__ = ["CAPTURED", "REBUILD", "meetings", "numbers"]
+__all__ = ["CAPTURED", "REBUILD", "numbers", "program_facts"]

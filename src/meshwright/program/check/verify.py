@@ -24,7 +24,7 @@ from ...record import Record
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
 from ..ir.program import Program
-from .agree import CAPTURED, meetings
+from .agree import CAPTURED, program_facts
 from .derive import check_values, described
 from .flow import check_gradients
 
@@ -307,7 +307,7 @@ def _by_extremum(cause: Record) -> bool:
 def _check_meetings(programs: Sequence[Program]) -> None:
     """All ranks reach the same collectives in one order, with shapes that fit."""
     mesh = programs[0].mesh
-    found, _ = differing({p.rank: meetings(p) for p in programs})
+    found, _ = differing({p.rank: program_facts(p) for p in programs})
     if found:
         raise DesyncError(CAPTURED.format(found))
     nodes = {p.rank: list(p.collectives()) for p in programs}

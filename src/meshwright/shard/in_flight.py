@@ -1,4 +1,4 @@
-"""Reductions of gradients that are under way, and what becomes of them when they land."""
+"""Reductions of gradients that are in flight, and how they are finalized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .packing import Packing
 Tensor = torch.Tensor
 
 
-class Flight:
+class InFlight:
     """One collective with the gradients of some parameters, each of which holds it in the place of its gradient."""
 
     def __init__(self, params: Sequence[DistTensor], specs: Sequence[Spec]) -> None:
@@ -33,16 +33,16 @@ class Flight:
 class _Seat:
     """The gradient of one parameter on its way, and what its parameter held beside its slot before."""
 
-    __slots__ = ("flight", "kept")
+    __slots__ = ("kept", "source")
 
-    def __init__(self, flight: Flight, kept: DistTensor | Coming | None) -> None:
-        self.flight, self.kept = flight, kept
+    def __init__(self, source: InFlight, kept: DistTensor | Coming | None) -> None:
+        self.source, self.kept = source, kept
 
     def land(self, p: DistTensor) -> None:
         """Wait, and add it to what is there."""
-        k, spec = self.flight.specs[id(p)]
+        k, spec = self.source.specs[id(p)]
         with torch.no_grad(), disabled():
-            made = self.flight.arrived(k)
+            made = self.source.arrived(k)
             hold(p, self.kept)
             give(p, made, spec)
 
@@ -69,7 +69,7 @@ def give(p: DistTensor, made: Tensor, spec: Spec) -> None:
         hold(p, stamp(made, spec))
 
 
-class Reduction(Flight):
+class Reduction(InFlight):
     """An all-reduce: afterwards each gradient is a view of the buffer, in the layout of its parameter."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Reduction(Flight):
         return self.views[k]
 
 
-class Scattering(Flight):
+class Scattering(InFlight):
     """A reduce-scatter: afterwards each rank has its chunk of each gradient.
 
     Args:
@@ -130,4 +130,4 @@ def partial_axes(spec: Spec) -> tuple[int, ...]:
     return tuple(a for a, p in enumerate(spec.layout.placements) if isinstance(p, Partial) and sizes[a] > 1)
 
 
-__all__ = ["Flight", "Reduction", "Scattering", "give", "partial_axes"]
+__all__ = ["InFlight", "Reduction", "Scattering", "give", "partial_axes"]
