@@ -117,8 +117,8 @@ def _laid(
     for name, spec in plan.items():
         _lay(names, name, spec)
     for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
-        for module, placements in found:
-            kind(mesh, placements).attach(module)
+        for module, constraint in found:
+            kind(mesh, constraint).attach(module)
     return names, stored
 
 

@@ -233,11 +233,11 @@ def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, b
                 )
             constraints[node], words[node] = placements, (found[glob], repr(glob))
     for source in captured.sources:
-        placements = _of_batch(plan.batch, source.name) if source.kind == "batch" else None
-        if placements is plan.batch and not source.fake.ndim:
-            placements = None  # said of all tensors of the batch: a number has nothing to split
-        if placements is not None and source.node not in constraints:
-            constraints[source.node] = placements
+        wanted = _of_batch(plan.batch, source.name) if source.kind == "batch" else None
+        if wanted is plan.batch and not source.fake.ndim:
+            wanted = None  # said of all tensors of the batch: a number has nothing to split
+        if wanted is not None and source.node not in constraints:
+            constraints[source.node] = wanted
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     for source, leaf in zip((s for s in captured.sources if s.kind == "batch"), leaves, strict=True):
         if isinstance(leaf, DistTensor):
