@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright import collective
-from meshwright.explain import Explanation, explain_program
+from meshwright.explanation import Explanation, explain_program
 from meshwright.program import Built, Plan, build
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of

@@ -28,7 +28,7 @@ LAYERS = (
         "reshard",
     ),
     *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard"),
-    *("program", "passes", "explain", "step", "compile", "checkpoint", "testing"),
+    *("program", "passes", "explanation", "step", "compile", "checkpoint", "testing"),
     *(FACADE, "train", "cli", "__main__"),
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 
 import meshwright as mw
 from meshwright.errors import CaptureError
-from meshwright.explain import explain_program
+from meshwright.explanation import explain_program
 from meshwright.program import Plan, Program, build
 from meshwright.program.ir.nodes import info_of
 from meshwright.program.run.inductor import Segment, with_inductor

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import meshwright
@@ -16,8 +18,8 @@ def test_all_names_every_public_import() -> None:
     tree = ast.parse(Path(meshwright.__file__).read_text())
     imported = {
         (alias.asname or alias.name).partition(".")[0]
-        for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", None) != "__future__"
+        for node in ast.walk(tree)  # those for types as well
+        if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
     }
     missing = {name for name in imported if not name.startswith("_")} - set(meshwright.__all__)
@@ -26,3 +28,22 @@ def test_all_names_every_public_import() -> None:
 
 def test_every_name_in_all_exists() -> None:
     assert [name for name in meshwright.__all__ if not hasattr(meshwright, name)] == []
+
+
+def test_what_few_scripts_need_is_imported_at_its_first_use() -> None:
+    """And the name of a function never turns into the module of that name."""
+    code = """
+import sys, meshwright as mw
+before = [m for m in sys.modules if m.startswith(("meshwright.program", "meshwright.passes", "meshwright.checkpoint"))]
+assert not before, before
+import meshwright.explanation, meshwright.compile, meshwright.testing
+missing = [n for n in mw.__all__ if not hasattr(mw, n)]
+assert not missing, missing
+assert callable(mw.explain) and set(mw.__all__) <= set(dir(mw))
+try:
+    mw.nothing
+except AttributeError as error:
+    assert str(error) == "module 'meshwright' has no attribute 'nothing'"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

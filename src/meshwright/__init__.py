@@ -6,8 +6,10 @@ and the communication, forward and backward.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import functions as _functions  # noqa: F401 (guards torch.autograd.Function)
-from . import passes
 from .api import (
     constrain,
     from_dtensor,
@@ -22,17 +24,52 @@ from .api import (
     to_dtensor,
     unshard,
 )
-from .checkpoint import Checkpoints, load_weights, save_weights
-from .compile import capture_local, compile_step
-from .explain import Explanation, explain, explicit
 from .generator import reproducible_random
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
-from .program import LossScale, load_program, save_program
 from .shard import no_sync, shard_dataloader, shard_module, shard_optimizer
 from .simulation import simulate
 from .tensor import DistTensor
-from .testing import check_conversion, check_program, check_rule
+
+if TYPE_CHECKING:
+    from . import passes
+    from .checkpoint import Checkpoints, load_weights, save_weights
+    from .compile import capture_local, compile_step
+    from .explanation import Explanation, explain, explicit
+    from .program import LossScale, load_program, save_program
+    from .testing import check_conversion, check_program, check_rule
+
+# What few scripts need, and its module: imported at its first use, as all of it costs as much as the rest together.
+_LATER = {
+    "Checkpoints": "checkpoint",
+    "load_weights": "checkpoint",
+    "save_weights": "checkpoint",
+    "capture_local": "compile",
+    "compile_step": "compile",
+    "Explanation": "explanation",
+    "explain": "explanation",
+    "explicit": "explanation",
+    "LossScale": "program",
+    "load_program": "program",
+    "save_program": "program",
+    "check_conversion": "testing",
+    "check_program": "testing",
+    "check_rule": "testing",
+    "passes": "passes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_LATER[name]}", __name__)
+    globals()[name] = found = module if name == "passes" else getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Checkpoints",

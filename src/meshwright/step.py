@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from .collective import Fact, together
 from .errors import ProgramError
-from .explain import Explanation, explain_program
+from .explanation import Explanation, explain_program
 from .mesh import Mesh
 from .program.capture.build import Built, Plan
 from .program.capture.optimizers import check_unscaled, parts_of

@@ -16,7 +16,7 @@ from meshwright.train.options import OptionError, one_of, option
 from .options import BAD_INPUT, complain, options_of, terminal, values_of
 
 if TYPE_CHECKING:
-    from meshwright.explain import Comparison, Explanation
+    from meshwright.explanation import Comparison, Explanation
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -106,7 +106,7 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
     """A title, and the explanation of the step."""
     import torch
 
-    from meshwright.explain import Comparison, explain_program
+    from meshwright.explanation import Comparison, explain_program
     from meshwright.program import build
 
     from .subject import subject_of

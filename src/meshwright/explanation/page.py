@@ -46,7 +46,10 @@ def _template() -> jinja2.Template:
     import jinja2  # not at the start of every program that imports the package
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("meshwright.explain", "web"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("meshwright.explanation", "web"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters.update(bytes=in_bytes, placed=placed, changes=_changes, by=_by, dash=_dash)
     return environment.get_template("page.html")
