@@ -355,6 +355,8 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         CheckpointError, match=r"other/scheduler/0/mine is a torch\.nn.*Linear, which a checkpoint cann"
     ):
         store.save(0, model=model, scheduler=scheduler)
+    with pytest.raises(CheckpointError, match=r"weight is torch\.float8_e4m3fnuz, which a checkpoint cannot hold"):
+        store.save(0, model=nn.Linear(2, 2).to(torch.float8_e4m3fnuz))
     assert not list(tmp_path.iterdir())
 
 

@@ -15,6 +15,7 @@ from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..shard.names import Names
 from ..tensor import DistTensor
+from .files import NAMES, as_stored
 from .merging import merge_state
 from .values import encoded
 
@@ -105,6 +106,8 @@ class Contents:
             raise CheckpointError(f"{name} is on the meta device and has no values to save")
         if not isinstance(t, DistTensor) and t.layout is not torch.strided:
             raise CheckpointError(f"{name} is a {t.layout} tensor: only dense tensors can be saved")
+        if as_stored(t.dtype)[0] not in NAMES:
+            raise CheckpointError(f"{name} is {t.dtype}, which a checkpoint cannot hold")
         self.specs[name] = stored_spec(t, self.mesh, name)
         self.tensors[name] = t
         return name

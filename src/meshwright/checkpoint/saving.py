@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -131,8 +132,8 @@ class Save:
         report: dict[str, object]
         try:
             report = {"line": asdict(write_file(file, self._parts)), "file": file.name} if self._parts else {}
-        except OSError as error:
-            report = {"error": f"{file} cannot be written: {error.strerror}"}
+        except Exception as error:  # the others must hear of it, whatever it is
+            report = {"error": f"{file} cannot be written: {why(error)}"}
         self._parts = []
         words = self._post.collect(json.dumps(report))
         self._error = self._post.announce(self._commit(words) if self._post.first else "")
@@ -153,9 +154,10 @@ class Save:
             return f"{self.path / name} is not what its rank wrote: all ranks must save to one folder that they share"
         try:
             commit(self.path, replace(self._manifest, files=lines))
-        except OSError as error:
-            return f"{self.path / NAME} cannot be written: {error.strerror}"
-        remove_old(self.path.parent, self._keep, self.path)
+        except Exception as error:
+            return f"{self.path / NAME} cannot be written: {why(error)}"
+        with contextlib.suppress(OSError, CheckpointError):  # it is a checkpoint, whatever became of the older ones
+            remove_old(self.path.parent, self._keep, self.path)
         return ""
 
     def wait(self) -> None:
@@ -178,6 +180,11 @@ class Save:
             self._thread.join()
         if not self._told:
             self.wait()
+
+
+def why(error: Exception) -> str:
+    """What went wrong, in words."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def staged(value: Tensor) -> Tensor:

@@ -209,15 +209,7 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
     first = runtime.RT.rank == mesh.ranks[0]
     trainer = (StaticTrainer if config.static else Trainer)(config, mesh, corpus)
     verifier = Verifier(config, corpus, first) if config.verify else None
-    store = mw.Checkpoints(config.save, config.keep, mesh=mesh) if config.save else None
-    if store is not None and not config.resume and store.steps:
-        raise OptionError(
-            f"--save {config.save} has checkpoints of another run, up to step {max(store.steps)}: add --resume to go "
-            "on from the newest, or take another folder"
-        )
-    begin = (store.load(**trainer.parts()) or 0) if store is not None and config.resume else 0
-    if begin >= config.steps:
-        raise OptionError(f"--resume: the newest checkpoint is of step {begin}: take more --steps than {config.steps}")
+    store, begin = _opened(config, trainer)
     tell = emit if first else _nothing
     tell("start", {**_described(trainer, corpus), "begin": begin})
 
@@ -256,6 +248,25 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
     )
     tell("end", {"summary": asdict(summary), "verdict": verdict})
     return summary
+
+
+def _opened(config: TrainConfig, trainer: Trainer) -> tuple[mw.Checkpoints | None, int]:
+    """Where checkpoints go, and the number of steps that the newest one has behind it, loaded where that is asked for.
+
+    Raises as :func:`train`.
+    """
+    if not config.save:
+        return None, 0
+    store = mw.Checkpoints(config.save, config.keep, mesh=trainer.mesh)
+    if not config.resume and store.steps:
+        raise OptionError(
+            f"--save {config.save} has checkpoints of another run, up to step {max(store.steps)}: add --resume to go "
+            "on from the newest, or take another folder"
+        )
+    begin = (store.load(**trainer.parts()) or 0) if config.resume else 0
+    if begin >= config.steps:
+        raise OptionError(f"--resume: the newest checkpoint is of step {begin}: take more --steps than {config.steps}")
+    return store, begin
 
 
 def _is_saved(config: TrainConfig, done: int) -> bool:
