@@ -195,8 +195,8 @@ def _optimizer(made: Restore, one: Optimizer, saved: Mapping[str, Any], found: M
     states: dict[str, dict[str, Any]] = {}
     for name, entry in ((firsts[n], entry) for n, entry in saved["states"].items()):
         groups_of = (g for g, listed in zip(one.param_groups, here, strict=True) if name in listed)
-        group: Mapping[str, Any] = next(groups_of, {})
-        states[name] = _states(made, one, params[name], entry, group, binding)
+        own: Mapping[str, Any] = next(groups_of, {})
+        states[name] = _states(made, one, params[name], entry, own, binding)
     options = [decoded(g["options"], made.whole) for g in groups]
 
     def put() -> None:

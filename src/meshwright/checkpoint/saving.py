@@ -35,7 +35,7 @@ def save(folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh) ->
     """
     contents = together(mesh, "save", lambda: gather(roles, mesh))
     _agree(step, contents)
-    path = folder / _begin(folder, step, mesh)
+    path = folder / _named(folder, step, mesh)
     parts = own_parts(contents, path)
     manifest = Manifest(step, mesh, contents.specs, contents.aliases, contents.values)
     return Save(path, keep, manifest, parts)
@@ -61,17 +61,13 @@ def _agree(step: int, contents: Contents) -> None:
             )
 
 
-def _begin(folder: Path, step: int, mesh: Mesh) -> str:
-    """Make the folder of a save; its name, on all ranks."""
+def _named(folder: Path, step: int, mesh: Mesh) -> str:
+    """The name of the folder of a save, on all ranks; it is made where the disk is waited for."""
 
-    def begin() -> str:
-        if runtime.RT.rank != mesh.ranks[0]:
-            return ""
-        path = new_folder(folder, step)
-        make_folder(path)
-        return path.name
+    def named() -> str:
+        return new_folder(folder, step).name if runtime.RT.rank == mesh.ranks[0] else ""
 
-    return everyone(together(mesh, f"save to {folder}", begin), mesh)[0]
+    return everyone(together(mesh, f"save to {folder}", named), mesh)[0]
 
 
 def own_parts(contents: Contents, path: Path) -> list[Part]:
@@ -131,6 +127,7 @@ class Save:
         file = self.path / f"rank-{self._rank:05d}.safetensors"
         report: dict[str, object]
         try:
+            make_folder(self.path)
             report = {"line": asdict(write_file(file, self._parts)), "file": file.name} if self._parts else {}
         except Exception as error:  # the others must hear of it, whatever it is
             report = {"error": f"{file} cannot be written: {why(error)}"}
