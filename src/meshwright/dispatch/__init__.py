@@ -25,7 +25,7 @@ from .calls import (
 )  # fmt: skip
 from .execution import execute, relayout, root, unit_cotangent, wanted
 from .inference import Inference, gathered, infer
-from .leaves import any_tied, settle, tie
+from .leaves import any_linked, link, resolve_types
 from .plans import global_outputs, make_rule, plan_call
 from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, key_of, key_part, settle_after
 from .views import refresh, remember_detached, write_through
@@ -41,7 +41,7 @@ __all__ = [
     "Kwargs",
     "Op",
     "Special",
-    "any_tied",
+    "any_linked",
     "autocast",
     "call",
     "call_disabled",
@@ -54,6 +54,7 @@ __all__ = [
     "infer",
     "key_of",
     "key_part",
+    "link",
     "make_rule",
     "map_tensors",
     "mesh_of",
@@ -62,12 +63,11 @@ __all__ = [
     "relayout",
     "remember_detached",
     "resolve",
+    "resolve_types",
     "root",
-    "settle",
     "settle_after",
     "spec_of",
     "tensors_in",
-    "tie",
     "unit_cotangent",
     "wanted",
     "write_through",

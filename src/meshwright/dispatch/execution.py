@@ -15,7 +15,7 @@ from ..raw import as_plain
 from ..rules import Native
 from .binding import Args, Kwargs
 from .calls import disabled, map_tensors, mesh_of, spec_of, tensors_in
-from .leaves import follow_roots, lead_root, leans_invariant, settle, tie
+from .leaves import follow_roots, lead_root, leans_invariant, link, resolve_types
 from .plans import CallPlan, Route, plan_call, written_spec
 from .views import PieceSource, cut_from, remember, remember_pieces, with_base
 
@@ -213,7 +213,7 @@ class Execution:
                 return self._planned_anew()
             for i, spec in self.plan.decide:
                 if self.tensors[i].requires_grad:
-                    settle(self.tensors[i], spec)
+                    resolve_types(self.tensors[i], spec)
         return self.finish(result)
 
     def _planned_anew(self, known: bool = True) -> Any:
@@ -224,10 +224,13 @@ class Execution:
         """Give leaves the types that the plan implies; whether some got others, so that another plan is needed."""
         plan, tensors = self.plan, self.tensors
         anew = follow_roots(tensors)
-        for i, _ in plan.known:  # what a value was reduced to has a type; so the value has, and all that is tied to it
+        for (
+            i,
+            _,
+        ) in plan.known:  # what a value was reduced to has a type; so the value has, and all that is linked to it
             t = tensors[i]
             if t.requires_grad and t.__dict__["_spec"].undecided:
-                settle(t, t.__dict__["_spec"].with_(undecided=0))
+                resolve_types(t, t.__dict__["_spec"].with_(undecided=0))
                 anew = True
         for i, spec in () if anew else plan.decide:
             t = tensors[i]
@@ -237,7 +240,7 @@ class Execution:
             if t.requires_grad and "_spec" in t.__dict__:
                 if leans_invariant(t, spec):
                     spec, anew = t.__dict__["_spec"].with_(undecided=0), True
-                settle(t, spec, _use(plan, spec.reduced) if runtime.RT.records is not None else "")
+                resolve_types(t, spec, _use(plan, spec.reduced) if runtime.RT.records is not None else "")
         return anew
 
     def _run_local(self, locals_: list[Tensor]) -> Any:
@@ -302,7 +305,7 @@ class Execution:
         return target
 
     def finish(self, result: Any) -> Any:
-        """Stamp the outputs, and tie undecided leaves to them."""
+        """Stamp the outputs, and link undecided leaves to them."""
         made = tensors_in(result)
         if self.plan.promised is not None:
             self._learn(result, made)
@@ -319,7 +322,7 @@ class Execution:
             if records is not None and spec.layout.partial:
                 record.produced(t, _use(plan, sum(1 << a for a in spec.layout.partial)), self.tensors)
             if ties and t.requires_grad and spec.undecided:
-                tie([*self.tensors, t])
+                link([*self.tensors, t])
         return result
 
     def _learn(self, result: Any, made: Sequence[Tensor]) -> None:
@@ -354,7 +357,7 @@ def _aliases(locals_: list[Tensor]) -> list[Tensor]:
 
 
 def _told_otherwise(t: Tensor, spec: Spec) -> bool:
-    """Whether a tensor was just given other types than planned: it, or one tied to it, is another operand too."""
+    """Whether a tensor was just given other types than planned: it, or one linked to it, is another operand too."""
     now: Spec | None = t.__dict__.get("_spec")
     if now is None or now.layout != spec.layout:
         return False
@@ -404,7 +407,7 @@ def relayout(x: Tensor, target: Spec, stamp: Stamp) -> Tensor:
     """``x`` brought to ``target`` because somebody asked for it by name.  Must run with dispatch disabled."""
     spec: Spec = x.__dict__["_spec"]
     if x.requires_grad and spec.undecided:
-        settle(x, spec.with_(undecided=0))
+        resolve_types(x, spec.with_(undecided=0))
     source = x.__dict__["_spec"].with_(undecided=0)
     if spec.known is not None and not target.layout.partial and not _saving():
         x = convert_tensor(x, reshard.plan(source, spec.known.with_(undecided=0)))

@@ -15,7 +15,7 @@ _LOCAL: Any = Tensor  # properties of local tensors
 _base_of, _is_leaf = _LOCAL._base.__get__, _LOCAL.is_leaf.__get__
 
 
-class _Tied:
+class _Linked:
     """Tensors whose replicated axes must become of one type: leaves and what was computed from them so far.
 
     Members are weak: a tensor that nobody can name any more needs no type.
@@ -27,33 +27,33 @@ class _Tied:
     def add(self, t: Tensor) -> None:
         key, members = id(t), self.members
         members[key] = weakref.ref(t, lambda _: members.pop(key, None))
-        t.__dict__["_tied"] = self
+        t.__dict__["_linked"] = self
 
     def alive(self) -> list[Tensor]:
         return [t for t in (r() for r in list(self.members.values())) if t is not None]
 
 
-def tie(tensors: Sequence[Tensor]) -> None:
+def link(tensors: Sequence[Tensor]) -> None:
     """Undecided tensors that one op connects get their type together."""
-    tied: _Tied | None = None
+    linked: _Linked | None = None
     for t in tensors:
         space = getattr(t, "__dict__", {})
         spec = space.get("_spec")
         if spec is None or not spec.undecided or not t.requires_grad:
             continue
-        own: _Tied | None = space.get("_tied")
-        if tied is None:
-            tied = own or _Tied()
+        own: _Linked | None = space.get("_linked")
+        if linked is None:
+            linked = own or _Linked()
         if own is None:
-            tied.add(t)
-        elif own is not tied:
+            linked.add(t)
+        elif own is not linked:
             for m in own.alive():
-                tied.add(m)
+                linked.add(m)
 
 
-def any_tied(args: Sequence[Any]) -> bool:
+def any_linked(args: Sequence[Any]) -> bool:
     """Whether one of the arguments gets its types together with others."""
-    return any("_tied" in getattr(a, "__dict__", ()) for a in args)
+    return any("_linked" in getattr(a, "__dict__", ()) for a in args)
 
 
 def leans_invariant(t: Tensor, spec: Spec) -> bool:
@@ -61,15 +61,15 @@ def leans_invariant(t: Tensor, spec: Spec) -> bool:
 
     Reducing at the leaves is shared by all uses and bucketed; it is dearer where the leaves are larger than the value.
     """
-    tied: _Tied | None = t.__dict__.get("_tied")
-    if _is_leaf(t) or tied is None or not spec.reduced & t.__dict__["_spec"].undecided:
+    linked: _Linked | None = t.__dict__.get("_linked")
+    if _is_leaf(t) or linked is None or not spec.reduced & t.__dict__["_spec"].undecided:
         return False
-    leaves = sum(m.__dict__["_spec"].shape.numel() for m in tied.alive() if _is_leaf(m))
+    leaves = sum(m.__dict__["_spec"].shape.numel() for m in linked.alive() if _is_leaf(m))
     return leaves > spec.shape.numel()
 
 
-def settle(t: Tensor, spec: Spec, by: str = "") -> None:
-    """Give an undecided tensor its types, and the same ones to the tensors tied to it.
+def resolve_types(t: Tensor, spec: Spec, by: str = "") -> None:
+    """Give an undecided tensor its types, and the same ones to the tensors linked to it.
 
     ``by``: the use that makes their gradients Partial, in words.
     """
@@ -77,9 +77,9 @@ def settle(t: Tensor, spec: Spec, by: str = "") -> None:
     old = space.get("_spec")
     if old is None or old is spec:
         return
-    tied: _Tied | None = space.get("_tied")
+    linked: _Linked | None = space.get("_linked")
     decided = old.undecided & ~spec.undecided
-    for m in tied.alive() if tied is not None else [t]:
+    for m in linked.alive() if linked is not None else [t]:
         now: Spec = m.__dict__["_spec"]
         mine = decided & now.undecided
         now = now.with_(reduced=now.reduced | (spec.reduced & mine), undecided=now.undecided & ~mine)
@@ -87,7 +87,7 @@ def settle(t: Tensor, spec: Spec, by: str = "") -> None:
         if by and spec.reduced & mine:
             m.__dict__.setdefault("_since", by)
         if not now.undecided:
-            m.__dict__.pop("_tied", None)
+            m.__dict__.pop("_linked", None)
 
 
 def follow_roots(tensors: Sequence[Tensor]) -> bool:
@@ -105,16 +105,16 @@ def _follow_root(t: Tensor) -> bool:
     root: Spec | None = base.__dict__.get("_spec")
     if root is None:
         return False
-    tie([base, t])
+    link([base, t])
     told = spec.undecided & ~root.undecided & _replicated(root)
     if not told:
         return False
-    settle(t, spec.with_(reduced=spec.reduced | (root.reduced & told), undecided=spec.undecided & ~told))
+    resolve_types(t, spec.with_(reduced=spec.reduced | (root.reduced & told), undecided=spec.undecided & ~told))
     return True
 
 
 def lead_root(t: Tensor, tensors: Sequence[Tensor]) -> None:
-    """After a write to ``t``: the memory that it is a view of has its types, and stays tied to what was written."""
+    """After a write to ``t``: the memory that it is a view of has its types, and stays linked to what was written."""
     spec: Spec = t.__dict__["_spec"]
     base = _base_of(t)
     root: Tensor = base if base is not None and "_spec" in base.__dict__ else t
@@ -123,7 +123,7 @@ def lead_root(t: Tensor, tensors: Sequence[Tensor]) -> None:
         told = old.undecided & ~spec.undecided & _replicated(spec)
         root.__dict__["_spec"] = old.with_(reduced=old.reduced | (spec.reduced & told), undecided=old.undecided & ~told)
     if spec.undecided:
-        tie([*tensors, t, root])
+        link([*tensors, t, root])
 
 
 def _replicated(spec: Spec) -> int:

@@ -58,7 +58,7 @@ class CallPlan:
     ``copies``: results are views that are copies on the mesh; ``pieces``: pieces of one value, parts of sums;
     ``watched``: arguments are such copies (see ``views``).  ``replayed``: this rank has nothing of a result (see
     ``execution``).  ``graded``: another choice is cheaper where other arguments need gradients.
-    ``untyped``: leaves that need gradients are tied together (1) or get their types (2) by this call.
+    ``untyped``: leaves that need gradients are linked (1) or get their types (2) by this call.
     """
 
     op: Op

@@ -20,7 +20,7 @@ from . import autocast
 from .binding import Args, Kwargs
 from .calls import NO, OPS, QUESTIONS, call_disabled, disabled, op_name, resolve, tensors_in
 from .execution import Execution, Stamp, convert_then_native
-from .leaves import any_tied
+from .leaves import any_linked
 from .plans import CallPlan, Route, plan_call, warn_gathered
 from .views import Call, before, write_through
 
@@ -210,7 +210,7 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
 
 def _native(plan: CallPlan, key: Any, func: Any, args: Args, kwargs: Kwargs, stamp: Stamp) -> Any:
     """The op on locals, known by its key from now on; NotImplemented where more has to be done."""
-    if plan.untyped == 2 and any_tied(args):
+    if plan.untyped == 2 and any_linked(args):
         return NotImplemented
     native = cast("Native | None", plan.fn)
     try:

@@ -20,7 +20,7 @@ from ..operators import Internal
 from ..raw import as_plain
 from .binding import Args, Kwargs
 from .calls import disabled, op_name, tensors_in
-from .leaves import lead_root, settle
+from .leaves import lead_root, resolve_types
 from .plans import CallPlan, written_spec
 
 Tensor = torch.Tensor
@@ -178,7 +178,7 @@ def refresh(t: Tensor, call: Call) -> None:
 def _replace(t: Tensor, made: Tensor) -> None:
     """Give ``t`` the value, and the history, of ``made``."""
     if made.requires_grad:
-        settle(made, made.__dict__["_spec"].with_(undecided=0))
+        resolve_types(made, made.__dict__["_spec"].with_(undecided=0))
     source = made.__dict__["_spec"]
     spec = written_spec(t.__dict__["_spec"], source)
     local = convert.apply(reshard.plan(source, spec.with_(dtype=source.dtype)).steps, made)

@@ -244,7 +244,7 @@ class Backward:
         answers = sync.compare()
         late = self._late()
         for p in sync.params:
-            held(p)  # lands
+            held(p)  # finalizes it
         with torch.no_grad(), disabled():
             for i, g in late:
                 give(sync.params[i], in_spec(g, self.plan.partial[i], self.plan.synced[i]), self.plan.synced[i])

@@ -38,7 +38,7 @@ class _Seat:
     def __init__(self, source: InFlight, kept: DistTensor | Coming | None) -> None:
         self.source, self.kept = source, kept
 
-    def land(self, p: DistTensor) -> None:
+    def finalize(self, p: DistTensor) -> None:
         """Wait, and add it to what is there."""
         k, spec = self.source.specs[id(p)]
         with torch.no_grad(), disabled():

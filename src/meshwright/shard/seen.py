@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import convert, runtime
-from ..dispatch import disabled, tie
+from ..dispatch import disabled, link
 from ..errors import ShardError
 from ..layout import chunk_bounds
 from ..raw import bare
@@ -155,7 +155,7 @@ class Seen:
             spec = seen_spec(p, i in learning)
             stamp(t, spec)
             if spec.undecided and i in learning:
-                tie([p, t])
+                link([p, t])
         return made
 
     def again(self, fn: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from ..dispatch import NO, Args, Kwargs, disabled, root, settle, unit_cotangent
+from ..dispatch import NO, Args, Kwargs, disabled, resolve_types, root, unit_cotangent
 from ..errors import DispatchError
 from . import modes
 from .carrier import DistTensor, local_of, plain, stamp, whole
@@ -20,7 +20,7 @@ def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
     """The cotangent of ``y`` in the layout of its gradient, as a local tensor."""
     with disabled():
         if y._spec.undecided:
-            settle(y, y._spec.with_(undecided=0))
+            resolve_types(y, y._spec.with_(undecided=0))
     spec = y._spec
     if gradient is None:
         if spec.shape.numel() != 1:

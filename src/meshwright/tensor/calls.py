@@ -8,7 +8,7 @@ import torch
 from torch.utils import _python_dispatch as torchs
 
 from .. import runtime
-from ..dispatch import LISTED, NO, Frontend, any_tied, call, call_disabled, key_part, settle_after
+from ..dispatch import LISTED, NO, Frontend, any_linked, call, call_disabled, key_part, settle_after
 from . import modes
 from .carrier import DistTensor, call_enabled, stamp
 from .special import SPECIAL
@@ -38,7 +38,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     if known is None:
         return call(EAGER, key, func, args, kwargs or NO)
     spec, untyped, native = known
-    if untyped == 2 and any_tied(args):
+    if untyped == 2 and any_linked(args):
         return call(EAGER, key, func, args, kwargs or NO)
     if native is None:
         out = call_disabled(func, types, args, kwargs or NO)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .. import convert, reshard, runtime
-from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, settle
+from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
@@ -114,7 +114,7 @@ class DistTensor(torch.Tensor):
         refresh(self, call_enabled)
         with disabled():
             if self._spec.undecided and self.requires_grad:
-                settle(self, self._spec.with_(undecided=0))
+                resolve_types(self, self._spec.with_(undecided=0))
             spec = self._spec
             if spec.reduced and self.requires_grad and torch.is_grad_enabled():
                 # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
@@ -398,7 +398,7 @@ def local_of(value: Tensor, spec: Spec) -> Tensor:
     with disabled():
         source = value._spec.with_(undecided=0)
         if value.requires_grad:
-            settle(value, source)
+            resolve_types(value, source)
         return convert.apply(reshard.plan(source, spec.with_(dtype=source.dtype, undecided=0)).steps, value)
 
 

@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 class Coming(Protocol):
     """A gradient on its way."""
 
-    def land(self, p: DistTensor) -> None:
+    def finalize(self, p: DistTensor) -> None:
         """Wait, and put it where it belongs: into the slot or beside it."""
         ...
 
@@ -38,7 +38,7 @@ def held(p: Tensor) -> DistTensor | None:
     """The gradient that is held beside the slot, if any."""
     kept: Any = p.__dict__.get("_held")
     if kept is not None and kept.__class__ is not DistTensor:
-        kept.land(p)
+        kept.finalize(p)
         return held(p)
     return kept
 

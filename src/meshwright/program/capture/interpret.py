@@ -25,8 +25,8 @@ from ...dispatch import (
     refresh,
     relayout,
     remember_detached,
+    resolve_types,
     root,
-    settle,
     tensors_in,
     unit_cotangent,
     wanted,
@@ -144,7 +144,7 @@ class Interpreter:
         outputs = [root(y, stamp) for y in outputs]
         for i, y in enumerate(outputs):
             spec = y.__dict__["_spec"].with_(undecided=0)
-            settle(y, spec)
+            resolve_types(y, spec)
             if not cotangents:
                 if y.__dict__["_spec"].shape.numel() != 1:
                     raise CaptureError("autograd.grad of a value that is no scalar needs grad_outputs")
@@ -154,7 +154,7 @@ class Interpreter:
         made = torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, create_graph=create, allow_unused=True)
         found = []
         for x, g in zip(inputs, made, strict=True):
-            settle(x, x.__dict__["_spec"].with_(undecided=0))
+            resolve_types(x, x.__dict__["_spec"].with_(undecided=0))
             spec = x.__dict__["_spec"].grad()
             found.append(stamp(torch.zeros_like(x) if g is None else g.view_as(g), spec))
         return found

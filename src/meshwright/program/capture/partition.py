@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ... import collective, convert, record, runtime
-from ...dispatch import root, settle, tie, unit_cotangent
+from ...dispatch import link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Replicate, Spec
 from ...mesh import Mesh
@@ -191,7 +191,7 @@ class _Partition:
                 raise CaptureError(f"the loss function returned {value!r}: return tensors only")
             if spec_at(value) is None:
                 stamp(value, Spec(value.shape, value.dtype, Layout(self.mesh)))
-            settle(value, value.__dict__["_spec"].with_(undecided=0))
+            resolve_types(value, value.__dict__["_spec"].with_(undecided=0))
             spec = value.__dict__["_spec"]
             if i == 0:
                 self.loss = value
@@ -223,7 +223,7 @@ class _Partition:
         why = "the parameter is stored split and seen whole by the ops"
         with record.asked(name, plan, why), self.recorder.noting(gather=name):
             made = stamp(convert.apply(plan.steps, local), seen.with_(reduced=moved, undecided=open_ & ~moved))
-        tie([local, made])
+        link([local, made])
         return made
 
     def _store(self) -> None:
@@ -265,7 +265,7 @@ class _Partition:
         with torch.no_grad():
             for (name, p), grad in zip(wanted.items(), made, strict=False):
                 if grad is not None:
-                    settle(p, p.__dict__["_spec"].with_(undecided=0))
+                    resolve_types(p, p.__dict__["_spec"].with_(undecided=0))
                     self._cut(name, p.__dict__["_spec"], states_over)
                     self.grads[name] = self._reduced(name, p, grad)
 
