@@ -224,10 +224,8 @@ class Execution:
         """Give leaves the types that the plan implies; whether some got others, so that another plan is needed."""
         plan, tensors = self.plan, self.tensors
         anew = follow_roots(tensors)
-        for (
-            i,
-            _,
-        ) in plan.known:  # what a value was reduced to has a type; so the value has, and all that is linked to it
+        # What a value was reduced to has a type; so the value has, and all that is linked to it.
+        for i, _ in plan.known:
             t = tensors[i]
             if t.requires_grad and t.__dict__["_spec"].undecided:
                 resolve_types(t, t.__dict__["_spec"].with_(undecided=0))
