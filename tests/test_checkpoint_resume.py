@@ -277,7 +277,7 @@ def test_loaders_that_cannot_go_on() -> None:
     loader = mw.shard_dataloader(DataLoader(DATA, batch_size=3, sampler=Drawn()), ONE)
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(ShardError, match="order is drawn from what is neither torch's default generator"):
+    with pytest.raises(ShardError, match="order is drawn from neither torch's default generator"):
         next(iter(loader))
 
 

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
+import torch
+
 from .. import collective, runtime
 from ..errors import CheckpointError, DesyncError
 from ..mesh import Mesh
@@ -48,6 +50,25 @@ def together(mesh: Mesh, what: str, do: Callable[[], T]) -> T:
     return made  # type: ignore[return-value]
 
 
+def from_first(mesh: Mesh, what: str, do: Callable[[], str]) -> str:
+    """What ``do`` returns on the first rank, on every rank; or its error."""
+    text, error, cause = b"", "", None
+    group = collective.group(mesh, tuple(range(mesh.ndim)))
+    if runtime.RT.rank == mesh.ranks[0]:
+        try:
+            text = do().encode()
+        except Exception as raised:  # of whatever kind: the others would wait
+            error, cause = str(raised) or type(raised).__name__, raised
+    size, error = everyone((len(text), error), mesh)[0]
+    if error:
+        raise CheckpointError(f"{what}: {error}") from cause
+    if not size:
+        return ""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(size, dtype=torch.uint8)
+    sent = collective.broadcast(data.to(mesh.device), 0, group).cpu()
+    return sent.numpy().tobytes().decode()
+
+
 def everyone(value: T, mesh: Mesh) -> list[T]:
     """What each rank brings, in the order of the mesh."""
     return collective.all_gather_object(value, collective.group(mesh, tuple(range(mesh.ndim))))
@@ -85,4 +106,4 @@ def close_to(name: str, names: Iterable[str]) -> str:
     return f" (close: {', '.join(near)})" if near else ""
 
 
-__all__ = ["alike", "close_to", "everyone", "mesh_of", "together"]
+__all__ = ["alike", "close_to", "from_first", "mesh_of", "together"]

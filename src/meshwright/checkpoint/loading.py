@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
-from .agree import alike, everyone, together
+from .agree import alike, from_first, together
 from .contents import OPTIMIZER, OTHERS, Roles
 from .files import TensorFile, as_stored
 from .manifest import Manifest, Saved, parsed, read_manifest, saves_in
@@ -106,16 +106,14 @@ def _read(target: Target, source: Source) -> Tensor:
 def _chosen(folder: Path, step: int | None, mesh: Mesh) -> tuple[Path, Manifest] | None:
     """The first rank looks, for all: they may see a shared folder at different times."""
 
-    def choose() -> tuple[str, str] | None:
-        if runtime.RT.rank != mesh.ranks[0]:
-            return None
+    def choose() -> str:
         chosen = choice(folder, step)
-        return None if chosen is None else (chosen.path.name, read_manifest(chosen.path))
+        return "" if chosen is None else f"{chosen.path.name}\n{read_manifest(chosen.path)}"
 
-    first = everyone(together(mesh, f"load from {folder}", choose), mesh)[0]
-    if first is None:
+    found = from_first(mesh, f"load from {folder}", choose)
+    if not found:
         return None
-    name, text = first
+    name, _, text = found.partition("\n")
     return folder / name, parsed(text, folder / name)
 
 

@@ -17,14 +17,17 @@ from ..mesh import Mesh
 from ..raw import bare
 from ..shard.replicas import astray
 from ..tensor import DistTensor
-from .agree import alike, everyone, together
+from .agree import alike, from_first, together
 from .contents import Contents, Roles, gather
 from .files import Line, Part, write_file
 from .manifest import NAME, Manifest, commit, make_folder, new_folder, remove_old
 from .pieces import own_piece
 
 Tensor = torch.Tensor
-SEEDS = "seed all ranks alike (torch.manual_seed(seed), not seed + rank), and keep what is not distributed the same"
+SEEDS = (
+    "all ranks must save the same step of the same run: seed all ranks alike (torch.manual_seed(seed), not seed + "
+    "rank), and keep what is not distributed the same"
+)
 
 
 def save(folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh) -> Save:
@@ -47,12 +50,11 @@ def _agree(step: int, contents: Contents) -> None:
     lines.update({name: repr(spec) for name, spec in contents.specs.items()})
     lines.update({f"the other name {name}": of for name, of in contents.aliases.items()})
     lines.update({word: json.dumps(value) for word, value in contents.values.items()})
-    alike(mesh, "save: the ranks save different things", "all ranks must save the same step of the same run", lines)
     if mesh.size > 1:
         plain = {n: t for n, t in contents.tensors.items() if not isinstance(t, DistTensor)}
         values = collective.digests(list(plain.values()))
-        found = {f"digest of {name}": value for name, value in zip(plain, values, strict=True)}
-        alike(mesh, "save: the ranks hold different values", SEEDS, found)
+        lines.update({f"the digest of {name}": value for name, value in zip(plain, values, strict=True)})
+        alike(mesh, "save: the ranks save different things", SEEDS, lines)
         replicas = {n: (t.spec.layout, bare(t)) for n, t in contents.tensors.items() if isinstance(t, DistTensor)}
         went = astray(replicas, collective.group(mesh, tuple(range(mesh.ndim))), whole=False)
         if went:
@@ -63,11 +65,7 @@ def _agree(step: int, contents: Contents) -> None:
 
 def _named(folder: Path, step: int, mesh: Mesh) -> str:
     """The name of the folder of a save, on all ranks; it is made where the disk is waited for."""
-
-    def named() -> str:
-        return new_folder(folder, step).name if runtime.RT.rank == mesh.ranks[0] else ""
-
-    return everyone(together(mesh, f"save to {folder}", named), mesh)[0]
+    return from_first(mesh, f"save to {folder}", lambda: new_folder(folder, step).name)
 
 
 def own_parts(contents: Contents, path: Path) -> list[Part]:
