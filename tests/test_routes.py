@@ -71,6 +71,8 @@ def test_calls_by_other_calls_and_stand_ins_have_routes() -> None:
         out = mw.shard_tensor(torch.zeros(4, 6), MESH, EVEN)
         assert after(torch.add, x, x, out=out, times=2)[0] == ("FUNCTION", True)
         torch.testing.assert_close(mw.unshard(out), torch.full((4, 6), 2.0))
+        torch.ops.aten.add.out(x, out, out=out)
+        torch.testing.assert_close(mw.unshard(out), torch.full((4, 6), 3.0))
         assert after(F.normalize, x) == [("REDISPATCH", True)]
 
     on_all_ranks(run)

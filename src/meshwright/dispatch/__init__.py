@@ -13,7 +13,6 @@ from .binding import Args, Kwargs
 from .calls import (
     NO,
     QUESTIONS,
-    Op,
     call_disabled,
     disabled,
     function_named,
@@ -27,7 +26,7 @@ from .execution import execute, relayout, root, unit_cotangent, wanted
 from .inference import Inference, gathered, infer
 from .leaves import any_linked, link, resolve_types
 from .plans import global_outputs, make_rule, plan_call
-from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, key_of, key_part, settle_after
+from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, key_of, key_part, resolve_after
 from .views import refresh, remember_detached, write_through
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "Frontend",
     "Inference",
     "Kwargs",
-    "Op",
     "Special",
     "any_linked",
     "autocast",
@@ -63,9 +61,9 @@ __all__ = [
     "relayout",
     "remember_detached",
     "resolve",
+    "resolve_after",
     "resolve_types",
     "root",
-    "settle_after",
     "spec_of",
     "tensors_in",
     "unit_cotangent",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from .binding import Args, Bindings, Kwargs, bind
 
 Tensor = torch.Tensor
 NO: Kwargs = {}
-T = TypeVar("T")
 
 
 disabled = torch._C.DisableTorchFunctionSubclass
@@ -164,46 +163,36 @@ QUESTIONS = {
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-def found_in(args: Any, kind: type[T]) -> list[T]:
-    """All things of a kind among (nested) arguments, in order."""
-    found: list[T] = []
-    _collect(args, kind, found)
+def tensors_in(args: Any) -> list[Tensor]:
+    """All tensors among (nested) arguments, in order."""
+    found: list[Tensor] = []
+    _collect(args, found)
     return found
 
 
-def _collect(a: Any, kind: type[T], found: list[T]) -> None:
-    if isinstance(a, kind):
+def _collect(a: Any, found: list[Tensor]) -> None:
+    if isinstance(a, Tensor):
         found.append(a)
     elif isinstance(a, (tuple, list)):
         for x in a:
-            _collect(x, kind, found)
+            _collect(x, found)
     elif isinstance(a, dict):
         for x in a.values():
-            _collect(x, kind, found)
-
-
-def replaced(a: Any, kind: type[T], fn: Callable[[T], Any]) -> Any:
-    """Nested arguments with each thing of a kind replaced, in the order of :func:`found_in`."""
-    if isinstance(a, kind):
-        return fn(a)
-    if isinstance(a, tuple):
-        made = [replaced(x, kind, fn) for x in a]
-        return type(a)(*made) if hasattr(a, "_fields") else tuple(made)
-    if isinstance(a, list):
-        return [replaced(x, kind, fn) for x in a]
-    if isinstance(a, dict):
-        return {k: replaced(v, kind, fn) for k, v in a.items()}
-    return a
-
-
-def tensors_in(args: Any) -> list[Tensor]:
-    """All tensors among (nested) arguments, in order."""
-    return found_in(args, Tensor)
+            _collect(x, found)
 
 
 def map_tensors(a: Any, fn: Callable[[Tensor], Any]) -> Any:
     """Nested arguments with each tensor replaced, in the order of :func:`tensors_in`."""
-    return replaced(a, Tensor, fn)
+    if isinstance(a, Tensor):
+        return fn(a)
+    if isinstance(a, tuple):
+        made = [map_tensors(x, fn) for x in a]
+        return type(a)(*made) if hasattr(a, "_fields") else tuple(made)
+    if isinstance(a, list):
+        return [map_tensors(x, fn) for x in a]
+    if isinstance(a, dict):
+        return {k: map_tensors(v, fn) for k, v in a.items()}
+    return a
 
 
 def spec_of(t: Tensor, mesh: Mesh) -> Spec:

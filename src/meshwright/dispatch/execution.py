@@ -206,7 +206,7 @@ class Execution:
             remember_pieces(self.func, self.args, self.kwargs, tensors[0], tensors_in(result))
         return result
 
-    def settle_after(self, result: Any) -> Any:
+    def resolve_after(self, result: Any) -> Any:
         """As :meth:`run` where the op ran already, as a native one: types for its leaves, specs for its outputs."""
         if torch.is_grad_enabled():
             if follow_roots(self.tensors):

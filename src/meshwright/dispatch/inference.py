@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import reshard
 from ..choose import Choice, Wanted, choose, choose_for
@@ -16,7 +17,7 @@ from ..rules import COMPOSITES, RULES, Rule
 from ..rules.book import did_you_mean
 from ..rules.pointwise import is_pointwise, pointwise_rule
 from .binding import Args, Kwargs
-from .calls import Op, found_in, function_named, replaced
+from .calls import Op, function_named
 from .plans import global_outputs, make_rule, naming
 
 Tensor = torch.Tensor
@@ -46,14 +47,14 @@ def infer(name: str, args: Args, kwargs: Kwargs, outputs: Sequence[Spec] | None,
     """
     rule_fn = RULES.get(name) or (pointwise_rule if is_pointwise(name) else None)
     func = _function(name, known=rule_fn is not None)
-    specs = found_in((args, kwargs), Spec)
+    specs = [s for s in tree_leaves((args, kwargs)) if isinstance(s, Spec)]
     if not specs:
         raise RuleError(f"{name!r}: give mw.Spec(shape, dtype, layout) in place of each tensor")
     if any(s.mesh != specs[0].mesh for s in (*specs, *(outputs or ()))):
         raise RuleError(f"{name!r}: the specs lie on different meshes")
     op = Op(None, name, False, False, False, rule_fn, None)
     with naming(op, specs):
-        made_args, made_kwargs = replaced((args, kwargs), Spec, lambda _: torch.empty(0, device="meta"))
+        made_args, made_kwargs = tree_map_only(Spec, lambda _: torch.empty(0, device="meta"), (args, kwargs))
         real = global_outputs(func, specs, made_args, made_kwargs) if func is not None else None
         rule = make_rule(op, specs, made_args, made_kwargs)
         if rule is None:

@@ -53,7 +53,7 @@ def link(tensors: Sequence[Tensor]) -> None:
 
 def any_linked(args: Sequence[Any]) -> bool:
     """Whether one of the arguments gets its types together with others."""
-    return any("_linked" in getattr(a, "__dict__", ()) for a in args)
+    return True in ["_linked" in a.__dict__ for a in args if isinstance(a, Tensor)]
 
 
 def leans_invariant(t: Tensor, spec: Spec) -> bool:
@@ -95,7 +95,7 @@ def follow_roots(tensors: Sequence[Tensor]) -> bool:
 
     One memory has one history, so one type: a view made before the first write with a gradient knows nothing of it.
     """
-    return sum(_follow_root(t) for t in tensors) > 0
+    return True in [_follow_root(t) for t in tensors]
 
 
 def _follow_root(t: Tensor) -> bool:

@@ -101,7 +101,7 @@ def plan_call(
     """
     op = resolve(func)
     if kwargs.get("out") is not None:
-        return CallPlan(op, Route.FUNCTION, fn=partial(_into, func))
+        return CallPlan(op, Route.FUNCTION, fn=partial(_into, getattr(func, "overloadpacket", func)))
     if op.composite is not None:
         bound = op.binding(args, kwargs)
         return CallPlan(op, Route.FUNCTION, fn=bound.around(op.composite) if bound else op.composite)

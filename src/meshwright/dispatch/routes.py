@@ -27,6 +27,7 @@ from .views import Call, before, write_through
 Tensor = torch.Tensor
 Special = Callable[[Any, Args, Kwargs], Any]
 _MAX_PLANS = 16384
+NATIVE, NATIVE_WITHOUT_GRAD, RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE, EXECUTE, FUNCTION, REDISPATCH, STAND_IN = Route
 # Composites over long lists of tensors (torch._foreach_*): no plan, so no key of all their specs either.
 LISTED: dict[Any, Callable[..., Any]] = {}
 
@@ -150,7 +151,7 @@ def _first_plan(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, CallPlan]:
     op = resolve(func)  # before the key, which depends on whether the op is pointwise
     key = key_of(func, args, kwargs)
     if any("_spec" in t.__dict__ and t.__dict__["_spec"].stored for t in tensors_in((args, kwargs))):
-        plan = CallPlan(op, Route.STAND_IN)
+        plan = CallPlan(op, STAND_IN)
     else:
         plan = plan_call(func, args, kwargs)
     if plan.fn is not None and plan.fn is op.composite and args and args[0].__class__ is list:
@@ -185,27 +186,31 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
         own, plan = _first_plan(func, args, kwargs)
     elif plan.graded:
         own, plan = _kept(own, func, args, kwargs)
-    if plan.route is Route.STAND_IN:
+    route = plan.route
+    if route is STAND_IN:
         found = front.stand_ins(func, args, kwargs)
         if found is not None:
             made = front.call(func, *found)
             return args[0] if args and made is found[0][0] else made  # an op in place returns what it was given
-        own, plan = _kept((own, Route.STAND_IN), func, args, kwargs)
-    route = plan.route
-    if route is Route.FUNCTION:
-        return front.call(plan.fn, args, kwargs)
-    if route is Route.REDISPATCH:
-        return front.call(redispatch_function, (func, (), args, kwargs), NO)
-    if route is not Route.EXECUTE and runtime.RT.records is None:  # who listens is told of all
-        recorded = torch.is_grad_enabled()
-        if route is Route.CONVERT_THEN_NATIVE or (recorded and route is Route.RETYPE_THEN_NATIVE):
+        own, plan = _kept((own, STAND_IN), func, args, kwargs)
+        route = plan.route
+    if runtime.RT.records is None:  # who listens is told of all
+        if route is CONVERT_THEN_NATIVE or (route is RETYPE_THEN_NATIVE and torch.is_grad_enabled()):
             with disabled():
-                return _stamped(plan, convert_then_native(plan, func, args, kwargs), front.stamp)
-        if route is Route.NATIVE or not recorded:
+                made = convert_then_native(plan, func, args, kwargs)
+            return front.stamp(made, plan.outputs[0]) if made.__class__ is Tensor else _stamped(plan, made, front.stamp)
+        if route is NATIVE or (route in _NATIVE_WITHOUT_GRAD and not torch.is_grad_enabled()):
             made = _native(plan, key if own is key else None, func, args, kwargs, front.stamp)
             if made is not NotImplemented:
                 return made
+    if route is FUNCTION:
+        return front.call(plan.fn, args, kwargs)
+    if route is REDISPATCH:
+        return front.call(redispatch_function, (func, (), args, kwargs), NO)
     return _execute(front, own, plan, func, args, kwargs)
+
+
+_NATIVE_WITHOUT_GRAD = (RETYPE_THEN_NATIVE, NATIVE_WITHOUT_GRAD)
 
 
 def _native(plan: CallPlan, key: Any, func: Any, args: Args, kwargs: Kwargs, stamp: Stamp) -> Any:
@@ -220,10 +225,10 @@ def _native(plan: CallPlan, key: Any, func: Any, args: Args, kwargs: Kwargs, sta
             out = call_disabled(native.fn, (), (args[0], *native.static), NO)
     except (RuntimeError, IndexError, TypeError):  # such as a view that this shard's strides do not allow
         return NotImplemented
-    if key is not None and plan.route is Route.NATIVE and isinstance(out, Tensor):
+    if key is not None and plan.route is NATIVE and isinstance(out, Tensor):
         runtime.RT.fast[key] = (plan.outputs[0], plan.untyped, native)
     if plan.untyped and any(t.__class__ is Tensor and t.requires_grad for t in tensors_in(out)):
-        return settle_after(plan, func, args, kwargs, out, stamp)
+        return resolve_after(plan, func, args, kwargs, out, stamp)
     return _stamped(plan, out, stamp)
 
 
@@ -251,7 +256,7 @@ def _execute(front: Frontend, key: Any, plan: CallPlan, func: Any, args: Args, k
     return out
 
 
-def settle_after(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, out: Any, stamp: Stamp) -> Any:
+def resolve_after(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, out: Any, stamp: Stamp) -> Any:
     """What a native op gave, stamped, with the types that the call implies for its leaves."""
     with disabled():
-        return Execution(plan, func, args, kwargs, stamp).settle_after(out)
+        return Execution(plan, func, args, kwargs, stamp).resolve_after(out)

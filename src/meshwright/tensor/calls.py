@@ -8,7 +8,7 @@ import torch
 from torch.utils import _python_dispatch as torchs
 
 from .. import runtime
-from ..dispatch import LISTED, NO, Frontend, any_linked, call, call_disabled, key_part, settle_after
+from ..dispatch import LISTED, NO, Frontend, any_linked, call, call_disabled, key_part, resolve_after
 from . import modes
 from .carrier import DistTensor, call_enabled, stamp
 from .special import SPECIAL
@@ -50,7 +50,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     if out.__class__ is not Tensor:  # in place, or an op that returned its input
         return out
     if untyped and out.requires_grad:  # leaves get their types now
-        return settle_after(runtime.RT.plans[key], func, args, kwargs or NO, out, stamp)
+        return resolve_after(runtime.RT.plans[key], func, args, kwargs or NO, out, stamp)
     if out.dtype is not spec.dtype:  # autocast
         spec = spec.with_(dtype=out.dtype)
     out.__class__ = DistTensor
