@@ -11,7 +11,9 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
+from meshwright import collective
 from meshwright.checkpoint import files
+from meshwright.checkpoint.saving import Save
 from meshwright.errors import CheckpointError
 
 
@@ -73,6 +75,21 @@ def test_one_save_is_under_way_at_a_time(held: Held, tmp_path: Path) -> None:
     store.save(3, model=model)
     threading.Timer(0.1, held.may_go_on.set).start()
     assert store.load(model=model) == 3  # it waited
+
+
+def test_the_first_rank_may_end_before_the_others_have_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(post: collective.Post, word: str) -> str:
+        raise RuntimeError("connection closed by peer")
+
+    model, store = nn.Linear(3, 2), mw.Checkpoints(tmp_path)
+    monkeypatch.setattr(collective.Post, "announce", gone)
+    monkeypatch.setattr(Save, "_commit", lambda save, words: "")
+    with pytest.raises(CheckpointError, match="step 1 was not saved: connection closed by peer"):
+        store.save(1, model=model).wait()
+    monkeypatch.undo()
+    monkeypatch.setattr(collective.Post, "announce", gone)
+    store.save(2, model=model).wait()
+    assert store.steps == [2]
 
 
 def test_a_save_that_failed_is_said_once(held: Held, tmp_path: Path) -> None:

@@ -131,7 +131,11 @@ class Save:
             report = {"error": f"{file} cannot be written: {why(error)}"}
         self._parts = []
         words = self._post.collect(json.dumps(report))
-        self._error = self._post.announce(self._commit(words) if self._post.first else "")
+        try:
+            self._error = self._post.announce(self._commit(words) if self._post.first else "")
+        except Exception:  # the first rank has ended, and the store with it: what it did is to be seen
+            if not (self.path / NAME).is_file():
+                raise
 
     def _commit(self, words: list[str]) -> str:
         """On the first rank, with the reports of all: make it a checkpoint.  Why it could not, or nothing."""
