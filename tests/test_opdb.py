@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import meshwright as mw
 from meshwright.errors import RuleError
@@ -126,3 +126,49 @@ def test_few_ops_are_inapplicable() -> None:
     names = {full_name(op) for op in op_db}
     assert set(INAPPLICABLE) <= names
     assert len(INAPPLICABLE) <= MOST_INAPPLICABLE
+
+
+@pytest.mark.long
+def test_decompositions_are_the_op_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs where a dim that an op needs whole is split, run on one device: all samples, broadcast ones too."""
+    from meshwright.dispatch import plans
+
+    asked: set[str] = set()
+
+    def split(rule: Any, specs: Any) -> bool:
+        asked.add(rule.text)
+        return True
+
+    monkeypatch.setattr(plans, "_whole_is_split", split)
+    mesh = mw.Mesh({"x": 1})
+
+    def result(op: Any, given: Any, make: Callable[[torch.Tensor], Any]) -> list[Any] | None:
+        args, kwargs = tree_map(lambda t: make(t.clone()) if isinstance(t, torch.Tensor) else t, given)
+        try:
+            made = tree_leaves(op.op(*args, **kwargs))
+        except Exception:  # other tests say which are refused
+            return None
+        return [mw.unshard(t) if isinstance(t, mw.DistTensor) else t for t in made if isinstance(t, torch.Tensor)]
+
+    def equal(a: list[Any], b: list[Any]) -> bool:
+        return all(torch.allclose(x, y, equal_nan=True) for x, y in zip(a, b, strict=True) if x.dtype == y.dtype)
+
+    def run() -> None:
+        for op in op_db:
+            drawn = (
+                op.name in {*INAPPLICABLE, "empty", "empty_permuted"} or "fractional" in op.name
+            )  # two draws may be equal
+            if drawn or op.name in INAPPLICABLE or torch.float64 not in op.supported_dtypes("cpu"):
+                continue
+            for k, s in enumerate(itertools.islice(op.sample_inputs("cpu", torch.float64), 24)):
+                given = (s.input, *s.args), s.kwargs
+                if any(t.layout is not torch.strided for t in tree_leaves(given) if isinstance(t, torch.Tensor)):
+                    continue
+                want, again = (result(op, given, lambda t: t) for _ in range(2))
+                if want is None or again is None or not equal(want, again):  # drawn
+                    continue
+                got = result(op, given, lambda t: mw.shard_tensor(t, mesh, {}))
+                assert got is None or equal(got, want), (op.name, k)
+
+    mw.simulate(run, mesh, timeout=3000)
+    assert len(asked) > 20

@@ -338,3 +338,25 @@ lines({
     "pixel_shuffle": lambda x, upscale_factor: _pixels(x, "... (c p q) h w -> ... c (h p) (w q)", upscale_factor),
     "pixel_unshuffle": lambda x, downscale_factor: _pixels(x, "... c (h p) (w q) -> ... (c p q) h w", downscale_factor),
 })  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------- copies of views
+
+_VIEWS = (
+    "diagonal", "expand", "narrow", "permute", "select", "split", "split_with_sizes", "squeeze", "t", "transpose",
+    "unbind", "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
+)  # fmt: skip
+
+
+def _copied(view: str) -> None:
+    fn = getattr(Tensor, view, None) or getattr(torch, view)
+
+    @composite(f"{view}_copy")
+    def copied(x: Any, *args: Any, **named: Any) -> Any:
+        made = fn(x, *args, **named)
+        many = isinstance(made, tuple | list)
+        whole = [t.clone(memory_format=torch.contiguous_format) for t in (made if many else [made])]
+        return tuple(whole) if many else whole[0]
+
+
+for _view in _VIEWS:
+    _copied(_view)
