@@ -148,6 +148,8 @@ def test_decompositions_are_the_op_itself(monkeypatch: pytest.MonkeyPatch) -> No
             made = tree_leaves(op.op(*args, **kwargs))
         except Exception:  # other tests say which are refused
             return None
+        if any(isinstance(t, torch.Tensor) and t.layout is not torch.strided for t in made):
+            return None
         return [mw.unshard(t) if isinstance(t, mw.DistTensor) else t for t in made if isinstance(t, torch.Tensor)]
 
     def equal(a: list[Any], b: list[Any]) -> bool:
@@ -155,9 +157,8 @@ def test_decompositions_are_the_op_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
     def run() -> None:
         for op in op_db:
-            drawn = (
-                op.name in {*INAPPLICABLE, "empty", "empty_permuted"} or "fractional" in op.name
-            )  # two draws may be equal
+            # Two draws may be equal.
+            drawn = any(word in op.name for word in ("dropout", "rrelu", "fractional", "empty", "attention"))
             if drawn or op.name in INAPPLICABLE or torch.float64 not in op.supported_dtypes("cpu"):
                 continue
             for k, s in enumerate(itertools.islice(op.sample_inputs("cpu", torch.float64), 24)):

@@ -31,7 +31,7 @@ _OWN = os.path.dirname(os.path.abspath(__file__))
 # The main job is user code.
 _EXAMPLES = os.path.join(_OWN, "train")
 PROGRAM = "<program of rank "  # how the file of a captured step's code is called
-_NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)), PROGRAM)
+_NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)), contextlib.__file__, PROGRAM)
 
 
 class Counts:

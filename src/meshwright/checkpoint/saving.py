@@ -17,6 +17,7 @@ from ..mesh import Mesh
 from ..raw import bare
 from ..shard.replicas import astray
 from ..tensor import DistTensor
+from . import files
 from .agree import alike, from_first, together
 from .contents import Contents, Roles, gather
 from .files import Line, Part, write_file
@@ -136,6 +137,7 @@ class Save:
         except Exception:  # the first rank has ended, and the store with it: what it did is to be seen
             if not (self.path / NAME).is_file():
                 raise
+            files.DISK.sync_folder(self.path)  # the first rank may have ended between the two
 
     def _commit(self, words: list[str]) -> str:
         """On the first rank, with the reports of all: make it a checkpoint.  Why it could not, or nothing."""
