@@ -12,6 +12,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import NoneType
 from typing import Any
 
@@ -61,7 +62,9 @@ class OptimizerBinding:
         self.wanted: list[Spec] = []
         self.inside: Optimizer | None = None  # whose own step runs
         self.swapped: list[Tensor] = []
-        self.states: list[Tensor] = []  # of one value per element; their specs and those of parameters; all values
+        self.states: list[Tensor] = []  # of one value per element
+        # When states were looked through: they and the parameters, the specs of these, and all values.
+        self.lying: list[Any] = []
         self.laid: list[Any] = []
         self.seen: list[Any] = []
         self.follow(opt)
@@ -168,7 +171,7 @@ class OptimizerBinding:
 
     def _hold_states(self, opt: Optimizer) -> None:
         """Note the states of one value per element, brought to how their parameters' states lie."""
-        if self._seen(opt) and [t.__dict__.get("_spec") for t in (*self.states, *opt.state)] == self.laid:
+        if self._seen(opt) and list(map(_SPEC, self.lying)) == self.laid:
             return
         found: list[Tensor] = []
         for p, entry in opt.state.items():
@@ -187,8 +190,8 @@ class OptimizerBinding:
                     v = entry[k] = held_state(v, spec, k, p, opt)
                 if v.__class__ is DistTensor:
                     found.append(v)
-        self.states, self.laid = found, [t.__dict__.get("_spec") for t in (*found, *opt.state)]
-        self.seen = _values(opt)
+        self.states, self.lying = found, [*found, *(p for p in opt.state if p.__class__ is DistTensor)]
+        self.laid, self.seen = list(map(_SPEC, self.lying)), _values(opt)
 
     def _seen(self, opt: Optimizer) -> bool:
         """Whether all states are the objects that were last looked through."""
@@ -208,8 +211,11 @@ class OptimizerBinding:
                             stamp(v, spec)
 
 
+_SPEC = operator.attrgetter("_spec")
+
+
 def _values(opt: Optimizer) -> list[Any]:
-    return [v for entry in opt.state.values() for v in entry.values()]
+    return list(chain.from_iterable([entry.values() for entry in opt.state.values()]))
 
 
 def _interrupted(p: DistTensor) -> bool:
