@@ -59,7 +59,7 @@ conformance: setup  ## PyTorch's op database on 4 processes, and DTensor beside 
 	$(BIN)/python -m conformance.opdb --against dtensor
 
 conformance-yardstick: setup  ## the same database by the harness of a shared folder (SHARED=DIR)
-	$(BIN)/python conformance/yardstick.py
+	$(BIN)/python -m conformance.yardstick
 
 conformance-paddle: setup  ## the rules against answers of PaddlePaddle's
 	$(ONE_THREAD) $(BIN)/meshwright check paddle $(SHARED)/conformance/paddle/*.jsonl

@@ -16,15 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .opdb.cases import KNOWN
+
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
-ADAPTER = "yardstick_adapter:Adapter"
+ADAPTER = "conformance.yardstick_adapter:Adapter"
 SILENT, STUCK = ("wrong_value", "grad_wrong"), ("desync", "crash", "timeout")
-# Failures that say nothing about the library, by op.
-KNOWN = {
-    "torch._scaled_mm": "the harness has no comparison for float8 values",
-    "_segment_reduce.offsets": "with even sizes its samples read past the end of their data",
-}
 COLUMNS = ("ops", "full pass", "combos", "pass %", "silently wrong", "desync", "crash", "timeout", "other")
 
 
@@ -52,7 +49,7 @@ def command(given: argparse.Namespace, *arguments: str) -> list[str]:
 def run(given: argparse.Namespace, sizes: str) -> None:
     """One pass over the op database, in ``--jobs`` parallel parts that are merged into ``out/opdb_<sizes>.json``."""
     OUT.mkdir(exist_ok=True)
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     parts = [OUT / f"yardstick_{sizes}.{k}.json" for k in range(given.jobs)]
     running = []

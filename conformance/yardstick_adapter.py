@@ -1,4 +1,4 @@
-"""Meshwright behind the adapter interface of the op coverage harness (``cov.py``): PyTorch's op_db on 4 ranks."""
+"""Meshwright behind the adapter interface of the shared op coverage harness, ``cov.py``."""
 
 from __future__ import annotations
 
@@ -7,51 +7,30 @@ from typing import Any
 
 import torch
 
-import meshwright as mw
-
-Place = str | tuple[str, int] | tuple[str, str]
-
-# Parts of a Partial(sum) per rank, as the harness's own adapter has them: exact in floating point, sum 1.
-PARTS = (0.5, 0.25, 0.125, 0.125)
+from .opdb.contenders import Meshwright, Place
 
 
-def placement(place: Place) -> mw.Shard | mw.Replicate | mw.Partial:
-    """``"R"``, ``("S", dim)`` or ``("P", "sum")`` as a placement."""
-    if place == "R":
-        return mw.Replicate()
-    kind, value = place
-    return mw.Shard(int(value)) if kind == "S" else mw.Partial(str(value))
+def _place(said: str | tuple[str, int | str]) -> Place:
+    """``"R"``, ``("S", dim)`` or ``("P", "sum")``."""
+    if isinstance(said, str):
+        return said
+    return int(said[1]) if said[0] == "S" else "P"
 
 
-class Adapter:
+class Adapter(Meshwright):
     """What the harness asks of a library."""
 
-    name = "meshwright"
-
-    def make_mesh(self, shape: Sequence[int]) -> mw.Mesh:
+    def make_mesh(self, shape: Sequence[int]) -> Any:
         """Called once per shape, after the process group was made."""
-        return mw.init_mesh({f"axis{i}": n for i, n in enumerate(shape)})
+        return self.mesh(shape)
 
-    def distribute(
-        self, tensor: torch.Tensor, mesh: mw.Mesh, places: Sequence[Place], requires_grad: bool
-    ) -> mw.DistTensor:
+    def distribute(self, tensor: torch.Tensor, mesh: Any, places: Sequence[Any], requires_grad: bool) -> Any:
         """A leaf from the full tensor, the same on all ranks."""
-        placements = [placement(p) for p in places]
-        full = tensor.detach()
-        if any(isinstance(p, mw.Partial) for p in placements):
-            part = full * PARTS[torch.distributed.get_rank()]
-            made = mw.from_local(part, mesh, placements, check=False)
-        else:
-            made = mw.shard_tensor(full, mesh, placements, check=False)
-        return made.requires_grad_(requires_grad)
-
-    def full(self, obj: mw.DistTensor) -> torch.Tensor:
-        """The global value as a plain tensor, differentiable."""
-        return mw.unshard(obj)
+        return super().distribute(tensor, mesh, [_place(p) for p in places], requires_grad)
 
     def is_dist(self, obj: Any) -> bool:
         """Whether ``obj`` is ours."""
-        return isinstance(obj, mw.DistTensor)
+        return self.owns(obj)
 
     def call(self, fn: Any, args: Any, kwargs: Any) -> Any:
         """Run the op."""
@@ -63,4 +42,4 @@ class Adapter:
 
     def classify(self, exc: BaseException) -> str:
         """``not_impl`` or ``error``."""
-        return "not_impl" if isinstance(exc, NotImplementedError) else "error"
+        return "not_impl" if self.missing(exc) else "error"

@@ -146,3 +146,13 @@ def test_a_wrong_import_is_reported(tmp_path: Path, path: str, text: str, report
         assert not found
     else:
         assert any(report in line for line in found), found
+
+
+def test_no_class_name_twice() -> None:
+    """One word, one meaning: classes that callers see have names of their own."""
+    homes: dict[str, list[str]] = {}
+    for file in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}

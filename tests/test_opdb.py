@@ -21,6 +21,8 @@ from meshwright.errors import RuleError
 database = pytest.importorskip("torch.testing._internal.common_methods_invocations")  # it needs expecttest
 op_db: list[Any] = database.op_db
 
+from conformance.opdb.cases import op_name  # noqa: E402 (it needs expecttest, too)
+
 
 @pytest.fixture(autouse=True)
 def _no_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,10 +48,6 @@ INAPPLICABLE = {
 MOST_INAPPLICABLE = 12
 LARGEST = 50_000  # elements: larger samples take long and show nothing new
 GROUPS = 24
-
-
-def full_name(op: Any) -> str:
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 
 def samples(op: Any, most: int) -> Iterator[Any]:
@@ -85,10 +83,10 @@ def compared(ops: list[Any], check: Callable[[Any], Iterator[str | None]]) -> tu
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in ops:
-            if full_name(op) not in INAPPLICABLE:
+            if op_name(op) not in INAPPLICABLE:
                 messages = [m for m in check(op) if m is not None]
                 count += bool(messages)
-                found += [f"{full_name(op)}: {m}" for m in messages if m]
+                found += [f"{op_name(op)}: {m}" for m in messages if m]
     return count, found
 
 
@@ -123,7 +121,7 @@ def test_samples_of_each_op(group: int, sizes: tuple[int, ...]) -> None:
 
 
 def test_few_ops_are_inapplicable() -> None:
-    names = {full_name(op) for op in op_db}
+    names = {op_name(op) for op in op_db}
     assert set(INAPPLICABLE) <= names
     assert len(INAPPLICABLE) <= MOST_INAPPLICABLE
 

@@ -19,15 +19,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from .cases import KNOWN
 from .worker import RANKS, Answer, Settings, rank
 
 OUT = Path(os.environ.get("CONFORMANCE_OUT") or Path(__file__).resolve().parents[1] / "out")
 GOOD, SILENT, STUCK = ("pass", "random"), ("wrong_value", "wrong_gradient"), ("desync", "timeout", "crash")
-# Failures that say nothing about a library.
-KNOWN = {
-    "torch._scaled_mm": "float8 has no comparison on the CPU",
-    "_segment_reduce.offsets": "its samples read past the end of their data with even sizes",
-}
 
 
 class Ranks:

@@ -27,11 +27,11 @@ from .program.capture.update import update_of
 from .program.run.guard import check_hooks
 from .shard.module import lay_module
 from .shard.optimizer import shard_optimizer
-from .step import CompiledStep, Recorded, Source
+from .step import CaptureSource, CompiledStep, Recorded
 
 
 @dataclass(frozen=True)
-class _OfDevice(Source):
+class _OfDevice(CaptureSource):
     """A step of global values, as one device would take it.
 
     Attributes:
@@ -75,7 +75,7 @@ class _OfDevice(Source):
 
 
 @dataclass(frozen=True)
-class _ByHand(Source):
+class _ByHand(CaptureSource):
     """A step that was written for one rank."""
 
     name, by_hand = "capture_local", True

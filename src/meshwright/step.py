@@ -50,7 +50,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Source:
+class CaptureSource:
     """What a step is captured from.
 
     Attributes:
@@ -94,7 +94,7 @@ class CompiledStep:
 
     def __init__(
         self,
-        source: Source,
+        source: CaptureSource,
         example_batch: Any,
         *,
         transform: Callable[[Program], Program],
@@ -407,4 +407,4 @@ def _tuples(batch: Any) -> Any:
     return {k: _tuples(v) for k, v in batch.items()} if type(batch) is dict else batch
 
 
-__all__ = ["CompiledStep", "Recorded", "Source"]
+__all__ = ["CaptureSource", "CompiledStep", "Recorded"]

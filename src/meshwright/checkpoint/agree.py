@@ -53,7 +53,7 @@ def together(mesh: Mesh, what: str, do: Callable[[], T]) -> T:
 def from_first(mesh: Mesh, what: str, do: Callable[[], str]) -> str:
     """What ``do`` returns on the first rank, on every rank; or its error."""
     text, error, cause = b"", "", None
-    group = collective.group(mesh, tuple(range(mesh.ndim)))
+    group = collective.group(mesh)
     if runtime.RT.rank == mesh.ranks[0]:
         try:
             text = do().encode()
@@ -71,7 +71,7 @@ def from_first(mesh: Mesh, what: str, do: Callable[[], str]) -> str:
 
 def everyone(value: T, mesh: Mesh) -> list[T]:
     """What each rank brings, in the order of the mesh."""
-    return collective.all_gather_object(value, collective.group(mesh, tuple(range(mesh.ndim))))
+    return collective.all_gather_object(value, collective.group(mesh))
 
 
 def alike(mesh: Mesh, what: str, fix: str, lines: Mapping[str, object]) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .files import TensorFile
-from .manifest import NAME, Manifest, Saved, parsed, read_manifest, saves_in
+from .manifest import NAME, Manifest, SaveFolder, parsed, read_manifest, saves_in
 
 Tell = Callable[[int], None]
 
 
-def saves_at(path: Path) -> list[Saved]:
+def saves_at(path: Path) -> list[SaveFolder]:
     """All saves in a folder of a run, the newest first; or the one whose folder is given.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ from ..errors import CheckpointError
 from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
+from ..shard.states import batched_by
 from .agree import alike, from_first, together
 from .contents import OPTIMIZER, OTHERS, Roles
 from .files import TensorFile, as_stored
-from .manifest import Manifest, Saved, parsed, read_manifest, saves_in
+from .manifest import Manifest, SaveFolder, parsed, read_manifest, saves_in
 from .pieces import Box, common, overlapping, read_spec
 from .restore import Target, plan_restore
 
@@ -63,7 +64,7 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
     return Loaded(manifest.step, reader.bytes_read)
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where parts of tensors are read from."""
 
     def spec_of(self, target: Target) -> Spec:
@@ -75,22 +76,22 @@ class Source(Protocol):
         ...
 
 
-def read_targets(targets: Iterable[Target], source: Source, mesh: Mesh, what: str) -> None:
+def read_targets(targets: Iterable[Target], source: TensorSource, mesh: Mesh, what: str) -> None:
     """Fill targets: each rank reads its part of some, and where all could, they are brought to how they lie.
 
     Raises:
         CheckpointError: on every rank, where any could not read.
     """
-    for batch in _batches(targets, mesh):
+    for batch in batched_by(targets, lambda t: t.spec.nbytes // mesh.size + 1, BATCH):
         for target, value in zip(batch, together(mesh, what, partial(_read_all, batch, source)), strict=True):
             place(target, value, source.spec_of(target))
 
 
-def _read_all(targets: Iterable[Target], source: Source) -> list[Tensor]:
+def _read_all(targets: Iterable[Target], source: TensorSource) -> list[Tensor]:
     return [_read(target, source) for target in targets]
 
 
-def _read(target: Target, source: Source) -> Tensor:
+def _read(target: Target, source: TensorSource) -> Tensor:
     """What this rank reads of a target, on the target's device."""
     spec = source.spec_of(target)
     here = spec.mesh.coordinate(runtime.RT.rank)
@@ -117,7 +118,7 @@ def _chosen(folder: Path, step: int | None, mesh: Mesh) -> tuple[Path, Manifest]
     return folder / name, parsed(text, folder / name)
 
 
-def choice(folder: Path, step: int | None) -> Saved | None:
+def choice(folder: Path, step: int | None) -> SaveFolder | None:
     """The save to be loaded; None where there is no checkpoint and no step was asked for.
 
     Raises:
@@ -137,20 +138,6 @@ def choice(folder: Path, step: int | None) -> Saved | None:
     raise CheckpointError(
         f"{folder} has no checkpoint of step {step}; {there}" + (f"; incomplete: {incomplete}" if incomplete else "")
     )
-
-
-def _batches(targets: Iterable[Target], mesh: Mesh) -> Iterator[list[Target]]:
-    """Targets that are read together: the same on all ranks."""
-    batch: list[Target] = []
-    size = 0
-    for target in targets:
-        batch.append(target)
-        size += target.spec.nbytes // mesh.size + 1
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 class Reader:

@@ -112,7 +112,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
 # ---------------------------------------------------------------------------------------------- the folder
 
 
-class Saved(NamedTuple):
+class SaveFolder(NamedTuple):
     """A folder of a save.
 
     Attributes:
@@ -135,7 +135,7 @@ class Saved(NamedTuple):
         return f"{self.path.name} ({what} and no {NAME}: the save was interrupted, or is still under way)"
 
 
-def saves_in(folder: Path) -> list[Saved]:
+def saves_in(folder: Path) -> list[SaveFolder]:
     """All saves, complete or not, the newest first.  Raises CheckpointError for a folder that cannot be read."""
     try:
         names = [p.name for p in folder.iterdir()]
@@ -144,7 +144,7 @@ def saves_in(folder: Path) -> list[Saved]:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
     found = [(m, name) for name in names if (m := _FOLDER.fullmatch(name))]
-    return sorted((Saved(int(m[2]), int(m[1]), folder / name) for m, name in found), reverse=True)
+    return sorted((SaveFolder(int(m[2]), int(m[1]), folder / name) for m, name in found), reverse=True)
 
 
 def new_folder(folder: Path, step: int) -> Path:
@@ -186,6 +186,6 @@ def _remove(path: Path) -> None:
 
 
 __all__ = [
-    "NAME", "Manifest", "Saved", "commit", "make_folder", "new_folder", "parsed", "read_manifest", "remove_old",
+    "NAME", "Manifest", "SaveFolder", "commit", "make_folder", "new_folder", "parsed", "read_manifest", "remove_old",
     "saves_in",
 ]  # fmt: skip

@@ -57,7 +57,7 @@ def _agree(step: int, contents: Contents) -> None:
         lines.update({f"the digest of {name}": value for name, value in zip(plain, values, strict=True)})
         alike(mesh, "save: the ranks save different things", SEEDS, lines)
         replicas = {n: (t.spec.layout, bare(t)) for n, t in contents.tensors.items() if isinstance(t, DistTensor)}
-        went = astray(replicas, collective.group(mesh, tuple(range(mesh.ndim))), whole=False)
+        went = astray(replicas, collective.group(mesh), whole=False)
         if went:
             raise DesyncError(
                 f"save: ranks that hold the same part of a tensor hold {went}; each would save some of them"

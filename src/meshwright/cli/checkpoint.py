@@ -16,7 +16,7 @@ from meshwright.errors import CheckpointError
 from .options import BAD_INPUT, complain, terminal
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.manifest import Manifest, Saved
+    from meshwright.checkpoint.manifest import Manifest, SaveFolder
 
 DAMAGED = 1
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run (--save), or of one checkpoint in it.")]
@@ -95,7 +95,7 @@ def verify(folder: Folder) -> None:
     terminal().print(Text(f"{len(saves)} complete, all as written" + (f": step {listed}" if saves else "")))
 
 
-def _saves(folder: Path) -> list[Saved]:
+def _saves(folder: Path) -> list[SaveFolder]:
     from meshwright.checkpoint.inspection import saves_at
 
     try:

@@ -45,7 +45,7 @@ class Post:
         if self.alone:
             return [word]
         if self.simulated:
-            return all_gather_object(word, group(self.mesh, tuple(range(self.mesh.ndim))))
+            return all_gather_object(word, group(self.mesh))
         self.store.set(str(self.rank), word)
         return [self._heard(str(rank), rank) for rank in self.mesh.ranks] if self.first else []
 
@@ -54,7 +54,7 @@ class Post:
         if self.alone:
             return word
         if self.simulated:
-            return all_gather_object(word, group(self.mesh, tuple(range(self.mesh.ndim))))[0]
+            return all_gather_object(word, group(self.mesh))[0]
         if self.first:
             self.store.set("first", word)
             return word

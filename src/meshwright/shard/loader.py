@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class Place:
+class LoaderPlace:
     """A place in a pass over a loader.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place:
     generators: tuple[Tensor, ...] = ()
     last: list[int] | None = None
 
-    def of(self, loader: Any) -> Place:
+    def of(self, loader: Any) -> LoaderPlace:
         """With the generators as they are now."""
         self.default = torch.random.get_rng_state()
         self.generators = tuple(g.get_state() for g in _generators(loader))
@@ -71,8 +71,8 @@ class ShardedLoader:
     def __init__(self, loader: Iterable[Any], mesh: Mesh, placements: Any, local: bool) -> None:
         self.loader, self.mesh, self.placements, self.local = loader, mesh, placements, local
         self._by_key = isinstance(placements, Mapping) and bool(placements) and not _is_placements(placements, mesh)
-        self._place = Place()
-        self._pending: Place | None = None  # where the next pass goes on
+        self._place = LoaderPlace()
+        self._pending: LoaderPlace | None = None  # where the next pass goes on
         self._last: Any = None  # the batch that was given last
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ class ShardedLoader:
                 f"shard_dataloader: the place in a {type(self.loader).__name__} cannot be saved: it can be iterated "
                 "only once. Wrap a torch DataLoader, or an object whose __iter__ starts anew"
             )
-        place = self._place if self._place.batches else Place(epoch=self._place.epoch).of(self.loader)
+        place = self._place if self._place.batches else LoaderPlace(epoch=self._place.epoch).of(self.loader)
         last = None if self.local or not place.batches else self._digests(self._last)
         return {**place.__dict__, "length": self._length(), "last": last}
 
@@ -149,7 +149,9 @@ class ShardedLoader:
                 f"shard_dataloader: the loader had {state['length']} batches when its state was taken and has "
                 f"{self._length()}: the data and the size of the global batch must be the same"
             )
-        place = Place(state["batches"], state["epoch"], state["default"], tuple(state["generators"]), state["last"])
+        place = LoaderPlace(
+            state["batches"], state["epoch"], state["default"], tuple(state["generators"]), state["last"]
+        )
         if place.epoch is not None:
             self.set_epoch(place.epoch)
         place.start(self.loader)
@@ -159,7 +161,7 @@ class ShardedLoader:
         """A pass over the loader, behind what a state said was given already."""
         place, self._pending = self._pending, None
         if place is None:
-            self._place = Place(epoch=self._place.epoch).of(self.loader)
+            self._place = LoaderPlace(epoch=self._place.epoch).of(self.loader)
             return iter(self.loader)
         before = torch.random.get_rng_state()  # of a run that goes on; what follows draws what it drew before
         if place.default is not None:

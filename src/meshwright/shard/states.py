@@ -7,8 +7,8 @@ reduced, the optimizer sees chunks only, and after its step the updated chunks a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -23,6 +23,8 @@ from ..tensor import DistTensor, in_spec, stamp
 from .kinds import ELEMENTWISE, name_of
 from .packing import Packing, chunk_dim, cut_over, split_dim
 from .sync import BUCKET_BYTES
+
+T = TypeVar("T")
 
 Tensor = torch.Tensor
 
@@ -119,16 +121,21 @@ def _buckets(params: Sequence[DistTensor]) -> Iterable[list[DistTensor]]:
     for p in params:
         groups.setdefault((p._spec.mesh, p._spec.dtype), []).append(p)
     for members in groups.values():
-        bucket: list[DistTensor] = []
-        size = 0
-        for p in members:
-            bucket.append(p)
-            size += p._spec.nbytes
-            if size >= BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket
+        yield from batched_by(members, lambda p: p._spec.nbytes, BUCKET_BYTES)
+
+
+def batched_by(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in order, in lists that end with the item that brings them to ``most`` bytes."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += nbytes(item)
+        if size >= most:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 class Shadow:

@@ -70,7 +70,7 @@ class Completing:
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class RuledNode:
     """One op: its rule, and the keys of the values that it reads and makes."""
 
     name: str
@@ -117,7 +117,7 @@ class _Completion:
         self.captured, self.mesh = captured, mesh
         self.states: dict[Key, Completing] = {}
         self.same: dict[Key, Key] = {}  # tied inputs, and what getitem picks
-        self.facts: list[Fact] = []
+        self.facts: list[RuledNode] = []
         self.constraints: dict[str, Any] = {}
         self._rules: dict[Any, Rule | None] = {}
         self._solved: dict[Any, Any] = {}
@@ -156,7 +156,7 @@ class _Completion:
         key = (node.name, 0)
         return self.same.get(key, key)
 
-    def _fact(self, node: fx.Node) -> Fact | None:
+    def _fact(self, node: fx.Node) -> RuledNode | None:
         if not isinstance(node.target, torch._ops.OpOverload) or node.target is CONSTRAIN.default:
             return self._identity(node) if node.target is CONSTRAIN.default else None
         inputs: list[Key] = []
@@ -169,14 +169,16 @@ class _Completion:
         outputs = [(node.name, i) for i in range(len(rule.outputs))]
         if any(k not in self.states for k in outputs):
             return None
-        return Fact(node.name, line_of(node), rule, tuple(inputs), tuple(outputs))
+        return RuledNode(node.name, line_of(node), rule, tuple(inputs), tuple(outputs))
 
-    def _identity(self, node: fx.Node) -> Fact | None:
+    def _identity(self, node: fx.Node) -> RuledNode | None:
         assert isinstance(node.args[0], fx.Node)
         source, made = self._key(node.args[0]), (node.name, 0)
         letters = tuple((f"d{i}",) for i in range(len(self.states[made].shape)))
         sizes = {f"d{i}": n for i, n in enumerate(self.states[made].shape)}
-        return Fact(node.name, line_of(node), Rule((letters,), (letters,), sizes, text="constrain"), (source,), (made,))
+        return RuledNode(
+            node.name, line_of(node), Rule((letters,), (letters,), sizes, text="constrain"), (source,), (made,)
+        )
 
     def _rule(self, node: fx.Node) -> Rule | None:
         """The rule of a call; repeated layers ask once."""
@@ -254,7 +256,7 @@ class _Completion:
                 dirty |= changed
         return rounds
 
-    def _propagate(self, fact: Fact, axis: int) -> bool:
+    def _propagate(self, fact: RuledNode, axis: int) -> bool:
         states = [self.states[k] for k in fact.inputs], [self.states[k] for k in fact.outputs]
         known = tuple(tuple(s.placements[axis] for s in side) for side in states)
         if not any(isinstance(p, Shard) for side in known for p in side):
