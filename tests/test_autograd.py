@@ -231,7 +231,7 @@ def test_autograd_grad():
 
 
 def test_gradients_of_a_sum_have_each_its_layout():
-    """y = a + b: autograd may give one object for both; each is stamped for itself."""
+    """y = a + b: autograd may give one object for both; each is wrapped for itself."""
 
     def run(a, b):
         ga, gb = torch.autograd.grad((a + b).sum(), [a, b])

@@ -86,7 +86,7 @@ def test_small_buckets() -> None:
     mw.simulate(fn, DP)
 
 
-def test_gradients_are_stamped_with_the_layout_of_their_parameters() -> None:
+def test_gradients_have_the_layout_of_their_parameters() -> None:
     def fn() -> None:
         model = mw.shard_module(net(), BOTH, TP)
         once(model, split(IDS, BOTH))

@@ -21,7 +21,7 @@ from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh
 from .rules import Rule
 from .rules import rule as _rule
-from .tensor import DistTensor, call_enabled, stamp, whole
+from .tensor import DistTensor, call_enabled, whole, wrap
 
 Tensor = torch.Tensor
 
@@ -120,7 +120,7 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
     with torch.no_grad():
         local = convert.apply(_reshard.plan(source, spec.with_(undecided=0)).steps, t.detach())
         local = local.clone(memory_format=torch.contiguous_format)
-    made = stamp(local, spec)
+    made = wrap(local, spec)
     made.requires_grad_(t.requires_grad)
     if isinstance(t, nn.Parameter):
         made._is_param = True
@@ -168,8 +168,8 @@ def from_local(
             "or cut the parts so"
         )
     if local.requires_grad and (not local.is_leaf or torch.is_grad_enabled()):
-        return stamp(local.view_as(local), spec.with_(undecided=0))
-    made = stamp(local.detach(), spec)
+        return wrap(local.view_as(local), spec.with_(undecided=0))
+    made = wrap(local.detach(), spec)
     made.requires_grad_(local.requires_grad)
     return made
 
@@ -208,7 +208,7 @@ def sharded(
     spec = _spec_for(tuple(shape), dtype or torch.get_default_dtype(), mesh, placements, order)
     here = mesh.coordinate(runtime.RT.rank)
     local = materialize(factory, tuple(shape), spec.dtype, spec, here)
-    made = stamp(local, spec)
+    made = wrap(local, spec)
     made.requires_grad_(requires_grad)
     return made
 
@@ -230,7 +230,7 @@ def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> Dist
         return x
     refresh(x, call_enabled)
     with disabled():
-        return cast(DistTensor, relayout(x, target, stamp))
+        return cast(DistTensor, relayout(x, target, wrap))
 
 
 @takes(LayoutError, x=(Tensor, "of several, one at a time, e.g. {k: mw.unshard(t) for k, t in state.items()}"))

@@ -28,7 +28,7 @@ from .errors import ShardError
 from .generator.dropout import run_alike
 from .layout import Layout, Replicate, Spec
 from .raw import bare
-from .tensor import OPEN, DistTensor, stamp, whole, within
+from .tensor import OPEN, DistTensor, whole, within, wrap
 
 _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
 _enabled = torch._C._is_torch_function_enabled
@@ -64,7 +64,7 @@ def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
     with disabled():
         for t in tensors_in(made):
             if type(t) is torch.Tensor:
-                stamp(t, Spec(t.shape, t.dtype, Layout(mesh), undecided=0 if t.requires_grad else everywhere))
+                wrap(t, Spec(t.shape, t.dtype, Layout(mesh), undecided=0 if t.requires_grad else everywhere))
     return made
 
 
@@ -164,7 +164,7 @@ def _keep_layouts() -> None:
                 if spec.stored and first is not None:
                     made[i] = first  # what stands in for it is found by the object that it is
                 else:
-                    stamp(a, spec if first is None else first._spec)
+                    wrap(a, spec if first is None else first._spec)
         return made
 
     _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = saved, given  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from ..dispatch import disabled
 from ..errors import CheckpointError
 from ..layout import Shard, Spec
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, stamp
+from ..tensor import DistTensor, wrap
 
 Tensor = torch.Tensor
 
@@ -57,7 +57,7 @@ def _reduced(local: Tensor, spec: Spec) -> DistTensor:
     with torch.no_grad(), disabled():
         source = Spec(spec.shape, local.dtype, spec.layout)
         made = convert.apply(plan_conversion(source, target.with_(dtype=local.dtype)).steps, local)
-        return stamp(made.clone() if made is local else made, target)
+        return wrap(made.clone() if made is local else made, target)
 
 
 def restore_merge(

@@ -16,7 +16,7 @@ from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..raw import bare
 from ..shard.optimizer import binding_of
-from ..tensor import DistTensor, stamp
+from ..tensor import DistTensor, wrap
 from .agree import close_to
 from .contents import OPTIMIZER, OTHERS, RANDOM, ModelTensors, Roles, group_names, kind_of, model_tensors
 from .manifest import Manifest
@@ -231,7 +231,7 @@ def _states(
         here = made.mesh.coordinate(runtime.RT.rank)
         t = torch.empty(spec.local_shape(here), dtype=spec.dtype, device=p.device if on_device else "cpu")
         made.fill(name, t, spec)
-        return stamp(t, spec) if stored.ndim and isinstance(p, DistTensor) and stored.shape == p.spec.shape else t
+        return wrap(t, spec) if stored.ndim and isinstance(p, DistTensor) and stored.shape == p.spec.shape else t
 
     return {key: decoded(data, partial(get, key)) for key, data in entry.items()}
 

@@ -2,7 +2,7 @@
 
 ``call`` (``routes``) looks a plan up, and goes its route.  ``plan_call`` decides, once per (function, specs, static
 arguments), from global metadata alone: which conversions the inputs need, what runs on locals, which specs the outputs
-get.  ``execute`` converts, runs and stamps.  Eager tensors and captured steps share it all: what they do each in their
+get.  ``execute`` converts, runs and wraps.  Eager tensors and captured steps share it all: what they do each in their
 own way is in a ``Frontend``.
 """
 

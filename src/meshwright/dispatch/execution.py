@@ -1,4 +1,4 @@
-"""Running a plan: convert the inputs, run on locals, stamp the outputs."""
+"""Running a plan: convert the inputs, run on locals, wrap the outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .views import PieceSource, cut_from, remember, remember_pieces, with_base
 Tensor = torch.Tensor
 
 
-Stamp = Callable[[Tensor, Spec], Any]
+Wrap = Callable[[Tensor, Spec], Any]
 Note = Callable[[bool], None]
 Converter = Callable[[Tensor, reshard.ConversionPlan, "Note | None"], Tensor]
 
@@ -127,7 +127,7 @@ _NO_MEMO: tuple[None, None] = (None, None)
 
 
 def convert_then_native(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Convert positional tensors and run the native op; must run with dispatch disabled.  Outputs are not stamped."""
+    """Convert positional tensors and run the native op; must run with dispatch disabled.  Outputs are not wrapped."""
     changed = list(args)
     for i, steps in plan.conversions:
         t = changed[i]
@@ -164,16 +164,16 @@ def _already_there(
 
 
 class Execution:
-    """One run of a plan: inputs converted, the op run on locals, outputs stamped.  Must run with dispatch disabled.
+    """One run of a plan: inputs converted, the op run on locals, outputs wrapped.  Must run with dispatch disabled.
 
     ``plan`` is replaced by what the run shows of it: the types of its outputs, and whether later calls may take the
     route that it promises.
     """
 
-    __slots__ = ("args", "func", "kwargs", "plan", "stamp", "tensors")
+    __slots__ = ("args", "func", "kwargs", "plan", "tensors", "wrap")
 
-    def __init__(self, plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, stamp: Stamp) -> None:
-        self.plan, self.func, self.args, self.kwargs, self.stamp = plan, func, args, kwargs, stamp
+    def __init__(self, plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, wrap: Wrap) -> None:
+        self.plan, self.func, self.args, self.kwargs, self.wrap = plan, func, args, kwargs, wrap
         self.tensors = tensors_in((args, kwargs))
 
     def run(self) -> Any:
@@ -218,7 +218,7 @@ class Execution:
 
     def _planned_anew(self, known: bool = True) -> Any:
         plan = plan_call(self.func, self.args, self.kwargs, known=known)
-        return execute(plan, self.func, self.args, self.kwargs, self.stamp)
+        return execute(plan, self.func, self.args, self.kwargs, self.wrap)
 
     def _decide(self) -> bool:
         """Give leaves the types that the plan implies; whether some got others, so that another plan is needed."""
@@ -262,7 +262,7 @@ class Execution:
         return fn(*args, **kwargs)
 
     def _own(self, result: Any, locals_: Sequence[Tensor]) -> Any:
-        """An op may return its input: only the caller's own distributed tensor may be stamped, of others an alias is.
+        """An op may return its input: only the caller's own distributed tensor may be wrapped, of others an alias is.
 
         Others are plain tensors of the caller, and converted inputs, which may be kept for their next use.
         """
@@ -286,7 +286,7 @@ class Execution:
                         local.set_(new)
                 whole, everywhere = Layout(old.mesh), old.mesh.everywhere
                 spec = old.with_(shape=new.shape, layout=whole, reduced=0, undecided=everywhere, copied=False)
-                return cast(Tensor, self.stamp(target, spec))
+                return cast(Tensor, self.wrap(target, spec))
         if plan.back is not None:
             value = _convert_recorded(plan, 0, value, plan.back, _bring_back)
         if value is not target:
@@ -294,16 +294,16 @@ class Execution:
                 local.copy_(new)
         moved = made.with_(stored=old.stored)
         if torch.is_grad_enabled() and target.requires_grad:
-            self.stamp(target, written_spec(old, made) if made.shape == old.shape else moved)
+            self.wrap(target, written_spec(old, made) if made.shape == old.shape else moved)
             lead_root(target, self.tensors)
         else:
-            self.stamp(target, old if made.shape == old.shape else moved)
+            self.wrap(target, old if made.shape == old.shape else moved)
         if plan.promised is not None:
             self.plan = replace(plan, route=plan.promised if result is target else Route.EXECUTE, promised=None)
         return target
 
     def finish(self, result: Any) -> Any:
-        """Stamp the outputs, and link undecided leaves to them."""
+        """Wrap the outputs, and link undecided leaves to them."""
         made = tensors_in(result)
         if self.plan.promised is not None:
             self._learn(result, made)
@@ -312,11 +312,11 @@ class Execution:
             whole = Layout(mesh_of(self.tensors, plan.op.name))
             for t in made:
                 undecided = 0 if t.requires_grad else whole.mesh.everywhere
-                self.stamp(t, Spec(t.shape, t.dtype, whole, 0, undecided, plan.copies))
+                self.wrap(t, Spec(t.shape, t.dtype, whole, 0, undecided, plan.copies))
             return result
         ties = plan.choice.open and torch.is_grad_enabled()
         for t, spec in zip(made, plan.outputs, strict=True):
-            self.stamp(t, spec)
+            self.wrap(t, spec)
             if records is not None and spec.layout.partial:
                 record.produced(t, _use(plan, sum(1 << a for a in spec.layout.partial)), self.tensors)
             if ties and t.requires_grad and spec.undecided:
@@ -344,9 +344,9 @@ class Execution:
         self.plan = replace(plan, route=route, promised=None, outputs=outputs)
 
 
-def execute(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, stamp: Stamp) -> Any:
-    """Convert the inputs, run the op on locals, stamp the outputs.  Must run with dispatch disabled."""
-    return Execution(plan, func, args, kwargs, stamp).run()
+def execute(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, wrap: Wrap) -> Any:
+    """Convert the inputs, run the op on locals, wrap the outputs.  Must run with dispatch disabled."""
+    return Execution(plan, func, args, kwargs, wrap).run()
 
 
 def _aliases(locals_: list[Tensor]) -> list[Tensor]:
@@ -401,7 +401,7 @@ def wanted(spec: Spec, placements: Placements, order: Any = None) -> Spec:
     return Spec(spec.shape, spec.dtype, layout, spec.reduced & kept)
 
 
-def relayout(x: Tensor, target: Spec, stamp: Stamp) -> Tensor:
+def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
     """``x`` brought to ``target`` because somebody asked for it by name.  Must run with dispatch disabled."""
     spec: Spec = x.__dict__["_spec"]
     if x.requires_grad and spec.undecided:
@@ -415,13 +415,13 @@ def relayout(x: Tensor, target: Spec, stamp: Stamp) -> Tensor:
         made = convert.apply(plan.steps, x)
     if not plan.moves and made.untyped_storage()._cdata == x.untyped_storage()._cdata:
         made = made.clone()
-    out: Tensor = stamp(made, target)
+    out: Tensor = wrap(made, target)
     if x.requires_grad and not x.is_leaf:
         out.__dict__["_origin"] = (x, (x._version, out._version))
     return out
 
 
-def root(y: Tensor, stamp: Stamp) -> Tensor:
+def root(y: Tensor, wrap: Wrap) -> Tensor:
     """What a backward starts from: ``y``, an average as a sum and an extremum or product reduced: all gradients whole.
 
     Must run with dispatch disabled.
@@ -432,7 +432,7 @@ def root(y: Tensor, stamp: Stamp) -> Tensor:
         for a, op in spec.layout.partial.items()
         if op != "sum"
     }
-    return relayout(y, wanted(spec, others), stamp) if others else y
+    return relayout(y, wanted(spec, others), wrap) if others else y
 
 
 def unit_cotangent(spec: Spec, device: Any) -> Tensor:

@@ -19,7 +19,7 @@ from ..rules import Native
 from . import autocast
 from .binding import Args, Kwargs
 from .calls import NO, OPS, QUESTIONS, call_disabled, disabled, op_name, resolve, tensors_in
-from .execution import Execution, Stamp, convert_then_native
+from .execution import Execution, Wrap, convert_then_native
 from .leaves import any_linked
 from .plans import CallPlan, Route, plan_call, warn_gathered
 from .views import Call, before, write_through
@@ -36,13 +36,13 @@ LISTED: dict[Any, Callable[..., Any]] = {}
 class Frontend:
     """Whose tensors a call is on: eager ones, or the fakes of a step that is captured.
 
-    ``stamp`` gives a local tensor its spec.  ``call`` calls a function on such tensors, where dispatch is disabled too.
+    ``wrap`` gives a local tensor its spec.  ``call`` calls a function on such tensors, where dispatch is disabled too.
     ``special`` has, for names of functions that are no ops, what to call in their place with them and their arguments:
     NotImplemented where they are ops after all.
     ``stand_ins`` gives the arguments with what stands in for them, or None.
     """
 
-    stamp: Stamp
+    wrap: Wrap
     call: Call
     special: Mapping[str, Special]
     stand_ins: Callable[[Any, Args, Kwargs], tuple[Any, Any] | None]
@@ -198,9 +198,9 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
         if route is CONVERT_THEN_NATIVE or (route is RETYPE_THEN_NATIVE and torch.is_grad_enabled()):
             with disabled():
                 made = convert_then_native(plan, func, args, kwargs)
-            return front.stamp(made, plan.outputs[0]) if made.__class__ is Tensor else _stamped(plan, made, front.stamp)
+            return front.wrap(made, plan.outputs[0]) if made.__class__ is Tensor else _wrapped(plan, made, front.wrap)
         if route is NATIVE or (route in _NATIVE_WITHOUT_GRAD and not torch.is_grad_enabled()):
-            made = _native(plan, key if own is key else None, func, args, kwargs, front.stamp)
+            made = _native(plan, key if own is key else None, func, args, kwargs, front.wrap)
             if made is not NotImplemented:
                 return made
     if route is FUNCTION:
@@ -213,7 +213,7 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
 _NATIVE_WITHOUT_GRAD = (RETYPE_THEN_NATIVE, NATIVE_WITHOUT_GRAD)
 
 
-def _native(plan: CallPlan, key: Any, func: Any, args: Args, kwargs: Kwargs, stamp: Stamp) -> Any:
+def _native(plan: CallPlan, key: Any, func: Any, args: Args, kwargs: Kwargs, wrap: Wrap) -> Any:
     """The op on locals, known by its key from now on; NotImplemented where more has to be done."""
     if plan.untyped == 2 and any_linked(args):
         return NotImplemented
@@ -228,16 +228,16 @@ def _native(plan: CallPlan, key: Any, func: Any, args: Args, kwargs: Kwargs, sta
     if key is not None and plan.route is NATIVE and isinstance(out, Tensor):
         runtime.RT.fast[key] = (plan.outputs[0], plan.untyped, native)
     if plan.untyped and any(t.__class__ is Tensor and t.requires_grad for t in tensors_in(out)):
-        return resolve_after(plan, func, args, kwargs, out, stamp)
-    return _stamped(plan, out, stamp)
+        return resolve_after(plan, func, args, kwargs, out, wrap)
+    return _wrapped(plan, out, wrap)
 
 
-def _stamped(plan: CallPlan, out: Any, stamp: Stamp) -> Any:
+def _wrapped(plan: CallPlan, out: Any, wrap: Wrap) -> Any:
     if out.__class__ is Tensor:
-        return stamp(out, plan.outputs[0])
+        return wrap(out, plan.outputs[0])
     if not isinstance(out, Tensor):  # else an op that returned its input
         for t, spec in zip(out, plan.outputs, strict=True):
-            stamp(t, spec)
+            wrap(t, spec)
     return out
 
 
@@ -247,7 +247,7 @@ def _execute(front: Frontend, key: Any, plan: CallPlan, func: Any, args: Args, k
     if plan.watched:
         before(plan, tensors_in((args, kwargs)), front.call)
     with disabled():
-        run = Execution(plan, func, args, kwargs, front.stamp)
+        run = Execution(plan, func, args, kwargs, front.wrap)
         out = run.run()
     if run.plan is not plan:
         runtime.RT.plans[key] = run.plan
@@ -256,7 +256,7 @@ def _execute(front: Frontend, key: Any, plan: CallPlan, func: Any, args: Args, k
     return out
 
 
-def resolve_after(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, out: Any, stamp: Stamp) -> Any:
-    """What a native op gave, stamped, with the types that the call implies for its leaves."""
+def resolve_after(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, out: Any, wrap: Wrap) -> Any:
+    """What a native op gave, wrapped, with the types that the call implies for its leaves."""
     with disabled():
-        return Execution(plan, func, args, kwargs, stamp).resolve_after(out)
+        return Execution(plan, func, args, kwargs, wrap).resolve_after(out)

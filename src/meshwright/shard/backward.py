@@ -18,7 +18,7 @@ from ..layout import Spec
 from ..mesh import Mesh
 from ..raw import bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, held, hold, in_spec, stamp
+from ..tensor import DistTensor, held, hold, in_spec, wrap
 from .buckets import Bucket, Buckets
 from .in_flight import InFlight, Reduction, Scattering, give
 from .packing import Packing, split_dim
@@ -199,7 +199,7 @@ class Backward:
                 continue
             before = self.sums.get(id(p))
             with torch.no_grad(), disabled():
-                self.sums[id(p)] = stamp(g.detach() if before is None else Tensor.add(before, g), spec)
+                self.sums[id(p)] = wrap(g.detach() if before is None else Tensor.add(before, g), spec)
             earlier = self.groups.pop(id(p), None)
             if earlier is not None:
                 self._close(earlier, p)
@@ -214,7 +214,7 @@ class Backward:
         before = held(p)
         with torch.no_grad(), disabled():
             if before is not None:
-                made = stamp(Tensor.add(in_spec(before, before._spec, made._spec), made), made._spec)
+                made = wrap(Tensor.add(in_spec(before, before._spec, made._spec), made), made._spec)
             hold(p, made)
         group.complete.append(p)
         self._close(group, p)
@@ -284,7 +284,7 @@ class Backward:
                 source = g.__dict__.get("_spec") or p._spec.grad()
                 target = p._spec.with_(reduced=0, undecided=0, stored=False)
                 made = convert.apply(plan_conversion(source, target).steps, g)
-                set_grad(p, stamp(made.view_as(made) if made is g else made, target))
+                set_grad(p, wrap(made.view_as(made) if made is g else made, target))
 
 
 __all__ = ["Backward", "begin"]

@@ -22,7 +22,7 @@ from ..layout import Partial, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..raw import as_plain
 from ..rules import COMPOSITES
-from ..tensor import DistTensor, stamp
+from ..tensor import DistTensor, wrap
 
 Tensor = torch.Tensor
 APART = {"_foreach_max", "_foreach_powsum", "_foreach_mm"}  # not elementwise
@@ -58,7 +58,7 @@ def _elementwise(name: str) -> Callable[..., Any]:
         if name.endswith("_") or made is None:
             return made
         of_first: Any = specs[0]
-        return [m if s is None else stamp(m, s) for m, s in zip(made, of_first, strict=True)]
+        return [m if s is None else wrap(m, s) for m, s in zip(made, of_first, strict=True)]
 
     return run
 

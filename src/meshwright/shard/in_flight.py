@@ -11,7 +11,7 @@ from ..dispatch import disabled
 from ..layout import Partial, Spec
 from ..mesh import Mesh
 from ..raw import get_grad, set_grad
-from ..tensor import Coming, DistTensor, held, hold, in_spec, stamp
+from ..tensor import Coming, DistTensor, held, hold, in_spec, wrap
 from .packing import Packing
 
 Tensor = torch.Tensor
@@ -64,9 +64,9 @@ def give(p: DistTensor, made: Tensor, spec: Spec) -> None:
         made = Tensor.add(before, more) if own.copied else Tensor.add_(before, more)
         spec = own.with_(copied=False)
     if Tensor.size(made) == Tensor.size(p):
-        set_grad(p, stamp(made, spec))
+        set_grad(p, wrap(made, spec))
     else:
-        hold(p, stamp(made, spec))
+        hold(p, wrap(made, spec))
 
 
 class Reduction(InFlight):

@@ -19,7 +19,7 @@ from ..errors import LayoutError, MeshwrightError, ShardError, takes
 from ..layout import Layout, Placements, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES
-from ..tensor import DistTensor, GradientHook, stamp
+from ..tensor import DistTensor, GradientHook, wrap
 from . import zero
 from .alike import facts_of
 from .constraints import Inputs, Outputs, hooked
@@ -252,7 +252,7 @@ def _lay(names: Names, name: str, spec: Spec) -> None:
     mesh = spec.mesh
     here = mesh.coordinate(runtime.RT.rank)
     if t.is_meta:
-        made = stamp(torch.empty(spec.local_shape(here), dtype=t.dtype, device=mesh.device), spec)
+        made = wrap(torch.empty(spec.local_shape(here), dtype=t.dtype, device=mesh.device), spec)
         made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})
         made.requires_grad_(t.requires_grad)
         made._is_param = isinstance(t, nn.Parameter)
@@ -268,7 +268,7 @@ def _lay(names: Names, name: str, spec: Spec) -> None:
             # data of another dtype have it made anew.
             t.data = t.new_empty(0, dtype=torch.float16 if t.dtype is not torch.float16 else torch.float32)
         t.data = Tensor.to(local, mesh.device).as_subclass(Tensor)
-    stamp(t, spec)
+    wrap(t, spec)
     hooks: Any = t._backward_hooks or {}
     for at, hook in hooks.items():  # autograd would call them with local gradients
         hooks[at] = GradientHook(t, hook)

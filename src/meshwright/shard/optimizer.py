@@ -26,7 +26,7 @@ from ..errors import ShardError, takes
 from ..layout import Partial, Spec
 from ..raw import get_grad, set_grad
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, call_enabled, hold, in_slot, stamp
+from ..tensor import DistTensor, call_enabled, hold, in_slot, wrap
 from .kinds import builtin, check_class, hooks_of, mixes, name_of
 from .states import Chunks, Shadow, check_state, held_state, own_spec
 
@@ -115,7 +115,7 @@ class OptimizerBinding:
             return
         # An optimizer of PyTorch's leaves parameters without a gradient alone.
         updated = [] if self.shadow is None else self.shadow.settle(everything=not builtin(opt))
-        self._stamp_states(opt)
+        self._wrap_states(opt)
         if self.chunks is not None:
             self.chunks.gather(updated)
 
@@ -159,12 +159,12 @@ class OptimizerBinding:
         own: Spec = g.__dict__.get("_spec") or p._spec.grad()
         wanted = self.wanted[i]
         if own.layout == wanted.layout:
-            return stamp(g, wanted)
+            return wrap(g, wanted)
         if not self.reshards and not _interrupted(p):
             raise ShardError(_unfit(p, own))
         plan = plan_conversion(own.with_(undecided=0), wanted.with_(dtype=own.dtype))
         with torch.no_grad():
-            made = stamp(convert.apply(plan.steps, g), wanted)
+            made = wrap(convert.apply(plan.steps, g), wanted)
         hold(p, None)
         set_grad(p, made)
         return made
@@ -198,7 +198,7 @@ class OptimizerBinding:
         now = _values(opt)
         return len(now) == len(self.seen) and all(map(operator.is_, now, self.seen))
 
-    def _stamp_states(self, opt: Optimizer) -> None:
+    def _wrap_states(self, opt: Optimizer) -> None:
         """States that a step has made become DistTensors."""
         if self._seen(opt):  # a step writes to what is there
             return
@@ -208,7 +208,7 @@ class OptimizerBinding:
                     if v.__class__ is Tensor and v.dim():
                         spec = self.lies[id(p)][1]
                         if v.shape == spec.local_shape(spec.mesh.coordinate(runtime.RT.rank)):
-                            stamp(v, spec)
+                            wrap(v, spec)
 
 
 _SPEC = operator.attrgetter("_spec")

@@ -14,7 +14,7 @@ from ..errors import ShardError
 from ..layout import chunk_bounds
 from ..raw import bare
 from ..reshard import plan as plan_conversion
-from ..tensor import OPEN, DistTensor, GradientHook, stamp
+from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
 from .packing import split_dim
 from .saved import Saver, may_save_references
@@ -153,7 +153,7 @@ class Seen:
                 made[i] = t
         for i, (p, t) in enumerate(zip(unit.params, made, strict=True)):
             spec = seen_spec(p, i in learning)
-            stamp(t, spec)
+            wrap(t, spec)
             if spec.undecided and i in learning:
                 link([p, t])
         return made

@@ -19,7 +19,7 @@ from ..errors import ShardError
 from ..layout import Layout, Replicate, Spec
 from ..raw import bare
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, in_spec, stamp
+from ..tensor import DistTensor, in_spec, wrap
 from .kinds import ELEMENTWISE, name_of
 from .packing import Packing, chunk_dim, cut_over, split_dim
 from .sync import BUCKET_BYTES
@@ -254,7 +254,7 @@ def held_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -
         made = convert.apply(steps, bare(value))
         if steps:
             made = made.clone()  # a part, so that the whole can go
-        return stamp(made, target) if shape == whole else made
+        return wrap(made, target) if shape == whole else made
 
 
 __all__ = ["Chunks", "Shadow", "check_state", "held_state", "own_spec"]

@@ -35,7 +35,7 @@ from ..layout import Replicate
 from ..mesh import Mesh
 from ..raw import bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
-from ..tensor import DistTensor, hold, stamp
+from ..tensor import DistTensor, hold, wrap
 from .backward import Backward, begin, call_after
 from .buckets import Buckets
 from .replicas import astray
@@ -203,10 +203,10 @@ class GradSync:
                 return
             if g.requires_grad:
                 made = convert.apply(plan_conversion(own.with_(undecided=0), partial).steps, g)
-                set_grad(p, stamp(made.clone() if made is g else made, partial))
+                set_grad(p, wrap(made.clone() if made is g else made, partial))
                 return
             set_grad(p, None)
-            hold(p, stamp(g, own))
+            hold(p, wrap(g, own))
 
 
 def _accumulates(p: Tensor) -> bool:

@@ -10,7 +10,7 @@ the way into autograd's engine and back, ``standin`` what ops read in the place 
 """
 
 from . import methods as methods
-from .carrier import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor, GradientHook, call_enabled, stamp, whole
+from .carrier import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor, GradientHook, call_enabled, whole, wrap
 from .gradients import Coming, held, hold, in_slot, in_spec
 from .standin import OPEN, stands_in, within
 
@@ -26,8 +26,8 @@ __all__ = [
     "hold",
     "in_slot",
     "in_spec",
-    "stamp",
     "stands_in",
     "whole",
     "within",
+    "wrap",
 ]

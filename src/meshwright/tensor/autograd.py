@@ -11,7 +11,7 @@ from torch.autograd.graph import _engine_run_backward
 from ..dispatch import NO, Args, Kwargs, disabled, resolve_types, root, unit_cotangent
 from ..errors import DispatchError
 from . import modes
-from .carrier import DistTensor, local_of, plain, stamp, whole
+from .carrier import DistTensor, local_of, plain, whole, wrap
 
 Tensor = torch.Tensor
 
@@ -58,9 +58,9 @@ def grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
         outputs, seeds, given.get("retain_graph"), create, inputs, bool(materialize if allow is None else allow), False
     )
     with disabled():
-        # Autograd may hand out one object twice, or the caller's own cotangent: stamp an alias of it.
+        # Autograd may hand out one object twice, or the caller's own cotangent: wrap an alias of it.
         found = [
-            stamp(g.view_as(g), x._spec.grad()) if isinstance(x, DistTensor) and g is not None else g
+            wrap(g.view_as(g), x._spec.grad()) if isinstance(x, DistTensor) and g is not None else g
             for x, g in zip(inputs, made, strict=True)
         ]
     if materialize:
@@ -90,7 +90,7 @@ def _seeds(outputs: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
         raise RuntimeError(f"{len(outputs)} tensors to differentiate, but {len(listed)} gradients for them")
     made: list[Any] = []
     with disabled(), torch.enable_grad():
-        outputs = [root(y, stamp) if isinstance(y, DistTensor) and y.requires_grad else y for y in outputs]
+        outputs = [root(y, wrap) if isinstance(y, DistTensor) and y.requires_grad else y for y in outputs]
     for y, g in zip(outputs, listed, strict=True):
         if isinstance(y, DistTensor):
             made.append(_seed(y, g) if y.requires_grad else g)

@@ -10,16 +10,16 @@ from torch.utils import _python_dispatch as torchs
 from .. import runtime
 from ..dispatch import LISTED, NO, Frontend, any_linked, call, call_disabled, key_part, resolve_after
 from . import modes
-from .carrier import DistTensor, call_enabled, stamp
+from .carrier import DistTensor, call_enabled, wrap
 from .special import SPECIAL
 from .standin import with_stand_ins
 
 Tensor = torch.Tensor
-EAGER = Frontend(stamp, call_enabled, SPECIAL, with_stand_ins)
+EAGER = Frontend(wrap, call_enabled, SPECIAL, with_stand_ins)
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """Where a call is known to need nothing (``RT.fast``), run the native op on locals and stamp the result."""
+    """Where a call is known to need nothing (``RT.fast``), run the native op on locals and wrap the result."""
     key: Any
     if torchs._is_in_non_infra_torch_dispatch_mode:
         made = modes.under(dispatch, func, types, args, kwargs)
@@ -50,7 +50,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     if out.__class__ is not Tensor:  # in place, or an op that returned its input
         return out
     if untyped and out.requires_grad:  # leaves get their types now
-        return resolve_after(runtime.RT.plans[key], func, args, kwargs or NO, out, stamp)
+        return resolve_after(runtime.RT.plans[key], func, args, kwargs or NO, out, wrap)
     if out.dtype is not spec.dtype:  # autocast
         spec = spec.with_(dtype=out.dtype)
     out.__class__ = DistTensor

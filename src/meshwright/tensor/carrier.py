@@ -168,11 +168,11 @@ class DistTensor(torch.Tensor):
         with disabled():
             if not self.is_leaf:
                 raise RuntimeError("only leaf tensors can be deep-copied; use .detach().clone()")
-            made = stamp(Tensor.clone(Tensor.detach(self)), self._spec.with_(copied=False))
+            made = wrap(Tensor.clone(Tensor.detach(self)), self._spec.with_(copied=False))
             made.requires_grad_(self.requires_grad)
             grad = None if getattr(self, "_is_param", False) else self.grad  # as torch: a copy of a parameter has none
             if grad is not None:
-                made.grad = stamp(Tensor.clone(Tensor.detach(grad)), grad._spec)
+                made.grad = wrap(Tensor.clone(Tensor.detach(grad)), grad._spec)
         if getattr(self, "_is_param", False):
             made._is_param = True
         memo[id(self)] = made
@@ -209,7 +209,7 @@ class DistTensor(torch.Tensor):
         """The tensor without its history, sharing memory (writes to one are not counted for the other)."""
         itself(self)
         spec = self._spec.with_(undecided=self._spec.mesh.everywhere, stored=False)
-        made = stamp(call_disabled(_GET_DATA, (), (self,), NO), spec)
+        made = wrap(call_disabled(_GET_DATA, (), (self,), NO), spec)
         share(self, made)
         remember_detached(self, made)
         return made
@@ -220,7 +220,7 @@ class DistTensor(torch.Tensor):
         if not isinstance(value, DistTensor):
             value = as_layout_of(value, _resized(old, value.shape))
         elif _keeps_layout(self) and value._spec.layout != old.layout and value._spec.shape == old.shape:
-            value = stamp(local_of(value.detach(), old.with_(reduced=0)), old.with_(dtype=value.dtype))
+            value = wrap(local_of(value.detach(), old.with_(reduced=0)), old.with_(dtype=value.dtype))
         with disabled():
             _SET_DATA(self, value)
         share(self, value)
@@ -235,7 +235,7 @@ class DistTensor(torch.Tensor):
         itself(self)
         spec = self._spec
         undecided = spec.mesh.everywhere
-        made = stamp(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=undecided, stored=False))
+        made = wrap(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=undecided, stored=False))
         remember_detached(self, made)
         return made
 
@@ -302,7 +302,7 @@ class GradientHook:
             return None
         spec = self.space["_spec"].grad().with_(dtype=grad.dtype)
         with disabled():
-            given = stamp(grad.view_as(grad), spec)
+            given = wrap(grad.view_as(grad), spec)
         made = self.hook(given)
         return None if made is None else plain(local_of(made, spec.with_(dtype=made.dtype)))
 
@@ -313,7 +313,7 @@ def call_enabled(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
 
 
-def stamp(local: Tensor, spec: Spec) -> DistTensor:
+def wrap(local: Tensor, spec: Spec) -> DistTensor:
     """Make ``local`` the DistTensor of ``spec``, in place: the object stays the same."""
     if local.dtype is not spec.dtype and type(local) is Tensor:
         spec = spec.with_(dtype=local.dtype)
@@ -357,7 +357,7 @@ def _rebuild(local: Tensor, about: dict[str, Any]) -> DistTensor:
             "save global values, mw.unshard(x) on every rank, and bring what was loaded back with mw.shard_tensor or "
             "load_state_dict"
         )
-    made = stamp(local, spec)
+    made = wrap(local, spec)
     made.requires_grad_(about["requires_grad"])
     if about["parameter"]:
         made._is_param = True
@@ -409,7 +409,7 @@ def as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
         source = Spec(spec.shape, value.dtype, Layout(spec.mesh))
         target = spec.with_(dtype=value.dtype, undecided=0)
         local = convert.apply(reshard.plan(source, target).steps, value)
-        return stamp(local.detach() if local is value else local, target)
+        return wrap(local.detach() if local is value else local, target)
     raise LayoutError(
         f"a plain tensor of shape {tuple(value.shape)} was given for a DistTensor of global shape {tuple(spec.shape)} "
         f"(local {spec.local_shape(here)}); plain tensors stand for global values: use mw.from_local for a local part"

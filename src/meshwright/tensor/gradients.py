@@ -21,7 +21,7 @@ from ..dispatch import NO, call_disabled, disabled
 from ..errors import LayoutError
 from ..layout import Spec
 from ..raw import get_grad, set_grad
-from .carrier import DistTensor, as_layout_of, raw_grad, stamp
+from .carrier import DistTensor, as_layout_of, raw_grad, wrap
 
 Tensor = torch.Tensor
 
@@ -77,12 +77,12 @@ def _merge(p: DistTensor, kept: DistTensor, slot: Tensor) -> None:
     with disabled(), torch.set_grad_enabled(kept.requires_grad or slot.requires_grad):
         if kept._spec.layout.partial:
             total = Tensor.add(kept, _converted(slot, spec, kept._spec))
-            hold(p, stamp(total, kept._spec))
+            hold(p, wrap(total, kept._spec))
             set_grad(p, None)
         else:
             total = Tensor.add(slot, _converted(kept, kept._spec, spec))
             hold(p, None)
-            set_grad(p, stamp(total, spec))
+            set_grad(p, wrap(total, spec))
 
 
 def _get(self: DistTensor) -> DistTensor | None:
@@ -96,7 +96,7 @@ def _get(self: DistTensor) -> DistTensor | None:
         _merge(self, kept, found)
         return _get(self)
     if found is not None and found.__class__ is not DistTensor:
-        stamp(found, self._spec.grad())
+        wrap(found, self._spec.grad())
     return found
 
 
@@ -169,7 +169,7 @@ def _convert_slot(p: DistTensor) -> None:
         return
     with disabled():  # with history, where this backward is to be differentiated
         local = _converted(found, source, target)
-        set_grad(p, stamp(local.clone() if local is found else local, target))
+        set_grad(p, wrap(local.clone() if local is found else local, target))
 
 
 def _delete(self: DistTensor) -> None:

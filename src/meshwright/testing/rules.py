@@ -28,7 +28,7 @@ from ..layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Shard, S
 from ..mesh import Mesh
 from ..rules import Rule, Strategy
 from ..simulation import simulate
-from ..tensor import DistTensor, stamp, whole
+from ..tensor import DistTensor, whole, wrap
 from .values import difference_of, local_part, tolerance_of
 
 Tensor = torch.Tensor
@@ -112,7 +112,7 @@ class _OpUnderTest:
             return self.fn(*args, **kwargs)
         plan = plan_call(self.fn, args, kwargs, forced)
         with disabled():
-            return execute(plan, self.fn, args, kwargs, stamp)
+            return execute(plan, self.fn, args, kwargs, wrap)
 
 
 def check_rule(
@@ -295,7 +295,7 @@ def _products(choices: Sequence[Sequence[Any]], most: int) -> list[tuple[Any, ..
 
 def _distributed(value: Tensor, layout: Layout, seed: int) -> DistTensor:
     spec = Spec(value.shape, value.dtype, layout, undecided=layout.mesh.everywhere)
-    made = stamp(local_part(value, spec.with_(undecided=0), seed), spec)
+    made = wrap(local_part(value, spec.with_(undecided=0), seed), spec)
     # Factors have gradients, but a product of them that is a leaf has none: see Spec.grad.
     made.requires_grad_(carries_grad(value.dtype) and "product" not in layout.partial.values())
     return made

@@ -43,7 +43,7 @@ from .regions import Path
 Tensor = torch.Tensor
 
 
-def stamp(t: Tensor, spec: Spec) -> Tensor:
+def wrap(t: Tensor, spec: Spec) -> Tensor:
     """Say what the local fake ``t`` is globally."""
     if t.dtype is not spec.dtype:
         spec = spec.with_(dtype=t.dtype)
@@ -76,7 +76,7 @@ class Interpreter:
     def __init__(self, recorder: Recorder, constraints: dict[str, Any], regions: dict[str, Path]) -> None:
         self.recorder, self.constraints, self.regions = recorder, constraints, regions
         self.mode = _Global(self)
-        self.front = Frontend(stamp, self.enabled, _SPECIAL, lambda *_: None)
+        self.front = Frontend(wrap, self.enabled, _SPECIAL, lambda *_: None)
 
     def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any], *, top: bool = True) -> Any:
         """Run a graph; ``read`` gives the value of a placeholder when it is first needed."""
@@ -141,7 +141,7 @@ class Interpreter:
     ) -> list[Tensor]:
         """Gradients that are part of the loss: autograd's own, each in the layout that the type of its primal says."""
         seeds = []
-        outputs = [root(y, stamp) for y in outputs]
+        outputs = [root(y, wrap) for y in outputs]
         for i, y in enumerate(outputs):
             spec = y.__dict__["_spec"].with_(undecided=0)
             resolve_types(y, spec)
@@ -150,13 +150,13 @@ class Interpreter:
                     raise CaptureError("autograd.grad of a value that is no scalar needs grad_outputs")
                 seeds.append(unit_cotangent(spec, spec.mesh.device))
             else:
-                seeds.append(relayout(cotangents[i], spec.grad(), stamp))
+                seeds.append(relayout(cotangents[i], spec.grad(), wrap))
         made = torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, create_graph=create, allow_unused=True)
         found = []
         for x, g in zip(inputs, made, strict=True):
             resolve_types(x, x.__dict__["_spec"].with_(undecided=0))
             spec = x.__dict__["_spec"].grad()
-            found.append(stamp(torch.zeros_like(x) if g is None else g.view_as(g), spec))
+            found.append(wrap(torch.zeros_like(x) if g is None else g.view_as(g), spec))
         return found
 
     def _block(self, func: Any, args: Any) -> Any:
@@ -184,7 +184,7 @@ class Interpreter:
             return x
         refresh(x, self.enabled)
         target = wanted(spec, placements)
-        return x if target is spec else relayout(x, target, stamp)
+        return x if target is spec else relayout(x, target, wrap)
 
     # -- calls ----------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ def _detach(func: Any, args: Args, kwargs: Kwargs) -> Any:
     (x,) = args
     made = func(x)
     remember_detached(x, made)
-    return stamp(made, x.__dict__["_spec"].with_(reduced=0, undecided=x.__dict__["_spec"].mesh.everywhere))
+    return wrap(made, x.__dict__["_spec"].with_(reduced=0, undecided=x.__dict__["_spec"].mesh.everywhere))
 
 
 _SPECIAL: dict[str, Special] = {"detach": _detach, "detach_": _detach}

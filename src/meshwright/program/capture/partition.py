@@ -28,7 +28,7 @@ from ..ir.nodes import annotate, info_of, remove_dead
 from ..ir.program import Input, Origin, Output, Program, without_unserved
 from ..ir.trace import Recorder
 from .export import VALUES, Captured, Source
-from .interpret import Interpreter, spec_at, stamp
+from .interpret import Interpreter, spec_at, wrap
 from .recompute import recompute
 from .regather import regather
 from .scale import LossScale, Scaling
@@ -176,7 +176,7 @@ class _Partition:
             assert source.value is not None
             self.recorder.constants[source.name] = source.value
         self.recorder.placeholder(source.node, local)
-        stamp(local, spec)
+        wrap(local, spec)
         self.leaves[id(source.fake)] = self.by_node[source.node] = local
         self.inputs.append(Input(source.name, source.kind, spec.with_(reduced=0, undecided=0)))
 
@@ -190,7 +190,7 @@ class _Partition:
             if not isinstance(value, Tensor):
                 raise CaptureError(f"the loss function returned {value!r}: return tensors only")
             if spec_at(value) is None:
-                stamp(value, Spec(value.shape, value.dtype, Layout(self.mesh)))
+                wrap(value, Spec(value.shape, value.dtype, Layout(self.mesh)))
             resolve_types(value, value.__dict__["_spec"].with_(undecided=0))
             spec = value.__dict__["_spec"]
             if i == 0:
@@ -222,7 +222,7 @@ class _Partition:
         plan = plan_conversion(stored.with_(undecided=0, reduced=0), target)
         why = "the parameter is stored split and seen whole by the ops"
         with record.asked(name, plan, why), self.recorder.noting(gather=name):
-            made = stamp(convert.apply(plan.steps, local), seen.with_(reduced=moved, undecided=open_ & ~moved))
+            made = wrap(convert.apply(plan.steps, local), seen.with_(reduced=moved, undecided=open_ & ~moved))
         link([local, made])
         return made
 
@@ -249,7 +249,7 @@ class _Partition:
         wanted = {n: p for n, p in self.params.items() if p.requires_grad}
         if not self.loss.requires_grad:
             raise CaptureError("the loss does not depend on any parameter that requires a gradient")
-        start = root(self.loss, stamp)
+        start = root(self.loss, wrap)
         seed = unit_cotangent(start.__dict__["_spec"], self.mesh.device)
         if self.scaling is not None:
             seed = self.scaling.seed(seed)
@@ -289,7 +289,7 @@ class _Partition:
         annotate(node, grad_of=(*info_of(node).grad_of, (name, have)))
         served = record.asked(f"gradient of {name}", steps, why + (record.SINCE + since if since else ""))
         with served if steps.moves else nullcontext(), self.recorder.noting(sync=name):
-            return stamp(convert.apply(steps.steps, grad), want)
+            return wrap(convert.apply(steps.steps, grad), want)
 
     # -- update ---------------------------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ class _Partition:
 def as_gradient(g: Tensor, p: Tensor) -> Tensor:
     """A gradient that lies in memory as its parameter, as autograd accumulates it; it keeps its spec."""
     want = dense(p.shape, tuple(p.stride()))
-    return g if same(g.shape, tuple(g.stride()), want) else stamp(LAID(g, want), g.__dict__["_spec"])
+    return g if same(g.shape, tuple(g.stride()), want) else wrap(LAID(g, want), g.__dict__["_spec"])
 
 
 def _lies(source: Source, shape: torch.Size, spec: Spec) -> Strides:

@@ -18,7 +18,7 @@ from ...layout import Layout, Spec
 from ...raw import bare
 from ...reshard import plan as plan_conversion
 from ...shard.states import held_state
-from ...tensor import DistTensor, stamp
+from ...tensor import DistTensor, wrap
 from ..capture.optimizers import parts_of
 from ..capture.outside import Place
 from ..ir.inplace import written
@@ -139,7 +139,7 @@ class Bound:
         # Loaded ones may lie otherwise in memory.
         found = zeros(value, s.param.device) if held is None else lying(local(held), value)
         if held is None or local(held).data_ptr() != found.data_ptr():
-            held = found if s.spec is None or not value.shape else stamp(local(found), s.spec)
+            held = found if s.spec is None or not value.shape else wrap(local(found), s.spec)
         states[s.key] = s.held = held
         return found
 
@@ -227,7 +227,7 @@ class Bound:
             inputs[i] = None
         if self.grads:
             self._give_gradients(made)
-        out = [made[k] if spec is None else stamp(made[k], spec) for k, spec in self.returned]
+        out = [made[k] if spec is None else wrap(made[k], spec) for k, spec in self.returned]
         if self.tree is not None:
             return pytree.tree_unflatten(out, self.tree)
         return out[0] if out else None
@@ -235,7 +235,7 @@ class Bound:
     def _give_gradients(self, made: list[Tensor]) -> None:
         carrier = self.carrier
         for k, p, spec in self.grads:
-            p.grad = made[k] if spec is None else stamp(made[k], spec)
+            p.grad = made[k] if spec is None else wrap(made[k], spec)
         if carrier.optimizer is not None and not carrier.updates:
             carrier.optimizer.step()
             if not carrier.keep_gradients:
