@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_opdb import INAPPLICABLE, full_name, op_db, samples
+from test_opdb import INAPPLICABLE, op_db, samples
+from test_opdb import op_name as name_of_case
 
 import meshwright as mw
 from meshwright.dispatch.binding import Param, Signature, signatures
@@ -90,13 +91,13 @@ def _calls(part: int) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]
     seen: set[Any] = set()
     for op in op_db[part::PARTS]:
         known = op_name(op.op) in BOOK or f"F.{op_name(op.op)}" in BOOK
-        if not known or full_name(op) in INAPPLICABLE or op.op in seen:
+        if not known or name_of_case(op) in INAPPLICABLE or op.op in seen:
             continue
         seen.add(op.op)
         for sample in samples(op, 1):
             made = _named(op.op, (sample.input, *sample.args), sample.kwargs)
             if made is not None and isinstance(op.op(**made), Tensor):
-                yield full_name(op), op.op, made
+                yield name_of_case(op), op.op, made
 
 
 def _equal(got: Any, want: Any) -> bool:
