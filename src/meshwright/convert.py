@@ -119,9 +119,11 @@ def kind_of(a: Placement, b: Placement) -> str:
 
 def run(step: ConversionStep, local: Tensor) -> Tensor:
     """Execute one step on this rank's local tensor (no autograd)."""
-    ready: Runner | None = runtime.RT.memo.get(step)
+    memo = runtime.RT.memo
+    ready: Runner | None = memo.get(step) or memo.find(step)
     if ready is None:
-        ready = runtime.RT.memo[step] = _prepare(step)
+        ready = _prepare(step)
+        memo.keep(step, ready)
     if runtime.RT.check:
         return _checked(step, local, ready)
     return ready(local)
@@ -285,9 +287,10 @@ def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
             return apply(steps, local)
     if torch.is_grad_enabled():
         if local.requires_grad:
-            parts = runtime.RT.memo.get(steps)
+            parts = runtime.RT.memo.find(steps)
             if parts is None:
-                parts = runtime.RT.memo[steps] = _runs(tuple(s for s in steps if not _nothing_here(s)))
+                parts = _runs(tuple(s for s in steps if not _nothing_here(s)))
+                runtime.RT.memo.keep(steps, parts)
             for part, function in parts:
                 local = function.apply(local, part)
             return local

@@ -34,6 +34,9 @@ PROGRAM = "<program of rank "  # how the file of a captured step's code is calle
 _NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)), contextlib.__file__, PROGRAM)
 
 
+MOST = 8192  # plans, and conversions ready to run, in each of two generations
+
+
 class Counts:
     """How often each kind of collective ran, and the bytes that it moved.
 
@@ -107,6 +110,47 @@ class Counts:
         return f"Counts({'; '.join(parts)})"
 
 
+class Recent(dict[Any, Any]):
+    """A table of bounded size: the youngest ``most`` entries, and of those before them what was asked for since.
+
+    Two generations: when the young one is full it becomes the old one, which is dropped.  A hit in the young one is the
+    plain ``get`` of a dict; after a miss there, ``find`` looks in both.  What is dropped is made anew when it is asked
+    for: so it must be what would be made again alike, and making it must not communicate.
+    """
+
+    __slots__ = ("_beside", "_old", "most")
+
+    def __init__(self, most: int, beside: dict[Any, Any] | None = None) -> None:
+        """``beside``: a table of what is true while its keys are young, emptied when the generations change."""
+        super().__init__()
+        self.most = most
+        self._beside = beside
+        self._old: dict[Any, Any] = {}
+
+    def find(self, key: Any) -> Any:
+        """What is kept for a key, young from now on; None where nothing is."""
+        found = self.get(key)
+        if found is None:
+            found = self._old.pop(key, None)
+            if found is not None:
+                self.keep(key, found)
+        return found
+
+    def keep(self, key: Any, value: Any) -> None:
+        """Keep ``value`` for ``key``."""
+        if len(self) >= self.most and key not in self:
+            self._old = dict(self)
+            super().clear()
+            if self._beside is not None:
+                self._beside.clear()
+        self[key] = value
+
+    def clear(self) -> None:
+        """Drop both generations."""
+        super().clear()
+        self._old = {}
+
+
 class Simulator(Protocol):
     """What a Runtime knows of the simulation that it belongs to."""
 
@@ -152,10 +196,10 @@ class Runtime:
         if rank is not None and world is not None:
             self.rank, self.world = rank, world
         self.sim = sim
-        self.plans: dict[Any, Any] = {}
         self.fast: dict[Any, Any] = {}
+        self.plans = Recent(MOST, self.fast)
         self.groups: dict[Any, Any] = {}
-        self.memo: dict[Any, Any] = {}
+        self.memo = Recent(MOST)
         self.records: list[Any] | None = None
         self.cause: Any = None
         self.line: str | None = None

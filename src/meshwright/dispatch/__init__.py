@@ -24,9 +24,11 @@ from .calls import (
 )  # fmt: skip
 from .execution import execute, relayout, root, unit_cotangent, wanted
 from .inference import Inference, gathered, infer
+from .keys import key_of, key_part
 from .leaves import any_linked, link, resolve_types
-from .plans import global_outputs, make_rule, plan_call
-from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, key_of, key_part, resolve_after
+from .plans import make_rule, plan_call
+from .results import global_outputs
+from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, resolve_after
 from .views import refresh, remember_detached, write_through
 
 __all__ = [

@@ -36,6 +36,7 @@ def convert_tensor(t: Tensor, steps: reshard.ConversionPlan, note: Note | None =
     if steps.free and not grad:
         return t
     memo: dict[Any, Tensor] | None = None
+    ends: Any = None
     space = t.__dict__
     if "_spec" in space and not (grad and t.is_leaf) and not _unseen(t, space) and not (grad and _kept_apart(steps)):
         version, memo = space.get("_memo", _NO_MEMO)
@@ -43,8 +44,10 @@ def convert_tensor(t: Tensor, steps: reshard.ConversionPlan, note: Note | None =
             memo = {}
             space["_memo"] = (t._version, memo)
         assert memo is not None
-        # Without a gradient the types of replicated axes do not matter: the layout alone is what was made.
-        hit = memo.get(steps if grad else steps.dst.layout)
+        # Without a gradient the types of replicated axes do not matter: the layout alone is what was made.  By ends and
+        # not by the plan: a rank that forgot a plan and made it anew must not send again what the others do not.
+        ends = (steps.src, steps.dst) if grad else steps.dst.layout
+        hit = memo.get(ends)
         if hit is not None:
             return hit
     made = _already_there(t, steps, memo, note) if grad else None
@@ -55,7 +58,7 @@ def convert_tensor(t: Tensor, steps: reshard.ConversionPlan, note: Note | None =
             note(steps.moves)
         made = convert.apply(steps.steps, t)
     if memo is not None:
-        memo[steps if grad else steps.dst.layout] = made
+        memo[ends] = made
         if grad:
             memo.setdefault(steps.dst.layout, made.detach())
         if steps.moves and not _saving():

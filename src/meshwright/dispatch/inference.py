@@ -18,7 +18,8 @@ from ..rules.book import did_you_mean
 from ..rules.pointwise import is_pointwise, pointwise_rule
 from .binding import Args, Kwargs
 from .calls import Op, function_named
-from .plans import global_outputs, make_rule, naming
+from .plans import make_rule, naming
+from .results import global_outputs
 
 Tensor = torch.Tensor
 

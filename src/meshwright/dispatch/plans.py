@@ -21,13 +21,13 @@ from ..layout import Layout, Spec
 from ..rules import Arg, Local, Native, Rule, Strategy
 from ..rules.core import LocalFn
 from ..rules.dims import on_padded
-from . import autocast
+from . import autocast, results
 from .binding import Args, Kwargs
 from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of, tensors_in
+from .results import Outputs
 
 Tensor = torch.Tensor
 Conversions = tuple[tuple[int, reshard.ConversionPlan], ...]
-Outputs = list[tuple[torch.Size, torch.dtype]]
 
 
 class Route(Enum):
@@ -118,7 +118,8 @@ class _Planner:
     """Makes the plan of one call.
 
     ``specs``: of its tensors, with what is known of their values and what autocast makes of them.  ``free``: which are
-    plain and need no gradient, as their keys say.  ``constants``: which need no gradient.
+    plain and need no gradient, as their keys say.  ``constants``: which need no gradient.  ``views``: on one device an
+    output would share memory with an input.
     """
 
     def __init__(self, op: Op, func: Any, args: Args, kwargs: Kwargs, known: bool) -> None:
@@ -130,8 +131,7 @@ class _Planner:
         self.free = {i for i in self.constants if "_spec" not in tensors[i].__dict__}
         self.watched = any(s.copied for s in self.specs)
         self.forgets = op.inplace and self.specs[0].known is not None
-        self.given: list[Tensor] = []  # stand-ins on the meta device, and what the op makes of them
-        self.made: list[Tensor] = []
+        self.views = False
         self.known: list[tuple[int, reshard.ConversionPlan]] = []
         for i, s in enumerate(self.specs):
             if s.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
@@ -152,21 +152,31 @@ class _Planner:
 
     def _of_any_route(self, strategies: Sequence[Strategy] | None) -> CallPlan:
         op, specs = self.op, self.specs
-        made = _run_meta(self.func, specs, self.args, self.kwargs, self.given)
-        self.made = tensors_in(made)
-        if made is _REFUSED:
+        rule, wrong = None, None
+        try:
+            rule = make_rule(op, specs, self.args, self.kwargs)
+        except Exception as error:  # of arguments that PyTorch refuses, maybe: then it is to say so
+            wrong = error
+        kind = None if rule is None else results.kind_of(self.func, rule, specs, self.args, self.kwargs)
+        result = known = results.told(kind, rule)
+        if result is None or results.VERIFY:
+            result = results.ask(self.func, specs, self.args, self.kwargs)
+            results.compare(op, known, result)
+        if result.refused:
             # Most likely a mistake of the caller: ranks run the op on whole values, and PyTorch says what is wrong.
             return CallPlan(op, Route.REDISPATCH) if op.python else self._gathered()
-        like = _described(made, specs)
-        rule = make_rule(op, specs, self.args, self.kwargs)
+        if wrong is not None:
+            raise wrong
+        like, self.views = result.outputs, result.views and not op.inplace
         if op.python and (rule is None or like is None or (not op.inplace and _whole_is_split(rule, specs))):
             return CallPlan(op, Route.REDISPATCH)
         if rule is None or (like is None and not rule.outputs):
             return self._gathered(warn=True)
         if like is None:
             like = [(torch.Size(rule.out_shape(i)), specs[0].dtype) for i in range(len(rule.outputs))]
-        else:
-            _check_outputs(op, rule, like)
+        elif known is None:
+            results.check(op, rule, like)
+            results.remember(kind, result)
         if rule.decompose is not None and not op.inplace and _whole_is_split(rule, specs):
             return CallPlan(op, Route.FUNCTION, fn=self._in_order(rule.decompose))
         try:
@@ -205,10 +215,10 @@ class _Planner:
         if rule.padded and ctx.is_empty():
             fn = on_padded(ctx, fn or self.func)
         conversions = _conversions(choice.sources, choice.inputs)
-        copies = (own or self._moves(conversions)) and self._is_view()
+        copies = (own or self._moves(conversions)) and self.views
         stays = choice.inputs[0].layout == choice.sources[0].layout
         smaller = len(outputs) > 1 or (bool(outputs) and outputs[0].shape.numel() < specs[0].shape.numel())
-        pieces = len(specs) == 1 and stays and smaller and any(s.layout.partial for s in outputs) and self._is_view()
+        pieces = len(specs) == 1 and stays and smaller and any(s.layout.partial for s in outputs) and self.views
         plan = replace(
             self._converted(conversions, choice.sources, outputs),
             fn=fn,
@@ -251,7 +261,7 @@ class _Planner:
             f"{op.name} has no rule for these arguments: its inputs are gathered on every rank "
             f"({lost:.0f} bytes sent per rank here). Give it one: @mw.rule({op.name!r})"
         )
-        copies = warn and self._moves(conversions) and self._is_view()
+        copies = warn and self._moves(conversions) and self.views
         plan = self._converted(conversions, sources, outputs)
         return replace(plan, copies=copies, warning=warning if warn and lost else "")
 
@@ -271,11 +281,6 @@ class _Planner:
     def _moves(self, conversions: Conversions) -> bool:
         """Whether the op does not get what the caller holds, so that a view of it does not alias that."""
         return bool(self.known) or any(s.copied for s in self.specs) or not all(c.free for _, c in conversions)
-
-    def _is_view(self) -> bool:
-        """Whether on one device an output would share memory with an input."""
-        memory = {t.untyped_storage()._cdata for t in self.given}
-        return not self.op.inplace and any(t.untyped_storage()._cdata in memory for t in self.made)
 
     def _is_native(self, fn: LocalFn) -> bool:
         return isinstance(fn, Native) and isinstance(self.args[0] if self.args else None, Tensor)
@@ -374,60 +379,6 @@ def make_rule(op: Op, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Rule
     if made is not None and len(made.inputs) != len(specs):
         raise RuleError(f"the rule of {op.name!r} covers {len(made.inputs)} of {len(specs)} tensor arguments")
     return made
-
-
-def global_outputs(
-    func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs
-) -> list[tuple[torch.Size, torch.dtype]] | None:
-    """Global shape and dtype of each output, from a run on meta tensors; None where PyTorch cannot tell."""
-    return _described(_run_meta(func, specs, args, kwargs, []), specs)
-
-
-def _described(made: Any, specs: Sequence[Spec]) -> list[tuple[torch.Size, torch.dtype]] | None:
-    if made is NotImplemented or made is _REFUSED:
-        return None
-    if isinstance(made, Tensor):
-        return [(made.shape, made.dtype)]
-    if isinstance(made, (tuple, list)):
-        return [(t.shape, t.dtype) for t in tensors_in(made)]
-    return None if made is not None else [(specs[0].shape, specs[0].dtype)]
-
-
-_REFUSED = object()
-
-
-def _run_meta(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs, given: list[Tensor]) -> Any:
-    """The op on meta tensors (which ``given`` collects).
-
-    NotImplemented where PyTorch cannot tell without values, ``_REFUSED`` where it refuses the arguments.
-    """
-    count = iter(range(len(specs)))
-
-    def meta(t: Tensor) -> Tensor:
-        s = specs[next(count)]
-        given.append(torch.empty(s.shape, dtype=s.dtype, device="meta"))
-        return given[-1]
-
-    try:
-        with disabled(), torch.no_grad(), warnings.catch_warnings(), _disable_current_modes():
-            warnings.simplefilter("ignore")
-            kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
-            args = tuple("meta" if isinstance(a, torch.device) else a for a in args)
-            return func(*map_tensors(args, meta), **map_tensors(kwargs, meta))
-    except NotImplementedError:
-        return NotImplemented
-    except Exception:
-        return _REFUSED
-
-
-def _check_outputs(op: Op, rule: Rule, like: list[tuple[torch.Size, torch.dtype]]) -> None:
-    said = [rule.out_shape(i) for i in range(len(rule.outputs))]
-    real = [tuple(shape) for shape, _ in like]
-    if said != real:
-        raise RuleError(
-            f"the rule of {op.name!r} ({rule.text}) says its outputs have shapes {said}, the op gives {real}: "
-            "correct the rule"
-        )
 
 
 def _whole_is_split(rule: Rule, specs: Sequence[Spec]) -> bool:

@@ -7,7 +7,7 @@ which takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,13 +20,13 @@ from . import autocast
 from .binding import Args, Kwargs
 from .calls import NO, OPS, QUESTIONS, call_disabled, disabled, op_name, resolve, tensors_in
 from .execution import Execution, Wrap, convert_then_native
+from .keys import key_of
 from .leaves import any_linked
 from .plans import CallPlan, Route, plan_call, warn_gathered
 from .views import Call, before, write_through
 
 Tensor = torch.Tensor
 Special = Callable[[Any, Args, Kwargs], Any]
-_MAX_PLANS = 16384
 NATIVE, NATIVE_WITHOUT_GRAD, RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE, EXECUTE, FUNCTION, REDISPATCH, STAND_IN = Route
 # Composites over long lists of tensors (torch._foreach_*): no plan, so no key of all their specs either.
 LISTED: dict[Any, Callable[..., Any]] = {}
@@ -52,77 +52,6 @@ INTO_PLAIN = "into_plain"  # among what is special: an op that writes to a plain
 # Of the object, or properties of it: no ops.
 _ASKED = {*QUESTIONS, "__get__", "__set__", "__delete__"}
 
-# ---------------------------------------------------------------------------------------------- keys
-
-_T, _F, _ZERO = object(), object(), object()
-
-
-def _key_bool(a: bool, func: Any) -> Any:
-    return _T if a else _F
-
-
-def _key_int(a: int, func: Any) -> Any:
-    op = OPS.get(func)
-    return int if op is not None and op.pointwise and a else a  # zero is a part of a sum, other numbers are not
-
-
-def _key_float(a: float, func: Any) -> Any:
-    return float if a else _ZERO
-
-
-def _key_type(a: Any, func: Any) -> Any:
-    return type(a)
-
-
-def _key_self(a: Any, func: Any) -> Any:
-    return a
-
-
-def _key_sequence(a: Sequence[Any], func: Any) -> Any:
-    # Numbers in a list are sizes or factors of sizes, floats too (interpolate's scale_factors).
-    return (type(a), *[x if x.__class__ is float else key_part(x, func) for x in a])
-
-
-def _key_slice(a: slice, func: Any) -> Any:
-    return (slice, key_part(a.start, func), key_part(a.stop, func), key_part(a.step, func))
-
-
-def _key_plain(a: Tensor, func: Any) -> Any:
-    return (Tensor, a.shape, a.dtype, a.requires_grad)
-
-
-_KEYS: dict[type, Callable[[Any, Any], Any]] = {
-    bool: _key_bool, int: _key_int, float: _key_float, complex: _key_type, tuple: _key_sequence, list: _key_sequence,
-    torch.Size: _key_sequence, slice: _key_slice, Tensor: _key_plain, torch.nn.Parameter: _key_plain,
-    torch.Generator: _key_type,
-}  # fmt: skip
-for _plain_type in (str, type(None), torch.dtype, torch.device, type(...), torch.memory_format, torch.layout, type):
-    _KEYS[_plain_type] = _key_self
-
-
-def key_part(a: Any, func: Any) -> Any:
-    """What of an argument decides the plan: specs, shapes, flags; never values that cannot change a layout."""
-    make = _KEYS.get(a.__class__)
-    if make is not None:
-        return make(a, func)
-    if isinstance(a, Tensor):
-        spec = a.__dict__.get("_spec")
-        return spec if spec is not None else _key_plain(a, func)
-    if isinstance(a, dict):
-        return (dict, *[(k, key_part(v, func)) for k, v in a.items()])
-    try:
-        hash(a)
-    except TypeError:
-        return type(a)
-    return a
-
-
-def key_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What decides the plan of a call, autocast aside."""
-    first = (func, *[key_part(a, func) for a in args])
-    return (first, *[(k, key_part(v, func)) for k, v in kwargs.items()]) if kwargs else first
-
-
 # ---------------------------------------------------------------------------------------------- the cache
 
 
@@ -136,14 +65,16 @@ def forget_ops() -> None:
 def _kept(key: Any, func: Any, args: Args, kwargs: Kwargs, fresh: CallPlan | None = None) -> tuple[Any, CallPlan]:
     """The plan for a key, made where there is none, and its own key: of some, what needs gradients is part of that."""
     plans = runtime.RT.plans
-    plan = plans.get(key)
+    plan = plans.find(key)
     if plan is None:
-        plan = plans[key] = fresh = fresh or plan_call(func, args, kwargs)
+        plan = fresh = fresh or plan_call(func, args, kwargs)
+        plans.keep(key, plan)
     if plan.graded:
         key = (key, *[t.requires_grad for t in tensors_in((args, kwargs))])
-        plan = plans.get(key)
+        plan = plans.find(key)
         if plan is None:
-            plan = plans[key] = fresh or plan_call(func, args, kwargs)
+            plan = fresh or plan_call(func, args, kwargs)
+            plans.keep(key, plan)
     return key, plan
 
 
@@ -158,9 +89,6 @@ def _first_plan(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, CallPlan]:
         LISTED[func] = plan.fn
     if autocast.active() and not plan.plain:
         key = (autocast.state(), key)
-    if len(runtime.RT.plans) >= _MAX_PLANS:
-        runtime.RT.plans.clear()
-        runtime.RT.fast.clear()
     return _kept(key, func, args, kwargs, plan)
 
 
@@ -170,10 +98,10 @@ def _first_plan(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, CallPlan]:
 def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A call that is not known to be one native op, with the key of :func:`key_of`."""
     plans = runtime.RT.plans
-    own, plan = key, plans.get(key)
+    own, plan = key, plans.get(key) or plans.find(key)
     if autocast.active() and (plan is None or not plan.plain):  # a plain op is right with autocast or without
         own = (autocast.state(), key)
-        plan = plans.get(own)
+        plan = plans.find(own)
     if plan is None:
         name = op_name(func)
         if name in _ASKED:
@@ -250,7 +178,7 @@ def _execute(front: Frontend, key: Any, plan: CallPlan, func: Any, args: Args, k
         run = Execution(plan, func, args, kwargs, front.wrap)
         out = run.run()
     if run.plan is not plan:
-        runtime.RT.plans[key] = run.plan
+        runtime.RT.plans.keep(key, run.plan)
     if plan.watched and plan.op.inplace:
         write_through(out, front.call)
     return out

@@ -50,7 +50,7 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     if out.__class__ is not Tensor:  # in place, or an op that returned its input
         return out
     if untyped and out.requires_grad:  # leaves get their types now
-        return resolve_after(runtime.RT.plans[key], func, args, kwargs or NO, out, wrap)
+        return resolve_after(runtime.RT.plans.find(key), func, args, kwargs or NO, out, wrap)
     if out.dtype is not spec.dtype:  # autocast
         spec = spec.with_(dtype=out.dtype)
     out.__class__ = DistTensor

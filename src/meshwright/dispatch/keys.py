@@ -1,0 +1,80 @@
+"""Keys of calls: what of their arguments decides the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .calls import OPS
+
+Tensor = torch.Tensor
+
+_T, _F, _ZERO = object(), object(), object()
+
+
+def _key_bool(a: bool, func: Any) -> Any:
+    return _T if a else _F
+
+
+def _key_int(a: int, func: Any) -> Any:
+    op = OPS.get(func)
+    return int if op is not None and op.pointwise and a else a  # zero is a part of a sum, other numbers are not
+
+
+def _key_float(a: float, func: Any) -> Any:
+    return float if a else _ZERO
+
+
+def _key_type(a: Any, func: Any) -> Any:
+    return type(a)
+
+
+def _key_self(a: Any, func: Any) -> Any:
+    return a
+
+
+def _key_sequence(a: Sequence[Any], func: Any) -> Any:
+    # Numbers in a list are sizes or factors of sizes, floats too (interpolate's scale_factors).
+    return (type(a), *[x if x.__class__ is float else key_part(x, func) for x in a])
+
+
+def _key_slice(a: slice, func: Any) -> Any:
+    return (slice, key_part(a.start, func), key_part(a.stop, func), key_part(a.step, func))
+
+
+def _key_plain(a: Tensor, func: Any) -> Any:
+    return (Tensor, a.shape, a.dtype, a.requires_grad)
+
+
+_KEYS: dict[type, Callable[[Any, Any], Any]] = {
+    bool: _key_bool, int: _key_int, float: _key_float, complex: _key_type, tuple: _key_sequence, list: _key_sequence,
+    torch.Size: _key_sequence, slice: _key_slice, Tensor: _key_plain, torch.nn.Parameter: _key_plain,
+    torch.Generator: _key_type,
+}  # fmt: skip
+for _plain_type in (str, type(None), torch.dtype, torch.device, type(...), torch.memory_format, torch.layout, type):
+    _KEYS[_plain_type] = _key_self
+
+
+def key_part(a: Any, func: Any) -> Any:
+    """What of an argument decides the plan: specs, shapes, flags; never values that cannot change a layout."""
+    make = _KEYS.get(a.__class__)
+    if make is not None:
+        return make(a, func)
+    if isinstance(a, Tensor):
+        spec = a.__dict__.get("_spec")
+        return spec if spec is not None else _key_plain(a, func)
+    if isinstance(a, dict):
+        return (dict, *[(k, key_part(v, func)) for k, v in a.items()])
+    try:
+        hash(a)
+    except TypeError:
+        return type(a)
+    return a
+
+
+def key_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What decides the plan of a call, autocast aside."""
+    first = (func, *[key_part(a, func) for a in args])
+    return (first, *[(k, key_part(v, func)) for k, v in kwargs.items()]) if kwargs else first

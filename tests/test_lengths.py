@@ -1,0 +1,226 @@
+"""New sizes: PyTorch is asked once per line of a rule, tables stay bounded, and forgetting changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import S0, S1, R, on_ranks, same
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+import meshwright as mw
+from meshwright import runtime
+from meshwright.dispatch import plan_call, results
+from meshwright.errors import MeshwrightError
+
+PAIR = mw.Mesh({"x": 2})
+
+
+# ---------------------------------------------------------------------------------------------- answers from the line
+
+# How the sizes of a sample are changed, all of them or those of one dim.
+OTHER_SIZES: tuple[Callable[[int, int], int], ...] = (
+    lambda n, d: n,
+    lambda n, d: n + 1 if n > 1 else n,
+    lambda n, d: 2 * n if n > 1 else n,
+    lambda n, d: n + 7 if n > 1 and d == 0 else n,
+    lambda n, d: n + 6 if n > 1 and d == -1 else n,
+    lambda n, d: n - 1 if n > 1 else n,
+    lambda n, d: n if d == -1 else 0 if d == 0 else n,
+)
+
+
+def resized(given: Any, size: Callable[[int, int], int]) -> Any:
+    def made(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        last = t.ndim - 1
+        return torch.ones([size(n, -1 if d == last else d) for d, n in enumerate(t.shape)], dtype=t.dtype)
+
+    return tree_map(made, given)
+
+
+def plan_in_many_sizes(op_db: list[Any], most: int) -> int:
+    """Plan the samples of ops in many sizes, asking PyTorch each time; how many answers were taken for known."""
+    known = 0
+    compare = results.compare
+
+    def counted(op: Any, told: Any, asked: Any) -> None:
+        nonlocal known
+        known += told is not None
+        compare(op, told, asked)
+
+    def run() -> None:
+        for op in op_db:
+            dtypes = op.supported_dtypes("cpu")
+            dtype = torch.float32 if torch.float32 in dtypes else torch.int64
+            for s in itertools.islice(op.sample_inputs("cpu", dtype) if dtype in dtypes else (), most):
+                given = (s.input, *s.args), s.kwargs
+                if any(t.layout is not torch.strided for t in tree_leaves(given) if isinstance(t, Tensor)):
+                    continue
+                for size in OTHER_SIZES:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        plan(op.op, resized(given, size))
+
+    def plan(fn: Any, given: Any) -> None:
+        class Planned(torch.overrides.TorchFunctionMode):  # the ops that a function is made of, from global values
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+                if tensors and runtime.RT.rank == 0:
+                    self.spread(func, args, kwargs or {})
+                return func(*args, **(kwargs or {}))
+
+            def spread(self, func: Any, args: Any, kwargs: Any) -> None:
+                def laid(t: Any) -> Any:
+                    if not isinstance(t, Tensor):
+                        return t
+                    made = torch.empty(0, dtype=t.dtype)
+                    made.__dict__["_spec"] = mw.Spec(t.shape, t.dtype, mw.Layout(PAIR, [S0 if t.ndim else R]))
+                    return made
+
+                try:
+                    plan_call(func, tree_map(laid, args), tree_map(laid, kwargs))
+                except (MeshwrightError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError):
+                    return  # refused: what is compared is AssertionError
+
+        try:
+            with Planned():
+                fn(*given[0], **given[1])
+        except AssertionError:
+            raise
+        except Exception:
+            return
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "VERIFY", True)
+        patch.setattr(results, "compare", counted)
+        mw.simulate(run, PAIR, timeout=3000)
+    return known
+
+
+@pytest.mark.parametrize("group", [pytest.param(g, marks=() if g == 7 else pytest.mark.long) for g in range(24)])
+def test_what_is_taken_for_known_is_what_pytorch_says(group: int) -> None:
+    op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+    assert plan_in_many_sizes(op_db[group::24], 2 if group == 7 else 12) > 20
+
+
+def asked_of(fn: Callable[[], Any]) -> int:
+    """How often PyTorch is asked."""
+    count = 0
+    ask = results.ask
+
+    def counted(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        return ask(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "ask", counted)
+        fn()
+    return count
+
+
+def block(length: int) -> None:
+    x, w, v = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, length, 6), (8, 6), (6, 8)))
+
+    def run(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        h = F.gelu(F.linear(F.layer_norm(x, (6,)), w))
+        scores = torch.softmax(h @ h.transpose(1, 2), -1)
+        return x + F.linear(scores @ h, v).sum(1, keepdim=True).exp() * 1e-3
+
+    same(run, (x, [S0]), (w, [S0]), (v, [S1]), mesh=PAIR)
+
+
+def test_pytorch_is_asked_once_for_all_lengths() -> None:
+    assert asked_of(lambda: block(5)) >= 6
+    assert asked_of(lambda: block(9)) <= 1  # more than the 6 that layer_norm is told
+    assert asked_of(lambda: [block(n) for n in (7, 13, 4)]) == 0
+    assert asked_of(lambda: block(1)) > 0  # a size of one is another line
+
+
+def test_numbers_that_are_compared_with_sizes_are_asked_anew() -> None:
+    """A size that an argument does not fit is refused as on one device, on all ranks, though it is split."""
+
+    def run() -> None:
+        for n in (8, 9, 40):
+            x = mw.shard_tensor(torch.arange(float(n)), PAIR, [S0])
+            assert mw.unshard(x[7]) == 7
+            assert mw.unshard(x.narrow(0, 2, 5)).tolist() == [2, 3, 4, 5, 6]
+            assert mw.unshard(x.select(0, -8)) == n - 8
+        x = mw.shard_tensor(torch.arange(6.0), PAIR, [S0])
+        for refused in (lambda: x[7], lambda: x.narrow(0, 2, 5), lambda: x.select(0, -8), lambda: x.topk(7)):
+            with pytest.raises((IndexError, RuntimeError)):
+                refused()
+
+    mw.simulate(run, PAIR)
+
+
+# ---------------------------------------------------------------------------------------------- bounded tables
+
+
+def test_a_table_keeps_what_is_asked_for() -> None:
+    beside: dict[Any, Any] = {}
+    table = runtime.Recent(4, beside)
+    for i in range(100):
+        before, beside["true"] = len(table), 1
+        table.keep(i, i + 1)
+        assert len(table) == before + 1 or not beside  # a new generation: nothing is known to be young
+        assert table.find(0) == 1  # asked for all the time
+        assert len(table) <= 4
+    assert table.find(99) == 100
+    assert table.find(50) is None
+
+
+def grown_sizes() -> Iterator[int]:
+    return itertools.chain(range(3, 9), range(3, 9))
+
+
+def test_ranks_that_forget_at_different_times_stay_together() -> None:
+    """Values, gradients and collectives are those of ranks that forget nothing."""
+    mesh = mw.Mesh({"dp": 2, "tp": 2})
+
+    def steps(most: Callable[[int], int]) -> Any:
+        runtime.RT.plans.most = runtime.RT.memo.most = most(runtime.RT.rank)
+        torch.manual_seed(0)
+        w = mw.shard_tensor(torch.randn(6, 6), mesh, {"tp": mw.Shard(1)}).requires_grad_()
+        found = []
+        for n in grown_sizes():
+            x = mw.shard_tensor(torch.randn(n, 6), mesh, {"dp": mw.Shard(0)})
+            y = F.linear(F.linear(x, w).relu(), w)
+            z = (y + x).square().sum() + y.relu().sum() + (y * 2).exp().mean()
+            z.backward()
+            found.append(mw.unshard(z).item())
+        return found, mw.unshard(w.grad), runtime.RT.counts.table
+
+    want = mw.simulate(lambda: steps(lambda rank: 8192), mesh)
+    for most in (lambda rank: 3, lambda rank: (3, 8192, 5, 1)[rank]):
+        for got, all_ in zip(mw.simulate(lambda most=most: steps(most), mesh), want, strict=True):  # type: ignore[misc]
+            assert got[0] == all_[0]
+            torch.testing.assert_close(got[1], all_[1], rtol=0, atol=0)
+            assert got[2] == all_[2]
+
+
+def test_a_conversion_is_known_by_its_ends() -> None:
+    """A value is reduced once, also by a rank that forgot the plan of it in between."""
+    from meshwright.reshard import plan
+
+    def run() -> int:
+        x = mw.from_local(torch.ones(4), PAIR, [mw.Partial()]).requires_grad_()
+        y = x * 2
+        _ = y.relu()
+        if runtime.RT.rank:
+            plan.cache_clear()
+            runtime.RT.plans.clear()
+            runtime.RT.fast.clear()
+        before = runtime.RT.counts.total
+        _ = y.exp()
+        return runtime.RT.counts.total - before
+
+    assert on_ranks(run, PAIR) == [0, 0]
