@@ -27,7 +27,7 @@ from meshwright.train.model import Block
 Step = Callable[[int], None]
 BATCH, HEADS, FIRST = 2, 4, 64
 COLUMN, ROW = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
-LAYOUTS = {"attention.qkv": COLUMN, "mlp.up": COLUMN, "attention.out.weight": ROW, "mlp.down.weight": ROW}
+LAYOUTS = {"attention.qkv.*": COLUMN, "mlp.up.*": COLUMN, "attention.out.weight": ROW, "mlp.down.weight": ROW}
 
 
 def block(hidden: int) -> Block:
