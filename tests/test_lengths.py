@@ -224,3 +224,55 @@ def test_a_conversion_is_known_by_its_ends() -> None:
         return runtime.RT.counts.total - before
 
     assert on_ranks(run, PAIR) == [0, 0]
+
+
+# ---------------------------------------------------------------------------------------------- captured steps
+
+
+def test_the_programs_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are those of one device, whatever left; that lengths vary is said once, at the user's line."""
+    from meshwright import step as steps
+
+    monkeypatch.setattr(steps, "_MANY", 3)
+    monkeypatch.setattr(steps.CompiledStep, "most_programs", 2)
+    start = torch.nn.Linear(3, 3, dtype=torch.float64)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    sizes = (4, 6, 5, 4, 6, 6, 5, 7)
+    batches = [torch.randn(2, n, 3, dtype=torch.float64) for n in sizes]
+
+    def fresh() -> Any:
+        model = torch.nn.Linear(3, 3, dtype=torch.float64)
+        model.load_state_dict(start.state_dict())
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    model, optimizer = fresh()
+    want = []
+    for x in batches:
+        optimizer.zero_grad()
+        want.append(loss(model, x))
+        want[-1].backward()
+        optimizer.step()
+
+    def run() -> Any:
+        model, optimizer = fresh()
+        step = mw.compile_step(model, loss, optimizer, batches[0], mesh=PAIR, batch={"x": S0})
+        made, kept = [], []
+        for x in batches:
+            made.append(step(x).item())
+            kept.append(sorted(shapes[0][0][1] for *_, shapes in step._ready))
+        return made, kept
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = mw.simulate(run, PAIR)
+    for made, kept in found:
+        assert made == pytest.approx([w.item() for w in want], rel=1e-12)
+        assert kept == [[4], [4, 6], [5, 6], [4, 5], [4, 6], [4, 6], [5, 6], [5, 7]]
+    said = [w for w in told if "shapes of batches" in str(w.message)]
+    assert len(said) == PAIR.size
+    assert "captured for 3 shapes" in str(said[0].message)
+    assert "pad_to=" in str(said[0].message)
+    assert said[0].filename == __file__

@@ -93,3 +93,86 @@ def test_a_tensor_that_cannot_be_laid_out_so() -> None:
         mw.simulate(fn, MESH)
     with pytest.raises(ShardError, match="not int"):
         shard_dataloader(3, MESH)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------- padding
+
+VALUES = {"ids": 0, "mask": False, "labels": -100, "kind": None}
+
+
+def batch_of(length: int, first: int = 0, rows: int = 3) -> dict[str, Any]:
+    ids = torch.arange(first, first + rows * length).view(rows, length)
+    made = {
+        "ids": ids,
+        "mask": ids >= 0,
+        "labels": ids.clone(),
+        "kind": torch.ones(rows, length),
+        "n": torch.arange(rows),
+    }
+    return {"in": made, "text": "x"}
+
+
+def test_batches_are_padded_to_the_next_size() -> None:
+    def fn() -> list[Any]:
+        given = [batch_of(n) for n in (3, 4, 5, 8)]
+        seen = []
+        for batch, raw in zip(shard_dataloader(given, MESH, ROWS, pad_to=[8, 4], pad_value=VALUES), given, strict=True):
+            made = {k: mw.unshard(v) for k, v in batch["in"].items()}
+            n = raw["in"]["ids"].shape[1]
+            for key, behind in (("ids", 0), ("mask", 0), ("labels", -100)):
+                assert torch.equal(made[key][:, :n], raw["in"][key])
+                assert (made[key][:, n:] == behind).all()
+                assert made[key].dtype == raw["in"][key].dtype
+            assert made["kind"].shape == (3, n)
+            assert made["n"].shape == (3,)
+            seen.append(made["ids"].shape[1])
+        return seen
+
+    assert mw.simulate(fn, MESH) == [[4, 4, 8, 8]] * 3
+
+
+def test_the_mean_over_labels_is_that_of_what_was_there() -> None:
+    logits, labels = torch.randn(3, 5, 7, dtype=torch.float64), torch.randint(0, 7, (3, 5))
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def fn() -> None:
+        loader = shard_dataloader([(logits, labels)], MESH, ROWS, pad_to=[16], pad_value={0: 0.0, 1: -100})
+        for x, y in loader:
+            assert x.shape == (3, 16, 7)
+            loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), y.flatten())
+            torch.testing.assert_close(mw.unshard(loss), want)
+
+    mw.simulate(fn, MESH)
+
+
+def test_parts_are_padded_to_the_longest() -> None:
+    def fn() -> list[Any]:
+        lengths = [[2, 5, 4], [6, 1, 3]]
+        given = [batch_of(of[runtime.RT.rank], rows=1) for of in lengths]
+        loader = shard_dataloader(given, MESH, ROWS, local=True, pad_to=[4, 5, 6], pad_value=VALUES | {"kind": 0})
+        return [tuple(mw.unshard(batch["in"]["ids"]).shape) for batch in loader]
+
+    assert mw.simulate(fn, MESH) == [[(3, 5), (3, 6)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"pad_to": [4], "pad_value": VALUES}, r"batch\['in'\]\['ids'\] has 5 along dim 1, pad_to goes up to 4"),
+        ({"pad_to": [8]}, "say what each tensor is padded with"),
+        ({"pad_to": [8], "pad_value": 0}, "for batches with one tensor that has a dim 1, this one has 4: name them"),
+        ({"pad_to": [8], "pad_value": {"ids": 0}}, r"batch\['in'\]\['mask'\] has a dim 1, and pad_value does not name"),
+        ({"pad_to": [8], "pad_value": VALUES | {"n": 0}}, "names 'n', and the batch has no tensor of that name with a"),
+        ({"pad_to": [], "pad_value": 0}, "the sizes to pad to"),
+        ({"pad_to": 8, "pad_value": 0}, "the sizes to pad to"),
+        ({"pad_to": [8], "pad_value": 0, "pad_dim": "seq"}, "the number of a dim was expected"),
+        ({"pad_value": 0}, "pad_to is not: to which sizes"),
+        ({"pad_to": [8], "pad_value": VALUES, "pad_dim": 0, "local": True}, "padding would come between the parts"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_padded(more: dict[str, Any], said: str) -> None:
+    def fn() -> None:
+        with pytest.raises(ShardError, match=said):
+            list(shard_dataloader([batch_of(5)], MESH, ROWS, **more))
+
+    mw.simulate(fn, MESH)

@@ -326,6 +326,14 @@ def is_users(file: str) -> bool:
     return not file.startswith(_NOT_USERS) or file.startswith(_EXAMPLES)
 
 
+def users_level() -> int:
+    """The ``stacklevel`` with which a warning of the caller names the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _column(frame: types.FrameType) -> int:
     """Where in its line a frame is.  Not the instruction: one call is several, and which shows depends on how warm the
     code is on this rank."""

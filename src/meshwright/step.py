@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -10,6 +12,7 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
+from . import runtime
 from .collective import Fact, together
 from .errors import ProgramError
 from .explanation import Explanation, explain_program
@@ -26,6 +29,7 @@ from .program.run.peers import Peers
 from .shard.kinds import own_work
 
 Tensor = torch.Tensor
+_MANY = 8  # shapes of batches
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,16 @@ class CompiledStep:
     Of global tensors (``compile_step``) the loss is a DistTensor; of a step by hand (``capture_local``) batch and loss
     are this rank's.
 
+    Batches of another shape are captured when they come; the programs used last are kept.
+
     Attributes:
+        most_programs: how many are kept.
         model, optimizer, mesh: what it trains, and where; of several optimizers ``optimizer.parts``.
         training: whether calls train or only compute the loss.
         built: all that the stages returned for the example batch, of ``compile_step``.
     """
+
+    most_programs = 32
 
     def __init__(
         self,
@@ -105,7 +114,8 @@ class CompiledStep:
         self.mesh, self.model, self.optimizer = source.mesh, source.model, source.optimizer
         self.training = True
         self._source, self._transform = source, transform
-        self._ready: dict[Any, Ready] = {}
+        self._ready: dict[Any, Ready] = {}  # the one used last at the end
+        self._captured: Counter[Any] = Counter()  # shapes of batches, by what else a program is made for
         self._merged: Ready | None = None
         self._micro = 0
         self._tree = pytree.tree_flatten(example_batch)[1]
@@ -119,6 +129,9 @@ class CompiledStep:
             self.carrier.scale = how.state(self.mesh.device)
         self._numbers = numbers_of(self.optimizer)
         self._guard = Guard(self.model, source.by_hand)
+        signature = self._signature(pytree.tree_leaves(example_batch))
+        self._first, self._captured[signature[:-1]] = signature[-1], 1
+        self._named = False
         self._peers = Peers(self.mesh, self.carrier, whole=not source.by_hand)
         self._install(pytree.tree_leaves(example_batch), self._bound(recorded))
 
@@ -169,6 +182,8 @@ class CompiledStep:
                 )
             self._join(made)
         self._ready[self._signature(leaves)] = self._current = made
+        while len(self._ready) > max(1, self.most_programs):
+            del self._ready[next(iter(self._ready))]
         return made
 
     def _join(self, made: Ready) -> None:
@@ -212,11 +227,14 @@ class CompiledStep:
 
     def _for(self, leaves: list[Any]) -> Ready:
         self._guard.check()
-        found = self._ready.get(self._signature(leaves))
-        if found is not None and found.follow():
-            return found
+        signature = self._signature(leaves)
+        found = self._ready.pop(signature, None)
+        if found is not None:
+            self._ready[signature] = found  # the one used last
+            if found.follow():
+                return found
         batch = pytree.tree_unflatten(leaves, self._tree)
-        first = next(iter(self._ready))[-1]
+        first = self._first
         for i, (leaf, old) in enumerate(zip(leaves, first, strict=True)):
             if isinstance(leaf, Tensor) and (leaf.dtype != old[1] or leaf.ndim != len(old[0])):
                 raise ProgramError(
@@ -224,7 +242,21 @@ class CompiledStep:
                     f"{old[1]} of shape {old[0]}: dtype and number of dims must be the same (sizes may differ: the "
                     "step is then captured again)"
                 )
+        if found is None:
+            self._count(signature)
         return self._install(leaves, self._bound(self._recorded(batch)))
+
+    def _count(self, signature: Any) -> None:
+        """Name it once that lengths vary: each new one is captured, which takes many times what a step does."""
+        self._captured[signature[:-1]] += 1
+        if self._captured[signature[:-1]] == _MANY and not self._named:
+            self._named = True
+            warnings.warn(
+                f"this step was captured for {_MANY} shapes of batches, and is captured again for each new one, which "
+                f"takes far longer than a step; the {self.most_programs} programs used last are kept. If lengths vary, "
+                "pad them to a few sizes: mw.shard_dataloader(..., pad_to=[128, 256, 512], pad_value={...})",
+                stacklevel=runtime.users_level(),
+            )
 
     # -- running --------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -398,7 +397,4 @@ def warn_gathered(plan: CallPlan) -> None:
     if not plan.warning or plan.op.name in _WARNED:
         return
     _WARNED.add(plan.op.name)
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and not runtime.is_users(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(plan.warning, stacklevel=level)
+    warnings.warn(plan.warning, stacklevel=runtime.users_level())

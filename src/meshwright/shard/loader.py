@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -17,6 +17,7 @@ from ..errors import LayoutError, ShardError, takes
 from ..layout import Layout, Partial, Placements, Replicate, Shard
 from ..mesh import Mesh
 from ..tensor import DistTensor
+from .padding import Padding, shown
 
 Tensor = torch.Tensor
 
@@ -68,8 +69,11 @@ class ShardedLoader:
     What the loader has otherwise (``dataset``, ``sampler``...) is the wrapped loader's.
     """
 
-    def __init__(self, loader: Iterable[Any], mesh: Mesh, placements: Any, local: bool) -> None:
+    def __init__(
+        self, loader: Iterable[Any], mesh: Mesh, placements: Any, local: bool, padding: Padding | None = None
+    ) -> None:
         self.loader, self.mesh, self.placements, self.local = loader, mesh, placements, local
+        self.padding = padding
         self._by_key = isinstance(placements, Mapping) and bool(placements) and not _is_placements(placements, mesh)
         self._place = LoaderPlace()
         self._pending: LoaderPlace | None = None  # where the next pass goes on
@@ -101,10 +105,14 @@ class ShardedLoader:
         for batch in batches:
             if first:
                 self._check_keys(batch)
-            if self.mesh.size > 1 and (first or runtime.RT.check):
-                self._check(batch, place.batches)
-            first = False
             place.batches, self._last = place.batches + 1, batch
+            if self.local:  # parts may differ in length until they are padded
+                batch = self._padded(batch)
+            if self.mesh.size > 1 and (first or runtime.RT.check):
+                self._check(batch, place.batches - 1)
+            first = False
+            if not self.local:
+                batch = self._padded(batch)
             yield self._sharded(batch, self.placements if not self._by_key else None, (), self._laid)
         if self.mesh.size > 1 and (first or runtime.RT.check):
             self._check(None, place.batches)
@@ -192,6 +200,33 @@ class ShardedLoader:
 
     # -- one batch ------------------------------------------------------------------------------------
 
+    def _padded(self, batch: Any) -> Any:
+        """The batch with each tensor up to the next of the sizes; of parts, up to that of the longest part."""
+        padding = self.padding
+        if padding is None:
+            return batch
+        tensors: list[tuple[tuple[Any, ...], Tensor]] = []
+
+        def note(t: Tensor, placements: Any, path: tuple[Any, ...]) -> None:
+            if padding.applies(t):
+                tensors.append((path, t))
+                if self.local and placements is not None and self._splits(placements, t, padding.dim):
+                    raise ShardError(
+                        f"shard_dataloader: each rank loads its part of dim {padding.dim} of batch{shown(path)}: "
+                        "padding would come between the parts; pad the whole, with local=False"
+                    )
+
+        self._sharded(batch, self.placements if not self._by_key else None, (), note)
+        lengths = padding.lengths(tensors)
+        if self.local and self.mesh.size > 1:
+            everywhere = collective.group(self.mesh)
+            listed = collective.all_gather_object(list(lengths.values()), everywhere)
+            lengths = {path: max(of) for path, of in zip(lengths, zip(*listed, strict=False), strict=False)}
+        return self._sharded(batch, None, (), lambda t, placements, path: padding.padded(t, path, lengths.get(path)))
+
+    def _splits(self, placements: Any, t: Tensor, dim: int) -> bool:
+        return dim % t.ndim in Layout(self.mesh, placements, ndim=t.ndim).dim_axes()
+
     def _sharded(self, value: Any, placements: Any, path: tuple[Any, ...], leaf: Callable[..., Any]) -> Any:
         """The batch with ``leaf(tensor, placements, path)`` in place of each tensor."""
         if isinstance(value, Tensor):
@@ -219,8 +254,7 @@ class ShardedLoader:
                 return self._from_local(t, placements)
             return shard_tensor(t, self.mesh, placements, check=False)
         except LayoutError as error:
-            where = "".join(f"[{k!r}]" for k in path)
-            raise ShardError(f"batch{where}, of shape {tuple(t.shape)}: {error}") from error
+            raise ShardError(f"batch{shown(path)}, of shape {tuple(t.shape)}: {error}") from error
 
     def _from_local(self, t: Tensor, placements: Placements) -> Tensor:
         """Parts of any length: lengths are exchanged, and parts that are not torch.chunk's rearranged."""
@@ -281,8 +315,7 @@ class ShardedLoader:
             facts.append(Fact("no more batch" if batch is None else str(form)))
             facts.append(Fact(f"{self._length()} batches in all"))
             for (path, *_), part, digest in zip(form, parts, collective.digests(tensors), strict=True):
-                where = "".join(f"[{k!r}]" for k in path) or "the tensor"
-                facts.append(Fact(f"values of {where}", f"digest {digest:x}", part))
+                facts.append(Fact(f"values of {shown(path) or 'the tensor'}", f"digest {digest:x}", part))
 
     def _part(self, t: Tensor, placements: Any) -> tuple[int, ...]:
         """Which part of the batch this rank brings: the same on ranks that must bring the same values."""
@@ -325,7 +358,14 @@ def _like(value: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
     ),
 )
 def shard_dataloader(
-    loader: Iterable[Any], mesh: Mesh, placements: Any = None, *, local: bool = False
+    loader: Iterable[Any],
+    mesh: Mesh,
+    placements: Any = None,
+    *,
+    local: bool = False,
+    pad_to: Sequence[int] | None = None,
+    pad_dim: int = 1,
+    pad_value: Any = None,
 ) -> ShardedLoader:
     """Wrap a data loader so that its batches come as DistTensors.
 
@@ -337,9 +377,17 @@ def shard_dataloader(
         placements: for all tensors, e.g. ``{"dp": mw.Shard(0)}``; or, for batches that are dicts, key to
             placements (tensors of keys that are not named stay plain).  0-d tensors are replicated.
         local: each rank's loader yields only the rank's own part (``DistributedSampler``).
+        pad_to: sizes; each tensor that ``pad_value`` names is padded at the end of ``pad_dim`` up to the next of them,
+            of parts (``local``) up to that of the longest part.  A captured step is then captured once per size.
+        pad_dim: the dim of sequences in each tensor.
+        pad_value: key of the batch (or place in a tuple or list) to the value behind the end, None to leave it as it
+            is; for batches of one tensor the value.  Labels get what the loss ignores (-100 for ``cross_entropy``:
+            means are then over what was there), masks 0 (or False), ids any valid id.  A loss that ignores nothing, a
+            ``.mean()`` over positions, and attention that is neither causal nor masked would count what was padded.
 
     Raises:
-        ShardError: (while iterating) a tensor that cannot be laid out so.
+        ShardError: a wrong ``pad_to``; (while iterating) a tensor that cannot be laid out so, that is longer than
+            ``pad_to`` goes, or that has ``pad_dim`` and is not named in ``pad_value``.
         DesyncError: (while iterating) ranks that load batches of different shapes or numbers, or different values
             of the same part: compared for the first batch of each pass, in check mode for all.
     """
@@ -347,7 +395,7 @@ def shard_dataloader(
         placements = {mesh.axes[0]: Shard(0)}
     if not hasattr(loader, "__iter__"):
         raise ShardError(f"shard_dataloader takes a data loader or another iterable, not {type(loader).__name__}")
-    return ShardedLoader(loader, mesh, placements, local)
+    return ShardedLoader(loader, mesh, placements, local, Padding.of(pad_to, pad_dim, pad_value))
 
 
 __all__ = ["ShardedLoader", "shard_dataloader"]
