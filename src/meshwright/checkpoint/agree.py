@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
 
 from .. import collective, runtime
-from ..errors import CheckpointError, DesyncError
+from ..errors import CheckpointError
 from ..mesh import Mesh
 from .contents import Roles
 
@@ -28,26 +27,18 @@ def mesh_of(roles: Roles, given: Mesh | None) -> Mesh:
     return first.mesh if first is not None else Mesh({"ranks": runtime.RT.world})
 
 
-def together(mesh: Mesh, what: str, do: Callable[[], T]) -> T:
+def attempt(mesh: Mesh, what: str, do: Callable[[], T]) -> T:
     """What ``do`` returns, or on every rank the error that it raised on any.
 
     Raises:
-        CheckpointError: as ``do`` raised it (OSError is one too), with the rank where others did not.
+        CheckpointError: as ``do`` raised it (OSError is one too), with the rank where it was another one.
     """
-    made: T | None = None
-    own: Exception | None = None
     try:
-        made = do()
-    except Exception as error:  # of whatever kind: the others would wait
-        own = error
-    seen = everyone("" if own is None else str(own) or type(own).__name__, mesh)
-    if own is not None and not isinstance(own, (CheckpointError, OSError)):
-        raise own
-    for rank, text in zip(mesh.ranks, seen, strict=True):
-        if text:
-            where = "" if all(seen) else f" on rank {rank}"
-            raise CheckpointError(f"{what}{where}: {text}") from own
-    return made  # type: ignore[return-value]
+        with collective.together(mesh, what, kind=CheckpointError):
+            return do()
+    except (CheckpointError, OSError) as error:
+        text = str(error) or type(error).__name__
+        raise error if text.startswith(what) else CheckpointError(f"{what}: {text}") from error
 
 
 def from_first(mesh: Mesh, what: str, do: Callable[[], str]) -> str:
@@ -80,24 +71,8 @@ def alike(mesh: Mesh, what: str, fix: str, lines: Mapping[str, object]) -> None:
     Raises:
         DesyncError: with the first line that differs.
     """
-    if mesh.size == 1:
-        return
-    texts = {name: repr(value) for name, value in lines.items()}
-    digest = hashlib.sha1(repr(texts).encode()).hexdigest()
-    if len(set(everyone(digest, mesh))) == 1:
-        return
-    seen = everyone(texts, mesh)
-    for rank, other in zip(mesh.ranks, seen, strict=True):
-        for name in (*seen[0], *other):
-            if seen[0].get(name) != other.get(name):
-                a, b = (brief(one.get(name, "nothing")) for one in (seen[0], other))
-                raise DesyncError(f"{what}: {name} is {a} on rank {mesh.ranks[0]} and {b} on rank {rank}; {fix}")
-    raise DesyncError(f"{what}: the ranks bring the same in different orders; {fix}")
-
-
-def brief(text: str) -> str:
-    """A text that fits into a message."""
-    return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
+    with collective.together(mesh, what, fix=fix) as facts:
+        facts += [collective.Fact(name, value) for name, value in lines.items()]
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
@@ -106,4 +81,4 @@ def close_to(name: str, names: Iterable[str]) -> str:
     return f" (close: {', '.join(near)})" if near else ""
 
 
-__all__ = ["alike", "close_to", "from_first", "mesh_of", "together"]
+__all__ = ["alike", "attempt", "close_to", "from_first", "mesh_of"]

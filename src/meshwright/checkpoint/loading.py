@@ -18,7 +18,7 @@ from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from ..shard.states import batched_by
-from .agree import alike, from_first, together
+from .agree import alike, attempt, from_first
 from .contents import OPTIMIZER, OTHERS, Roles
 from .files import TensorFile, as_stored
 from .manifest import Manifest, SaveFolder, parsed, read_manifest, saves_in
@@ -52,7 +52,7 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
     if found is None:
         return None
     path, manifest = found
-    restore = together(mesh, f"load {path}", lambda: plan_restore(roles, manifest, mesh))
+    restore = attempt(mesh, f"load {path}", lambda: plan_restore(roles, manifest, mesh))
     wanted: dict[str, object] = {f"{i}: {t.name}": t.spec for i, t in enumerate(restore.targets)}
     alike(mesh, "load: the ranks load different things", "all ranks must load the same", {"step=": step, **wanted})
     reader = Reader(path, manifest)
@@ -60,7 +60,7 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
         read_targets(restore.targets, reader, mesh, f"load {path}")
     finally:
         reader.close()
-    together(mesh, f"load {path}", restore.finish)
+    attempt(mesh, f"load {path}", restore.finish)
     return Loaded(manifest.step, reader.bytes_read)
 
 
@@ -83,7 +83,7 @@ def read_targets(targets: Iterable[Target], source: TensorSource, mesh: Mesh, wh
         CheckpointError: on every rank, where any could not read.
     """
     for batch in batched_by(targets, lambda t: t.spec.nbytes // mesh.size + 1, BATCH):
-        for target, value in zip(batch, together(mesh, what, partial(_read_all, batch, source)), strict=True):
+        for target, value in zip(batch, attempt(mesh, what, partial(_read_all, batch, source)), strict=True):
             place(target, value, source.spec_of(target))
 
 

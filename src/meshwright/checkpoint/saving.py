@@ -18,7 +18,7 @@ from ..raw import bare
 from ..shard.replicas import astray
 from ..tensor import DistTensor
 from . import files
-from .agree import alike, from_first, together
+from .agree import alike, attempt, from_first
 from .contents import Contents, Roles, gather
 from .files import Line, Part, write_file
 from .manifest import NAME, Manifest, commit, make_folder, new_folder, remove_old
@@ -37,7 +37,7 @@ def save(folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh) ->
     Raises:
         CheckpointError, DesyncError: on every rank; nothing was written.
     """
-    contents = together(mesh, "save", lambda: gather(roles, mesh))
+    contents = attempt(mesh, "save", lambda: gather(roles, mesh))
     _agree(step, contents)
     path = folder / _named(folder, step, mesh)
     parts = own_parts(contents, path)

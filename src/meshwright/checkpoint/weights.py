@@ -24,7 +24,7 @@ from ..raw import bare
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor
 from . import files
-from .agree import alike, mesh_of, together
+from .agree import alike, attempt, mesh_of
 from .contents import ModelTensors, Roles, model_tensors, stored_spec
 from .files import DTYPES, NAMES, STRETCH, bytes_of, header_of
 from .loading import Reader, choice, read_targets
@@ -63,9 +63,9 @@ def load_weights(
     """
     path = Path(path)
     mesh = mesh_of(Roles.of(model, None, None, None, None), mesh)
-    source = together(mesh, f"load weights from {path}", lambda: source_of(path))
+    source = attempt(mesh, f"load weights from {path}", lambda: source_of(path))
     try:
-        targets = together(mesh, f"load weights from {path}", lambda: _targets(model, source, strict, mesh))
+        targets = attempt(mesh, f"load weights from {path}", lambda: _targets(model, source, strict, mesh))
         read_targets(targets, source, mesh, f"load weights from {path}")
     finally:
         source.close()
@@ -206,14 +206,14 @@ def save_weights(
     path = Path(path)
     mesh = mesh_of(Roles.of(model, None, None, None, None), mesh)
     what = f"save weights to {path}"
-    plan = together(mesh, what, lambda: _plan(model, mesh, shard_bytes))
+    plan = attempt(mesh, what, lambda: _plan(model, mesh, shard_bytes))
     alike(mesh, what, "all ranks must save the same model", {n: s for f in plan for n, s in f.specs.items()})
     first = runtime.RT.rank == mesh.ranks[0]
-    together(mesh, what, lambda: _begin(path, plan) if first else None)
+    attempt(mesh, what, lambda: _begin(path, plan) if first else None)
     tensors = model_tensors(model).tensors
     for file in plan:
         _write(path, file, tensors, mesh, what)
-    together(mesh, what, lambda: _finish(path, plan, model) if first else None)
+    attempt(mesh, what, lambda: _finish(path, plan, model) if first else None)
 
 
 @dataclass
@@ -281,7 +281,7 @@ def _begin(path: Path, plan: Sequence[WholeFile]) -> None:
 
 def _write(path: Path, file: WholeFile, tensors: Mapping[str, Tensor], mesh: Mesh, what: str) -> None:
     """Every rank brings its rows of each tensor to the file."""
-    opened = together(mesh, what, lambda: os.open(path / file.unfinished, os.O_WRONLY))
+    opened = attempt(mesh, what, lambda: os.open(path / file.unfinished, os.O_WRONLY))
     here = mesh.coordinate(runtime.RT.rank)
     problem: list[OSError] = []
     try:
@@ -299,7 +299,7 @@ def _write(path: Path, file: WholeFile, tensors: Mapping[str, Tensor], mesh: Mes
                 _place(opened, at, bytes_of(value.to("cpu")))
             except OSError as error:  # not yet: the others are in collectives
                 problem.append(error)
-        together(mesh, what, lambda: _synced(opened, problem))
+        attempt(mesh, what, lambda: _synced(opened, problem))
     finally:
         os.close(opened)
 
