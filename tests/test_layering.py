@@ -13,6 +13,7 @@ FACADE = "meshwright"  # `import meshwright` pulls everything in: only what come
 LAYERS = (
     *(
         "errors",
+        "compat",
         "launchers",
         "operators",
         "mesh",
@@ -39,6 +40,9 @@ READ_ENVIRONMENT = {"launchers"}
 TORCH_DISTRIBUTED = ("torch.distributed", "torch._C._distributed_c10d")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "sys.argv")
 
+# Undocumented names of torch are used by compat alone; the simulation keeps a profiler out by replacing one method of it.
+PATCHED = {"torch.autograd.profiler.profile._prepare_trace": "simulation"}
+
 SOURCE = Path(__file__).parents[1] / "src" / FACADE
 
 
@@ -58,6 +62,13 @@ def used_names(tree: ast.Module, module: str, is_package: bool) -> Iterator[tupl
 
 def under(name: str, roots: tuple[str, ...]) -> bool:
     return any(name == root or name.startswith(root + ".") for root in roots)
+
+
+def is_private(name: str) -> bool:
+    """Whether it is a name of torch that its documentation does not have (it has those of ops)."""
+    parts = name.split(".")
+    own = any(part.startswith("_") and not part.startswith(("__", "_foreach_")) for part in parts)
+    return parts[0] == "torch" and own and not name.startswith("torch.ops.")
 
 
 def layer_of(module: str) -> str:
@@ -84,6 +95,8 @@ def violations(source: Path) -> list[str]:
             where = f"{path.relative_to(source.parent)}:{line}"
             if under(name, TORCH_DISTRIBUTED) and layer not in USE_TORCH_DISTRIBUTED:
                 found.append(f"{where}: {layer} uses {name}; only {sorted(USE_TORCH_DISTRIBUTED)} may")
+            if is_private(name) and layer not in ("compat", PATCHED.get(name)):
+                found.append(f"{where}: {layer} uses {name}, which torch does not document: add it to compat.py")
             if under(name, ENVIRONMENT) and layer not in READ_ENVIRONMENT:
                 found.append(f"{where}: {layer} reads {name}; only {sorted(READ_ENVIRONMENT)} may")
             while under(name, (FACADE,)) and name not in files:
@@ -121,6 +134,9 @@ def test_imports_go_only_upwards() -> None:
         ("cost.py", "import torch\ntorch.distributed.get_rank()", "py:2: cost uses torch.distributed"),
         ("train/loop.py", "import os\nos.environ['RANK']", "train reads os.environ"),
         ("train/loop.py", "from sys import argv", "train reads sys.argv"),
+        ("cost.py", "from torch._ops import OpOverload", "cost uses torch._ops.OpOverload, which torch does not document"),
+        ("cost.py", "import torch\nx = torch._C._nn.gelu", "add it to compat.py"),
+        ("cost.py", "import torch\nx = torch.ops.aten._to_copy, torch._foreach_add, torch.__version__", None),
         ("utils.py", "", "unknown layer 'utils': add it to LAYERS"),
         ("tensor.py", "from meshwright.layout import Layout\nfrom .rules.matmul import linear", None),
         ("rules/__init__.py", "from . import core, matmul", None),

@@ -20,9 +20,11 @@ import weakref
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
-from torch.utils.checkpoint import _allowed_determinism_checks_to_fns as _checks
+from torch.utils.checkpoint import CheckpointFunction
 
+from . import compat
+from .compat import CheckpointFrame
+from .compat import checkpoint_determinism_checks as _checks
 from .dispatch import disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
 from .generator.dropout import run_alike
@@ -31,7 +33,7 @@ from .raw import bare
 from .tensor import OPEN, DistTensor, whole, within, wrap
 
 _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
-_enabled = torch._C._is_torch_function_enabled
+_enabled = compat.is_torch_function_enabled
 _warned: set[str] = set()
 
 
@@ -146,7 +148,7 @@ def _keep_layouts() -> None:
     What such hooks give back is a tensor of its own, which knows nothing of a mesh.  The second run reads the stand-ins
     that the first one did.
     """
-    save, get = _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs
+    save, get = CheckpointFrame.save_inputs, CheckpointFrame.get_inputs
 
     @functools.wraps(save)
     def saved(self: Any, *args: Any) -> None:
@@ -167,7 +169,7 @@ def _keep_layouts() -> None:
                     wrap(a, spec if first is None else first._spec)
         return made
 
-    _CheckpointFrame.save_inputs, _CheckpointFrame.get_inputs = saved, given  # type: ignore[method-assign]
+    CheckpointFrame.save_inputs, CheckpointFrame.get_inputs = saved, given
 
 
 def _compare_parts() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import compat
 from .errors import CaptureError, LayoutError
 from .layout import Layout, Partial, Placement, Replicate, Shard, as_placement
 from .operators import operator
@@ -74,7 +75,7 @@ def gradients_marked() -> Iterator[None]:
         outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
         **options: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if compat.peek_interpreter_stack() is not None:
             raise CaptureError(f"{user_line()}: the step differentiates with torch.func: say torch.autograd.grad")
         if options.get("is_grads_batched"):
             raise CaptureError("autograd.grad(is_grads_batched=True) cannot be captured: loop over the rows")

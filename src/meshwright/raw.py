@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import torch
 
+from . import compat
+
 Tensor = torch.Tensor
 
 _slot: Any = Tensor.grad
@@ -36,7 +38,7 @@ class as_plain:
 
 def bare(t: Tensor) -> Tensor:
     """The local tensor under a distributed one: plain, without history, sharing memory and version."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.DisableTorchFunctionSubclass():
         local = Tensor.detach(t)
         if local.__class__ is not Tensor:
             local.__class__ = Tensor

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import runtime
+from . import compat, runtime
 from .errors import CollectiveError, DesyncError, MeshError, MeshwrightError, takes
 from .mesh import Mesh
 
@@ -359,7 +359,7 @@ def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0, check:
     """
     if runtime.RT.sim is not None and not isinstance(runtime.RT.sim, runtime.Forked):
         raise CollectiveError("simulate was called inside simulate: call it from the outermost level only")
-    if torch._C._autograd._profiler_enabled():
+    if compat.profiler_enabled():
         raise CollectiveError(_PROFILER)
     simulation = Simulation(mesh)
     for rt in simulation.runtimes.values():

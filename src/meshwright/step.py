@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
-import torch.utils._pytree as pytree
 
 from . import runtime
 from .collective import Fact, together
+from .compat import pytree
 from .errors import ProgramError
 from .explanation import Explanation, explain_program
 from .mesh import Mesh

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions
 
 from .. import runtime
+from ..compat import BarrierOptions, BroadcastOptions
 from ..errors import CollectiveError
 from ..simulation import Call
 from . import checking

@@ -10,13 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    ReduceScatterOptions,
-)
 
+from ..compat import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from ..errors import CollectiveError
 from ..layout import REDUCE_OPS as OPS
 from ..layout import unreducible

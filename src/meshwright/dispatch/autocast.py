@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import compat
+from ..compat import FakeTensorMode, TorchDispatchMode
 from ..layout import Spec
 from .binding import Args, Kwargs
 from .calls import disabled, map_tensors, tensors_in
 
-active: Callable[[], bool] = torch._C._is_any_autocast_enabled
+active: Callable[[], bool] = compat.is_any_autocast_enabled
 
 
 def state() -> tuple[Any, ...]:

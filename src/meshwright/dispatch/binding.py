@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .. import compat
+
 Tensor = torch.Tensor
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -82,19 +84,19 @@ def signatures(func: Any, name: str) -> tuple[Signature, ...]:
 
 
 def _signatures(func: Any, name: str) -> Iterator[Signature]:
-    if isinstance(func, torch._library.custom_ops.CustomOpDef):
+    if isinstance(func, compat.CustomOpDef):
         func = func._opoverload
     func = inspect.unwrap(func) if inspect.isfunction(func) else func
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, compat.OpOverload):
         yield _of_schema(func._schema)
-    elif isinstance(func, torch._ops.OpOverloadPacket):
+    elif isinstance(func, compat.OpOverloadPacket):
         yield from (_of_schema(getattr(func, o)._schema) for o in func.overloads())
     elif inspect.isfunction(func):
         params = inspect.signature(func).parameters.values()
         if not any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in params):
             yield tuple(Param(p.name, p.kind == p.KEYWORD_ONLY, p.default) for p in params if p.kind != p.VAR_KEYWORD)
     else:
-        for schema in torch._C._jit_get_schemas_for_operator(name if "::" in name else f"aten::{name}"):
+        for schema in compat.jit_get_schemas_for_operator(name if "::" in name else f"aten::{name}"):
             if _dispatched(schema) and not any(a.is_out for a in schema.arguments):
                 yield _of_schema(schema)
 
@@ -104,7 +106,7 @@ def _dispatched(schema: Any) -> bool:
     if "names" in schema.overload_name.lower() or "dimname" in schema.overload_name.lower():
         return False
     try:
-        torch._C._dispatch_find_schema_or_throw(schema.name, schema.overload_name)
+        compat.dispatch_find_schema_or_throw(schema.name, schema.overload_name)
     except RuntimeError:
         return False
     return any("Tensor" in str(a.type) for a in schema.arguments)

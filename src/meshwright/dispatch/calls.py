@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from ..errors import LayoutError, RuleError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
@@ -20,8 +21,8 @@ Tensor = torch.Tensor
 NO: Kwargs = {}
 
 
-disabled = torch._C.DisableTorchFunctionSubclass
-call_disabled = torch._C._disabled_torch_function_impl
+disabled = compat.DisableTorchFunctionSubclass
+call_disabled = compat.disabled_torch_function_impl
 
 # ---------------------------------------------------------------------------------------------- names of ops
 
@@ -108,12 +109,12 @@ def _resolve(func: Any) -> Op:
 
 def op_name(func: Any) -> str:
     """Name of a function: ``"add"`` for ``torch.add``, ``aten.add.Tensor``; ``"lib::op"`` for custom ops."""
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, compat.OpOverload):
         func = func.overloadpacket
-    if isinstance(func, torch._ops.OpOverloadPacket):
+    if isinstance(func, compat.OpOverloadPacket):
         space, _, name = func._qualified_op_name.partition("::")
         return name if space == "aten" else f"{space}::{name}"
-    if isinstance(func, torch._library.custom_ops.CustomOpDef):
+    if isinstance(func, compat.CustomOpDef):
         return str(func._qualname)
     return str(getattr(func, "__name__", type(func).__name__))
 
@@ -138,7 +139,7 @@ def function_named(name: str) -> Callable[..., Any]:
     else:
         homes = (
             torch,
-            torch._C._nn,
+            compat.C_NN,
             torch.nn.functional,
             Tensor,
             torch.special,

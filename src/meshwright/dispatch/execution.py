@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from .. import convert, record, reshard, runtime
+from .. import compat, convert, record, reshard, runtime
 from ..errors import RuleError
 from ..layout import REPLICATE, Layout, Partial, Placements, Spec
 from ..raw import as_plain
@@ -109,7 +109,7 @@ def _learn(t: Tensor, steps: reshard.ConversionPlan, made: Tensor) -> None:
 
 def _saving() -> bool:
     """Whether a checkpoint may run this code again: then it must find its inputs as the first run found them."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = compat.top_saved_tensors_default_hooks(True)
     return top is not None and not str(top[0].__module__).startswith(_OWN)
 
 
@@ -196,7 +196,7 @@ class Execution:
             # Writes to what is empty here are to be differentiated as on the other ranks: PyTorch else takes a view
             # that was written to (the result of ``tensordot`` is one of its own) for an ``as_strided`` of its base,
             # whose derivative is a constant where it is empty, so that a second backward would leave out collectives.
-            with torch.autograd.grad_mode._force_original_view_tracking(True):
+            with compat.force_original_view_tracking(True):
                 result = self._run_local(locals_)
         else:
             result = self._run_local(locals_)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import reshard
 from ..choose import Choice, Wanted, choose, choose_for
+from ..compat import tree_leaves, tree_map_only
 from ..errors import RuleError
 from ..layout import Layout, Spec
 from ..rules import COMPOSITES, RULES, Rule

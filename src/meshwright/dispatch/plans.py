@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import reshard, runtime
 from ..choose import Choice, carries_grad, choose
+from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
 from ..layout import Layout, Spec
 from ..rules import Arg, Local, Native, Rule, Strategy
@@ -107,7 +107,7 @@ def plan_call(
     if op.python and op.rule is None:
         return CallPlan(op, Route.REDISPATCH)
     # Modes around the call, as selective checkpoints have, are to see what runs on this rank alone.
-    with disabled(), _disable_current_modes():
+    with disabled(), disable_current_modes():
         planner = _Planner(op, func, args, kwargs, known)
         with naming(op, planner.specs):
             return planner.plan(strategies)

@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..compat import disable_current_modes
 from ..errors import RuleError
 from ..layout import Spec
 from ..rules import Rule
@@ -117,7 +117,7 @@ def ask(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Result:
         return given[-1]
 
     try:
-        with disabled(), torch.no_grad(), warnings.catch_warnings(), _disable_current_modes():
+        with disabled(), torch.no_grad(), warnings.catch_warnings(), disable_current_modes():
             warnings.simplefilter("ignore")
             kwargs = {k: "meta" if k == "device" or isinstance(v, torch.device) else v for k, v in kwargs.items()}
             args = tuple("meta" if isinstance(a, torch.device) else a for a in args)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, redispatch_function
+from torch.overrides import TorchFunctionMode, redispatch_function
 
+from ..compat import get_current_function_mode_stack
 from . import counter
 
 Tensor = torch.Tensor
@@ -157,7 +158,7 @@ class _Reproducible(TorchFunctionMode):
 
 def run_alike(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn``, which a checkpoint will run again: then as it runs now."""
-    if not any(isinstance(m, _Reproducible) for m in _get_current_function_mode_stack()):
+    if not any(isinstance(m, _Reproducible) for m in get_current_function_mode_stack()):
         return fn
 
     def run(*args: Any, **kwargs: Any) -> Any:

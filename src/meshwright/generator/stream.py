@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..compat import FakeTensor
 from ..layout import Partial, Spec
 
 Tensor = torch.Tensor

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .. import compat
 from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, WAIT_OP, bytes_of
 from ..program.ir.inplace import storages
 from ..program.ir.nodes import VIEWS, Value, annotate, call, checked_value, info_of, value_of
@@ -295,7 +296,7 @@ def _row_major(node: fx.Node, origin: fx.Node) -> bool:
 @lru_cache(maxsize=1024)
 def _out_of(target: Any) -> Any:
     """The overload with the same arguments that writes its result into ``out``; None if there is none."""
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or len(target._schema.returns) != 1:
+    if not isinstance(target, compat.OpOverload) or target._schema.is_mutable or len(target._schema.returns) != 1:
         return None
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
     packet = target._overloadpacket

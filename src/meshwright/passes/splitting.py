@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .. import compat
 from ..collective import WAIT_OP
 from ..program.ir.nodes import call, info_of
 
@@ -36,7 +37,7 @@ def split_updates(graph: fx.Graph, waits: Sequence[fx.Node], sums: Mapping[fx.No
 
 def _is_update(node: fx.Node) -> bool:
     """Whether a node updates a list of parameters from a list of gradients."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, compat.OpOverload) or not node.target._schema.is_mutable:
         return False
     return [a.name for a in node.target._schema.arguments[:2]] == ["self", "grads"]
 

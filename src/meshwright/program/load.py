@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .. import compat
 from ..errors import MeshwrightError, ProgramError, takes
 from ..layout import Layout, Spec, dtype_from, layout_from, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
@@ -205,11 +206,11 @@ def _operator(name: str) -> Any:
         return operator.getitem
     space, packet, overload = name.split(".")
     found: Any = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, compat.OpOverload):
         raise ProgramError(f"there is no operator {name!r} here; import what defines it first")
     ruled = space == "meshwright" or f"{space}::{packet}" in RULES
     # TorchScript's own functions, which print and save, have no kernel.
-    kernel = space in ("aten", "prims") and torch._C._dispatch_has_kernel(found.name())
+    kernel = space in ("aten", "prims") and compat.dispatch_has_kernel(found.name())
     if not ruled and (not kernel or any(a.name == "filename" for a in found._schema.arguments)):
         raise ProgramError(
             f"a program may not call {name!r}: operators of PyTorch that compute are allowed, and those that have a "

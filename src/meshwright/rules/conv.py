@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from .core import Arg, Local, LocalFn, Rule, args_in, notation, rule
 from .dims import meta_shapes, names, sizes_of
 
@@ -90,7 +91,7 @@ def convolution(input: Arg, weight: Arg, bias: Arg | None, *rest: Any, **named: 
 
 def _pool(name: str, nd: int, *, linear: bool = False) -> None:
     """All dims before the positions are free; another tensor (indices, samples) begins with the same dims."""
-    fn = getattr(torch._C._nn, name, None) or getattr(torch, name)
+    fn = getattr(compat.C_NN, name, None) or getattr(torch, name)
 
     def make(input: Arg, *args: Any, **named: Any) -> Rule | None:
         lead, before = names("b", input.shape[:-nd]), names("x", input.shape[-nd:])
@@ -127,7 +128,7 @@ for _nd in (2, 3):
 @rule("im2col")
 def im2col(input: Arg, kernel_size: Sequence[int], *rest: Any, **named: Any) -> Rule:
     """Patches as columns: the channel leads the rows of a patch."""
-    (shape,) = meta_shapes(torch._C._nn.im2col, input, kernel_size, *rest, **named)
+    (shape,) = meta_shapes(compat.C_NN.im2col, input, kernel_size, *rest, **named)
     sizes = {"k": shape[-2] // max(input.shape[-3], 1), "l": shape[-1]}
     return _patches("... c h w -> ... (c k) l", input, sizes)
 
@@ -135,7 +136,7 @@ def im2col(input: Arg, kernel_size: Sequence[int], *rest: Any, **named: Any) -> 
 @rule("col2im")
 def col2im(input: Arg, output_size: Sequence[int], *rest: Any, **named: Any) -> Rule:
     """Columns added up to images."""
-    (shape,) = meta_shapes(torch._C._nn.col2im, input, output_size, *rest, **named)
+    (shape,) = meta_shapes(compat.C_NN.col2im, input, output_size, *rest, **named)
     sizes = {"c": shape[-3], "k": input.shape[-2] // max(shape[-3], 1), "h": shape[-2], "w": shape[-1]}
     return _patches("... (c k) l -> ... c h w", input, sizes)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import redispatch_function
 
+from .. import compat
 from ..operators import internal, operator
 from .core import Arg, Letters, Local, LocalFn, Rule, composite, notation, rule
 from .dims import with_row
@@ -20,7 +21,7 @@ from .index import Shelf
 from .loss import MEAN, NONE, SUM, by_rows, weighed
 
 Tensor = torch.Tensor
-_C_NN: Any = torch._C._nn  # whose stubs take the reduction for a str
+_C_NN: Any = compat.C_NN  # whose stubs take the reduction for a str
 BLOCK = 1 << 17  # elements of the logits that are worked on at a time
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from .core import Arg, Letters, Local, LocalFn, Rule, args_in, composite, notation, rule
 from .dims import broadcast_letters, names
 
@@ -52,7 +53,7 @@ def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reductio
 
 
 def _elementwise(name: str, at: int) -> None:
-    fn = getattr(torch._C._nn, name, None) or getattr(torch, name)
+    fn = getattr(compat.C_NN, name, None) or getattr(torch, name)
 
     def make(*args: Any, **named: Any) -> Rule:
         tensors = list(args_in((args, named)))
@@ -170,7 +171,7 @@ def multi_margin_loss(
         return None
     rows = ["b"] * (input.ndim - 1)
     inputs = {input: [*rows, "c"], target: rows if target.ndim == len(rows) else "1", weight: "c"}
-    return by_rows(torch._C._nn.multi_margin_loss, inputs, rows, reduction, 5)
+    return by_rows(compat.C_NN.multi_margin_loss, inputs, rows, reduction, 5)
 
 
 @rule("multilabel_margin_loss")
@@ -180,7 +181,7 @@ def multilabel_margin_loss(input: Arg, target: Arg, reduction: int = MEAN) -> Ru
         return None
     rows = ["b"] * (input.ndim - 1)
     inputs = {input: [*rows, "c"], target: [*rows, "t"]}
-    return by_rows(torch._C._nn.multilabel_margin_loss, inputs, rows, reduction, 2)
+    return by_rows(compat.C_NN.multilabel_margin_loss, inputs, rows, reduction, 2)
 
 
 @composite("F.gaussian_nll_loss")

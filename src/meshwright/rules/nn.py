@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from ..generator import dropout
 from .core import Arg, Local, LocalFn, Rule, lines, notation, rule
 from .dims import aligned, broadcast_letters, dims_of, meta_shapes, names, put, sizes_of, without
@@ -150,7 +151,7 @@ def _attention_local(ctx: Local) -> LocalFn:
             return dropout.attention(
                 at, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        return torch._C._nn.scaled_dot_product_attention(
+        return compat.C_NN.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
@@ -216,7 +217,7 @@ lines({
 
 
 def _upsample(name: str) -> None:
-    fn = getattr(torch._C._nn, name)
+    fn = getattr(compat.C_NN, name)
 
     def make(x: Arg, *args: Any, **named: Any) -> Rule:
         (shape,) = meta_shapes(fn, x, *args, **named)
@@ -228,7 +229,7 @@ def _upsample(name: str) -> None:
     rule(name)(make)
 
 
-for _name in dir(torch._C._nn):
+for _name in dir(compat.C_NN):
     if _name.lstrip("_").startswith("upsample_"):
         _upsample(_name)
 

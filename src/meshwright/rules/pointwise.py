@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from .core import Arg, Local, LocalFn, Rule, args_in, composite, lines, notation, rule
 from .dims import names
 
@@ -37,7 +38,7 @@ def is_pointwise(name: str) -> bool:
     if name.startswith("special_") and is_pointwise(name.removeprefix("special_")):
         return True
     packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, compat.OpOverloadPacket):
         return False
     tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import collective, convert
+from .. import collective, compat, convert
 from ..dispatch import disabled
 from ..errors import ShardError
 from ..layout import Spec
@@ -24,8 +24,8 @@ from .in_flight import InFlight, Reduction, Scattering, give
 from .packing import Packing, split_dim
 
 Tensor = torch.Tensor
-_engine: Any = torch.autograd.Variable._execution_engine
-_unflatten = torch._C._nn.unflatten_dense_tensors
+_engine: Any = compat.execution_engine
+_unflatten = compat.C_NN.unflatten_dense_tensors
 
 
 class Synced(Protocol):

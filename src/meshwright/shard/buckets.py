@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from ..layout import Shard, Spec
 from ..tensor import DistTensor
 
@@ -46,7 +47,7 @@ class Bucket:
 
 def _users(flat: Tensor) -> int:
     storage = flat.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # one of them is ``storage``
+    return int(compat.storage_use_count(storage._cdata)) - 1  # one of them is ``storage``
 
 
 class Buckets:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .. import compat
+
 Tensor = torch.Tensor
 
 
@@ -19,7 +21,7 @@ def aliased(p: Tensor) -> bool:
     if "_shared" not in p.__dict__:
         return False
     storage = p.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor and ``storage``
+    return int(compat.storage_use_count(storage._cdata)) > 2  # the tensor and ``storage``
 
 
 __all__ = ["aliased", "state_of"]

@@ -13,10 +13,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.utils._foreach_utils as _foreach_utils
 
-from .. import collective
+from .. import collective, compat
 from ..api import reshard, unshard
+from ..compat import foreach_utils
 from ..dispatch import disabled, map_tensors, tensors_in
 from ..layout import Partial, Replicate, Shard, Spec
 from ..mesh import Mesh
@@ -203,7 +203,7 @@ def unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     meshes = dict.fromkeys(t._spec.mesh for t in grads if isinstance(t, DistTensor))
     with torch.no_grad(), disabled():
         with as_plain(*grads):
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+            compat.amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         for mesh in meshes:
             group = collective.group(mesh)
             collective.all_reduce(found_inf, "max", group, out_of_place=False)
@@ -216,8 +216,8 @@ def _register() -> None:
     COMPOSITES["_foreach_norm"] = norms
     COMPOSITES["_amp_foreach_non_finite_check_and_unscale_"] = unscale
     # What torch may call _foreach functions on; else it goes tensor by tensor, an all-reduce for each norm.
-    if DistTensor not in _foreach_utils._foreach_supported_types:
-        _foreach_utils._foreach_supported_types.append(DistTensor)
+    if DistTensor not in foreach_utils._foreach_supported_types:
+        foreach_utils._foreach_supported_types.append(DistTensor)
 
 
 def _one_by_one_of(name: str) -> Callable[..., Any]:

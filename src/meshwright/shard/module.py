@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .. import runtime
+from .. import compat, runtime
 from ..api import MESH_WANTED, shard_tensor
 from ..collective import together
 from ..dispatch import disabled
@@ -341,7 +341,7 @@ def _construction_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _compatible(a: Tensor, b: Tensor) -> bool:
     """Asked by ``Module.to`` of a parameter and its conversion."""
     with disabled():
-        return torch._has_compatible_shallow_copy_type(a, b)
+        return compat.has_compatible_shallow_copy_type(a, b)
 
 
 COMPOSITES["_has_compatible_shallow_copy_type"] = _compatible

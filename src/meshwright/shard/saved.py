@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import compat
 from ..dispatch import disabled
 from ..raw import bare
 from ..tensor import DistTensor
 from .changes import state_of
 
 Tensor = torch.Tensor
-_hooks: Any = torch._C._autograd
 
 
 class Gathered(Protocol):
@@ -30,9 +30,9 @@ class Gathered(Protocol):
 def may_save_references() -> bool:
     """Not inside a backward (a recomputed forward is used at once), nor below somebody else's hooks (a
     checkpoint)."""
-    if torch._C._current_graph_task_id() != -1:
+    if compat.current_graph_task_id() != -1:
         return False
-    top = _hooks._top_saved_tensors_default_hooks(True)
+    top = compat.top_saved_tensors_default_hooks(True)
     return top is None or isinstance(getattr(top[0], "__self__", None), Saver)
 
 
@@ -98,14 +98,14 @@ class Saver:
 
     def push(self) -> None:
         """From now on autograd saves through these hooks."""
-        _hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        compat.push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pop(self) -> None:
         """No longer (and not at all, below hooks of others that are still there)."""
         self.at = {}
-        top = _hooks._top_saved_tensors_default_hooks(True)
+        top = compat.top_saved_tensors_default_hooks(True)
         if top is not None and getattr(top[0], "__self__", None) is self:
-            _hooks._pop_saved_tensors_default_hooks()
+            compat.pop_saved_tensors_default_hooks()
 
 
 __all__ = ["Saver", "may_save_references"]

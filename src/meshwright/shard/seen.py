@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import convert, runtime
+from .. import compat, convert, runtime
 from ..dispatch import disabled, link
 from ..errors import ShardError
 from ..layout import chunk_bounds
@@ -217,7 +217,7 @@ def _hooked(p: Tensor) -> bool:
 def _wanted(node: Any) -> str:
     """What the running backward does with the gradient of a leaf: keep it, return it, or nothing."""
     try:
-        return "kept" if torch._C._will_engine_execute_node(node) else "dropped"
+        return "kept" if compat.will_engine_execute_node(node) else "dropped"
     except RuntimeError:  # torch.autograd.grad, and this leaf is among its inputs
         return "returned"
 

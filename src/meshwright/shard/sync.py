@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .. import collective, convert, runtime
+from .. import collective, compat, convert, runtime
 from ..dispatch import disabled
 from ..errors import DesyncError, ShardError, takes
 from ..layout import Replicate
@@ -213,7 +213,7 @@ def _accumulates(p: Tensor) -> bool:
     """Whether the running backward will add to the gradient of a leaf (``torch.autograd.grad`` does not)."""
     node = torch.autograd.graph.get_gradient_edge(p).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(compat.will_engine_execute_node(node))
     except RuntimeError:
         return False
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import collective, runtime
+from .. import collective, compat, runtime
 from ..dispatch import disabled
 from ..layout import Spec
 from ..mesh import Mesh
@@ -128,7 +128,7 @@ class Zero:
 
 def in_backward() -> bool:
     """Whether this thread runs a node of a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return compat.current_graph_task_id() != -1
 
 
 def stored_axis(p: Tensor) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 
+from .. import compat
+from ..compat import engine_run_backward
 from ..dispatch import NO, Args, Kwargs, disabled, resolve_types, root, unit_cotangent
 from ..errors import DispatchError
 from . import modes
@@ -26,7 +27,7 @@ def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
         if spec.shape.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return unit_cotangent(spec, y.device)
-    if not isinstance(gradient, DistTensor) and torch._C._current_graph_task_id() != -1:
+    if not isinstance(gradient, DistTensor) and compat.current_graph_task_id() != -1:
         raise DispatchError(
             "a backward inside a backward was given a plain gradient for a DistTensor, which is this rank's part of it "
             "and not the global value (reentrant checkpoints do so): use torch.utils.checkpoint.checkpoint(..., "
@@ -119,7 +120,7 @@ def _run_engine(
     """
     keep = create_graph if retain_graph is None else retain_graph
     with modes.locals_only():
-        made = _engine_run_backward(
+        made = engine_run_backward(
             tuple(outputs), tuple(seeds), keep, create_graph, tuple(inputs), allow_unused, accumulate_grad=accumulate
         )
     return cast(tuple[Any, ...], made)

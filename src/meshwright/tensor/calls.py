@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _python_dispatch as torchs
 
 from .. import runtime
+from ..compat import python_dispatch as torchs
 from ..dispatch import LISTED, NO, Frontend, any_linked, call, call_disabled, key_part, resolve_after
 from . import modes
 from .carrier import DistTensor, call_enabled, wrap

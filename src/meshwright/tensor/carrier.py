@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .. import convert, reshard, runtime
+from .. import compat, convert, reshard, runtime
 from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
@@ -309,7 +309,7 @@ class GradientHook:
 
 def call_enabled(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A call on distributed tensors, from where dispatch may be disabled."""
-    with torch._C._EnableTorchFunction():
+    with compat.EnableTorchFunction():
         return func(*args, **kwargs)
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from ..dispatch import Args, Kwargs, Special, call_disabled, disabled, map_tensors
 from ..errors import DispatchError
 from .carrier import BASE, DistTensor, is_part, plain, seen, whole
 
 Tensor = torch.Tensor
-_enabled = torch._C._is_torch_function_enabled
+_enabled = compat.is_torch_function_enabled
 
 
 def refuse_part(what: str, x: DistTensor, instead: str = "") -> None:
@@ -177,8 +178,8 @@ def _give_values(module: Any, name: str, first: int = 0) -> None:
         return original(*args[:first], *global_values(rest), **global_values(kwargs))
 
     setattr(module, name, reading)
-    if module is torch and torch.jit._builtins._builtin_table is not None:  # TorchScript knows functions by identity
-        torch.jit._builtins._register_builtin(reading, f"aten::{name}")
+    if module is torch and compat.jit_builtins._builtin_table is not None:  # TorchScript knows functions by identity
+        compat.jit_builtins._register_builtin(reading, f"aten::{name}")
 
 
 def _detached(t: Tensor) -> Tensor:
@@ -215,8 +216,8 @@ _ATEN = torch.library.Library("aten", "IMPL")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that a kernel is replaced
     for _device in ("CPU", "CUDA"):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(_READ, _device):
-            _keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _device))
+        if compat.dispatch_has_kernel_for_dispatch_key(_READ, _device):
+            _keys = compat.DispatchKeySet(getattr(compat.DispatchKey, _device))
             _reader = _number_of(torch.library.get_kernel(_READ, _device), _keys)
             _ATEN.impl(_READ.removeprefix("aten::"), _reader, _device, allow_override=True)
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
+from .. import compat
 from ..dispatch import NO, QUESTIONS, call_disabled
 from .calls import dispatch
 from .carrier import BASE, DistTensor
 
 Tensor = torch.Tensor
 _TYPES = (DistTensor,)
-_enabled = torch._C._is_torch_function_enabled
-_modes = torch._C._len_torch_function_stack
+_enabled = compat.is_torch_function_enabled
+_modes = compat.len_torch_function_stack
 
 
 def _method(name: str, func: Any) -> Any:

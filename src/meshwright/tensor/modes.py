@@ -11,9 +11,9 @@ import contextlib
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from .. import compat
+from ..compat import OpOverload, TorchDispatchMode, disable_current_modes
 from ..dispatch import NO, call_disabled, disabled, map_tensors
 from ..raw import bare
 from .carrier import DistTensor
@@ -26,7 +26,7 @@ class _Locals(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with disabled():
-            with _disable_current_modes():  # an alias is no operation of the user's
+            with disable_current_modes():  # an alias is no operation of the user's
                 args, kwargs = map_tensors(args, _local), map_tensors(kwargs or NO, _local)
             return func(*args, **kwargs)
 
@@ -37,15 +37,15 @@ def _local(t: Tensor) -> Tensor:
 
 def locals_only() -> contextlib.AbstractContextManager[Any]:
     """The modes that are active see local tensors for a while; nothing where there are none."""
-    depth = torch._C._len_torch_dispatch_stack()
-    if not depth or torch._C._get_dispatch_stack_at(depth - 1).__class__ is _Locals:
+    depth = compat.len_torch_dispatch_stack()
+    if not depth or compat.get_dispatch_stack_at(depth - 1).__class__ is _Locals:
         return contextlib.nullcontext()
     return _Locals()
 
 
 def under(dispatch: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """A call on distributed tensors while a mode is active; NotImplemented where it goes its usual way."""
-    if func.__class__ is OpOverload and torch._C._current_graph_task_id() != -1:
+    if func.__class__ is OpOverload and compat.current_graph_task_id() != -1:
         return call_disabled(func, types, args, kwargs or NO)  # a mode goes on with what autograd saved: locals
     entered = locals_only()
     if not isinstance(entered, _Locals):

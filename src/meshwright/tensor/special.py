@@ -17,7 +17,7 @@ from .memory import READERS, into_plain
 
 def _refuse_transforms() -> None:
     """torch.func works below ``__torch_function__``: it would silently transform this rank's local tensors."""
-    from torch._functorch import eager_transforms, vmap
+    from ..compat import eager_transforms, functorch_vmap
 
     def guard(module: Any, name: str) -> None:
         original = getattr(module, name)
@@ -34,7 +34,7 @@ def _refuse_transforms() -> None:
         setattr(module, name, guarded)
 
     guard(eager_transforms, "_wrap_for_grad")
-    guard(vmap, "_add_batch_dim")
+    guard(functorch_vmap, "_add_batch_dim")
 
 
 _refuse_transforms()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import collective
+from .. import collective, compat
 from ..choose import carries_grad
 from ..dispatch import (
     disabled,
@@ -193,7 +193,7 @@ def _detached(y: Any) -> Any:
 
 
 def _flat(result: Any) -> list[Any]:
-    return list(torch.utils._pytree.tree_leaves(result))
+    return list(compat.tree_leaves(result))
 
 
 def _grads(

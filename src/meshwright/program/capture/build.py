@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.utils._pytree as pytree
 
+from ...compat import pytree
 from ...errors import LayoutError, ProgramError
 from ...layout import Layout, Placements, Spec
 from ...mesh import Mesh

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ... import compat
 from ...choose import Search, Wanted
 from ...cost import held_bytes
 from ...dispatch import make_rule, map_tensors, resolve, tensors_in
@@ -157,7 +158,7 @@ class _Completion:
         return self.same.get(key, key)
 
     def _fact(self, node: fx.Node) -> RuledNode | None:
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target is CONSTRAIN.default:
+        if not isinstance(node.target, compat.OpOverload) or node.target is CONSTRAIN.default:
             return self._identity(node) if node.target is CONSTRAIN.default else None
         inputs: list[Key] = []
         fx.map_arg((node.args, node.kwargs), lambda n: inputs.append(self._key(n)))

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.distributed import ProcessGroup
 
 from ... import record, runtime
 from ...collective import ALL_GATHER, ALL_REDUCE, BROADCAST, OPERATORS, REDUCE_SCATTER, Kind, bytes_of, mesh_text
+from ...compat import FakeWork
 from ...errors import CaptureError
 from ...mesh import Mesh
 

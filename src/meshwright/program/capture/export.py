@@ -23,12 +23,12 @@ from typing import Any, cast
 import torch
 import torch.fx as fx
 import torch.nn as nn
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx.proxy import TracerBase
 from torch.fx.traceback import annotate, preserve_node_meta
 
+from ... import compat
+from ...compat import FakeTensor, FakeTensorMode, pytree
 from ...dispatch import disabled
 from ...errors import CaptureError
 from ...marks import gradients_marked
@@ -333,7 +333,7 @@ def _called(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Nod
 @lru_cache(maxsize=1024)
 def _without_out(target: Any) -> tuple[Any, tuple[str, ...]]:
     """The overload that gives new tensors, and the names under which ``target`` takes those to write to; else None."""
-    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
+    arguments = target._schema.arguments if isinstance(target, compat.OpOverload) else ()
     outs = tuple(a.name for a in arguments if a.is_out)
     rest = [(a.name, str(a.type)) for a in arguments if not a.is_out]
     for name in target.overloadpacket.overloads() if outs else ():
@@ -362,7 +362,7 @@ def _used_at(module: fx.GraphModule, node: fx.Node) -> str:
     for user in node.users:
         bodies = [a for a in user.args if isinstance(a, fx.Node) and a.op == "get_attr"]
         line = line_of(user)
-        if isinstance(user.target, torch._ops.HigherOrderOperator) and bodies:
+        if isinstance(user.target, compat.HigherOrderOperator) and bodies:
             body = getattr(module, str(bodies[0].target))
             given = user.args[user.args.index(bodies[0]) + 1 :]
             inputs = [n for n in body.graph.nodes if n.op == "placeholder"]

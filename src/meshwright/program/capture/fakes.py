@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ... import compat
+from ...compat import FakeTensorMode
 from ...errors import CaptureError
 from ...tensor import DistTensor
 from ..ir.memory import dense
@@ -45,7 +46,7 @@ def _swap(a: Tensor, b: Tensor) -> None:
     """
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    torch._C._swap_tensor_impl(a, b)
+    compat.swap_tensor_impl(a, b)
 
 
 def like(x: Tensor) -> Tensor:

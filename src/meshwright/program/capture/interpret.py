@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 from torch.overrides import TorchFunctionMode
 
+from ... import compat
 from ...dispatch import (
     NO,
     Args,
@@ -116,13 +117,13 @@ class Interpreter:
         func: Any = node.target
         if func in _ASSERTIONS:  # torch.export's own, about what capture has fixed
             return None
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        if isinstance(func, compat.HigherOrderOperator):
             made = self._block(func, args)
         elif func is GRAD.default:
             made = self._differentiated(*args)
         elif func is CONSTRAIN.default:
             made = self._brought(args[0], read_placements(args[1]))
-        elif isinstance(func, torch._ops.OpOverload):
+        elif isinstance(func, compat.OpOverload):
             made = self.call(func, tuple(args), dict(kwargs))
         else:
             made = func(*args, **kwargs)  # operator.getitem and arithmetic on numbers

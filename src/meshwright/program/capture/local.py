@@ -16,12 +16,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.nn as nn
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.autograd.graph import _engine_run_backward
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ... import runtime
+from ... import compat, runtime
+from ...compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    engine_run_backward,
+    pytree,
+)
 from ...errors import CaptureError
 from ...layout import Layout, Spec
 from ...mesh import Mesh
@@ -93,7 +97,7 @@ class _StepRecorder(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.engine = _called_by_autograd()
-        if torch._C._current_autograd_node() is None:
+        if compat.current_autograd_node() is None:
             runtime.RT.line = None
             self.begin("", runtime.user_line(), self.regions)
             # Another forward may follow: the next micro-batch, the other network.
@@ -134,7 +138,7 @@ def _called_by_autograd() -> bool:
         ("torch._compile", "torch._dynamo")
     ):
         frame = frame.f_back
-    return frame.f_code is _engine_run_backward.__code__
+    return frame.f_code is engine_run_backward.__code__
 
 
 class _Recording:

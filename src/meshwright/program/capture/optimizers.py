@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...compat import FakeTensor
 from ...errors import CaptureError
 
 Optimizer = torch.optim.Optimizer

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ... import runtime
+from ... import compat, runtime
+from ...compat import FakeTensor
 from ...errors import CaptureError
 from .fakes import replaced
 
@@ -44,7 +44,7 @@ class Place:
 
 
 def _memory(t: Tensor) -> tuple[Any, ...]:
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.DisableTorchFunctionSubclass():
         return Tensor.data_ptr(t), tuple(t.shape), Tensor.stride(t)
 
 

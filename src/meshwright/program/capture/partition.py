@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ... import collective, convert, record, runtime
+from ...compat import DataDependentOutputException, DynamicOutputShapeException
 from ...dispatch import link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Replicate, Spec

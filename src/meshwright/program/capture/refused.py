@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import runtime
+from ...compat import FakeTensor
 from ...errors import CaptureError
 from .fakes import replaced
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ... import compat
+from ...compat import FakeTensorMode
 from ...errors import ProgramError
 from ..ir.memory import same
 from ..ir.nodes import Value, checked_value, info_of, target_name, value_of
@@ -68,7 +69,7 @@ def _checked(node: fx.Node, known: dict[fx.Node, Any], device: str) -> Any:
     target, value = node.target, info_of(node).value
     if target is operator.getitem:
         return _picked(node, known)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, compat.OpOverload):
         return _said(value)
     if value is None:
         _check_lists(node)
@@ -160,7 +161,7 @@ def _derived(target: Any, args: Any, kwargs: Any, device: str) -> tuple[Given | 
         return (Given(LocalValue(tuple(args[1]), tuple(args[2]), first.dtype), 0),)
     _refuse_many(target, args)
     stand_ins: list[Tensor] = []
-    with FakeTensorMode(), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+    with FakeTensorMode(), torch.no_grad(), compat.AutoDispatchBelowAutograd():
         made = target(*_thawed(args, stand_ins, device), **{k: _thawed(v, stand_ins, device) for k, v in kwargs})
     memory = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(stand_ins)))}
     listed = made if isinstance(made, (tuple, list)) else (made,)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ... import compat
 from ...collective import COLLECTIVES
 from ...errors import ProgramError
 from ...layout import Spec
@@ -138,7 +139,7 @@ def checked_value(node: Any) -> Value:
 
 def target_name(target: Any) -> str:
     """``aten.mm.default``, ``meshwright.all_reduce.default``, ``operator.getitem``."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, compat.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '').removeprefix('_')}.{getattr(target, '__name__', target)}"
 

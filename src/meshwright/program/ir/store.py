@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ... import compat
 from ...errors import ProgramError
 from ...layout import Layout, Spec, layout_data, spec_data
 from ...mesh import mesh_data
@@ -114,7 +115,7 @@ def _target(node: fx.Node) -> str:
     if node.op != "call_function":
         return node.name  # a word; the target of an input is what was asked for: "0_weight_exp_avg"
     name = target_name(node.target)
-    if not isinstance(node.target, torch._ops.OpOverload) and name != "operator.getitem":
+    if not isinstance(node.target, compat.OpOverload) and name != "operator.getitem":
         raise TypeError("it calls a function that is no operator of torch")
     return name
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ... import runtime
+from ... import compat, runtime
 from ...collective import COLLECTIVES
+from ...compat import TorchDispatchMode
 from ...errors import CaptureError
 from ...record import Record
 from ..capture.regions import Path
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         """The nodes to come serve this captured node."""
         self.source, self.line, self.regions = source, line, regions
         runtime.RT.line = line
-        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._starts.append(compat.get_sequence_nr())
         self._origins.append((source, line, regions))
 
     @contextmanager
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
     def _origin(self) -> tuple[str, str, Path]:
         if self.role != "backward":
             return self.source, self.line, self.regions
-        node: Any = torch._C._current_autograd_node()
+        node: Any = compat.current_autograd_node()
         if node is None:
             return self.source, self.line, self.regions
         at = bisect_right(self._starts, node._sequence_nr()) - 1

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 import torch.fx as fx
 import torch.nn as nn
-import torch.utils._pytree as pytree
 
+from ...compat import pytree
 from ...convert import apply
 from ...dispatch import disabled
 from ...errors import ProgramError

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ... import compat
 from ..capture.recompute import RECOMPUTATION
 from ..ir.nodes import NodeInfo, call, draws, info_of, value_of
 from ..ir.program import Program
@@ -36,7 +37,7 @@ class Segment:
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._compiled is None:
-            from torch._inductor.compile_fx import compile_fx
+            from ...compat import compile_fx
 
             self._compiled = compile_fx(self.module, list(tensors))
         return self._compiled(*tensors)
@@ -70,7 +71,7 @@ def with_inductor(program: Program) -> Program:
 def _compilable(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or draws(node):
+    if not isinstance(node.target, compat.OpOverload) or draws(node):
         return False
     # Ops of our own move data or keep to one kernel; updates are fused already.
     return node.target.namespace == "aten" and not str(node.target).startswith(_WHOLE)

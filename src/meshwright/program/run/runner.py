@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ... import collective
+from ... import collective, compat
 from ...collective import COLLECTIVES, STARTS, WAIT_OP
 from ...errors import ProgramError
 from ...runtime import PROGRAM
@@ -46,7 +46,7 @@ def compile_program(program: Program) -> Runner:
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         # Below autograd, but no inference tensors: users may go on computing with what comes out.
         nonlocal body, first
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        with torch.no_grad(), compat.AutoDispatchBelowAutograd():
             made = body(inputs)
             if first:
                 # Which kernels do so depends on strides and shapes only: what the first run has seen holds for all.
@@ -155,7 +155,7 @@ def _bind(key: Any, make: Callable[[], Any], names: dict[str, Any], bound: dict[
 
 def _callable(target: Any) -> Any:
     # An overload's own call does nothing but pass its arguments on to this.
-    return target._op if isinstance(target, torch._ops.OpOverload) else target
+    return target._op if isinstance(target, compat.OpOverload) else target
 
 
 def _collective(target: Any, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
