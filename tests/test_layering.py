@@ -40,7 +40,7 @@ READ_ENVIRONMENT = {"launchers"}
 TORCH_DISTRIBUTED = ("torch.distributed", "torch._C._distributed_c10d")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "sys.argv")
 
-# Undocumented names of torch are used by compat alone; the simulation keeps a profiler out by replacing one method of it.
+# Undocumented names of torch are for compat alone; the simulation keeps a profiler out by replacing a method of it.
 PATCHED = {"torch.autograd.profiler.profile._prepare_trace": "simulation"}
 
 SOURCE = Path(__file__).parents[1] / "src" / FACADE
@@ -134,7 +134,7 @@ def test_imports_go_only_upwards() -> None:
         ("cost.py", "import torch\ntorch.distributed.get_rank()", "py:2: cost uses torch.distributed"),
         ("train/loop.py", "import os\nos.environ['RANK']", "train reads os.environ"),
         ("train/loop.py", "from sys import argv", "train reads sys.argv"),
-        ("cost.py", "from torch._ops import OpOverload", "cost uses torch._ops.OpOverload, which torch does not document"),
+        ("cost.py", "from torch._ops import OpOverload", "cost uses torch._ops.OpOverload, which torch does"),
         ("cost.py", "import torch\nx = torch._C._nn.gelu", "add it to compat.py"),
         ("cost.py", "import torch\nx = torch.ops.aten._to_copy, torch._foreach_add, torch.__version__", None),
         ("utils.py", "", "unknown layer 'utils': add it to LAYERS"),
