@@ -24,6 +24,7 @@ from .api import (
     to_dtensor,
     unshard,
 )
+from .errors import RankFailedError
 from .generator import reproducible_random
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
@@ -79,6 +80,7 @@ __all__ = [
     "LossScale",
     "Mesh",
     "Partial",
+    "RankFailedError",
     "Replicate",
     "Shard",
     "Spec",

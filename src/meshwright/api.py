@@ -31,7 +31,10 @@ _DIST = (DistTensor, "mw.shard_tensor(t, mesh, placements) lays a plain tensor o
 _TENSOR = (Tensor, "torch.as_tensor(x) makes a tensor of numbers and arrays; of several, one at a time")
 
 
-def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | None = None, check: bool = False) -> Mesh:
+def init_mesh(
+    axes: dict[str, int], *, device: str = "cpu", timeout: float | None = None, check: bool = False,
+    watch: float | None = 10.0,
+) -> Mesh:  # fmt: skip
     """A mesh over the running processes: those of the process group, or those that a launcher started.
 
     Without a process group it makes one, from what torchrun, ``accelerate launch``, mpirun or srun say (see
@@ -45,6 +48,9 @@ def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | Non
             alone (write a checkpoint, read data).  After 30 seconds a warning says who waits for whom.
         check: compare at every collective what the ranks are about to do, and by digest the values that must be the
             same (see ``docs/agreement.md``).  Slower: to find out what is wrong.
+        watch: seconds that a process may be stopped, or a machine silent, until it counts as lost; a process that
+            dies is noticed at once, and all ranks leave (see ``docs/faults.md``).  None: nobody watches.  The first
+            call for a process group says.
 
     Raises:
         MeshError: on every rank, when the mesh does not match the number of processes.
@@ -55,6 +61,8 @@ def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | Non
     mesh = Mesh(axes, device=device)
     if timeout is not None and not timeout > 0:
         raise MeshError(f"init_mesh: timeout={timeout!r} is not a number of seconds above 0")
+    if watch is not None and not watch >= 1:
+        raise MeshError(f"init_mesh: watch={watch!r}: at least 1 second was expected, or None")
     if runtime.RT.sim is None:
         started = dist.is_initialized()
         launch = None if started else launched()
@@ -76,7 +84,9 @@ def init_mesh(axes: dict[str, int], *, device: str = "cpu", timeout: float | Non
             runtime.RT.timeout = timeout
             collective.connect(mesh)
     runtime.RT.check = False
-    _agree("init_mesh", f"{mesh!r}, timeout={timeout}, check={check}", mesh)
+    _agree("init_mesh", f"{mesh!r}, timeout={timeout}, check={check}, watch={watch}", mesh)
+    if watch is not None:
+        collective.watch_over(mesh, watch)
     runtime.RT.check = check
     return mesh
 

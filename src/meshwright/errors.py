@@ -51,6 +51,25 @@ class DesyncError(CollectiveError):
     """Ranks disagree: different collectives, shapes or placements, or a rank that left."""
 
 
+class RankFailedError(DesyncError):
+    """A rank is gone: its process died, failed, was stopped or came to its end while this one needs it.
+
+    Attributes:
+        ranks: those that are gone, or presumed to be.
+        host: of the first of them, where it is known.
+        cause: what became of it.
+        collective: what this rank was in, with its group and the user's line; else the last one of the rank that left.
+        step: updates that this rank had made, or -1.
+    """
+
+    def __init__(
+        self, message: str, ranks: tuple[int, ...] = (), host: str = "", cause: str = "", collective: str = "",
+        step: int = -1,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.ranks, self.host, self.cause, self.collective, self.step = ranks, host, cause, collective, step
+
+
 class ConversionError(MeshwrightError, RuntimeError):
     """A change of layout that does not exist."""
 

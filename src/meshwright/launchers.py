@@ -69,6 +69,11 @@ def launched(env: Mapping[str, str] | None = None) -> Launch | None:
     return Launch(by, int(env[rank]), size, int(env.get(local, env[rank])), address, port)
 
 
+def error_file() -> str:
+    """The file in which torchrun looks for what went wrong in this process, or empty."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+
+
 def _said(env: Mapping[str, str], rank: str, world: str, by: str) -> tuple[str, int]:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing or not env["MASTER_PORT"].isdigit():

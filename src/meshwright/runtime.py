@@ -187,6 +187,8 @@ class Runtime:
         doing: in check mode the conversion that the next collective is part of.
         tag: where the user's code reads the value that the next collective makes, or empty.
         was: the rank under the process group before this one, or None.
+        updates: steps of optimizers that this rank has made.
+        watcher: what hears of ranks that are gone, or None.
     """
 
     rank: int
@@ -210,6 +212,8 @@ class Runtime:
         self.doing = ""
         self.tag = ""
         self.was: int | None = None
+        self.updates = 0
+        self.watcher: Any = None
 
     def __getattr__(self, name: str) -> int:
         # Reached only while the attribute is unset: afterwards rank and world are plain attributes.
@@ -242,6 +246,8 @@ def serving(cause: Any) -> Iterator[None]:
 def reset() -> None:
     """Start afresh, as after ``destroy_process_group``: groups, caches, counts and the known rank are dropped."""
     global RT
+    if RT.watcher is not None:
+        RT.watcher.close()
     for table in (RT.groups, RT.memo, RT.plans, RT.fast):  # whoever still holds the old one holds no groups
         table.clear()
     RT = Runtime()

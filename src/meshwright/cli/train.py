@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from meshwright.errors import MeshError, MeshwrightError
+from meshwright.errors import MeshError, MeshwrightError, RankFailedError
 from meshwright.launchers import Launch
 from meshwright.train.config import OUTPUT, TrainConfig
 from meshwright.train.plot import check_path, draw
@@ -132,7 +132,8 @@ def _run(config: TrainConfig, joined: Launch | None, show: Show) -> None:
             raise typer.Exit(FAILED) from None  # another rank has shown it
         if isinstance(error, (MeshwrightError, launch.RankError)):
             complain(error)
-            raise typer.Exit(BAD_INPUT if isinstance(error, MeshwrightError) else FAILED) from None
+            bad = isinstance(error, MeshwrightError) and not isinstance(error, RankFailedError)
+            raise typer.Exit(BAD_INPUT if bad else FAILED) from None
         raise
     finally:
         show.close()

@@ -45,7 +45,7 @@ from .ops import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from .post import Post
+from .post import Post, leave_with, watch_over
 from .wire import Pending, row_major
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "group",
     "group_of",
     "keep_one",
+    "leave_with",
     "mesh_of_text",
     "mesh_text",
     "override_group",
@@ -92,4 +93,5 @@ __all__ = [
     "same_values",
     "so_far",
     "together",
+    "watch_over",
 ]

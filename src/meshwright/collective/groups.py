@@ -129,6 +129,8 @@ def _process_group(mesh: Mesh, axes: tuple[int, ...]) -> Link:
 
 def _new_group(parts: tuple[tuple[int, ...], ...], device: str) -> Link:
     rank, world = runtime.RT.rank, dist.get_world_size()
+    if runtime.RT.watcher is not None and (lost := runtime.RT.watcher.error("while groups were made")):
+        raise lost
     own: Any = None
     # torch wants every rank of the world to make every group, in one order; but ranks outside the mesh are
     # not here to do so, and then each group is made by its members alone.

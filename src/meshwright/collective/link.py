@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from ..simulation import Call
 
 TIMEOUT = 300.0  # longer than what one rank does alone (a checkpoint, a look at data), short enough to be sat through
 RECENT = 32
+OPENING = threading.Lock()  # held while a socket that is no backend's is opened and noted
+OTHERS: set[int] = set()  # file descriptors of these
 
 
 class Link:
@@ -31,6 +35,7 @@ class Link:
     """
 
     __slots__ = ("broken", "count", "gloo", "pg", "ranks", "recent", "sockets", "telling", "trace")
+    latest: ClassVar[deque[tuple[int, Call]] | None] = None  # ``recent`` of the link that was used last
 
     def __init__(self, pg: Any, ranks: tuple[int, ...], gloo: bool, sockets: dict[int, str] | None = None) -> None:
         self.pg, self.ranks, self.gloo = pg, ranks, gloo
@@ -44,6 +49,7 @@ class Link:
         self.count += 1
         self.trace = (self.trace * 1000003 + mark(call)) & 0x7FFFFFFFFFFFFFFF
         self.recent.append((self.count, call))
+        Link.latest = self.recent
         return self.count
 
     def leave(self, why: str) -> None:
@@ -55,6 +61,12 @@ class Link:
                     with socket.socket(fileno=os.dup(fd)) as own:
                         own.getpeername()  # raises for one that listens
                         own.shutdown(socket.SHUT_RDWR)
+
+
+def links(groups: Iterable[Any]) -> list[Link]:
+    """The links among what a runtime keeps of groups, once each."""
+    found = (one if isinstance(one, Link) else getattr(one, "link", None) for one in list(groups))
+    return list({id(link): link for link in found if link is not None}.values())
 
 
 @lru_cache(maxsize=4096)
@@ -71,12 +83,12 @@ def _inode(fd: int | str) -> str:
 def open_sockets() -> dict[int, str]:
     """File descriptors of the sockets of this process, with what they are; empty where the system does not say."""
     found = {}
-    with contextlib.suppress(OSError):
+    with OPENING, contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
-                if (inode := _inode(fd)).startswith("socket:"):
+                if (inode := _inode(fd)).startswith("socket:") and int(fd) not in OTHERS:
                     found[int(fd)] = inode
     return found
 
 
-__all__ = ["TIMEOUT", "Link", "mark", "open_sockets"]
+__all__ = ["OPENING", "OTHERS", "TIMEOUT", "Link", "links", "mark", "open_sockets"]

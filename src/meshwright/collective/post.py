@@ -13,6 +13,7 @@ from ..mesh import Mesh
 from .groups import group
 from .link import TIMEOUT
 from .ops import all_gather_object
+from .watcher import Endpoint, Watcher, addresses, here, listen
 
 POLL = 0.005, 0.2  # seconds between two looks: at first, at most
 
@@ -29,6 +30,7 @@ class Post:
 
     def __init__(self, mesh: Mesh, subject: str) -> None:
         rt = runtime.RT
+        self.subject = subject
         self.mesh, self.rank, self.alone = mesh, rt.rank, mesh.size == 1
         self.first = self.rank == mesh.ranks[0]
         self.simulated, self.timeout = rt.sim is not None, rt.timeout or TIMEOUT
@@ -65,6 +67,9 @@ class Post:
         wait, longest = POLL
         end = time.monotonic() + self.timeout
         while not self.store.check([key]):
+            watcher = runtime.RT.watcher
+            if watcher is not None and (lost := watcher.error(f"a round of words about {self.subject}")):
+                raise lost
             if time.monotonic() > end:
                 raise CollectiveError(f"rank {rank} said nothing for {self.timeout:g} s: it is stopped, or has ended")
             time.sleep(wait)
@@ -73,4 +78,28 @@ class Post:
         return word.decode()
 
 
-__all__ = ["Post"]
+def watch_over(mesh: Mesh, patience: float) -> None:
+    """Watch the ranks of a mesh from now on; they call it together.  The watcher there is stays.
+
+    Args:
+        patience: seconds that a rank may be stopped, or a machine silent.
+    """
+    rt, everyone = runtime.RT, group(mesh)
+    if rt.watcher is not None or rt.sim is not None or mesh.size == 1:
+        return
+    server = listen()
+    own = here(server)
+    found = [Endpoint(*given) for given in all_gather_object(tuple(own), everyone)]
+    if len({endpoint.machine for endpoint in found}) > 1:
+        own = own._replace(addresses=addresses())
+        found = [Endpoint(*given) for given in all_gather_object(tuple(own), everyone)]
+    rt.watcher = Watcher(rt.rank, dict(zip(mesh.ranks, found, strict=True)), server, patience)
+
+
+def leave_with(error: BaseException) -> None:
+    """Tell the others that this rank leaves with an error that is caught further up: they need not wait for its end."""
+    if runtime.RT.watcher is not None:
+        runtime.RT.watcher.tell(error)
+
+
+__all__ = ["Post", "leave_with", "watch_over"]

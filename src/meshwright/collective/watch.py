@@ -9,6 +9,7 @@ stopped, or busy for too long, ends the wait of the others after ``init_mesh(tim
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,16 +17,19 @@ from datetime import timedelta
 from typing import Any
 
 from .. import runtime
-from ..errors import CollectiveError, DesyncError
+from ..errors import CollectiveError, DesyncError, RankFailedError
 from ..simulation import Call
 from . import words
 from .groups import Group
-from .link import TIMEOUT, mark
+from .link import TIMEOUT, links, mark
+from .obituary import failed
 from .words import Word
 
 TICK = timedelta(seconds=0.5)  # between two looks, so that signals are handled while a rank waits
 SPEAK = 3.0  # seconds of waiting after which a rank tells the others, and again after as many
+MOMENT = 1.0  # seconds after which what a rank has sent before its end is here
 NOTICE = 30.0  # seconds of waiting after which it is said aloud
+CLOSED = re.compile("closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
 CHECK = "mw.init_mesh(..., check=True) compares every collective before it runs"
 
 
@@ -36,6 +40,7 @@ def started(group: Group, call: Call, start: Callable[..., Any], *args: Any) -> 
     """Start a collective of real ranks: ``start(*args)``.
 
     Raises:
+        RankFailedError: a rank is gone.
         DesyncError: it could not be started; in check mode, if the ranks are about to do different things.
         CollectiveError: the group belongs to a process group that was destroyed.
     """
@@ -47,6 +52,8 @@ def started(group: Group, call: Call, start: Callable[..., Any], *args: Any) -> 
             "step, say) must be made anew after init_process_group"
         )
     if link.broken:
+        if (lost := _lost(group, call)) is not None:
+            raise lost
         raise DesyncError(f"{call}: this group of ranks is broken since an earlier collective failed: {link.broken}")
     number = link.began(call)
     try:
@@ -67,6 +74,7 @@ class Underway:
         """Until it is complete.
 
         Raises:
+            RankFailedError: a rank is gone.
             DesyncError: it failed, ranks disagree, or it took longer than the time-out.
         """
         work, self.work = self.work, None
@@ -103,12 +111,14 @@ class _Watch:
         self.began = time.monotonic()
         self.limit = runtime.RT.timeout or TIMEOUT
         self.suspected = ""
+        self.alone = 0.0  # seconds that were waited when all ranks of the group were last there
 
     def wait(self, work: Any) -> None:
         """Wait for ``work``, speaking to the others now and then."""
         spoken, noticed = 0, False
         while True:
             waited = time.monotonic() - self.began
+            self._missed(waited)
             if waited >= self.limit:
                 raise failure(self.group, self.call, self.number, f"not complete after {self.limit:g} s", late=True)
             if waited >= SPEAK * (spoken + 1):
@@ -126,6 +136,15 @@ class _Watch:
             if spoken:
                 words.say(None)
             return
+
+    def _missed(self, waited: float) -> None:
+        """Raise if a rank of the group has come to its end; what it sent before has arrived after a moment."""
+        watcher = runtime.RT.watcher
+        gone = watcher.missed(self.group.ranks) if watcher is not None else []
+        if not gone:
+            self.alone = waited
+        elif waited - self.alone >= MOMENT:
+            raise failure(self.group, self.call, self.number, "ranks of the group have left", late=True)
 
     def _confer(self) -> None:
         """Tell where this rank waits, hear where the others do, and raise if that can never end."""
@@ -150,9 +169,8 @@ class _Watch:
 
 
 def _word(state: str, group: Group, call: Call, number: int, text: str) -> Word:
-    links = {id(g.link): g.link for g in runtime.RT.groups.values() if getattr(g, "link", None) is not None}
     counts: dict[str, int] = {}
-    for link in links.values():
+    for link in links(runtime.RT.groups.values()):
         key = words.key_of(link.ranks)
         counts[key] = max(counts.get(key, 0), link.count)
     recent = [(n, mark(c), str(c)) for n, c in group.link.recent] if group.link else []
@@ -164,7 +182,7 @@ def judge(heard: dict[int, Word], me: int) -> str:
     own = heard[me]
     for rank in own.ranks:
         word = heard.get(rank)
-        if word is not None and word.state == "failed":
+        if word is not None and word.state != "waits":
             return word.text
         if word is not None and rank != me and word.ranks == own.ranks:
             theirs = {n: (m, text) for n, m, text in word.recent}
@@ -226,8 +244,8 @@ def _where(group: Group, call: Call) -> str:
     return f"{call} over {over} (ranks {', '.join(map(str, group.ranks))}) at {runtime.user_line()}"
 
 
-def _give_up(group: Group, call: Call, number: int, text: str) -> None:
-    words.say(_word("failed", group, call, number, text))
+def _give_up(group: Group, call: Call, number: int, text: str, state: str = "failed") -> None:
+    words.say(_word(state, group, call, number, text))
     if group.link is not None:
         group.link.leave(text)
 
@@ -240,15 +258,40 @@ def failure(group: Group, call: Call, number: int, what: str, *, told: bool = Fa
         told: it says who was where already.
         late: it was given up.
     """
+    lost = _lost(group, call, what)
+    if lost is not None:
+        return lost
     where = f"rank {runtime.RT.rank}: {_where(group, call)}"
     if told:
         _give_up(group, call, number, what)
         return DesyncError(f"{where}: {what}")
-    heard = words.hear({}, group.ranks, patience=0.0 if late else 1.0)
-    root = next((w.text for w in heard.values() if w.state == "failed" and w.text), "")
-    _give_up(group, call, number, root or f"{where} failed: {what}")
+    watcher = runtime.RT.watcher
+    heard = words.hear({}, group.ranks, 0.0 if late else 1.0, lambda: watcher is not None and watcher.fatal)
+    lost = _lost(group, call, what)
+    if lost is not None:
+        return lost
+    said = next((w for w in heard.values() if w.state != "waits" and w.text), None)
+    text = f"{where} failed: {what}{_peers(group, heard)}"
+    ended = [r for r in group.ranks[:16] if "has ended" in words.process_of(r)]
+    gone = said.state == "gone" if said is not None else bool(ended or CLOSED.search(what))
+    missed = watcher.missed(group.ranks) if watcher is not None else []
+    if missed and (gone or said is None):
+        _give_up(group, call, number, str(missed[0]), "gone")
+        return failed(missed, _where(group, call), what)
+    _give_up(group, call, number, said.text if said is not None else f"{where} failed: {what}", *["gone"] * gone)
+    if gone:
+        ranks = tuple(ended or (r for r in group.ranks if r not in heard and r != runtime.RT.rank))
+        cause = "has ended" if ended else "is presumed to be gone"
+        return RankFailedError(text, ranks, "", cause, _where(group, call), runtime.RT.updates)
     fix = "raise mw.init_mesh(..., timeout=) if a rank may take that long, or look at what it does" if late else CHECK
-    return DesyncError(f"{where} failed: {what}{_peers(group, heard)}\n{fix}")
+    return DesyncError(f"{text}\n{fix}")
+
+
+def _lost(group: Group, call: Call, what: str = "") -> RankFailedError | None:
+    """The error, if the watcher has heard of a rank that is gone."""
+    watcher = runtime.RT.watcher
+    found: RankFailedError | None = watcher.error(_where(group, call), what) if watcher is not None else None
+    return found
 
 
 def _peers(group: Group, heard: dict[int, Word]) -> str:
@@ -259,7 +302,7 @@ def _peers(group: Group, heard: dict[int, Word]) -> str:
         if word is None:
             said = "has not come to a collective that it had to wait in: it computes, reads data, or has ended"
             said = process or said
-        elif word.state == "failed":
+        elif word.state != "waits":
             said = f"failed: {word.text}"
         else:
             said = f"waits in {word.where}" + (f" ({process})" if process else "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import runtime
+from . import process
 
 PATIENCE = 2.0  # seconds for the store to answer: the process that holds it may be the one that is stopped
 
@@ -23,7 +23,7 @@ class Word:
     """Where a rank is.
 
     Attributes:
-        state: ``waits`` or ``failed``.
+        state: ``waits``, ``failed``, or ``gone`` where it failed since another rank is.
         ranks, number: the group that it waits in, and the number of the collective there.
         where: the collective with its group and the user's line.
         counts: group to the number of collectives that the rank has begun there.
@@ -47,7 +47,7 @@ def key_of(ranks: Sequence[int]) -> str:
 
 def announce() -> None:
     """Say which process this rank is."""
-    here = json.dumps([socket.gethostname(), os.getpid()])
+    here = json.dumps([process.machine(), os.getpid(), process.born(os.getpid())])
     rank = runtime.RT.rank
 
     def tell(store: Any) -> None:
@@ -64,12 +64,15 @@ def say(word: Word | None) -> None:
     _ask(lambda store: store.set(f"word/{rank}", text))
 
 
-def hear(known: dict[int, Word], ranks: Sequence[int], patience: float = 0.0) -> dict[int, Word]:
+def hear(
+    known: dict[int, Word], ranks: Sequence[int], patience: float = 0.0, until: Callable[[], Any] = lambda: None
+) -> dict[int, Word]:
     """The words of ``ranks``, and of the ranks that these wait for.
 
     Args:
         known: words that are known already.
         patience: seconds to wait for the word of a rank that says why it failed.
+        until: true once what it waits for was heard otherwise.
     """
     heard, todo, end = dict(known), [r for r in ranks if r not in known], time.monotonic() + patience
     silent: list[int] = []
@@ -85,8 +88,8 @@ def hear(known: dict[int, Word], ranks: Sequence[int], patience: float = 0.0) ->
             continue
         heard[rank] = word
         todo += word.ranks
-    while silent and time.monotonic() < end and not any(w.state == "failed" for w in heard.values()):
-        time.sleep(0.1)
+    while silent and time.monotonic() < end and not until() and not any(w.state != "waits" for w in heard.values()):
+        time.sleep(0.05)
         heard.update({r: w for r in silent if (w := _read(r)) is not None})
     return heard
 
@@ -105,17 +108,10 @@ def process_of(rank: int) -> str:
     text = _ask(lambda store: store.get(f"who/{rank}") if store.check([f"who/{rank}"]) else b"")
     if not text:
         return ""
-    host, pid = json.loads(text)
-    if host != socket.gethostname():
-        return ""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return f"its process {pid} has ended" if os.path.isdir("/proc/self") else ""
-    if state == "Z":
-        return f"its process {pid} has ended"
-    return f"its process {pid} is stopped (SIGSTOP, SIGTSTP)" if state == "T" else ""
+    machine, pid, born = json.loads(text)
+    found = process.state(pid, born) if machine == process.machine() else ""
+    said = {"ended": f"its process {pid} has ended", "stopped": f"its process {pid} is stopped (SIGSTOP, SIGTSTP)"}
+    return said.get(found, "")
 
 
 def _ask(question: Callable[[Any], Any]) -> Any:

@@ -293,6 +293,7 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return own(binding.open(opt), *args, **kwargs)
         finally:
+            runtime.RT.updates += 1
             binding.close()
             binding.shadow = None
             with torch.no_grad():

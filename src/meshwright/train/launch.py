@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright import errors, runtime
-from meshwright.errors import MeshwrightError
+from meshwright import collective, errors, runtime
+from meshwright.errors import MeshwrightError, RankFailedError
 from meshwright.launchers import Launch
 
 from .config import TrainConfig
@@ -162,10 +162,14 @@ def _received(pipe: Any, process: Any, rank: int) -> tuple[str, Any]:
 
 
 def _root(failures: list[_Failure]) -> _Failure:
-    """The failure that the others followed from: a rank that died, else one of our errors, else the first."""
+    """The failure that the others followed from: a rank that died, else one of our errors, else the first.
+
+    What others say of a rank that is gone comes last: it follows from what that one says.
+    """
     died = [f for f in failures if not f.name and f.message.startswith("the process ")]
-    ours = [f for f in failures if f.name]
-    return (died or ours or failures)[0]
+    first = [f for f in failures if f.name != RankFailedError.__name__]
+    ours = [f for f in first if f.name]
+    return (died or ours or first or failures)[0]
 
 
 def _rank_main(pipe: Connection, rank: int, config: TrainConfig, store: str) -> None:
@@ -182,6 +186,7 @@ def _rank_main(pipe: Connection, rank: int, config: TrainConfig, store: str) -> 
         dist.destroy_process_group()
     except BaseException as error:
         pipe.send(("failed", _failure(rank, error)))
+        collective.leave_with(error)
         sys.exit(1)
 
 
@@ -260,7 +265,11 @@ def run_joined(config: TrainConfig, joined: Launch, emit: Emit) -> None:
         _prepare(config, joined.local_rank)
         mesh = mw.init_mesh(dict(config.mesh), device=config.device)
     with _warnings_told(emit if joined.rank == 0 else None):
-        train(config, mesh, emit)
+        try:
+            train(config, mesh, emit)
+        except BaseException as error:
+            collective.leave_with(error)
+            raise
     # Both hold the groups; when the last reference goes, their threads are joined.
     dist.destroy_process_group()
     runtime.reset()

@@ -38,6 +38,7 @@ class Peers:
         Raises:
             DesyncError: on every rank, after the update, if they did not do the same since the last one.
         """
+        runtime.RT.updates += updates
         if self.mesh.size == 1:
             return bound(leaves)
         torn, self.torn = self.torn, True
