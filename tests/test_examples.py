@@ -30,9 +30,9 @@ def said(script: str, *args: str) -> str:
     return text.getvalue()
 
 
-def said_by_a_rank(script: str) -> str:
+def said_by_a_rank(script: str, *args: str) -> str:
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    return said(script)
+    return said(script, *args)
 
 
 def losses(text: str) -> list[float]:
@@ -64,6 +64,26 @@ def test_custom_op_on_two_processes() -> None:
     assert "runs agree with the single device" in first
     assert "<dp: Shard(0)>, no communication" in first
     assert second == ""
+
+
+def restarts(processes: int, folder: Path, steps: int) -> str:
+    args = ("--folder", str(folder), "--steps", str(steps))
+    told: str = run_processes(said_by_a_rank, processes, "restarts.py", *args)[0]
+    return told
+
+
+def numbered_losses(text: str) -> list[tuple[int, float]]:
+    return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+) loss ([-\d.e]+)", text)]
+
+
+@pytest.mark.processes
+def test_restarts_go_on_where_the_newest_checkpoint_is(tmp_path: Path) -> None:
+    whole = numbered_losses(restarts(1, tmp_path / "whole", 6))
+    first, then = restarts(2, tmp_path / "parts", 3), restarts(1, tmp_path / "parts", 6)
+    assert then.startswith("from step 3 on 1 ranks\n")
+    found = numbered_losses(first) + numbered_losses(then)
+    assert [step for step, _ in found] == [step for step, _ in whole]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in whole], rel=1e-12)
 
 
 def test_every_example_is_run_here() -> None:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc"),
 ]
 KILLED = r"was ended by SIGKILL|has ended without a word"  # who asks first: its parent, or a rank
-SOON = 2.0 if os.environ.get("QUIET") else 6.0  # seconds; QUIET: where nothing else runs on the machine
+SOON = 6.0  # seconds; two where nothing else runs on the machine
 
 
 def others_left(run: faulty.Run, victim: int, cause: str, *, within: float = SOON) -> None:
