@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import meshwright as mw
 from meshwright import runtime
+from meshwright.choose import search
 from meshwright.dispatch import plan_call, results
 from meshwright.errors import MeshwrightError
 
@@ -46,9 +47,26 @@ def resized(given: Any, size: Callable[[int, int], int]) -> Any:
     return tree_map(made, given)
 
 
-def plan_in_many_sizes(op_db: list[Any], most: int) -> int:
-    """Plan the samples of ops in many sizes, asking PyTorch each time; how many answers were taken for known."""
-    known = 0
+# Layouts of the tensors of a call: of each on each axis.
+LAID: tuple[Callable[[int, int, int], Any], ...] = (
+    lambda i, ndim, axis: S0 if axis == 0 else R,
+    lambda i, ndim, axis: (mw.Shard(ndim - 1) if axis else S0) if i % 2 == 0 else R,
+    lambda i, ndim, axis: R if axis == 0 and i % 2 else mw.Shard(ndim - 1),
+    lambda i, ndim, axis: mw.Partial() if axis == 0 and i == 0 else S0 if i else R,
+)
+
+
+def plan_in_many_sizes(op_db: list[Any], most: int, mesh: mw.Mesh, layouts: Any) -> tuple[int, int]:
+    """Plan the samples of ops in many sizes, asking PyTorch and searching each time; how many answers and choices were
+    taken for known."""
+    known = chosen = 0
+    typed = search.Search.typed
+
+    def free(self: Any, strategies: Any, orders: Any, *total: float) -> Any:
+        nonlocal chosen
+        chosen += not total
+        return typed(self, strategies, orders, *total)
+
     compare = results.compare
 
     def counted(op: Any, told: Any, asked: Any) -> None:
@@ -64,12 +82,12 @@ def plan_in_many_sizes(op_db: list[Any], most: int) -> int:
                 given = (s.input, *s.args), s.kwargs
                 if any(t.layout is not torch.strided for t in tree_leaves(given) if isinstance(t, Tensor)):
                     continue
-                for size in OTHER_SIZES:
+                for laid, size in itertools.product(layouts, OTHER_SIZES):
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore")
-                        plan(op.op, resized(given, size))
+                        plan(op.op, resized(given, size), laid)
 
-    def plan(fn: Any, given: Any) -> None:
+    def plan(fn: Any, given: Any, layout: Callable[[int, int, int], Any]) -> None:
         class Planned(torch.overrides.TorchFunctionMode):  # the ops that a function is made of, from global values
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -78,11 +96,16 @@ def plan_in_many_sizes(op_db: list[Any], most: int) -> int:
                 return func(*args, **(kwargs or {}))
 
             def spread(self, func: Any, args: Any, kwargs: Any) -> None:
+                count = itertools.count()
+
                 def laid(t: Any) -> Any:
                     if not isinstance(t, Tensor):
                         return t
-                    made = torch.empty(0, dtype=t.dtype)
-                    made.__dict__["_spec"] = mw.Spec(t.shape, t.dtype, mw.Layout(PAIR, [S0 if t.ndim else R]))
+                    made, i = torch.empty(0, dtype=t.dtype), next(count)
+                    placed = [layout(i, t.ndim, a) if t.ndim else R for a in range(mesh.ndim)]
+                    if not t.is_floating_point():
+                        placed = [R if isinstance(p, mw.Partial) else p for p in placed]
+                    made.__dict__["_spec"] = mw.Spec(t.shape, t.dtype, mw.Layout(mesh, placed))
                     return made
 
                 try:
@@ -101,14 +124,29 @@ def plan_in_many_sizes(op_db: list[Any], most: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "VERIFY", True)
         patch.setattr(results, "compare", counted)
-        mw.simulate(run, PAIR, timeout=3000)
-    return known
+        patch.setattr(search, "VERIFY", True)
+        patch.setattr(search.Search, "typed", free)
+        mw.simulate(run, mesh, timeout=3000)
+    return known, chosen
 
 
-@pytest.mark.parametrize("group", [pytest.param(g, marks=() if g == 7 else pytest.mark.long) for g in range(24)])
-def test_what_is_taken_for_known_is_what_pytorch_says(group: int) -> None:
-    op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
-    assert plan_in_many_sizes(op_db[group::24], 2 if group == 7 else 12) > 20
+def op_db() -> list[Any]:
+    found: list[Any] = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+    return found
+
+
+def test_what_is_taken_for_known_is_what_is_found() -> None:
+    known, chosen = plan_in_many_sizes(op_db()[7::24], 1, PAIR, LAID[1:2])
+    assert known > 20
+    assert chosen > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group", range(24))
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)], ids=str)
+def test_what_is_taken_for_known_is_what_is_found_for_all_ops(group: int, sizes: tuple[int, ...]) -> None:
+    mesh = mw.Mesh({f"axis{i}": n for i, n in enumerate(sizes)})
+    assert min(plan_in_many_sizes(op_db()[group::24], 6, mesh, LAID)) > 20
 
 
 def asked_of(fn: Callable[[], Any]) -> int:

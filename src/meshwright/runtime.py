@@ -34,7 +34,7 @@ PROGRAM = "<program of rank "  # how the file of a captured step's code is calle
 _NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)), contextlib.__file__, PROGRAM)
 
 
-MOST = 8192  # plans, and conversions ready to run, in each of two generations
+MOST = 4096  # plans, and conversions ready to run, in each of two generations
 
 
 class Counts:

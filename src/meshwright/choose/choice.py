@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
 from ..layout import Layout, Placement, Replicate, Shard, Spec
+from ..mesh import Mesh
 from ..rules.strategies import Dims, Rule, Strategy
 
 Like = tuple[Sequence[int], torch.dtype]  # global shape and dtype of an output
@@ -60,7 +62,9 @@ def typed(
     reduced, still_open = (sum(1 << a for a, k in enumerate(kinds) if k == kind) for kind in ("reduced", "open"))
 
     def layout(dims: Dims, placements: list[Placement]) -> Layout:
-        return Layout(mesh, placements, order=_dim_orders(dims, placements, orders), ndim=len(dims))
+        if orders:
+            return Layout(mesh, placements, order=_dim_orders(dims, placements, orders), ndim=len(dims))
+        return _in_mesh_order(mesh, tuple(placements), len(dims))
 
     sources, inputs, outputs = [], [], []
     for i, spec in enumerate(ins):
@@ -75,6 +79,11 @@ def typed(
         types = (reduced, still_open) if carries_grad(dtype) else (0, mesh.everywhere)
         outputs.append(Spec(shape, dtype, layout(rule.outputs[k], [c.outputs[k] for c in chosen]), *types))
     return Choice(tuple(sources), tuple(inputs), tuple(outputs), tuple(chosen), still_open, total)
+
+
+@lru_cache(maxsize=4096)
+def _in_mesh_order(mesh: Mesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
+    return Layout(mesh, placements, ndim=ndim)
 
 
 def _decided(spec: Spec, placements: Sequence[Placement], kinds: Sequence[str]) -> tuple[Spec, int]:

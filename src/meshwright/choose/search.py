@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, permutations, product
+from typing import Any
 
 from ..cost import held_bytes
 from ..errors import DispatchError
@@ -19,10 +20,14 @@ from ..layout import Partial, Placement, Replicate, Shard, Spec, commute
 from ..mesh import Mesh
 from ..reshard import plan
 from ..rules.strategies import Dims, Rule, Strategy
+from ..runtime import Recent
 from .choice import Choice, Like, Wanted, carries_grad, typed
 
 Price = tuple[int, float, float, int]
 _MOST = 128  # combinations of strategies and orders that are priced together
+# Strategies that leave all inputs where they are and cost nothing.  None is better, whatever the sizes.
+_FREE = Recent(4096)
+VERIFY = False  # search all the same, and compare: of tests
 
 
 def choose(
@@ -50,9 +55,20 @@ def choose(
     search = Search(rule, ins, outs, inplace, None, constants)
     if strategies:
         return search.by_axis([[c] for c in strategies])[0]
+    kind = search.kind()
+    known = _FREE.find(kind)
+    if known is not None and not VERIFY:
+        return search.typed(known, {})
     best, thrown = search.by_axis()
     stays = all(s.layout == t.layout for s, t in zip(best.sources, best.inputs, strict=True))
-    return best if search.mesh.ndim == 1 or stays else search.together(best, thrown)
+    if known is not None and best != search.typed(known, {}):
+        raise AssertionError(f"{known} was taken for known, the search gives {best}")
+    if not stays:
+        return best if search.mesh.ndim == 1 else search.together(best, thrown)
+    factors = [c.factor for c in best.strategies if c.factor]
+    if not best.bytes and len(factors) == len(set(factors)):
+        _FREE.keep(kind, best.strategies)
+    return best
 
 
 def choose_for(rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], hint: Wanted) -> Choice:
@@ -113,6 +129,18 @@ class Search:
         """What output ``k`` should be on an axis; None where that does not matter."""
         spec = self.hint.outputs[k] if self.hint and k < len(self.hint.outputs) else None
         return None if spec is None else spec.layout.placements[axis]
+
+    def kind(self) -> Any:
+        """What a choice that costs nothing hangs on: of sizes whether they are 0 or 1, and where cuts fall in dims of
+        several factors."""
+        rule, n = self.rule, self.mesh.size
+        compound = {f for dims in (*rule.inputs, *rule.outputs) for names in dims if len(names) > 1 for f in names}
+        cuts = all(rule.sizes[f] % n == 0 for f in compound)  # between whole parts, whatever axes cut
+        sizes = tuple([min(size, 2) if cuts else size for size in rule.sizes.values()])
+        given = tuple([(s.layout, s.reduced, s.undecided, carries_grad(s.dtype)) for s in self.ins])
+        reduced = tuple(rule.reduced.items())
+        says = (rule.inputs, rule.outputs, rule.whole, reduced, rule.linear, rule.moves, rule.heavy, rule.lends)
+        return (says, cuts, sizes, given, self.inplace, frozenset(self.constants))
 
     @cached_property
     def held(self) -> list[tuple[Dims, Spec]]:
@@ -212,9 +240,10 @@ class Search:
             divides.append(divided)
             total += priced[best][1]
             chosen.append(candidates[best])
-        return self._typed(chosen, self._orders(chosen), total), divides
+        return self.typed(chosen, self._orders(chosen), total), divides
 
-    def _typed(self, chosen: Sequence[Strategy], orders: dict[str, list[int]], total: float = 0.0) -> Choice:
+    def typed(self, chosen: Sequence[Strategy], orders: dict[str, list[int]], total: float = 0.0) -> Choice:
+        """The choice that strategies are."""
         return typed(self.rule, self.ins, self.outs, chosen, orders, inplace=self.inplace, total=total)
 
     def price(self, c: Strategy, axis: int, outputs: Sequence[float], divided: bool = False, index: int = 0) -> Price:
@@ -290,7 +319,7 @@ class Search:
             if any(t and not c.factor for t, c in zip(thrown, picks, strict=True)) or not self.fit_together(picks):
                 continue
             for orders in self._all_orders(picks):
-                made = self._typed(picks, orders)
+                made = self.typed(picks, orders)
                 cost = self._exact(made)
                 if cost < price:
                     best, price = made, cost

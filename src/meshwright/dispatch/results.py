@@ -48,7 +48,7 @@ class Result:
     refused: bool = False
 
 
-_TOLD = Recent(8192)  # the same for all ranks: no plan, and no communication, hangs on whether something is in it
+_TOLD = Recent(4096)  # the same for all ranks: no plan, and no communication, hangs on whether something is in it
 
 
 def kind_of(func: Any, rule: Rule, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Any:

@@ -27,7 +27,7 @@ class Layout:
         MeshError: an unknown axis.
     """
 
-    __slots__ = ("__weakref__", "mesh", "ndim", "order", "placements")
+    __slots__ = ("__weakref__", "_hash", "mesh", "ndim", "order", "placements", "replicated")
 
     def __init__(
         self,
@@ -49,6 +49,9 @@ class Layout:
         per_axis = _per_axis(mesh, placements)
         self.placements: tuple[Placement, ...] = tuple(_in_range(p, ndim, mesh, i) for i, p in enumerate(per_axis))
         self.order: tuple[tuple[int, tuple[int, ...]], ...] = _canonical_order(self, order or {})
+        # The axes on which it is replicated, as a mask; the hash, as most layouts are asked for theirs again and again.
+        self.replicated = sum(1 << a for a, p in enumerate(self.placements) if isinstance(p, Replicate))
+        self._hash = hash((mesh, self.placements, self.order))
         if not commute(*self.placements):
             ops = " and by ".join(dict.fromkeys(self.partial.values()))
             raise LayoutError(
@@ -179,7 +182,7 @@ class Layout:
         return self.placements == other.placements and self.order == other.order and self.mesh == other.mesh
 
     def __hash__(self) -> int:
-        return hash((self.mesh, self.placements, self.order))
+        return self._hash
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{a}: {p!r}" for a, p in zip(self.mesh.axes, self.placements, strict=True))

@@ -11,7 +11,7 @@ import torch
 from ..errors import LayoutError
 from ..mesh import Mesh
 from .layout import Layout
-from .placement import REPLICATE, Partial, Placement, Replicate, Shard, dual, unreducible
+from .placement import REPLICATE, Partial, Placement, Shard, dual, unreducible
 
 
 class Spec:
@@ -71,9 +71,8 @@ class Spec:
             raise LayoutError(
                 f"Spec({shape!r}, {dtype!r}, {layout!r}): a tuple, a torch.dtype and a mw.Layout were expected"
             ) from None
-        mask = sum(1 << a for a, p in enumerate(layout.placements) if isinstance(p, Replicate))
-        reduced &= mask
-        undecided &= mask & ~reduced
+        reduced &= layout.replicated
+        undecided &= layout.replicated & ~reduced
         key = (tuple(shape), dtype, layout, reduced, undecided, copied, known, stored)
         found = cls._made.get(key)
         if found is None:
