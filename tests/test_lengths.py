@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import random
+import statistics
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,3 +319,72 @@ def test_the_programs_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "captured for 3 shapes" in str(said[0].message)
     assert "pad_to=" in str(said[0].message)
     assert said[0].filename == __file__
+
+
+# ---------------------------------------------------------------------------------------------- long runs
+
+
+def resident() -> float:
+    """MiB that this process holds."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+def soak(step: Callable[[int], Any], lengths: Sequence[int], warm: int, most: float) -> None:
+    """Memory and time per step are flat after the first ``warm`` lengths."""
+    held, took = [], []
+    for i, n in enumerate(lengths):
+        start = time.process_time()
+        step(n)
+        took.append(time.process_time() - start)
+        if i >= warm and (i - warm) % 100 == 0:
+            held.append(resident())
+    assert max(held) - held[0] <= most, [round(mib, 1) for mib in held]
+    half = (len(took) - warm) // 2
+    early, late = (statistics.median(part) for part in (took[warm : warm + half], took[warm + half :]))
+    assert late <= 2 * early, (early, late)  # a machine is busy at times
+
+
+def shuffled(count: int) -> list[int]:
+    """So many lengths, all different, in no order: a heap that grows with the lengths is no growth of ours."""
+    lengths = list(range(8, 8 + count))
+    random.Random(0).shuffle(lengths)
+    return lengths
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [3000])
+def test_many_lengths_leave_nothing_behind(count: int) -> None:
+    def run() -> None:
+        w = mw.shard_tensor(torch.randn(8, 8), PAIR, [S1]).requires_grad_()
+
+        def step(n: int) -> None:
+            x = mw.shard_tensor(torch.ones(2, n, 8), PAIR, [S0], check=False)
+            y = F.linear(F.linear(F.layer_norm(x, (8,)), w).relu(), w)
+            (x + y).view(2, n, 2, 4).transpose(1, 2).flatten(2).square().mean().backward()
+            w.grad = None
+
+        runtime.RT.plans.most = runtime.RT.memo.most = 1000
+        soak(step, shuffled(count), 1000, 10.0)
+
+    mw.simulate(run, PAIR, timeout=3000)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [300])
+def test_many_captured_lengths_leave_nothing_behind(count: int) -> None:
+    def run() -> None:
+        model = torch.nn.Linear(8, 8)
+
+        def loss(model: Any, x: Tensor) -> Tensor:
+            return model(x).square().mean()
+
+        given = torch.ones(2, 4, 8)
+        step = mw.compile_step(model, loss, torch.optim.SGD(model.parameters()), given, mesh=PAIR, batch={"x": S0})
+        step.most_programs = 8
+        soak(lambda n: step(torch.ones(2, n, 8)), shuffled(count), 100, 10.0)
+        assert len(step._ready) == 8
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mw.simulate(run, PAIR, timeout=3000)

@@ -20,6 +20,7 @@ from .mesh import Mesh
 from .program.capture.build import Built, Plan
 from .program.capture.optimizers import check_unscaled, parts_of
 from .program.capture.outside import Place
+from .program.capture.remains import forgotten
 from .program.capture.scale import SCALE
 from .program.check.agree import CAPTURED, REBUILD, numbers, program_facts
 from .program.ir.program import Program
@@ -140,7 +141,8 @@ class CompiledStep:
     def _recorded(self, batch: Any, again: bool = True) -> Recorded:
         """The step as it is captured for batches like this one, the same on all ranks."""
         with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
-            made = self._source.record(batch, self.training, again)
+            with forgotten():
+                made = self._source.record(batch, self.training, again)
             if self.training:
                 made = replace(made, program=self._transform(made.program))
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
