@@ -72,6 +72,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "get_current_function_mode_stack": ("torch.overrides._get_current_function_mode_stack", "dropout under a mode"),
     "get_dispatch_stack_at": ("torch._C._get_dispatch_stack_at", "dispatch modes of users"),
     "get_sequence_nr": ("torch._C._autograd._get_sequence_nr", "which forward call a node of the backward is of"),
+    "graph_sources": ("torch.fx.graph_module._loader", "captured programs"),
     "has_compatible_shallow_copy_type": ("torch._has_compatible_shallow_copy_type", "Module.to and its kind"),
     "HigherOrderOperator": ("torch._ops.HigherOrderOperator", "captured programs"),
     "is_any_autocast_enabled": ("torch._C._is_any_autocast_enabled", "autocast"),

@@ -6,22 +6,21 @@ import contextlib
 import linecache
 from collections.abc import Iterator
 
-import torch.fx.graph_module
-from torch._subclasses.fake_tensor import FakeTensorMode
+from ...compat import FakeTensorMode, graph_sources
 
-_MOST_ANSWERS = 8192  # of ops on fake tensors, which are by shapes
+_MOST_ANSWERS = 4096  # of ops on fake tensors, which are by shapes
 
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
     """Behind a capture, drop the sources of the graphs that it made on its way, and the answers of fakes when many."""
-    loader = torch.fx.graph_module._loader
-    before = set(loader.eval_cache)
+    kept = graph_sources.eval_cache
+    before = set(kept)
     try:
         yield
     finally:
-        for name in loader.eval_cache.keys() - before:
-            loader.eval_cache.pop(name, None)
+        for name in kept.keys() - before:
+            kept.pop(name, None)
             linecache.cache.pop(name, None)
         if len(FakeTensorMode.cache) > _MOST_ANSWERS:
             FakeTensorMode.cache_clear()
