@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import meshwright as mw
 from meshwright import runtime
 from meshwright.checkpoint import pieces
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DesyncError
 
 ONE = mw.Mesh({"dp": 1})
 BOTH = mw.Mesh({"dp": 2, "tp": 2})
@@ -136,11 +136,39 @@ def test_ranks_with_other_models(tmp_path: Path) -> None:
         model = built("dp-tp", 1)
         if runtime.RT.rank == 2:
             model.register_buffer("more", torch.zeros(2))
-        with pytest.raises(mw.errors.DesyncError, match="all ranks must save the same model"):
+        with pytest.raises(DesyncError, match="all ranks must save the same model"):
             mw.save_weights(model, tmp_path / "out")
 
     mw.simulate(run, BOTH)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [("strict", "strict=: ranks 0, 2, 3: True; rank 1: False"), ("seed", "the files: ranks 0, 2, 3: digest"),
+     ("checkpoint", "the files: ranks 0, 2, 3: step-.*; rank 1: step-"), ("shard_bytes", "")],
+)  # fmt: skip
+def test_ranks_that_load_and_save_otherwise(differs: str, message: str, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        if differs == "checkpoint":
+            mw.Checkpoints(tmp_path / str(seed)).save(seed, model=built("one", seed)).wait()
+        else:
+            mw.save_weights(built("one", seed), tmp_path / str(seed))
+
+    def run() -> None:
+        model, odd = built("dp-tp", 3), runtime.RT.rank == 1
+        if differs == "shard_bytes":
+            with pytest.raises(DesyncError, match="all ranks must save the same model"):
+                mw.save_weights(model, tmp_path / "out", shard_bytes=50 if odd else 200)
+            return
+        before = whole(model)
+        with pytest.raises(DesyncError, match=f"the ranks load different things: .*different {message}"):
+            mw.load_weights(
+                model, tmp_path / ("2" if odd and differs != "strict" else "1"), strict=not odd or differs != "strict"
+            )
+        assert all(torch.equal(before[n], t) for n, t in whole(model).items())
+
+    mw.simulate(run, BOTH)
 
 
 def test_models_of_transformers(tmp_path: Path) -> None:

@@ -72,6 +72,17 @@ class Roles:
                     )
         return Roles(model, optimizers, _listed(scheduler), _listed(loader), program)
 
+    def kinds(self) -> dict[str, list[str]]:
+        """The classes of what was given, by the word that it was given as."""
+        listed = {
+            "model": _listed(self.model),
+            "optimizer": self.optimizers,
+            "scheduler": self.schedulers,
+            "loader": self.loaders,
+            "program": _listed(self.program),
+        }
+        return {f"{word}=": [kind_of(one) for one in ones] for word, ones in listed.items()}
+
     def distributed(self) -> Iterator[DistTensor]:
         """Distributed tensors of the model and the optimizers."""
         params = [p for one in self.optimizers for g in one.param_groups for p in g["params"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from .pieces import Box, common, overlapping, read_spec
 from .restore import Target, plan_restore
 
 Tensor = torch.Tensor
+DIFFERENT, SAME = "load: the ranks load different things", "all ranks must load the same"
 BATCH = 1 << 26  # bytes that a rank holds beside what it fills
 
 
@@ -48,13 +50,13 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
     Raises:
         CheckpointError: on every rank.
     """
+    alike(mesh, DIFFERENT, SAME, {"step=": step, **roles.kinds()})
     found = _chosen(folder, step, mesh)
     if found is None:
         return None
     path, manifest = found
     restore = attempt(mesh, f"load {path}", lambda: plan_restore(roles, manifest, mesh))
-    wanted: dict[str, object] = {f"{i}: {t.name}": t.spec for i, t in enumerate(restore.targets)}
-    alike(mesh, "load: the ranks load different things", "all ranks must load the same", {"step=": step, **wanted})
+    alike(mesh, DIFFERENT, SAME, {f"{i}: {t.name}": t.spec for i, t in enumerate(restore.targets)})
     reader = Reader(path, manifest)
     try:
         read_targets(restore.targets, reader, mesh, f"load {path}")
@@ -73,6 +75,10 @@ class TensorSource(Protocol):
 
     def fill(self, name: str, box: Box, value: Tensor) -> None:
         """Fill a tensor of the size of ``box`` with that part of one that is there.  Raises CheckpointError."""
+        ...
+
+    def mark(self) -> str:
+        """What tells it from other sources."""
         ...
 
 
@@ -159,6 +165,10 @@ class Reader:
         """Bytes read so far, headers too."""
         return sum(file.bytes_read for file in self.files.values())
 
+    def mark(self) -> str:
+        """What tells this checkpoint from others, wherever it is: its manifest has checksums."""
+        return f"{self.path.name}, digest {zlib.crc32(self.manifest.text().encode()):x}"
+
     def close(self) -> None:
         """Close all files."""
         for file in self.files.values():
@@ -201,4 +211,4 @@ def place(target: Target, value: Tensor, read: Spec) -> None:
         torch.autograd.graph.increment_version(target.counted)
 
 
-__all__ = ["Loaded", "Reader", "choice", "load", "read_targets"]
+__all__ = ["DIFFERENT", "SAME", "Loaded", "Reader", "choice", "load", "read_targets"]

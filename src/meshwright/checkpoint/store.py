@@ -102,6 +102,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks: none of that step, one of another model, one that is damaged.  Unless it is
                 damaged nothing was changed.
+            DesyncError: on all ranks: they load different things; nothing was changed.
         """
         roles = Roles.of(model, optimizer, scheduler, loader, program)
         self._settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from . import files
 from .agree import alike, attempt, mesh_of
 from .contents import ModelTensors, Roles, model_tensors, stored_spec
 from .files import DTYPES, NAMES, STRETCH, bytes_of, header_of
-from .loading import Reader, choice, read_targets
+from .loading import DIFFERENT, SAME, Reader, choice, read_targets
 from .manifest import NAME, parsed, read_manifest
 from .pieces import SMALL, Box, read_spec
 from .restore import Target, misnamed
@@ -35,6 +36,7 @@ from .restore import Target, misnamed
 Tensor = torch.Tensor
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 * 10**9
+SAMPLES, SAMPLE = 64, 4096  # of a file, and bytes of each
 
 _MODEL = (nn.Module, "give the nn.Module")
 _PATH = ((str, os.PathLike), "give a path")
@@ -60,13 +62,18 @@ def load_weights(
 
     Raises:
         CheckpointError: on all ranks: names, shapes or kinds of dtypes that differ; a file that cannot be read.
+        DesyncError: on all ranks: they load different files, or into different models.
     """
     path = Path(path)
     mesh = mesh_of(Roles.of(model, None, None, None, None), mesh)
-    source = attempt(mesh, f"load weights from {path}", lambda: source_of(path))
+    what = f"load weights from {path}"
+    source = attempt(mesh, what, lambda: source_of(path))
     try:
-        targets = attempt(mesh, f"load weights from {path}", lambda: _targets(model, source, strict, mesh))
-        read_targets(targets, source, mesh, f"load weights from {path}")
+        targets, mark = attempt(mesh, what, lambda: (_targets(model, source, strict, mesh), source.mark()))
+        alike(mesh, DIFFERENT, SAME, {
+            "strict=": strict, "the files": mark, **{f"{i}: {t.name}": t.spec for i, t in enumerate(targets)},
+        })  # fmt: skip
+        read_targets(targets, source, mesh, what)
     finally:
         source.close()
     return model
@@ -122,6 +129,18 @@ class SafetensorFiles:
     def close(self) -> None:
         """Close all files."""
         self.stack.close()
+
+    def mark(self) -> str:
+        """What tells these files from others, wherever they are: their sizes, and samples of what is in them."""
+        crc = 0
+        for path in dict.fromkeys(path for path, _ in self.opened.values()):
+            size = path.stat().st_size
+            crc = zlib.crc32(repr((path.name, size)).encode(), crc)
+            with path.open("rb") as file:
+                for at in range(0, size, -(-size // SAMPLES)):
+                    file.seek(at)
+                    crc = zlib.crc32(file.read(SAMPLE), crc)
+        return f"digest {crc:x}"
 
     def spec_of(self, target: Target) -> Spec:
         """How a target is read: in whole rows."""
@@ -207,7 +226,8 @@ def save_weights(
     mesh = mesh_of(Roles.of(model, None, None, None, None), mesh)
     what = f"save weights to {path}"
     plan = attempt(mesh, what, lambda: _plan(model, mesh, shard_bytes))
-    alike(mesh, what, "all ranks must save the same model", {n: s for f in plan for n, s in f.specs.items()})
+    lies = {f"{n} in {f.name}": s for f in plan for n, s in f.specs.items()}
+    alike(mesh, what, "all ranks must save the same model", {**lies, "shard_bytes=": shard_bytes})
     first = runtime.RT.rank == mesh.ranks[0]
     attempt(mesh, what, lambda: _begin(path, plan) if first else None)
     tensors = model_tensors(model).tensors

@@ -27,7 +27,7 @@ class LoaderPlace:
     """A place in a pass over a loader.
 
     Attributes:
-        batches: global batches that were given.
+        batches: global batches that were given; whether they were trained on, only the caller knows.
         epoch: as ``set_epoch`` was told.
         default: state of the default generator where the pass began.
         generators: states of the loader's own ones there.
