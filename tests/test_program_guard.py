@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from programs import DP, MESH, MLP, TP, pairs, squares
 from torch import Tensor
 
 import meshwright as mw
+from meshwright import runtime
 from meshwright.compile import capture_local
-from meshwright.errors import CaptureError, ProgramError
+from meshwright.errors import CaptureError, DesyncError, ProgramError
 from meshwright.generator import reproducible_random
 
 Change = Callable[[Any, Any], Any]
@@ -303,3 +306,122 @@ def test_another_size_of_a_step_whose_parameters_are_stored_split(passes: tuple[
         assert losses == pytest.approx(want, rel=1e-10)
         assert captured == 2
         torch.testing.assert_close(weight, model[0].weight.detach(), rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------- modes of the process
+
+BFLOAT16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+FLOAT16 = functools.partial(torch.autocast, "cpu", torch.float16)
+CPU = {"dp": mw.Shard(0)}
+
+
+@contextlib.contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Third(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh()) * torch.full((2,), 1 / 3)
+
+
+def under(modes: list[Any], mesh: mw.Mesh | None) -> tuple[list[float], list[float], int]:
+    """Losses and last weights of steps, each under its mode; the first one is that of the capture."""
+    torch.manual_seed(0)
+    model, x = Third(), torch.linspace(-1.0, 1.0, 15).view(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().square().sum()
+
+    losses, programs, step = [], set(), None
+    if mesh is not None:
+        with modes[0]():
+            step = mw.compile_step(model, loss_fn, optimizer, x, mesh=mesh, batch=CPU)
+    for mode in modes:
+        with mode():
+            if step is not None:
+                losses.append(step(x).item())
+                programs.add(id(step.program))
+                continue
+            with torch.enable_grad():
+                loss = loss_fn(model, x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, mw.unshard(model.up.weight).flatten().tolist(), len(programs)
+
+
+@pytest.mark.parametrize(
+    ("modes", "programs", "size"),  # of five rows: even, uneven and empty parts
+    [
+        ([contextlib.nullcontext, BFLOAT16, FLOAT16, contextlib.nullcontext, BFLOAT16], 3, 6),
+        ([BFLOAT16, contextlib.nullcontext, BFLOAT16], 2, 3),
+        ([contextlib.nullcontext, default_dtype, contextlib.nullcontext], 2, 3),
+        ([contextlib.nullcontext, deterministic, contextlib.nullcontext], 2, 2),
+        ([contextlib.nullcontext, torch.no_grad, BFLOAT16, torch.no_grad], 2, 1),
+    ],
+    ids=["autocast", "captured under autocast", "default dtype", "deterministic", "no_grad"],
+)
+def test_modes_around_a_step(modes: list[Any], programs: int, size: int) -> None:
+    losses, weight, _ = under(modes, None)
+    for found in mw.simulate(lambda: under(modes, mw.Mesh({"dp": size})), mw.Mesh({"dp": size})):
+        close = 2e-2 if BFLOAT16 in modes else 1e-5  # parts are rounded one by one
+        assert found[0] == pytest.approx(losses, rel=close)
+        assert found[1] == pytest.approx(weight, rel=close, abs=1e-3)
+        assert found[2] == programs
+
+
+def test_modes_on_one_device_are_exact() -> None:
+    modes = [contextlib.nullcontext, BFLOAT16, FLOAT16, contextlib.nullcontext]
+    mesh = mw.Mesh({"dp": 1})
+    (found,) = mw.simulate(lambda: under(modes, mesh), mesh)
+    losses, weight, _ = under(modes, None)
+    assert found[0] == pytest.approx(losses, rel=1e-6)
+    assert found[1] == pytest.approx(weight, rel=1e-6)
+
+
+@pytest.mark.parametrize("modes", [[torch.inference_mode] * 2, [torch.inference_mode, BFLOAT16, torch.no_grad]])
+def test_inference_mode_around_a_step_does_nothing(modes: list[Any]) -> None:
+    plain = [BFLOAT16 if m is BFLOAT16 else contextlib.nullcontext for m in modes]
+    mesh = mw.Mesh({"dp": 2})
+    assert mw.simulate(lambda: under(modes, mesh), mesh) == mw.simulate(lambda: under(plain, mesh), mesh)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_modes_on_one_rank_only(kept: bool) -> None:
+    """Its gradients would be rounded otherwise, in collectives that are the same."""
+    mesh = mw.Mesh({"dp": 2})
+
+    def fn() -> None:
+        model = Third()
+        step = mw.compile_step(
+            model, lambda m, x: m(x).float().sum(), torch.optim.SGD(model.parameters()), torch.ones(4, 3), mesh=mesh,
+            batch=CPU,
+        )  # fmt: skip
+        if kept:
+            with BFLOAT16():
+                step(torch.ones(4, 3))
+        with BFLOAT16() if runtime.RT.rank else contextlib.nullcontext():
+            step(torch.ones(4, 3))
+
+    with pytest.raises(DesyncError, match="autocast.*rank 1: .*bfloat16" if kept else "disagree"):
+        mw.simulate(fn, mesh)

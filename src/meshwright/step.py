@@ -25,7 +25,7 @@ from .program.capture.scale import SCALE
 from .program.check.agree import CAPTURED, REBUILD, numbers, program_facts
 from .program.ir.program import Program
 from .program.run.bind import BACKENDS, Carrier, Ready
-from .program.run.guard import Guard
+from .program.run.guard import Guard, modes
 from .program.run.peers import Peers
 from .shard.kinds import own_work
 
@@ -102,6 +102,7 @@ class CompiledStep:
 
     most_programs = 32
 
+    @torch.inference_mode(False)  # a step trains, whatever is on around it; this turns gradients on too
     def __init__(
         self,
         source: CaptureSource,
@@ -145,6 +146,7 @@ class CompiledStep:
                 made = self._source.record(batch, self.training, again)
             if self.training:
                 made = replace(made, program=self._transform(made.program))
+            facts += [Fact("default dtype, deterministic algorithms, autocast", modes())]
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
         return made
 
@@ -210,7 +212,11 @@ class CompiledStep:
 
     def _signature(self, leaves: Sequence[Any]) -> Any:
         shapes = tuple([(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves])
-        return (self._guard.number, self.training, shapes)
+        return (*self._state(), shapes)
+
+    def _state(self) -> tuple[Any, ...]:
+        """What a program is made for, but the shapes of batches."""
+        return (self._guard.number, self.training, *modes())
 
     def _leaves(self, batch: Any) -> list[Any]:
         """The leaves of a batch in the order of the example's, whatever the order of a dict's keys."""
@@ -273,13 +279,16 @@ class CompiledStep:
         Raises:
             ProgramError: a batch that does not fit, an optimizer that was changed; before anything runs, on all ranks.
         """
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            with torch.inference_mode(False):
+                return self(batch)
         self._unchanged()
         leaves = self._leaves(batch)
         ready = self._current = self._for(leaves)
         if not self.training:
             return ready.cycle[0](leaves)
         self._join(ready)
-        made = self._peers.run(ready.cycle[self._micro], leaves, self._micro + 1 == len(ready.cycle))
+        made = self._peers.run(ready.cycle[self._micro], leaves, self._micro + 1 == len(ready.cycle), self._state())
         self._micro = (self._micro + 1) % len(ready.cycle)
         return made
 
@@ -331,7 +340,7 @@ class CompiledStep:
         if not self._merged.follow():
             raise ProgramError("parameters lie otherwise in memory than in the last micro-step: flush, then move them")
         self.carrier.leftover.fill_(len(self._merged.cycle) / self._micro)
-        self._peers.run(self._merged.flush, [], True)
+        self._peers.run(self._merged.flush, [], True, self._state())
         self._micro = 0
         return True
 

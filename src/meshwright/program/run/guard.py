@@ -8,13 +8,19 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ...dispatch import disabled
+from ...dispatch import autocast, disabled
 from ...errors import CaptureError, ProgramError
 from ...tensor import DistTensor
 
 Tensor = torch.Tensor
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def modes() -> tuple[Any, ...]:
+    """What of the process is part of a program: default dtype, deterministic algorithms, autocast."""
+    casts = autocast.state() if autocast.active() else ()
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), casts
 
 
 class Guard:
@@ -118,4 +124,4 @@ def check_hooks(model: nn.Module) -> None:
         raise CaptureError(text)
 
 
-__all__ = ["Guard", "check_hooks", "foreign_hooks"]
+__all__ = ["Guard", "check_hooks", "foreign_hooks", "modes"]

@@ -19,9 +19,11 @@ from .bind import Bound, Carrier
 
 Tensor = torch.Tensor
 
+_STATES = "programs for (state of the model, training, default dtype, deterministic algorithms, autocast)"
+
 
 class Peers:
-    """Compares learning rates, batches and writes to what a step owns.
+    """Compares learning rates, what programs were made for, batches and writes to what a step owns.
 
     Args:
         whole: whether plain tensors hold global values; otherwise each rank has its own.
@@ -30,10 +32,14 @@ class Peers:
     def __init__(self, mesh: Mesh, carrier: Carrier, whole: bool) -> None:
         self.mesh, self.carrier, self.whole = mesh, carrier, whole
         self.batches = 0  # digest of those since the last update
+        self.states: list[Any] = []  # what the programs since then were made for
         self.torn = False  # a call ended with an error
 
-    def run(self, bound: Bound, leaves: Sequence[Any], updates: bool) -> Any:
+    def run(self, bound: Bound, leaves: Sequence[Any], updates: bool, state: Any) -> Any:
         """Run a program; where it updates, compare.
+
+        Args:
+            state: what the program was made for.
 
         Raises:
             DesyncError: on every rank, after the update, if they did not do the same since the last one.
@@ -46,12 +52,13 @@ class Peers:
         plain = [t for t in given if not isinstance(t, DistTensor)] if self.whole else []
         digests = collective.digests(plain, whole=runtime.RT.check)
         self.batches = zlib.crc32(repr((self.batches, digests)).encode())
+        self.states.append(state)
         answer = self._start(bound, torn) if updates else None
         made = bound(leaves)
         bound.seen = bound.writes()
         if answer is not None:
             answer()
-            self.batches = 0
+            self.batches, self.states = 0, []
         self.torn = torn and answer is None
         return made
 
@@ -59,14 +66,15 @@ class Peers:
         optimizer = self.carrier.optimizer
         rates = [] if optimizer is None else [float(g["lr"]) for g in optimizer.param_groups if "lr" in g]
         group = collective.group(self.mesh)
-        words = (zlib.crc32(repr(rates).encode()), self.batches, bound.writes() - bound.seen, int(torn))
+        words = (zlib.crc32(repr((rates, self.states)).encode()), self.batches, bound.writes() - bound.seen, int(torn))
         heard = collective.so_far(words, group)
         return lambda: self._judge(bound, group, heard(), rates)
 
     def _judge(self, bound: Bound, group: collective.Group, heard: list[tuple[int, ...]], rates: list[float]) -> None:
         numbers, batches, writes, torn = zip(*heard, strict=True)
         if self.whole and len(set(numbers)) > 1:
-            found, _ = collective.difference(group, [collective.Fact("learning rates", rates)])
+            facts = [collective.Fact("learning rates", rates), collective.Fact(_STATES, self.states)]
+            found, _ = collective.difference(group, facts)
             raise DesyncError(f"the ranks update with {found}")
         if len(set(batches)) > 1:
             sides = ", ".join(f"digest {n:x} on rank {r}" for r, n in zip(group.ranks, batches, strict=True))

@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from ... import collective, compat
 from ...collective import COLLECTIVES, STARTS, WAIT_OP
+from ...dispatch import autocast
 from ...errors import ProgramError
 from ...runtime import PROGRAM
 from ..ir.inplace import storages
@@ -46,6 +47,9 @@ def compile_program(program: Program) -> Runner:
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         # Below autograd, but no inference tensors: users may go on computing with what comes out.
         nonlocal body, first
+        if autocast.active():  # its casts are nodes
+            with torch.autocast(program.mesh.device, enabled=False):
+                return run(inputs)
         with torch.no_grad(), compat.AutoDispatchBelowAutograd():
             made = body(inputs)
             if first:
