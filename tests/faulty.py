@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from processes import _CONTEXT
+from processes import CONTEXT
 
 import meshwright as mw
 from meshwright import collective
@@ -205,7 +205,7 @@ def run(case: str, place: str, victim: int, world: int = 4, limit: float = 30.0,
     """Let something happen to one rank, and wait for the end of all."""
     with tempfile.TemporaryDirectory() as folder:
         args = (case, place, victim)
-        ranks = [_CONTEXT.Process(target=rank_main, args=(*args, r, world, folder, settings)) for r in range(world)]
+        ranks = [CONTEXT.Process(target=rank_main, args=(*args, r, world, folder, settings)) for r in range(world)]
         for one in ranks:
             one.start()
         mark, began = Path(folder) / "happened", time.monotonic()

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 # A server that has imported torch forks each rank: fast, and safe where this process runs threads.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "meshwright.collective"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "meshwright.collective"])
 
 
 class ProcessError(AssertionError):
@@ -56,8 +56,8 @@ def run_processes(fn: Callable[..., Any], world: int, *args: Any, timeout: float
         pipes: dict[Any, int] = {}
         processes = []
         for rank in range(world):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_rank_main, args=(theirs, rank, world, store, job), daemon=True)
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(target=_rank_main, args=(theirs, rank, world, store, job), daemon=True)
             process.start()
             theirs.close()
             pipes[ours] = rank

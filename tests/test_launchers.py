@@ -8,7 +8,11 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from processes import CONTEXT
 
+import meshwright as mw
 from meshwright.errors import MeshError
 from meshwright.launchers import Launch, launched
 
@@ -85,3 +89,27 @@ def test_processes_of_mpirun() -> None:
         for r in range(2)
     ]  # fmt: skip
     assert [p.communicate(timeout=120)[0].strip() for p in started] == ["[0.0, 2.0, 4.0, 6.0]"] * 2
+
+
+def one_attempt(rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    mesh = mw.init_mesh({"dp": 2})
+    found = mw.shard_tensor(torch.arange(4.0), mesh, {"dp": mw.Shard(0)}).sum().item()
+    os._exit(0 if found == 6 else 1)  # what it wrote to the store stays
+
+
+@pytest.mark.processes
+def test_an_attempt_does_not_meet_the_one_before() -> None:
+    """torchrun's agent keeps its store: there are the addresses of processes that are dead."""
+    store = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
+    store.set("meshwright/ask/1", "a rank that died as it asked")
+    store.add("meshwright/asks", 2)
+    for _ in range(2):
+        ranks = [CONTEXT.Process(target=one_attempt, args=(rank, store.port)) for rank in (0, 1)]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join(60)
+            one.kill()
+        assert [one.exitcode for one in ranks] == [0, 0]

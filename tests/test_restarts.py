@@ -79,6 +79,7 @@ def after(said: str, ranks: int) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @LINUX
 def test_torchrun_goes_on_with_four_three_and_two_machines(tmp_path: Path) -> None:
     whole = dict(numbered_losses(restarts(1, tmp_path / "whole", 30)))

@@ -67,11 +67,9 @@ def init_mesh(
         started = dist.is_initialized()
         launch = None if started else launched()
         if launch is not None:
-            how: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-            if launch.by != "torchrun":  # its agent has the store already
-                how["init_method"] = f"tcp://{launch.address}:{launch.port}"
-                how |= {"rank": launch.rank, "world_size": launch.world}
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", **how)
+            limit = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+            with collective.meeting(launch, timeout) as how:
+                dist.init_process_group("nccl" if device == "cuda" else "gloo", **how, **limit)
             started = True
         world = dist.get_world_size() if started else 1
         if mesh.size != world:

@@ -69,6 +69,11 @@ def launched(env: Mapping[str, str] | None = None) -> Launch | None:
     return Launch(by, int(env[rank]), size, int(env.get(local, env[rank])), address, port)
 
 
+def keeps_store() -> bool:
+    """Whether the launcher keeps the store by which the processes meet, also when it starts them anew."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def error_file() -> str:
     """The file in which torchrun looks for what went wrong in this process, or empty."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE", "")

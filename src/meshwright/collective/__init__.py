@@ -26,6 +26,7 @@ from .graph import (
     recording,
 )
 from .groups import Group, connect, group, override_group
+from .joining import meeting
 from .kinds import Kind
 from .ops import (
     ALL_GATHER,
@@ -83,6 +84,7 @@ __all__ = [
     "group_of",
     "keep_one",
     "leave_with",
+    "meeting",
     "mesh_of_text",
     "mesh_text",
     "override_group",

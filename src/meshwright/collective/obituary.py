@@ -69,8 +69,8 @@ def last_collective() -> str:
     for one in list(runtime.RT.groups.values()):
         link = getattr(one, "link", None)
         if link is not None and link.recent and link.recent is Link.latest:
-            ranks = ", ".join(map(str, one.ranks))
-            return f"{link.recent[-1][1]} over {','.join(one.axes) or 'a group'} (ranks {ranks})"
+            ranks, (_, call) = ", ".join(map(str, one.ranks)), link.recent[-1]
+            return f"{call} over {','.join(one.axes) or 'a group'} (ranks {ranks})"
     return ""
 
 
