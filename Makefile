@@ -14,7 +14,7 @@ STAMP := .venv/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format bench conformance conformance-yardstick conformance-paddle conformance-models clean
+.PHONY: help setup demo test test-long lint format bench bench-quick conformance conformance-yardstick conformance-paddle conformance-models clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -52,8 +52,11 @@ format: setup  ## let ruff format and fix what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup  ## the benchmarks
-	$(BIN)/python bench/run_all.py
+bench: setup  ## the benchmarks: figures, targets, verdicts
+	$(BIN)/python -m bench
+
+bench-quick: setup  ## do all benchmarks run?
+	$(BIN)/python -m bench --quick
 
 conformance: setup  ## PyTorch's op database on 4 processes, and DTensor beside it with bytes
 	$(BIN)/python -m conformance.opdb --against dtensor

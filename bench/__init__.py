@@ -1,0 +1,1 @@
+"""The project's benchmarks: ``python -m bench`` (see README.md)."""
