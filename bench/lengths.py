@@ -1,28 +1,25 @@
 """New sequence lengths: what a step of a new length costs beside one of a known length, and whether memory grows.
 
 A transformer block of the main job, forward and backward, on simulated ranks split over heads; DTensor beside it as one
-of two ranks on a process group that sends nothing.  Times are medians of CPU time: of all simulated ranks together.
-
-    python bench/lengths.py [--hidden 64] [--lengths 24] [--grow 1000] [--no-peer] [--json]
+of two ranks on a process group that sends nothing.  Times are CPU time: of all simulated ranks together.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.train import TrainConfig
 from meshwright.train.model import Block
+
+from .core import Benchmark, Effort, Row, Samples, fake_group, ratio
 
 Step = Callable[[int], None]
 BATCH, HEADS, FIRST = 2, 4, 64
@@ -59,7 +56,7 @@ def dtensor(hidden: int) -> Step:
     mesh = init_device_mesh("cpu", (2,))
     column, row = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
     styles = {"attention.qkv": column, "attention.out": row, "mlp.up": column, "mlp.down": row}
-    model = parallelize_module(block(hidden), mesh, styles)  # type: ignore[arg-type]
+    model: Any = parallelize_module(block(hidden), mesh, styles)
     for module in (model.norm1, model.norm2):
         for name, p in list(module.named_parameters()):
             setattr(module, name, torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()])))
@@ -74,22 +71,23 @@ def dtensor(hidden: int) -> Step:
     return step
 
 
-def timed(step: Step, lengths: Iterable[int]) -> tuple[float, float]:
-    """CPU ms of a step of a new length and of one of a known length."""
-    new, known = [], []
+def timed(step: Step, lengths: Iterable[int]) -> dict[str, list[float]]:
+    """CPU ms of a step of each length, ``new`` and then ``known``: the median of three."""
+    found: dict[str, list[float]] = {"new": [], "known": []}
+
+    def once(length: int) -> float:
+        start = time.process_time()
+        step(length)
+        return 1e3 * (time.process_time() - start)
+
     step(FIRST)
     for length in lengths:
         gc.collect()
         gc.disable()
-        start = time.process_time()
-        step(length)
-        new.append(time.process_time() - start)
-        for _ in range(3):
-            start = time.process_time()
-            step(length)
-            known.append(time.process_time() - start)
+        found["new"].append(once(length))
+        found["known"].append(statistics.median(once(length) for _ in range(3)))
         gc.enable()
-    return 1e3 * statistics.median(new), 1e3 * statistics.median(known)
+    return found
 
 
 def resident() -> float:
@@ -98,15 +96,13 @@ def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
-def grown(step: Step, count: int, every: int = 500) -> list[float]:
-    """MiB more than at the start after each ``every`` of that many new lengths."""
-    step(FIRST)
-    before, made = resident(), []
-    for i in range(1, count + 1):
+def grown(step: Step, count: int) -> list[float]:
+    """MiB more than at first after the second half of so many new lengths."""
+    for i in range(count):
+        if i == count // 2:
+            before = resident()
         step(FIRST + i)
-        if i % every == 0:
-            made.append(resident() - before)
-    return made
+    return [resident() - before]
 
 
 def simulated(ranks: int, fn: Callable[[Step], Any], hidden: int) -> Any:
@@ -115,39 +111,31 @@ def simulated(ranks: int, fn: Callable[[Step], Any], hidden: int) -> Any:
     return mw.simulate(lambda: fn(ours(hidden, mesh)), mesh, timeout=3600)[0]
 
 
-def main() -> None:
-    """Time, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--lengths", type=int, default=24, help="how many new lengths are timed")
-    parser.add_argument("--grow", type=int, default=0, help="through how many lengths memory is watched")
-    parser.add_argument("--no-peer", action="store_true", help="without DTensor")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    lengths = range(FIRST + 2, FIRST + 2 + 2 * options.lengths, 2)
-    found: dict[str, Any] = {}
+DTENSORS = "DTensor, one of 2 ranks"
 
-    def note(name: str, pair: tuple[float, float]) -> None:
-        found[name] = new, known = pair
-        if not options.json:
-            print(f"{name:24} new {new:7.2f} ms   known {known:7.2f} ms   {new / known:6.2f} x", flush=True)
 
+def measure(effort: Effort) -> Samples:
+    """Milliseconds by what runs the step, and MiB of growth."""
+    hidden = effort.pick(64, 64, 16)
+    lengths = range(FIRST + 2, FIRST + 2 + 2 * effort.pick(24, 6, 2), 2)
+    found: Samples = {}
     for ranks in (1, 2):
-        note(f"simulated ranks: {ranks}", simulated(ranks, lambda step: timed(step, lengths), options.hidden))
-    if not options.no_peer:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-        note("DTensor, 1 of 2 ranks", timed(dtensor(options.hidden), lengths))
-        dist.destroy_process_group()
-    if options.grow:
-        found["growth, MiB"] = simulated(2, lambda step: grown(step, options.grow), options.hidden)
-    if options.json:
-        print(json.dumps(found))
-    elif options.grow:
-        print("growth, MiB, per 500 lengths:", *(f"{mib:.1f}" for mib in found["growth, MiB"]))
+        found[f"simulated ranks: {ranks}"] = simulated(ranks, lambda step: timed(step, lengths), hidden)
+    with fake_group(2):
+        found[DTENSORS] = timed(dtensor(hidden), lengths)
+    count = effort.pick(1000, 40, 4)
+    found[f"growth, MiB, {count // 2} lengths"] = {"memory": simulated(2, lambda step: grown(step, count), hidden)}
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def rows(samples: Samples) -> Iterator[Row]:
+    """A new length beside a known one."""
+    peers = {DTENSORS: ratio(samples, DTENSORS, "new", "known")}
+    for case, taken in samples.items():
+        if "memory" in taken:
+            yield Row(f"memory of the second {case.removeprefix('growth, MiB, ')}, MiB", taken["memory"][0])
+        elif case != DTENSORS:
+            yield Row(f"a step of a new length / a known one, {case}", ratio(samples, case, "new", "known"), 1.5, peers)
+
+
+BENCHMARKS = [Benchmark("lengths", "ms", measure, rows)]

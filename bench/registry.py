@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from .core import Benchmark
 
 # Each has BENCHMARKS; a new one needs no more than its name here.
-MODULES = ("ops", "block", "optimizers", "steps", "memory", "wire", "capture", "replay")
+MODULES = ("ops", "block", "optimizers", "steps", "memory", "wire", "capture", "replay", "lengths")
 
 
 def benchmarks() -> list[Benchmark]:

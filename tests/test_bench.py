@@ -33,7 +33,7 @@ def checked(name: str, samples: Samples) -> list[Row]:
     return rows
 
 
-@pytest.mark.parametrize("name", ["ops-2d-fwdbwd", "block", "optimizers", "capture", "replay"])
+@pytest.mark.parametrize("name", ["ops-2d-fwdbwd", "block", "optimizers", "capture", "replay", "lengths"])
 def test_runs(name: str) -> None:
     assert checked(name, NAMED[name].measure(SMALLEST))
 
