@@ -95,12 +95,13 @@ def shard_module(
         _materialise(model, names, mesh, init)
     if not sync:
         return model
-    made = GradSync(mesh, list(params), list(params.values()), bucket_bytes)
+    before: GradSync | None = model.__dict__.get("_gradient_sync")  # it was sharded before, and got other parameters
+    sync = before if before is not None and before.mesh == mesh else GradSync(mesh)
     if stored:
-        made.apart = {i for i, name in enumerate(params) if name in stored}
         axes = {id(params[name]): axis for name, axis in stored.items()}
-        zero.install(model, mesh, made, axes, regather=regather)
-    model.__dict__["_gradient_sync"] = made
+        zero.install(model, mesh, sync, axes, regather=regather)
+    others = sync.cover(params, bucket_bytes)
+    model.__dict__.update(_gradient_sync=sync, _others_sync=others)
     return model
 
 

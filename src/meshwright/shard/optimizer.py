@@ -29,6 +29,7 @@ from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, in_slot, wrap
 from .kinds import builtin, check_class, hooks_of, mixes, name_of
 from .states import Chunks, Shadow, check_state, held_state, own_spec
+from .sync import sync_of
 
 Tensor = torch.Tensor
 
@@ -220,7 +221,7 @@ def _values(opt: Optimizer) -> list[Any]:
 
 def _interrupted(p: DistTensor) -> bool:
     """Whether the last backward raised: a gradient may then be left Partial, which nobody could have seen to."""
-    sync = p.__dict__["_sync"]() if "_sync" in p.__dict__ else None
+    sync = sync_of(p)
     return sync is not None and sync.interrupted
 
 

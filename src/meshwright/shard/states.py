@@ -22,7 +22,7 @@ from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, in_spec, wrap
 from .kinds import ELEMENTWISE, name_of
 from .packing import Packing, chunk_dim, cut_over, split_dim
-from .sync import BUCKET_BYTES
+from .sync import BUCKET_BYTES, sync_of
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Chunks:
                 continue
             self.specs[id(p)] = cut_over(p._spec, axis, dim)
             p.__dict__["_chunk"] = self.specs[id(p)]  # the gradient synchronisation reads it
-            sync = p.__dict__["_sync"]() if "_sync" in p.__dict__ else None
+            sync = sync_of(p)
             if sync is not None:
                 sync.replan()
 

@@ -22,7 +22,8 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from ..raw import bare, get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, hold, wrap
 from .backward import Backward, begin, call_after
-from .buckets import Buckets
+from .buckets import STORED, Buckets
 from .replicas import astray
 
 Tensor = torch.Tensor
@@ -49,34 +50,51 @@ BUCKET_BYTES = 8 << 20  # small enough for most of the work to overlap with the 
 
 
 class GradSync:
-    """Reduces the gradients of a set of parameters; one per sharded model.
+    """Reduces the gradients of a set of parameters; one per sharded model.  A parameter belongs to one of them.
 
     Args:
         mesh: the mesh that the parameters lie on.
-        names, params: the parameters, each once, in the order of the model.
-        bucket_bytes: gradients are collected up to this size; larger ones travel alone and are not copied.
     """
 
-    def __init__(
-        self, mesh: Mesh, names: Sequence[str], params: Sequence[DistTensor], bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        self.mesh, self.names, self.params = mesh, list(names), list(params)
-        self.bucket_bytes = bucket_bytes
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.bucket_bytes = mesh, BUCKET_BYTES
+        self.names: list[str] = []
+        self.params: list[DistTensor] = []
         self.enabled = True
         self.apart: set[int] = set()  # parameters whose gradients come another way (see zero)
         self._start()
+
+    def cover(self, params: Mapping[str, DistTensor], bucket_bytes: int = BUCKET_BYTES) -> list[GradSync]:
+        """From now on reduce the gradients of these parameters, but of those that others do.
+
+        Args:
+            params: each once, in the order of the model.
+            bucket_bytes: gradients are collected up to this size; larger ones travel alone and are not copied.
+
+        Returns:
+            The others.
+        """
+        others = {n: sync for n, p in params.items() if (sync := sync_of(p)) not in (None, self)}
+        own = {n: p for n, p in params.items() if n not in others}
+        self.names, self.params, self.bucket_bytes = list(own), list(own.values()), bucket_bytes
+        self.apart = {i for i, p in enumerate(self.params) if STORED in p.__dict__}
+        self._begin()
+        return [sync for sync in dict.fromkeys(others.values()) if sync is not None]
 
     def _start(self) -> None:
         self.running: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()  # by thread
         self.interrupted = False  # the last backward raised: gradients may be left Partial
         self.scatter: Any = None  # starts the reduction of what stored parameters have been brought (see zero)
+        self._begin()
+
+    def _begin(self) -> None:
         self.divided: Buckets | None = None
         self.order: list[int] | None = None  # in which the first backward brought the gradients
         self.written = self._written()
         self.added = 0  # gradients that were added to others since the last comparison
         for i, p in enumerate(self.params):
-            _install(self, i, p)
-            p.__dict__["_sync"] = weakref.ref(self)
+            member = _member(p)
+            member.sync, member.i = weakref.ref(self), i
             p.__dict__["_param_name"] = self.names[i]  # for messages
 
     def replan(self) -> None:
@@ -218,37 +236,55 @@ def _accumulates(p: Tensor) -> bool:
         return False
 
 
-def _install(sync: GradSync, i: int, p: DistTensor) -> None:
-    """Have autograd tell of the gradients of a parameter; the user's hooks after accumulation are called by us."""
-    ref = weakref.ref(sync)
+@dataclass
+class _Member:
+    """Where a parameter is among those whose gradients are reduced together, and its hooks, which look there."""
 
-    def ready(_: Tensor) -> None:
-        own = ref()
+    sync: Callable[[], GradSync | None] = lambda: None
+    i: int = 0
+
+    def ready(self, _: Tensor) -> None:
+        own = self.sync()
         if own is not None:
-            own.ready(i)
+            own.ready(self.i)
 
-    def before(grad: Tensor | None) -> None:
-        own = ref()
+    def before(self, grad: Tensor | None) -> None:
+        own = self.sync()
         if own is not None and grad is not None:
-            own.before(i)
+            own.before(self.i)
 
+
+def sync_of(p: Tensor) -> GradSync | None:
+    """What reduces the gradients of a parameter."""
+    member: _Member | None = p.__dict__.get("_sync")
+    return None if member is None else member.sync()
+
+
+def _member(p: DistTensor) -> _Member:
+    """Of a parameter of which autograd tells us; the user's hooks after accumulation are called by us."""
+    if "_sync" in p.__dict__:
+        found: _Member = p.__dict__["_sync"]
+        return found
+    member = p.__dict__["_sync"] = _Member()
     with disabled():
         theirs = p._post_accumulate_grad_hooks
         p.__dict__["_after"] = OrderedDict() if theirs is None else theirs  # handles of hooks know this dict
         if p.is_floating_point() or p.is_complex():
             kept = p.requires_grad
             p.requires_grad_(True)  # hooks of a frozen parameter serve when it is thawed
-            p._post_accumulate_grad_hooks = OrderedDict({-1: ready})
-            Tensor.register_hook(p, before)
+            p._post_accumulate_grad_hooks = OrderedDict({-1: member.ready})
+            Tensor.register_hook(p, member.before)
             p.requires_grad_(kept)
+    return member
 
 
 def syncs_of(model: nn.Module) -> list[GradSync]:
     """The gradient synchronisations of a model and of its parts."""
-    found = [m.__dict__["_gradient_sync"] for m in model.modules() if "_gradient_sync" in m.__dict__]
+    held = [m.__dict__ for m in model.modules() if "_gradient_sync" in m.__dict__]
+    found = [sync for d in held for sync in (d["_gradient_sync"], *d["_others_sync"])]
     if not found:
         raise ShardError("no_sync: this model was not sharded; call mw.shard_module(model, mesh, placements) first")
-    return found
+    return list(dict.fromkeys(found))
 
 
 @takes(ShardError, model=(torch.nn.Module, "give the model that mw.shard_module returned"))
@@ -272,4 +308,4 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             s.enabled = was
 
 
-__all__ = ["BUCKET_BYTES", "GradSync", "no_sync", "syncs_of"]
+__all__ = ["BUCKET_BYTES", "GradSync", "no_sync", "sync_of", "syncs_of"]
