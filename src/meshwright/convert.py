@@ -55,7 +55,7 @@ class ConversionStep:
         return f"{self.kind}[{axes}] {self.src.layout!r} -> {self.dst.layout!r}"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def _transpose(step: ConversionStep) -> ConversionStep:
     # The shares of the parts are constants of the forward, so but for them a reduction is transposed as a sum is.
     src = step.src.dual()
@@ -270,7 +270,7 @@ _PREPARE: dict[str, Callable[[ConversionStep, tuple[int, ...]], Runner]] = {
 }
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def weighted(step: ConversionStep) -> bool:
     """Whether the parts of the result or of what is reduced have shares of the gradient: see :class:`_Weighted`."""
     if step.kind == "retype":
@@ -312,7 +312,7 @@ def _nothing_here(step: ConversionStep) -> bool:
     return _PREPARE[step.kind](step, here) is _same and _PREPARE[back.kind](back, here) is _same
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def _runs(steps: tuple[ConversionStep, ...]) -> tuple[tuple[tuple[ConversionStep, ...], Any], ...]:
     """Linear steps that follow each other share one autograd node; weighted ones have their own."""
     parts: list[tuple[ConversionStep, ...]] = []
@@ -324,7 +324,7 @@ def _runs(steps: tuple[ConversionStep, ...]) -> tuple[tuple[tuple[ConversionStep
     return tuple((part, _Weighted if weighted(part[0]) else _Convert) for part in parts)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def transpose(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
     """The steps that the backward of ``steps`` runs, in its order.
 
@@ -359,7 +359,7 @@ def _back(steps: tuple[ConversionStep, ...], grad: Tensor, cause: Any) -> Tensor
     return made.clone() if made is not grad and _only_slices(back) else made
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def _only_slices(steps: tuple[ConversionStep, ...]) -> bool:
     return all(s.kind in ("slice", "retype") for s in steps) and any(s.kind == "slice" for s in steps)
 

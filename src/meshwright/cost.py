@@ -29,7 +29,7 @@ def passes(kind: str) -> tuple[int, int]:
     return found.passes if found is not None else (0, 0)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=2048)
 def step_bytes(step: ConversionStep) -> float:
     """Bytes that each rank sends for one step."""
     before, after = passes(step.kind)

@@ -46,7 +46,7 @@ class ConversionPlan:
         return self.forward_bytes + self.backward_bytes
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def plan(src: Spec, dst: Spec) -> ConversionPlan:
     """The cheapest plan from ``src`` to ``dst``.  Undecided axes must have been decided before.
 

@@ -2,10 +2,9 @@
 
 PyTorch is asked by a run on meta tensors, which costs more than all the rest of a plan.  Its answer is remembered by
 all that it can hang on but for sizes: function, arguments, dtypes, the factors of the line, and how the size of each
-factor compares with what a call may compare it with: 0, 1, the numbers among the arguments and their sums.  How sizes
-compare with each other is in the line.  That holds where the line gives every size of the outputs from dims of the
-inputs; of others PyTorch is asked each time.  A first run compares what it gives with the line once more, on every rank
-(``Execution.finish``).
+factor compares with what a call may compare it with: 0, 1, the numbers among the arguments and their sums, the other
+sizes.  That holds where the line gives every size of the outputs from dims of the inputs; of others PyTorch is asked
+each time.  A first run compares what it gives with the line once more, on every rank (``Execution.finish``).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -58,10 +58,12 @@ def kind_of(func: Any, rule: Rule, specs: Sequence[Spec], args: Args, kwargs: Kw
         return None
     numbers: list[int] = []
     fixed = _fixed((args, kwargs), func, numbers)
-    sizes = tuple(map(_place_among(tuple(numbers)), rule.sizes.values()))
+    sizes = list(rule.sizes.values())
+    order = sorted(set(sizes))
+    compared = tuple(map(_place_among(tuple(numbers)), sizes)), tuple(map(order.index, sizes))
     kinds = tuple([(s.dtype, s.ndim) for s in specs])
-    mode = autocast.state() if autocast.active() else torch.get_default_dtype()
-    return (func, fixed, mode, kinds, rule.inputs, rule.outputs, sizes)
+    mode = torch.get_default_dtype(), autocast.active() and autocast.state()
+    return (func, fixed, mode, kinds, rule.inputs, rule.outputs, compared)
 
 
 @lru_cache(maxsize=4096)
@@ -84,9 +86,9 @@ def _fixed(a: Any, func: Any, numbers: list[int]) -> Any:
         return (dict, *[(k, _fixed(v, func, numbers)) for k, v in a.items()])
     if isinstance(a, slice):
         return (slice, *[_fixed(x, func, numbers) for x in (a.start, a.stop, a.step)])
-    if a.__class__ is int:
-        numbers.append(abs(a))
-        return a
+    if isinstance(a, Integral) and not isinstance(a, bool):  # those of NumPy, too
+        numbers.append(abs(int(a)))
+        return int(a)
     return a if a.__class__ is float else key_part(a, func)
 
 
