@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,21 @@ def test_a_narrow_terminal_cuts_nothing() -> None:
     assert "blocks.*.attention.qkv.weight" in text or "blocks.0.attention.qkv.weight" in text
     assert "dp replicate, tp Shard(0), local 96 × 64" in text
     assert "…" not in text
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
+def test_an_interrupt_while_it_starts_is_a_line() -> None:
+    process = subprocess.Popen([*EXPLAIN[:3], "rules"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 60
+        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT
+    assert shown == "interrupted\n"
 
 
 def test_a_rank_that_is_stopped_counts_as_failed_after_a_while() -> None:

@@ -9,6 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .launchers import interrupts_in_a_line as _interrupts_in_a_line
+from .launchers import is_command as _is_command
+
+if _is_command():  # before the imports that take seconds
+    _interrupts_in_a_line()
+
 from . import functions as _functions  # noqa: F401 (guards torch.autograd.Function)
 from .api import (
     constrain,

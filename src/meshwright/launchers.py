@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 
 from .errors import MeshError
 
@@ -67,6 +69,27 @@ def launched(env: Mapping[str, str] | None = None) -> Launch | None:
     else:
         address, port = env.get("MASTER_ADDR") or _address(env, by, size, env.get(here, "")), _port(env, job)
     return Launch(by, int(env[rank]), size, int(env.get(local, env[rank])), address, port)
+
+
+def is_command() -> bool:
+    """Whether this process is the command line, and no program that imports the package."""
+    given = sys.orig_argv[1:]
+    if "-m" in given[:-1]:
+        return given[given.index("-m") + 1] == "meshwright"
+    return os.path.basename(sys.argv[0]) == "meshwright"
+
+
+def interrupts_in_a_line() -> None:
+    """From now on Ctrl-C, where nobody handles it, is a line and no traceback: of the command line while it imports."""
+    before = sys.excepthook
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.stderr.write("interrupted\n")
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = shown
 
 
 def keeps_store() -> bool:
