@@ -56,7 +56,7 @@ def choose(
     if strategies:
         return search.by_axis([[c] for c in strategies])[0]
     kind = search.kind()
-    known = _FREE.find(kind)
+    known = None if kind is None else _FREE.find(kind)
     if known is not None and not VERIFY:
         return search.typed(known, {})
     best, thrown = search.by_axis()
@@ -66,7 +66,7 @@ def choose(
     if not stays:
         return best if search.mesh.ndim == 1 else search.together(best, thrown)
     factors = [c.factor for c in best.strategies if c.factor]
-    if not best.bytes and len(factors) == len(set(factors)):
+    if kind is not None and not best.bytes and len(factors) == len(set(factors)):
         _FREE.keep(kind, best.strategies)
     return best
 
@@ -131,16 +131,19 @@ class Search:
         return None if spec is None else spec.layout.placements[axis]
 
     def kind(self) -> Any:
-        """What a choice that costs nothing hangs on: of sizes whether they are 0 or 1, and where cuts fall in dims of
-        several factors."""
+        """What a choice that costs nothing hangs on: of sizes whether they are 0 or 1.
+
+        None where a cut may fall within a part of a dim of several factors, which hangs on all of them.
+        """
         rule, n = self.rule, self.mesh.size
         compound = {f for dims in (*rule.inputs, *rule.outputs) for names in dims if len(names) > 1 for f in names}
-        cuts = all(rule.sizes[f] % n == 0 for f in compound)  # between whole parts, whatever axes cut
-        sizes = tuple([min(size, 2) if cuts else size for size in rule.sizes.values()])
+        if any(rule.sizes[f] % n for f in compound):
+            return None
+        sizes = tuple([min(size, 2) for size in rule.sizes.values()])
         given = tuple([(s.layout, s.reduced, s.undecided, carries_grad(s.dtype)) for s in self.ins])
         reduced = tuple(rule.reduced.items())
         says = (rule.inputs, rule.outputs, rule.whole, reduced, rule.linear, rule.moves, rule.heavy, rule.lends)
-        return (says, cuts, sizes, given, self.inplace, frozenset(self.constants))
+        return (says, sizes, given, self.inplace, frozenset(self.constants))
 
     @cached_property
     def held(self) -> list[tuple[Dims, Spec]]:
