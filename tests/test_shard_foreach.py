@@ -177,3 +177,43 @@ def test_parts_of_a_sum_are_scaled_as_they_are() -> None:
             torch.testing.assert_close(mw.unshard(x), y * factor / 4)
 
     mw.simulate(fn, BOTH)
+
+
+ORDS = [-math.inf, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0, math.inf]
+
+
+def norms_of(mesh: mw.Mesh | None, kind: float) -> list[torch.Tensor]:
+    """The norm of tensors by every way there is, and what clipping by it leaves."""
+    torch.manual_seed(1)
+    given = [torch.randn(5, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64), torch.ones(1, 2).double()]
+    model = nn.ParameterList([torch.zeros_like(t) for t in given])
+    tensors = given
+    if mesh is not None:
+        mw.shard_module(model, mesh, stored_over="dp")
+        tensors = [mw.shard_tensor(t, mesh, p.spec.layout) for t, p in zip(given, model, strict=True)]
+    found = [torch.linalg.vector_norm(t, kind) for t in tensors] + list(torch._foreach_norm(tensors, kind))
+    for foreach in (None, True, False):
+        found.append(torch.nn.utils.get_total_norm(tensors, kind, foreach=foreach))
+        for p, t in zip(model, tensors, strict=True):
+            p.grad = t.clone()
+        found.append(clip(model.parameters(), 0.1, kind, foreach=foreach))
+        found += [p.grad for p in model]
+    return [mw.unshard(t) for t in found]
+
+
+@pytest.mark.parametrize("kind", ORDS)
+def test_all_orders_of_norms(kind: float) -> None:
+    want = norms_of(None, kind)
+    for size in (2, 7):  # uneven parts, empty ones
+        mesh = mw.Mesh({"dp": size})
+        for got in mw.simulate(lambda: norms_of(mesh, kind), mesh):  # noqa: B023
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", [-1.0, -math.inf, math.inf])
+def test_norms_of_nothing(kind: float) -> None:
+    def fn() -> None:
+        with pytest.raises(RuntimeError, match="norm on an empty tensor"):
+            torch._foreach_norm([mw.shard_tensor(torch.ones(0, 3), BOTH, {"dp": mw.Shard(0)})], kind)
+
+    mw.simulate(fn, BOTH)

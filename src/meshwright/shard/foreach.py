@@ -175,11 +175,12 @@ def split_axes(spec: Spec) -> tuple[int, ...]:
 
 def _local_norms(tensors: list[Tensor], ord: float, dtype: torch.dtype | None) -> list[Tensor]:
     typed = {} if dtype is None else {"dtype": dtype}
-    if not math.isinf(ord):
+    if 0 <= ord < math.inf:
         return list(torch._foreach_norm(tensors, ord, **typed))
-    # An empty shard has no extremum: the neutral element stands in.
+    # An empty shard has no extremum, nor a sum of inverses: the neutral element stands in.
     neutral = math.inf if ord < 0 else 0.0
-    full = [t if Tensor.numel(t) else Tensor.new_full(t, (1,), neutral) for t in tensors]
+    apart = [not Tensor.numel(t) and t.__class__ is DistTensor and t._spec.shape.numel() for t in tensors]
+    full = [Tensor.new_full(t, (1,), neutral) if a else t for a, t in zip(apart, tensors, strict=True)]
     return list(torch._foreach_norm(full, ord, **typed))
 
 
