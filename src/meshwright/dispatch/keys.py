@@ -23,8 +23,12 @@ def _key_int(a: int, func: Any) -> Any:
     return int if op is not None and op.pointwise and a else a  # zero is a part of a sum, other numbers are not
 
 
-def _key_float(a: float, func: Any) -> Any:
-    return float if a else _ZERO
+def _key_float(a: complex, func: Any) -> Any:
+    # A pointwise op takes all numbers but zero alike; of others a number may be the order of a norm.
+    if not a:
+        return _ZERO
+    op = OPS.get(func)
+    return a.__class__ if op is not None and op.pointwise else (a.__class__, a)
 
 
 def _key_type(a: Any, func: Any) -> Any:
@@ -49,7 +53,7 @@ def _key_plain(a: Tensor, func: Any) -> Any:
 
 
 _KEYS: dict[type, Callable[[Any, Any], Any]] = {
-    bool: _key_bool, int: _key_int, float: _key_float, complex: _key_type, tuple: _key_sequence, list: _key_sequence,
+    bool: _key_bool, int: _key_int, float: _key_float, complex: _key_float, tuple: _key_sequence, list: _key_sequence,
     torch.Size: _key_sequence, slice: _key_slice, Tensor: _key_plain, torch.nn.Parameter: _key_plain,
     torch.Generator: _key_type,
 }  # fmt: skip
@@ -58,7 +62,7 @@ for _plain_type in (str, type(None), torch.dtype, torch.device, type(...), torch
 
 
 def key_part(a: Any, func: Any) -> Any:
-    """What of an argument decides the plan: specs, shapes, flags; never values that cannot change a layout."""
+    """What of an argument decides the plan: specs, shapes, flags; values but for those that cannot change a layout."""
     make = _KEYS.get(a.__class__)
     if make is not None:
         return make(a, func)
@@ -70,8 +74,8 @@ def key_part(a: Any, func: Any) -> Any:
     try:
         hash(a)
     except TypeError:
-        return type(a)
-    return (a.__class__, a)  # numbers of NumPy are equal to those of Python, and rules take them otherwise
+        return object()  # what is in it may decide: the plan is for this call alone
+    return (a.__class__, a)  # 2 is equal to np.float64(2), and promotes otherwise
 
 
 def key_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
