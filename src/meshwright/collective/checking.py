@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import runtime
+from ..compat import disable_current_modes
 from ..errors import DesyncError
 from ..simulation import Call
 from .groups import Group
@@ -185,29 +187,51 @@ def _texts(recent: Any, line: Any, group: Group) -> list[Any]:
 
 # ---------------------------------------------------------------------------------------------- values
 
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAMPLE = 1024  # elements whose order counts, too
+# Doubles by halves: their last bits are often zero, and so would be those of the products.
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_SAMPLE = 1024  # elements of a large tensor that is not looked through whole
+_CHUNK = 1 << 16  # elements: small enough for a cache, and every generator's state is smaller
 
 
 def digests(tensors: Sequence[Tensor], *, whole: bool = True) -> list[int]:
     """A number for each tensor that tells other values, wherever it lies: one pass, and one wait for the device.
 
-    The sum of all bit patterns, and that of a sample weighted by position: what differs in one element is seen, what
-    differs in the order alone is as good as always.  Not ``whole``: of the sample alone, which costs next to nothing.
+    The sum of all bit patterns, each times a number that its position alone gives and that looks random: values that
+    change places, or changes that cancel in a plain sum (a counter's carry), make another number.
+
+    Args:
+        whole: every element counts; otherwise a sample of large tensors, which costs next to nothing.
     """
-    made = []
     with torch.no_grad():
-        for t in tensors:
-            t = t.detach().resolve_conj().resolve_neg()
-            t = torch.view_as_real(t) if t.is_complex() else t
-            if t.layout is not torch.strided or not t.numel():
-                made.append(torch.zeros((), dtype=torch.int64, device=t.device))
-                continue
-            flat = t.contiguous().view(-1).view(_INTEGER[t.element_size()])
-            some = flat[:: -(-flat.numel() // _SAMPLE)].long()
-            ramp = torch.arange(1, some.numel() + 1, device=t.device) * 2654435761
-            made.append((some * ramp).sum() + (flat.sum(dtype=torch.int64) if whole else 0))
+        made = [_digest(t.detach().resolve_conj().resolve_neg(), whole) for t in tensors]
         return torch.stack([m.to(made[0].device) for m in made]).tolist() if made else []
+
+
+def _digest(t: Tensor, whole: bool) -> Tensor:
+    t = torch.view_as_real(t) if t.is_complex() else t
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    if t.layout is not torch.strided or not t.numel():
+        return total
+    flat = t.contiguous().view(-1).view(_INTEGER[t.element_size()])
+    if not whole and flat.numel() > _CHUNK:
+        flat = flat[:: -(-flat.numel() // _SAMPLE)]
+    weights = _weights(t.device)
+    for part in flat.split(_CHUNK):
+        total = total * _ODD + (part * weights[: part.numel()]).sum()
+    return total
+
+
+_ODD = 6364136223846793005
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers that look random (the mixing of SplitMix64)."""
+    with disable_current_modes():  # they are kept: real tensors, whatever mode the first caller is in
+        x = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * -7046029254386353131
+        x = (x ^ (x >> 30)) * -4658895280553007687
+        x = (x ^ (x >> 27)) * -7723592293110705685
+        return (x ^ (x >> 31)) | 1
 
 
 def same_values(t: Tensor, layout: str, group: Group) -> None:
