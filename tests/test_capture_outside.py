@@ -269,3 +269,55 @@ def test_a_number_in_a_batch_is_not_split() -> None:
     _, loss, _ = compiling(loss_fn, batch)
     torch.manual_seed(0)
     torch.testing.assert_close(loss, loss_fn(Net(), batch).detach())
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "add_": lambda c: c.add_(1),
+    "mul_": lambda c: c.mul_(2),
+    "sub_": lambda c: c.sub_(0.5),
+    "div_": lambda c: c.div_(3),
+    "+=": lambda c: c.__iadd__(1),
+    "remainder_": lambda c: c.add_(2).remainder_(3),
+    "pow_": lambda c: c.pow_(2),
+    "zero_": lambda c: c.zero_(),
+    "fill_": lambda c: c.fill_(5),
+    "clamp_": lambda c: c.add_(1).clamp_(0, 2),
+    "copy_": lambda c: c.copy_(c + 1),
+    "element": lambda c: c[...].add_(1),
+    "out=": lambda c: torch.add(c, 1, out=c),
+}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
+@pytest.mark.parametrize("write", WRITES)
+def test_capture_writes_nothing_of_the_users(write: str, shape: tuple[int, ...]) -> None:
+    """A write with a number ran for real while the step was captured, and again at each new capture."""
+
+    def run(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, count, held = nn.Linear(3, 2), torch.ones(shape), {"factor": torch.ones(())}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss_fn(model: Any, x: Tensor) -> Any:
+            WRITES[write](count)
+            return model(x).square().mean() * held["factor"] * (1 + 0.1 * count.sum())
+
+        def plain(x: Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = loss_fn(model, x)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        layout = {"dp": mw.Shard(0)}
+        step = mw.compile_step(model, loss_fn, optimizer, X, mesh=MESH, batch=layout) if compiled else plain
+        made = [count.sum().item()]
+        for i in range(4):
+            if i == 2:
+                held["factor"] = torch.tensor(2.0)  # another capture
+            made += [step(X).item(), count.sum().item()]
+        return made
+
+    want = run(False)
+    for got in mw.simulate(lambda: run(True), MESH):
+        assert got == pytest.approx(want)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -11,13 +13,48 @@ import torch
 import torch.nn as nn
 
 from ... import compat
-from ...compat import FakeTensorMode
+from ...compat import FakeTensorMode, pytree
 from ...errors import CaptureError
 from ...tensor import DistTensor
 from ..ir.memory import dense
 
 Tensor = torch.Tensor
 Born = Callable[[str, Tensor], None]
+
+
+_recording = threading.local()
+
+
+@contextlib.contextmanager
+def writing_nothing() -> Iterator[None]:
+    """Inside, this thread's fakes leave the memory of real tensors alone.
+
+    By itself PyTorch runs an op of known values for real, in place too: ``count.add_(1)``, where no fake takes part.
+    """
+    original = FakeTensorMode.dispatch
+    if not hasattr(original, "__wrapped__"):
+
+        @functools.wraps(original)
+        def guarded(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(_recording, "depth", 0) and func._schema.is_mutable:
+                args, kwargs = pytree.tree_map_only(Tensor, partial(_unknown, self), (args, kwargs or {}))
+            return original(self, func, types, args, kwargs or {})
+
+        FakeTensorMode.dispatch = guarded  # type: ignore[method-assign]
+    _recording.depth = getattr(_recording, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _recording.depth -= 1
+
+
+def _unknown(mode: Any, t: Tensor) -> Tensor:
+    """A fake of which no value is known."""
+    if not mode.is_our_fake(t):
+        return mode.fake_tensor_converter.from_real_tensor(mode, t)  # type: ignore[no-any-return]
+    if t.constant is not None:  # type: ignore[attr-defined]
+        mode.fake_tensor_converter.invalidate_constant_aliases(t.constant)  # type: ignore[attr-defined]
+    return t
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from ..ir.nodes import annotate, info_of, is_mutating, remove_dead
 from ..ir.program import Input, Output, Program
 from ..ir.trace import Recorder
 from .distcalls import DistCalls
-from .fakes import like, named_in, replaced, stand_ins
+from .fakes import like, named_in, replaced, stand_ins, writing_nothing
 from .naming import join, mark
 from .optimizers import check_unscaled, parts_of
 from .partition import as_rank
@@ -168,7 +168,7 @@ class _Recording:
         """Run the step."""
         local, mode = self.local, FakeTensorMode(allow_non_fake_inputs=True)
         tensors = {**self.named, **dict(local.model.named_buffers())}
-        with as_rank(local.mesh, local.rank), stand_ins(tensors, mode, self._born):
+        with as_rank(local.mesh, local.rank), stand_ins(tensors, mode, self._born), writing_nothing():
             self._inputs(tensors)
             leaves, structure = pytree.tree_flatten(local.batch)
             with mode:
