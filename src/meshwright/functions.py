@@ -23,7 +23,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from . import compat
-from .compat import CheckpointFrame
+from .compat import CheckpointFrame, apply_function
 from .compat import checkpoint_determinism_checks as _checks
 from .dispatch import disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
@@ -32,7 +32,6 @@ from .layout import Layout, Replicate, Spec
 from .raw import bare
 from .tensor import OPEN, DistTensor, whole, within, wrap
 
-_apply: Any = torch.autograd.Function.__dict__["apply"].__func__
 _enabled = compat.is_torch_function_enabled
 _warned: set[str] = set()
 
@@ -47,7 +46,7 @@ def _guarded(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _gathered(cls, args)
     if cls is CheckpointFunction:
         args = (run_alike(args[0]), *args[1:])
-    return _apply(cls, *args, **kwargs)
+    return apply_function(cls, *args, **kwargs)
 
 
 def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
@@ -61,7 +60,7 @@ def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
             'a custom op (torch.library.custom_op) with a rule: @mw.rule("lib::op")',
             stacklevel=3,
         )
-    made = _apply(cls, *map_tensors(args, lambda t: whole(t) if isinstance(t, DistTensor) else t))
+    made = apply_function(cls, *map_tensors(args, lambda t: whole(t) if isinstance(t, DistTensor) else t))
     everywhere = mesh.everywhere
     with disabled():
         for t in tensors_in(made):

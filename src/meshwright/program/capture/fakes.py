@@ -51,7 +51,7 @@ def writing_nothing() -> Iterator[None]:
 def _unknown(mode: Any, t: Tensor) -> Tensor:
     """A fake of which no value is known."""
     if not mode.is_our_fake(t):
-        return mode.fake_tensor_converter.from_real_tensor(mode, t)  # type: ignore[no-any-return]
+        return mode.fake_tensor_converter.from_real_tensor(mode, t)
     if t.constant is not None:  # type: ignore[attr-defined]
         mode.fake_tensor_converter.invalidate_constant_aliases(t.constant)  # type: ignore[attr-defined]
     return t
