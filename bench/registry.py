@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from .core import Benchmark
 
 # Each has BENCHMARKS; a new one needs no more than its name here.
-MODULES = ("ops", "block", "optimizers", "steps", "memory", "wire", "capture", "replay", "lengths")
+MODULES = ("ops", "block", "optimizers", "steps", "memory", "wire", "capture", "replay", "lengths", "checkpoint")
 
 
 def benchmarks() -> list[Benchmark]:

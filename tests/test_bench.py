@@ -92,6 +92,12 @@ def test_steps_on_processes() -> None:
 
 
 @pytest.mark.processes
+def test_checkpoints_on_processes() -> None:
+    first, _ = run_processes(measured, 2, "checkpoint")  # which compares what is loaded with what was saved
+    assert len(checked("checkpoint", first)) == 6
+
+
+@pytest.mark.processes
 @pytest.mark.long
 def test_steps_of_all_on_processes() -> None:
     first, _ = run_processes(measured, 2, "step-acc4")  # which compares the losses of all contenders
