@@ -67,7 +67,7 @@ def init_mesh(
         started = dist.is_initialized()
         launch = None if started else launched()
         if launch is not None:
-            limit = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+            limit: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
             with collective.meeting(launch, timeout) as how:
                 dist.init_process_group("nccl" if device == "cuda" else "gloo", **how, **limit)
             started = True

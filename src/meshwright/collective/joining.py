@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..launchers import Launch, keeps_store
 
 LONG = 600.0  # seconds for the first rank to start
+STORES: Any = dist  # has them, and does not say so to type checkers
 POLL = 0.02  # seconds between two looks whether a rank asks
 
 
@@ -44,26 +45,26 @@ def meeting(launch: Launch, timeout: float | None) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _named(launch: Launch, timeout: timedelta) -> Iterator[Any]:
     """The store of this attempt; inside, the first rank tells the others which that is."""
-    store = dist.TCPStore(launch.address, launch.port, launch.world, False, timeout, wait_for_workers=False)
+    store = STORES.TCPStore(launch.address, launch.port, launch.world, False, timeout, wait_for_workers=False)
     own = uuid4().hex
     if launch.rank == 0:
         done = threading.Event()
         telling = threading.Thread(target=_answer, args=(launch, own, done), daemon=True, name="meshwright joins")
         telling.start()
         try:
-            yield dist.PrefixStore(f"meshwright/{own}", store)
+            yield STORES.PrefixStore(f"meshwright/{own}", store)
         finally:
             done.set()
             telling.join()
         return
     number = store.add("meshwright/asks", 1)
     store.set(f"meshwright/ask/{number}", own)
-    yield dist.PrefixStore(f"meshwright/{store.get(f'meshwright/answer/{own}').decode()}", store)
+    yield STORES.PrefixStore(f"meshwright/{store.get(f'meshwright/answer/{own}').decode()}", store)
 
 
 def _answer(launch: Launch, name: str, done: threading.Event) -> None:
     """Answer whoever asks, also ranks that died since; by a connection of its own, as who waits in one keeps it."""
-    store = dist.TCPStore(launch.address, launch.port, None, False, wait_for_workers=False)
+    store = STORES.TCPStore(launch.address, launch.port, None, False, wait_for_workers=False)
     told, open_ = 0, set[int]()
     while not done.wait(POLL):
         asked = store.add("meshwright/asks", 0)

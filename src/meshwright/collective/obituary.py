@@ -68,7 +68,7 @@ def last_collective() -> str:
     """The collective that this rank began last, as a group that it has knows it."""
     for one in list(runtime.RT.groups.values()):
         link = getattr(one, "link", None)
-        if link is not None and link.recent and link.recent is Link.latest:
+        if link is not None and link.recent and Link.latest is link.recent:
             ranks, (_, call) = ", ".join(map(str, one.ranks)), link.recent[-1]
             return f"{call} over {','.join(one.axes) or 'a group'} (ranks {ranks})"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -87,9 +88,17 @@ def watch_over(mesh: Mesh, patience: float) -> None:
     rt, everyone = runtime.RT, group(mesh)
     if rt.watcher is not None or rt.sim is not None or mesh.size == 1:
         return
-    server = listen()
-    own = here(server)
+    try:
+        server = listen()
+    except OSError as error:  # no rank of it is heard: then none is
+        server, why = None, str(error)
+    own = here(server, "" if server else why)
     found = [Endpoint(*given) for given in all_gather_object(tuple(own), everyone)]
+    if silent := next((f"{one.host}: {one.error}" for one in found if one.error), ""):
+        if rt.rank == mesh.ranks[0]:
+            warnings.warn(f"nobody watches for ranks that die: no port on {silent}", RuntimeWarning, stacklevel=3)
+        return
+    assert server is not None
     if len({endpoint.machine for endpoint in found}) > 1:
         own = own._replace(addresses=addresses())
         found = [Endpoint(*given) for given in all_gather_object(tuple(own), everyone)]

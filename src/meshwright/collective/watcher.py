@@ -49,6 +49,7 @@ class Endpoint(NamedTuple):
         addresses: by which other machines may reach it.
         port: where it listens.
         word: of the first rank: what strangers do not know.
+        error: why it does not listen, or empty.
     """
 
     machine: str
@@ -58,6 +59,7 @@ class Endpoint(NamedTuple):
     addresses: tuple[str, ...]
     port: int
     word: str
+    error: str
 
 
 class _Line:
@@ -78,10 +80,10 @@ def listen() -> socket.socket:
     return made
 
 
-def here(server: socket.socket) -> Endpoint:
+def here(server: socket.socket | None, error: str) -> Endpoint:
     """The endpoint of this rank, without its addresses."""
-    pid, port, word = os.getpid(), server.getsockname()[1], os.urandom(16).hex()
-    return Endpoint(process.machine(), socket.gethostname(), pid, process.born(pid), (), port, word)
+    pid, port, word = os.getpid(), server.getsockname()[1] if server else 0, os.urandom(16).hex()
+    return Endpoint(process.machine(), socket.gethostname(), pid, process.born(pid), (), port, word, error)
 
 
 def addresses() -> tuple[str, ...]:
