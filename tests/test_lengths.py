@@ -66,6 +66,7 @@ def plan_in_many_sizes(op_db: list[Any], most: int, mesh: mw.Mesh, layouts: Any)
     """Plan the samples of ops in many sizes, asking PyTorch and searching each time; how many answers and choices were
     taken for known."""
     known = chosen = 0
+    wrong: list[AssertionError] = []
     typed = search.Search.typed
 
     def free(self: Any, strategies: Any, orders: Any, *total: float) -> Any:
@@ -117,13 +118,13 @@ def plan_in_many_sizes(op_db: list[Any], most: int, mesh: mw.Mesh, layouts: Any)
                 try:
                     plan_call(func, tree_map(laid, args), tree_map(laid, kwargs))
                 except (MeshwrightError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError):
-                    return  # refused: what is compared is AssertionError
+                    return  # refused
+                except AssertionError as error:
+                    wrong.append(error)
 
         try:
             with Planned():
                 fn(*given[0], **given[1])
-        except AssertionError:
-            raise
         except Exception:
             return
 
@@ -133,6 +134,7 @@ def plan_in_many_sizes(op_db: list[Any], most: int, mesh: mw.Mesh, layouts: Any)
         patch.setattr(search, "VERIFY", True)
         patch.setattr(search.Search, "typed", free)
         mw.simulate(run, mesh, timeout=3000)
+    assert not {str(error) for error in wrong}
     return known, chosen
 
 
@@ -149,10 +151,9 @@ def test_what_is_taken_for_known_is_what_is_found() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("group", range(24))
-@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)], ids=str)
-def test_what_is_taken_for_known_is_what_is_found_for_all_ops(group: int, sizes: tuple[int, ...]) -> None:
-    mesh = mw.Mesh({f"axis{i}": n for i, n in enumerate(sizes)})
-    assert min(plan_in_many_sizes(op_db()[group::24], 6, mesh, LAID)) > 20
+def test_what_is_taken_for_known_is_what_is_found_for_all_ops(group: int) -> None:
+    mesh = (PAIR, mw.Mesh({"x": 3}), mw.Mesh({"x": 2, "y": 2}))[group % 3]
+    assert min(plan_in_many_sizes(op_db()[group::24], 2, mesh, LAID)) > 20
 
 
 def asked_of(fn: Callable[[], Any]) -> int:
@@ -185,7 +186,7 @@ def block(length: int) -> None:
 def test_pytorch_is_asked_once_for_all_lengths() -> None:
     assert asked_of(lambda: block(5)) >= 6
     assert asked_of(lambda: block(9)) > 0  # more than the other sizes, which are 4, 6 and 8
-    assert asked_of(lambda: [block(n) for n in (13, 10, 20, 5)]) == 0
+    assert asked_of(lambda: [block(n) for n in (13, 10, 20)]) == 0
     assert asked_of(lambda: block(1)) > 0  # a size of one is another line
 
 

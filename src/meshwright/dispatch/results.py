@@ -2,7 +2,7 @@
 
 PyTorch is asked by a run on meta tensors, which costs more than all the rest of a plan.  Its answer is remembered by
 all that it can hang on but for sizes: function, arguments, dtypes, the factors of the line, and how the size of each
-factor compares with what a call may compare it with: 0, 1, the numbers among the arguments and their sums, the other
+factor compares with what a call may compare it with: 0 to 4, the numbers among the arguments and their sums, the other
 sizes.  That holds where the line gives every size of the outputs from dims of the inputs; of others PyTorch is asked
 each time.  A first run compares what it gives with the line once more, on every rank (``Execution.finish``).
 """
@@ -68,11 +68,11 @@ def kind_of(func: Any, rule: Rule, specs: Sequence[Spec], args: Args, kwargs: Kw
 
 @lru_cache(maxsize=4096)
 def _place_among(numbers: tuple[int, ...]) -> Callable[[int], int]:
-    """What a size is beside 0, 1, and the sums of some of these numbers: less, equal or more."""
+    """What a size is beside numbers that ops know by themselves, and the sums of some of these: less, equal or more."""
     sums = {0}
     for n in numbers[:_MOST_NUMBERS]:
         sums |= {n + m for m in sums}
-    order = sorted(sums | {1}) if len(numbers) <= _MOST_NUMBERS else range(2 + sum(numbers))
+    order = sorted({*range(5), *sums}) if len(numbers) <= _MOST_NUMBERS else range(5 + sum(numbers))
     return lambda n: bisect_left(order, n) + bisect_right(order, n)
 
 
