@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -46,9 +47,9 @@ def run(benchmark: Benchmark, effort: Effort, timeout: float) -> dict[str, Any]:
     begin = time.monotonic()
     try:
         samples = samples_of(benchmark, effort, timeout)
-    except BenchmarkError as error:
-        return {"seconds": time.monotonic() - begin, "error": str(error)}
-    return report.record(benchmark, samples, time.monotonic() - begin)
+        return report.record(benchmark, samples, time.monotonic() - begin)
+    except (BenchmarkError, ArithmeticError, LookupError) as error:  # the others go on
+        return {"seconds": time.monotonic() - begin, "error": f"{type(error).__name__}: {error}"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,4 +89,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     # Before the server of processes starts, which has it from here.
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process is left behind
     sys.exit(main())

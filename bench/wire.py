@@ -158,8 +158,8 @@ def timed(contender: Any, wire: Wire, data: Any) -> tuple[float, float, list[Mes
 
 
 def rows(samples: Samples) -> Iterator[Row]:
-    """Exposed time, per round beside the step without communication, by the bound."""
-    bound, steps = statistics.median(samples["bound"][BOUND]), samples["step"]
+    """Exposed time, per round beside the step without communication, by the bound: one message's latency or more."""
+    bound, steps = max(statistics.median(samples["bound"][BOUND]), 1e3 * ALPHA), samples["step"]
 
     def exposed(name: str) -> float:
         return statistics.median(a - b for a, b in zip(steps[name], steps[ALONE], strict=True)) / bound

@@ -12,6 +12,7 @@ import pytest
 import torch
 from processes import run_processes
 
+from bench import __main__ as bench_main
 from bench import block, capture, ops, optimizers, ours, peers, replay, report, steps, wire
 from bench.__main__ import main
 from bench.core import DTENSOR, LOCAL, OURS, Benchmark, Effort, Row, Samples, fake_group
@@ -176,6 +177,16 @@ def test_two_runs_are_compared() -> None:
     assert "worse" not in lines["same"] + lines["faster"]
     assert "better" not in lines["same"] + lines["slower"]
     assert "Only in A: gone." in page
+
+
+def test_a_bound_of_nothing_is_a_message() -> None:
+    samples = {"bound": {wire.BOUND: [0.0]}, "step": {peers.ALONE: [1.0], "eager 1 KiB": [1.2], "captured auto": [1.3]}}
+    assert [row.figure for row in wire.rows(samples)] == pytest.approx([2.0, 3.0, 3.0])
+
+
+def test_one_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_main, "samples_of", lambda *_: {"case": {LOCAL: [1.0]}})
+    assert "KeyError" in bench_main.run(fake("x", 1.0), SMALLEST, 1.0)["error"]
 
 
 def test_rounds_of_a_case_are_drawn_together() -> None:
