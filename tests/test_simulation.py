@@ -384,3 +384,42 @@ def test_a_rank_of_a_run_that_was_left_cannot_disturb_the_next_one() -> None:
     assert simulate(lambda: [time.sleep(0.4), meet(TWO, 1).item()][1], TWO) == [2.0, 2.0]
     assert simulated_threads() == []
     assert "met" not in reached
+
+
+def flags() -> tuple[object, ...]:
+    return (
+        torch.get_default_dtype(),
+        torch.is_anomaly_enabled(),
+        torch.is_anomaly_check_nan_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("end", ["well", "error", "interrupt"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_flags_of_the_process_are_each_ranks_own(end: str, outside: bool) -> None:
+    def fn() -> None:
+        assert flags() == before
+        with torch.autograd.detect_anomaly(check_nan=bool(rank() % 2)):
+            meet(FOUR)
+            assert flags()[1:3] == (True, bool(rank() % 2))
+        if rank() == 1:
+            torch.set_default_dtype(torch.float64)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            own = flags()
+        else:
+            own = before
+        meet(FOUR)
+        assert flags() == own
+        torch.set_anomaly_enabled(True)
+        if rank() == 2 and end != "well":
+            raise KeyError("a rank") if end == "error" else KeyboardInterrupt
+        meet(FOUR)
+
+    with torch.autograd.set_detect_anomaly(outside):
+        before = flags()
+        with contextlib.suppress(KeyError, KeyboardInterrupt, DesyncError):
+            simulate(fn, FOUR)
+        assert flags() == before

@@ -74,6 +74,28 @@ class _Rendezvous:
         return "".join(f"\n  rank {r}: {self.calls[r]}" for r in self.ranks if r in self.calls)
 
 
+class _Flags(NamedTuple):
+    """What PyTorch keeps for the whole process and ``with`` blocks change: each rank has its own."""
+
+    dtype: torch.dtype
+    anomaly: tuple[bool, bool]
+    deterministic: tuple[bool, bool]
+
+    @classmethod
+    def now(cls) -> _Flags:
+        return cls(
+            torch.get_default_dtype(),
+            (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        )
+
+    def set(self) -> None:
+        if self != _Flags.now():
+            torch.set_default_dtype(self.dtype)
+            torch.set_anomaly_enabled(*self.anomaly)
+            torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+
+
 class Simulation:
     """The ranks of one ``simulate`` call and their scheduler."""
 
@@ -86,6 +108,7 @@ class Simulation:
         self.turns = {r: threading.Semaphore(0) for r in self.ranks}
         start = torch.random.get_rng_state()
         self.rng = dict.fromkeys(self.ranks, start)
+        self.flags = dict.fromkeys(self.ranks, _Flags.now())
         self.results: dict[int, Any] = {}
         self.failures: list[tuple[int, BaseException]] = []
         self.aborted = ""
@@ -102,7 +125,7 @@ class Simulation:
         """Hand the baton from ``rank`` to the next rank that can run; end the simulation if all ended."""
         if self.left:
             return
-        self.rng[rank] = torch.random.get_rng_state()
+        self.rng[rank], self.flags[rank] = torch.random.get_rng_state(), _Flags.now()
         following = self._next(rank)
         if following is None and self.waits:
             table = "".join(
@@ -117,6 +140,7 @@ class Simulation:
         self.running = following
         runtime.RT = self.runtimes[following]
         torch.random.set_rng_state(self.rng[following])
+        self.flags[following].set()
         self.turns[following].release()
 
     def _next(self, rank: int) -> int | None:
@@ -237,7 +261,7 @@ class Simulation:
             name = f"simulated rank {r}"
             self.threads[r] = threading.Thread(target=run, args=(self._live, r, fn, modes), name=name, daemon=True)
             self.threads[r].start()
-        outer = runtime.RT
+        outer, flags = runtime.RT, _Flags.now()
         for rt in self.runtimes.values():
             rt.explicit = outer.explicit
         self.runtimes[self.ranks[0]].records = outer.records
@@ -251,6 +275,7 @@ class Simulation:
         finally:
             runtime.RT = outer
             torch.random.set_rng_state(self.rng[self.ranks[0]])
+            flags.set()
         self._raise()
         return [self.results[r] for r in self.ranks]
 
@@ -343,7 +368,8 @@ def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0, check:
 
     Each rank has a thread, but exactly one runs at any time: the ranks take turns where they meet in a
     collective.  Each rank has its own CPU random generator, and all start from the caller's state; afterwards
-    the caller's generator stands where that of the first rank ended.  Each rank counts its own collectives.
+    the caller's generator stands where that of the first rank ended.  Each rank has its own default dtype, anomaly
+    mode and deterministic algorithms, from the caller's, whose own stay.  Each rank counts its own collectives.
 
     Args:
         fn: what a rank does; ``runtime.RT.rank`` says which one it is.
