@@ -425,3 +425,36 @@ def test_modes_on_one_rank_only(kept: bool) -> None:
 
     with pytest.raises(DesyncError, match="autocast.*rank 1: .*bfloat16" if kept else "disagree"):
         mw.simulate(fn, mesh)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_around_a_step(by_hand: bool) -> None:
+    """A capture has no values that it could look at, neither has the backward of a program nodes."""
+
+    def fn(anomaly: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, x, mesh = Third(), torch.ones(4, 3), mw.Mesh({"dp": 2})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def hand(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            with torch.autograd.detect_anomaly() if anomaly else contextlib.nullcontext():
+                loss = model(x).square().mean()
+                loss.backward()
+            optimizer.step()
+            return loss
+
+        with torch.autograd.set_detect_anomaly(anomaly):
+            if by_hand:
+                step = capture_local(hand, mesh, model=model, optimizer=optimizer, batch=x)
+            else:
+                step = mw.compile_step(
+                    model, lambda m, x: m(x).square().mean(), optimizer, x, mesh=mesh, batch={"dp": mw.Shard(0)}
+                )
+            assert torch.is_anomaly_enabled() is anomaly
+            return [step(x[:n]).item() for n in (4, 2, 4)]
+
+    mesh = mw.Mesh({"dp": 2})
+    assert mw.simulate(lambda: fn(True), mesh) == mw.simulate(lambda: fn(False), mesh)
+    assert not torch.is_anomaly_enabled()

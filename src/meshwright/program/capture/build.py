@@ -31,6 +31,7 @@ from .export import Captured, LossFn, capture
 from .fakes import writing_nothing
 from .optimizers import Given, as_one, parts_of
 from .partition import Assignment, partition
+from .refused import without_anomaly_mode
 from .scale import LossScale
 from .update import Update, update_of
 
@@ -118,7 +119,7 @@ def build(
     Raises:
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
-    with no_collection(), writing_nothing():
+    with no_collection(), without_anomaly_mode(), writing_nothing():
         return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train, again)
 
 

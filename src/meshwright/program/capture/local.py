@@ -40,7 +40,7 @@ from .naming import join, mark
 from .optimizers import check_unscaled, parts_of
 from .partition import as_rank
 from .recompute import recompute
-from .refused import GENERATOR, generators, refused
+from .refused import GENERATOR, generators, refused, without_anomaly_mode
 from .regions import Path, Regions
 from .update import Update, emit_update
 
@@ -64,6 +64,7 @@ class HandWritten:
     update: Update | None
 
 
+@without_anomaly_mode()
 def record_step(local: HandWritten) -> tuple[Program, Any]:
     """The program of a step by hand, and the structure of what it returns (None: one tensor, or nothing).
 

@@ -194,4 +194,19 @@ def inference_without_gradients() -> Iterator[None]:
         yield
 
 
-__all__ = ["GENERATOR", "Refused", "derived", "generators", "inference_without_gradients", "refused"]
+@contextlib.contextmanager
+def without_anomaly_mode() -> Iterator[None]:
+    """Inside, anomaly mode is off, whatever the step says: it looks at values, which a capture has not."""
+    with torch.autograd.set_detect_anomaly(False), replaced(torch, set_anomaly_enabled=lambda *_: None):
+        yield
+
+
+__all__ = [
+    "GENERATOR",
+    "Refused",
+    "derived",
+    "generators",
+    "inference_without_gradients",
+    "refused",
+    "without_anomaly_mode",
+]
