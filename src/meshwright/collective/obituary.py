@@ -66,11 +66,12 @@ def _raised_at(trace: TracebackType | None) -> str:
 
 def last_collective() -> str:
     """The collective that this rank began last, as a group that it has knows it."""
+    latest = Link.latest
     for one in list(runtime.RT.groups.values()):
         link = getattr(one, "link", None)
-        if link is not None and link.recent and Link.latest is link.recent:
-            ranks, (_, call) = ", ".join(map(str, one.ranks)), link.recent[-1]
-            return f"{call} over {','.join(one.axes) or 'a group'} (ranks {ranks})"
+        if latest and link is not None and link.recent is latest:
+            ranks = ", ".join(map(str, one.ranks))
+            return f"{latest[-1][1]} over {','.join(one.axes) or 'a group'} (ranks {ranks})"
     return ""
 
 
