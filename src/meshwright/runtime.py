@@ -187,6 +187,7 @@ class Runtime:
         doing: in check mode the conversion that the next collective is part of.
         tag: where the user's code reads the value that the next collective makes, or empty.
         was: the rank under the process group before this one, or None.
+        drawn: a sum over the seeds of dropout that were drawn.
         updates: steps of optimizers that this rank has made.
         watcher: what hears of ranks that are gone, or None.
     """
@@ -212,6 +213,7 @@ class Runtime:
         self.doing = ""
         self.tag = ""
         self.was: int | None = None
+        self.drawn = 0
         self.updates = 0
         self.watcher: Any = None
 

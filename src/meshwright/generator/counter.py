@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .. import runtime
 from ..operators import operator
 
 Tensor = torch.Tensor
@@ -41,7 +42,10 @@ def draw_seed(generator: torch.Generator | None = None) -> Tensor:
     A tensor and not a number: a captured program draws a new one in every step.
     """
     device = "cpu" if generator is None else generator.device
-    return torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).cpu()
+    seed = torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).cpu()
+    if seed.__class__ is Tensor:  # not while a program is captured
+        runtime.RT.drawn += int(seed) & 0xFFFFFFFF  # ranks compare it
+    return seed
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, shape: Sequence[int], offset: Sequence[int]) -> Tensor:

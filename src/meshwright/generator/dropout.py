@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .. import runtime
 from ..compat import get_current_function_mode_stack, redispatch_function
 from . import counter
 
@@ -149,10 +150,14 @@ class _Reproducible(TorchFunctionMode):
         drops = name == "scaled_dot_product_attention" and (args[4:5] or [kwargs.get("dropout_p", 0.0)])[0] > 0.0
         if x is None or "_spec" in x.__dict__ or not (kernel or drops):
             return func(*args, **kwargs)
-        if kernel is None:
-            return _plain_attention(*args, **kwargs)
-        kwargs.pop("input", None)
-        made = kernel((tuple(x.shape), (0,) * x.ndim), x, *args[1:], **kwargs)
+        drawn = runtime.RT.drawn
+        try:
+            if kernel is None:
+                return _plain_attention(*args, **kwargs)
+            kwargs.pop("input", None)
+            made = kernel((tuple(x.shape), (0,) * x.ndim), x, *args[1:], **kwargs)
+        finally:
+            runtime.RT.drawn = drawn  # a rank may do so alone
         return x.copy_(made) if name.endswith("_") else made
 
 

@@ -28,6 +28,7 @@ from ..raw import get_grad, set_grad
 from ..reshard import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, in_slot, wrap
 from .kinds import builtin, check_class, hooks_of, mixes, name_of
+from .numbers import numbers_of
 from .states import Chunks, Shadow, check_state, held_state, own_spec
 from .sync import sync_of
 
@@ -88,6 +89,15 @@ class OptimizerBinding:
         self.specs = [p._spec for p in self.params]
         self.copies = [p for p in self.params if p._spec.copied]  # views of others: those see the update too
         self.wanted = [own_spec(s) for s in self.specs]
+        found = [{id(s): s for p in g["params"] if (s := p.__dict__.get("_sync"))} for g in opt.param_groups]
+        self.syncs = [list(of.values()) for of in found]  # of each group: who compares what it is updated with
+
+    def tell(self, opt: Optimizer) -> None:
+        """Note what the parameters are updated with: ranks compare it after their next backward."""
+        for i, (syncs, numbers) in enumerate(zip(self.syncs, numbers_of(opt), strict=True)):
+            for ref in syncs:
+                if (sync := ref()) is not None:
+                    sync.note(i, numbers)
 
     def state_spec(self, p: DistTensor) -> Spec:
         """How the states of a parameter lie."""
@@ -288,6 +298,7 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
         if binding is None:
             return own(opt, *args, **kwargs)
         binding.follow(opt)
+        binding.tell(opt)
         for p in binding.copies:
             refresh(p, call_enabled)
         args, kwargs = _with_closure(opt, binding, args, kwargs)

@@ -21,6 +21,7 @@ import functools
 import threading
 import warnings
 import weakref
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,13 @@ DRIFT = (
     "did one rank update with other options, from another state or other gradients, leave out zero_grad(), or draw "
     "other random numbers?"
 )
+WORD = 1 << 62  # what is compared of a sum
 BUCKET_BYTES = 8 << 20  # small enough for most of the work to overlap with the backward, large enough for bandwidth
+
+
+def _sampled(n: int) -> bool:
+    """Whether values are compared at the backward of this number: what costs time then costs none on the whole."""
+    return n <= 8 or n % 64 == 0 or n in (16, 32)
 
 
 class GradSync:
@@ -90,8 +97,14 @@ class GradSync:
     def _begin(self) -> None:
         self.divided: Buckets | None = None
         self.order: list[int] | None = None  # in which the first backward brought the gradients
-        self.written = self._written()
-        self.added = 0  # gradients that were added to others since the last comparison
+        self.backwards = 0  # that were compared
+        self.added = 0  # gradients that were added to others
+        self.updated = 0  # a sum over all updates of digests of the numbers that they were made with
+        self.numbers: dict[int, dict[str, Any]] = {}  # those of the last one, by parameter group
+        self.marks: dict[
+            tuple[int, ...], tuple[int, ...]
+        ] = {}  # what was done when it was last compared, over which axes
+        self.first = self._done()
         for i, p in enumerate(self.params):
             member = _member(p)
             member.sync, member.i = weakref.ref(self), i
@@ -118,25 +131,42 @@ class GradSync:
 
     # -- what the ranks did ---------------------------------------------------------------------------
 
-    def _written(self) -> int:
-        """How often parameters were written to."""
+    def note(self, i: int, numbers: dict[str, Any]) -> None:
+        """An optimizer updates its parameter group ``i`` with these."""
+        self.updated += zlib.crc32(repr(numbers).encode(), i)
+        self.numbers[i] = numbers
+
+    def _done(self) -> tuple[int, ...]:
+        """What was done so far: writes to parameters, gradients added to others, updates, seeds drawn."""
         with disabled():
-            return sum(p._version for p in self.params)
+            written = sum(p._version for p in self.params)
+        return written, self.added, self.updated, runtime.RT.drawn
 
     def compare(self) -> list[Callable[[], None]]:
         """Start to compare with the other ranks what was done since the last time; the answers raise.
 
         Only one rank left a step out, took one alone, or went on after an error: its gradients would be added to those
         of another step, or to those for other weights.
+
+        It travels beside the gradients.  At some backwards a sample of the values goes with it, and it goes over the
+        whole mesh where gradients do not.
         """
-        now = self._written()
-        started = [
-            (group, collective.so_far((now - self.written, self.added), group))
-            for group in (collective.group(self.mesh, axes) for axes in self.buckets().groups)
-        ]
-        self.written, self.added = now, 0
-        answers: list[Callable[[], None]] = [functools.partial(self._judge, g, answer) for g, answer in started]
+        self.backwards += 1
+        now, over, sampled = self._done(), list(self.buckets().groups), _sampled(self.backwards) or runtime.RT.check
+        if sampled and {a for a, n in enumerate(self.mesh.sizes) if n > 1} > {a for axes in over for a in axes}:
+            over.insert(0, tuple(range(self.mesh.ndim)))  # first: what differs is an error on all ranks then
+        answers: list[Callable[[], None]] = []
+        for axes in over:
+            group = collective.group(self.mesh, axes)
+            words = [(n - before) % WORD for n, before in zip(now, self.marks.get(axes, self.first), strict=True)]
+            sample = zlib.crc32(repr(collective.digests(self._replicas(axes), whole=False)).encode()) if sampled else 0
+            self.marks[axes] = now
+            answers.append(functools.partial(self._judge, group, collective.so_far((*words, sample), group)))
         return [*answers, self._compare_values] if runtime.RT.check else answers
+
+    def _replicas(self, axes: Sequence[int]) -> list[Tensor]:
+        """Parameters that lie whole on these axes."""
+        return [bare(p) for p in self.params if all(isinstance(p._spec.layout.placements[a], Replicate) for a in axes)]
 
     def _compare_values(self) -> None:
         """Check mode: raise on every rank where replicas of parameters or gradients differ."""
@@ -152,7 +182,7 @@ class GradSync:
             raise DesyncError(f"the ranks hold {first}, after the backward at {runtime.user_line()}: {DRIFT}")
 
     def _judge(self, group: collective.Group, answer: Callable[[], list[tuple[int, ...]]]) -> None:
-        written, added = zip(*answer(), strict=True)
+        written, added, updated, drawn, sample = zip(*answer(), strict=True)
         if len(set(written)) > 1:
             self._judge_writes(group, written)
         if len(set(added)) > 1:
@@ -161,10 +191,33 @@ class GradSync:
                 f"the ranks added gradients to those of an earlier backward for different parameters ({counts}): did "
                 "one rank leave out zero_grad()?"
             )
+        if len(set(updated)) > 1:
+            items = ((i, k, v) for i, listed in sorted(self.numbers.items()) for k, v in listed.items())
+            found, _ = collective.difference(group, [collective.Fact(f"{k} of group {i}", v) for i, k, v in items])
+            text = f"with {found}" if found else "differently often, or with different numbers"
+            raise DesyncError(
+                f"the ranks updated {text}: did one rank set an option of the optimizer, or its scheduler, by a value "
+                "of its own?"
+            )
+        if len(set(drawn)) > 1:
+            raise DesyncError(
+                "the ranks drew different seeds of dropout since the last backward: did one rank draw random numbers "
+                "alone? Draw those from a torch.Generator of their own, or inside torch.random.fork_rng()"
+            )
+        if len(set(sample)) > 1:
+            self._judge_values(group)
+
+    def _judge_values(self, group: collective.Group) -> None:
+        first = self._astray(group)
+        if first:
+            raise DesyncError(f"the ranks hold {first}, after the backward at {runtime.user_line()}: {DRIFT}")
+
+    def _astray(self, group: collective.Group) -> str:
+        return astray({n: (p._spec.layout, bare(p)) for n, p in zip(self.names, self.params, strict=True)}, group)
 
     def _judge_writes(self, group: collective.Group, written: Sequence[int]) -> None:
         # Where the values are still the same on all ranks (weights swapped and put back, say) nothing is wrong.
-        first = astray({n: (p._spec.layout, bare(p)) for n, p in zip(self.names, self.params, strict=True)}, group)
+        first = self._astray(group)
         counts = ", ".join(f"{n} on rank {r}" for r, n in zip(group.ranks, written, strict=True))
         text = (
             f"parameters were not written to equally often on all ranks since the last backward ({counts}): did one "
