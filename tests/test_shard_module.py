@@ -344,3 +344,16 @@ def test_autocast() -> None:
         same_values(model, one, grads=True, rtol=0.2, atol=0.02)
 
     mw.simulate(fn, BOTH)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_sparse_gradients_are_refused(kind: type[nn.Module], stored: str | None) -> None:
+    def fn() -> None:
+        table = nn.ModuleDict({"table": kind(6, 4, sparse=True)})
+        with pytest.raises(ShardError, match=r"table is an Embedding.* with sparse=True, .* sparse=False"):
+            mw.shard_module(table, BOTH, stored_over=stored)
+        table.requires_grad_(False)
+        mw.shard_module(table, BOTH, stored_over=stored)  # it will have no gradient
+
+    mw.simulate(fn, BOTH)

@@ -137,6 +137,11 @@ def _check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped as {type(module).__name__}, which would synchronise or split what "
                 "shard_module does: pass the module inside, unwrapped (stored_over= is what FSDP does)"
             )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ShardError(
+                f"{name or 'the model'} is an {type(module).__name__} with sparse=True, and sparse gradients cannot be "
+                "synchronised: build it with sparse=False, or set its attribute sparse to False"
+            )
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if type(t).__module__.startswith("torch.distributed"):
             raise ShardError(
