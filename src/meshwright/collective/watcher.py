@@ -328,12 +328,13 @@ class Watcher:
             obituary.end_process(obituary.failed([self.fatal], ""), self.trains)
 
     def error(self, where: str, what: str = "") -> RankFailedError | None:
-        """The error that a collective raises now, if ranks are gone that all leave for."""
-        if self.fatal is None:
+        """The error that a collective raises now, if a rank is gone that all leave for; it may be this one."""
+        one = self.fatal or self.gone.get(self.rank)
+        if one is None or not one.fatal:
             return None
         if threading.get_ident() == self.trains or threading.current_thread() is threading.main_thread():
             self.caught = True
-        return obituary.failed([self.fatal], where, what)
+        return obituary.failed([one], where, what)
 
     def missed(self, ranks: tuple[int, ...]) -> list[Obituary]:
         """Those of ``ranks`` that have come to their end."""
