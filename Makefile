@@ -14,7 +14,7 @@ STAMP := .venv/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format bench bench-quick conformance conformance-yardstick conformance-paddle conformance-models clean
+.PHONY: help setup demo test test-long test-torch lint format bench bench-quick conformance conformance-yardstick conformance-paddle conformance-models clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,14 @@ test: setup  ## the tests
 
 test-long: setup  ## all tests, with whole grids and long sweeps
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal --whole
+
+test-torch:  ## the tests on another PyTorch: make test-torch VERSION=2.15.0 (TESTS=... for some of them)
+	@test -n "$(VERSION)" || { echo "say which: make test-torch VERSION=2.15.0"; exit 2; }
+	$(PYTHON) -m venv .venv-torch-$(VERSION)
+	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
+	.venv-torch-$(VERSION)/bin/python -m pip install $(PIP_ARGS) torch==$(VERSION) -c .venv-torch-$(VERSION)/constraints.txt
+	.venv-torch-$(VERSION)/bin/python -m pip install $(PIP_ARGS) -c .venv-torch-$(VERSION)/constraints.txt -e '.[dev]'
+	$(ONE_THREAD) .venv-torch-$(VERSION)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 lint: setup  ## ruff, mypy and the order of the layers
 	$(BIN)/ruff check .

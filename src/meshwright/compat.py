@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-TESTED = ("2.10", "2.15")  # the oldest and the newest PyTorch that the tests have passed on
+TESTED = ("2.13", "2.15")  # the oldest and the newest PyTorch that the demo and tests have passed on
 
 # Name here: (where it is, what it is for).
 PRIVATE: dict[str, tuple[str, str]] = {

@@ -54,7 +54,7 @@ class Finding:
 
 def findings() -> Iterator[Finding]:
     """All that is looked at, from the versions to the devices."""
-    yield Finding("meshwright", importlib.metadata.version("meshwright"))
+    yield _installed("meshwright", "run from its sources")
     yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Finding("torch", torch.__version__, compat.untested(torch.__version__))
     missing = list(_missing())
@@ -71,10 +71,14 @@ def findings() -> Iterator[Finding]:
     free = shutil.disk_usage(Path.cwd()).free
     yield Finding("free disk here", f"{free / 2**30:.1f} GiB", "too little for checkpoints" if free < 2**30 else "")
     for name, needed in OPTIONAL.items():
-        try:
-            yield Finding(name, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, f"not installed (for {needed})")
+        yield _installed(name, f"not installed (for {needed})")
+
+
+def _installed(name: str, otherwise: str) -> Finding:
+    try:
+        return Finding(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, otherwise)
 
 
 def _missing() -> Iterator[str]:
