@@ -86,7 +86,7 @@ def _fixed(a: Any, func: Any, numbers: list[int]) -> Any:
         return (dict, *[(k, _fixed(v, func, numbers)) for k, v in a.items()])
     if isinstance(a, slice):
         return (slice, *[_fixed(x, func, numbers) for x in (a.start, a.stop, a.step)])
-    if isinstance(a, Integral) and a.__class__ is not bool:  # those of NumPy, too
+    if a.__class__ is not bool and isinstance(a, Integral):  # those of NumPy, too
         numbers.append(abs(int(a)))
         return int(a)
     return a if a.__class__ is float else key_part(a, func)
