@@ -89,7 +89,7 @@ def _fixed(a: Any, func: Any, numbers: list[int]) -> Any:
     if a.__class__ is not bool and isinstance(a, Integral):  # those of NumPy, too
         numbers.append(abs(int(a)))
         return int(a)
-    return a if a.__class__ is float else key_part(a, func)
+    return (float, a) if a.__class__ is float else key_part(a, func)  # 2.0 is equal to 2, and promotes otherwise
 
 
 def told(kind: Any, rule: Rule | None) -> Result | None:

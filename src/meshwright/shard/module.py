@@ -96,12 +96,12 @@ def shard_module(
     if not sync:
         return model
     before: GradSync | None = model.__dict__.get("_gradient_sync")  # it was sharded before, and got other parameters
-    sync = before if before is not None and before.mesh == mesh else GradSync(mesh)
+    synced = before if before is not None and before.mesh == mesh else GradSync(mesh)
     if stored:
         axes = {id(params[name]): axis for name, axis in stored.items()}
-        zero.install(model, mesh, sync, axes, regather=regather)
-    others = sync.cover(params, bucket_bytes)
-    model.__dict__.update(_gradient_sync=sync, _others_sync=others)
+        zero.install(model, mesh, synced, axes, regather=regather)
+    others = synced.cover(params, bucket_bytes)
+    model.__dict__.update(_gradient_sync=synced, _others_sync=others)
     return model
 
 
