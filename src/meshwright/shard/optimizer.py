@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from types import NoneType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -89,15 +90,14 @@ class OptimizerBinding:
         self.specs = [p._spec for p in self.params]
         self.copies = [p for p in self.params if p._spec.copied]  # views of others: those see the update too
         self.wanted = [own_spec(s) for s in self.specs]
-        found = [{id(s): s for p in g["params"] if (s := p.__dict__.get("_sync"))} for g in opt.param_groups]
-        self.syncs = [list(of.values()) for of in found]  # of each group: who compares what it is updated with
+        # Of each group: who compares what it is updated with.
+        self.syncs = [WeakSet(s for p in g["params"] if (s := sync_of(p)) is not None) for g in opt.param_groups]
 
     def tell(self, opt: Optimizer) -> None:
         """Note what the parameters are updated with: ranks compare it after their next backward."""
         for i, (syncs, numbers) in enumerate(zip(self.syncs, numbers_of(opt), strict=True)):
-            for ref in syncs:
-                if (sync := ref()) is not None:
-                    sync.note(i, numbers)
+            for sync in syncs:
+                sync.note(i, numbers)
 
     def state_spec(self, p: DistTensor) -> Spec:
         """How the states of a parameter lie."""

@@ -101,9 +101,8 @@ class GradSync:
         self.added = 0  # gradients that were added to others
         self.updated = 0  # a sum over all updates of digests of the numbers that they were made with
         self.numbers: dict[int, dict[str, Any]] = {}  # those of the last one, by parameter group
-        self.marks: dict[
-            tuple[int, ...], tuple[int, ...]
-        ] = {}  # what was done when it was last compared, over which axes
+        # What was done when it was last compared, over which axes.
+        self.marks: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.first = self._done()
         for i, p in enumerate(self.params):
             member = _member(p)
