@@ -121,6 +121,7 @@ FOUND: dict[str, tuple[int, ...]] = {
     "one leaf as two operands of different types": (1411,),
     "a number added by an index that is split": (1543,),
     "no rows looked up on one rank, differentiated twice": (100987,),
+    "a write to a part of what a conversion moved": (1906087,),
 }
 
 FOUND_CAPTURED: dict[str, tuple[int, ...]] = {

@@ -340,12 +340,21 @@ class _Convert(torch.autograd.Function):
         out = local
         for step in steps:
             out = run(step, out)
-        # .data and not a view: a view would tie the result's version counter and base to the input.
-        return local.data if out is local else out
+        return _apart(out, local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _back(ctx.steps, grad, ctx.cause), None
+
+
+def _apart(out: Tensor, local: Tensor) -> Tensor:
+    """What a Function returns: by ``.data`` what is its input, or a view of memory that it made itself.
+
+    A view of the input would tie the result's version counter and base to it; of a view made in a Function PyTorch
+    lets nobody write to a part.  What shares the input's memory stays a view: writes to it are refused.
+    """
+    base = out._base
+    return out.data if out is local or not (base is None or base is local or base is local._base) else out
 
 
 def _back(steps: tuple[ConversionStep, ...], grad: Tensor, cause: Any) -> Tensor:
@@ -393,10 +402,10 @@ class _Weighted(torch.autograd.Function):
         op, group = _op(step.src, step), collective.group(step.src.mesh, step.axes)
         if op == "avg":
             ctx.save_for_backward(local.new_tensor(1 / group.size))
-            return run(step, local)
+            return _apart(run(step, local), local)
         if op is None:  # made a product
             ctx.save_for_backward(1 - run(step, torch.zeros_like(local)))
-            return run(step, local)
+            return _apart(run(step, local), local)
         out = run(_reduced_everywhere(step), local)
         share = _share_of_product(local, group) if op == "product" else _share_of_holders(local, out, group)
         ctx.save_for_backward(share)
