@@ -87,9 +87,8 @@ def shard_module(
     _check_model(model)
     if stored_over and not sync:
         raise ShardError("stored_over= needs the synchronisation of gradients: leave out sync=False")
-    names, stored = _laid(
-        model, mesh, placements or {}, {"inputs": inputs or {}, "outputs": outputs or {}}, stored_over
-    )
+    around = {"inputs": inputs or {}, "outputs": outputs or {}}
+    names, stored = _laid(model, mesh, placements or {}, around, stored_over)
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if any(t.is_meta for t in names.tensors.values()):
         _materialise(model, names, mesh, init)
