@@ -34,9 +34,8 @@ LAYERS = (
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes
 # mesh, layout and api speak torch's DeviceMesh, placements and DTensor; runtime reads rank and world.
-# compat has what differs between versions of it.
 # program reads the calls of torch.distributed in steps that users wrote by hand; it makes none.
-USE_TORCH_DISTRIBUTED = {"collective", "mesh", "layout", "runtime", "api", "program", "train", "cli", "compat"}
+USE_TORCH_DISTRIBUTED = {"collective", "mesh", "layout", "runtime", "api", "program", "train", "cli"}
 READ_ENVIRONMENT = {"launchers"}
 TORCH_DISTRIBUTED = ("torch.distributed", "torch._C._distributed_c10d")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "sys.argv")

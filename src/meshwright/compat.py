@@ -6,20 +6,15 @@ asked for, so that a PyTorch without it says which one is missing.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import re
-import types
 import warnings
-from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from .errors import MeshError, MeshwrightError
+from .errors import MeshwrightError
 
 if TYPE_CHECKING:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
@@ -178,56 +173,3 @@ _apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.Function.apply`` as torch has it, whatever has taken its place since."""
     return _apply.__get__(None, cls)(*args, **kwargs)
-
-
-def new_group(ranks: Sequence[int], timeout: timedelta, apart: bool) -> Any:
-    """A process group of ranks in the order given; ``apart``: made by its members alone.
-
-    Raises:
-        MeshError: torch before 2.12 orders ranks by number.
-    """
-    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
-        return dist.new_group(list(ranks), timeout, use_local_synchronization=apart, sort_ranks=False)
-    if list(ranks) != sorted(ranks):
-        raise MeshError(
-            f"a group of ranks {list(ranks)}, which do not ascend, needs torch 2.12 or newer (this is "
-            f"{torch.__version__}): give the mesh its ranks in ascending order"
-        )
-    return dist.new_group(list(ranks), timeout, use_local_synchronization=apart)
-
-
-class _Unasked(dict[str, Any]):
-    """Globals of a function of torch in which nothing asks for ``__torch_function__``."""
-
-    def __init__(self, of: dict[str, Any]) -> None:
-        super().__init__({n: _no for n in of if n.startswith("has_torch_function")}, __builtins__=of["__builtins__"])
-        self.of = of
-
-    def __missing__(self, name: str) -> Any:
-        return self.of[name]
-
-
-def _no(*_: Any) -> bool:
-    return False
-
-
-@functools.cache
-def _unasked(func: types.FunctionType) -> Callable[..., Any]:
-    made = types.FunctionType(
-        func.__code__, _Unasked(func.__globals__), func.__name__, func.__defaults__, func.__closure__
-    )
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
-
-
-def _redispatch(func: Any, types_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # Before torch 2.13: the same Python code without its first question.  What is written in C has nothing but it.
-    code = inspect.unwrap(func)
-    if isinstance(code, types.FunctionType):
-        return _unasked(code)(*args, **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-redispatch_function: Callable[..., Any] = getattr(torch.overrides, "redispatch_function", _redispatch)
-"""The Python code of a function, whose calls are dispatched though this one is not."""

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, redispatch_function
 
 from .. import runtime
-from ..compat import get_current_function_mode_stack, redispatch_function
+from ..compat import get_current_function_mode_stack
 from . import counter
 
 Tensor = torch.Tensor
