@@ -103,7 +103,7 @@ def test_orders_of_norms(norm: Any) -> None:
 
 
 def test_numbers_that_are_equal_and_promote_otherwise() -> None:
-    numbers: list[Any] = [0, 0.0, np.float64(0), 1, True, 1.0, np.float64(1), np.int64(1), 1 + 0j]
+    numbers: list[Any] = [0, 0.0, 0j, np.float64(0), 1, True, 1.0, np.float64(1), np.int64(1), 1 + 0j]
     x = torch.arange(4)
     got = mw.simulate(lambda: [(split(x) + n).dtype for n in numbers], MESH)[0]
     assert got == [(x + n).dtype for n in numbers]
@@ -114,3 +114,18 @@ def test_what_has_no_hash_is_looked_into() -> None:
     lists = [np.array([0, 1]), np.array([3]), np.array([[2, 1], [0, 0]]), np.array([True, False, True, False])]
     got = mw.simulate(lambda: [mw.unshard(split(x)[n]).tolist() for n in lists], MESH)[0]
     assert got == [x[n].tolist() for n in lists]
+
+
+def test_lists_of_numbers_that_are_equal_and_mean_something_else() -> None:
+    x = torch.arange(8.0).reshape(1, 2, 4)
+
+    def refused(make: Any, scale: list[Any]) -> bool:
+        try:
+            torch.nn.functional.interpolate(make(x), size=scale)
+        except (TypeError, RuntimeError):
+            return True
+        return False
+
+    sizes: list[list[Any]] = [[2], [2.0], [True], [2]]
+    got = mw.simulate(lambda: [refused(split, size) for size in sizes], MESH)[0]
+    assert got == [refused(lambda t: t, size) for size in sizes]

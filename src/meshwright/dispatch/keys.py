@@ -11,7 +11,7 @@ from .calls import OPS
 
 Tensor = torch.Tensor
 
-_T, _F, _ZERO = object(), object(), object()
+_T, _F = object(), object()
 
 
 def _key_bool(a: bool, func: Any) -> Any:
@@ -25,10 +25,8 @@ def _key_int(a: int, func: Any) -> Any:
 
 def _key_float(a: complex, func: Any) -> Any:
     # A pointwise op takes all numbers but zero alike; of others a number may be the order of a norm.
-    if not a:
-        return _ZERO
     op = OPS.get(func)
-    return a.__class__ if op is not None and op.pointwise else (a.__class__, a)
+    return a.__class__ if a and op is not None and op.pointwise else (a.__class__, a)
 
 
 def _key_type(a: Any, func: Any) -> Any:
@@ -41,7 +39,7 @@ def _key_self(a: Any, func: Any) -> Any:
 
 def _key_sequence(a: Sequence[Any], func: Any) -> Any:
     # Numbers in a list are sizes or factors of sizes, floats too (interpolate's scale_factors).
-    return (type(a), *[x if x.__class__ is float else key_part(x, func) for x in a])
+    return (type(a), *[(float, x) if x.__class__ is float else key_part(x, func) for x in a])
 
 
 def _key_slice(a: slice, func: Any) -> Any:
