@@ -305,6 +305,7 @@ NETS = {
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.thin(2)
 def test_gradient_penalty(name):
     """The gradient of a loss that holds the norm of a gradient."""
 

@@ -34,7 +34,13 @@ def checked(name: str, samples: Samples) -> list[Row]:
     return rows
 
 
-@pytest.mark.parametrize("name", ["ops-2d-fwdbwd", "block", "optimizers", "capture", "replay", "lengths"])
+def at_length(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "name", ["ops-2d-fwdbwd", at_length("block"), "optimizers", at_length("capture"), "replay", at_length("lengths")]
+)
 def test_runs(name: str) -> None:
     assert checked(name, NAMED[name].measure(SMALLEST))
 

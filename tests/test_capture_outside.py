@@ -290,6 +290,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
 @pytest.mark.parametrize("write", WRITES)
+@pytest.mark.thin(4)
 def test_capture_writes_nothing_of_the_users(write: str, shape: tuple[int, ...]) -> None:
     """A write with a number ran for real while the step was captured, and again at each new capture."""
 

@@ -121,6 +121,7 @@ AUTO, STATES, STORED, KEPT = "data-parallel-optimization", *ZERO
         (BOTH, "even", STORED, [MERGE, DPO]),
     ],
 )
+@pytest.mark.thin(2)
 def test_the_same_numbers(mesh: mw.Mesh, model: str, options: dict[str, Any], passes: list[str]) -> None:
     def run() -> Any:
         made, _, step = captured(MODELS[model], mesh, passes, 3, **options)
@@ -171,6 +172,7 @@ class Mixed(Net):
 @pytest.mark.parametrize(
     ("dtype", "options"), [(torch.bfloat16, STATES), (torch.float16, STORED), (torch.float64, STORED)]
 )
+@pytest.mark.thin(2)
 def test_units_of_several_dtypes(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """The passes change no bit of what is sent, and move what eager code moves."""
 

@@ -64,7 +64,7 @@ def right(x: Arg, w: Arg) -> Rule:
 
 def test_a_custom_op_joins_the_book(with_rule: Any) -> None:
     with_rule(right)
-    report = mw.check_rule("mwtest::scaled_sum", rand(5, 6), rand(6))
+    report = mw.check_rule("mwtest::scaled_sum", rand(5, 6), rand(6), most=25)
     assert report.op == "mwtest::scaled_sum"
     assert report.gathered == 0
     assert report.cases > 50
@@ -206,6 +206,7 @@ def test_communication_that_the_strategy_does_not_say_is_reported(with_rule: Any
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
+@pytest.mark.thin(2)
 def test_some_ops_by_name(op: str, args: Any, kwargs: Any) -> None:
     meshes = [mw.Mesh({"x": 3}), mw.Mesh({"x": 2, "y": 2})]
     report = mw.check_rule(op, *args, mesh=meshes, most=40, **kwargs)

@@ -291,7 +291,7 @@ def test_nobody_touches_a_buffer_under_way() -> None:
                 assert not touched or n.target in VIEWS, f"{n} touches {node}"
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("name", "axes"), [("gpt", {"dp": 2, "tp": 4}), ("gpt", {"dp": 3, "tp": 4}), ("cnn", {"dp": 5})]
 )
@@ -439,6 +439,7 @@ def test_a_step_by_hand_with_gradient_merge() -> None:
 # ---------------------------------------------------------------------------------------------- time
 
 
+@pytest.mark.long
 def test_work_is_linear_in_the_layers() -> None:
     def calls(layers: int) -> int:
         cfg = TrainConfig(mesh=(("dp", 2),), layers=layers, hidden=32, heads=2, seq=8, batch=4)

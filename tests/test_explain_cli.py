@@ -180,6 +180,7 @@ def small_llama() -> tuple[GPT, Any]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.thin(2)
 def test_llama_trains_as_on_one_device(sequence_parallel: bool) -> None:
     model, batch = small_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -222,6 +223,7 @@ def test_llama_from_few_words() -> None:
     assert len(forward) == 2 * 2 + 3
 
 
+@pytest.mark.long
 def test_a_model_of_7b_parameters_on_512_ranks() -> None:
     resource = pytest.importorskip("resource")
     start = time.monotonic()

@@ -91,7 +91,7 @@ def compiled(*, passes: Any = (), **options: Any) -> tuple[Any, Any]:
 # ------------------------------------------------------------------------------------------ collectives and bytes
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_predicted_is_what_runs(name: str) -> None:
     options = CONFIGURATIONS[name]
@@ -292,7 +292,7 @@ def _peak_on_processes(options: dict[str, Any]) -> tuple[int, int, dict[str, int
     return memory.peak, alive.most, memory.at_peak
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(7)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "options",

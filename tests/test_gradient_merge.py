@@ -141,7 +141,7 @@ MERGE = "gradient-merge:k_steps=4"
 SIZES = (4, 4, 2)  # the last update is of leftovers
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(11)
 @pytest.mark.parametrize("passes", [(MERGE,), (MERGE, DPO), (DPO, MERGE)], ids=["merge", "merge-dp", "dp-merge"])
 @pytest.mark.parametrize(
     ("axes", "kind", "optim", "options"),
@@ -503,6 +503,7 @@ def by_hand(passes: Sequence[str]) -> Any:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("passes", [(MERGE,), (DPO, MERGE)], ids=["merge", "both"])
+@pytest.mark.thin(2)
 def test_merged_steps_by_hand(passes: Any) -> None:
     assert max(run_processes(by_hand, 2, passes)) < 1e-9
 

@@ -129,6 +129,7 @@ def ways(axes: dict[str, int] | None, options: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.thin(2)
 def test_as_on_one_device(axes: dict[str, int], options: dict[str, Any]) -> None:
     wanted = ways(None, {})
     for found in mw.simulate(lambda: ways(axes, options), mw.Mesh(axes)):

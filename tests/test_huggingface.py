@@ -137,6 +137,7 @@ def assert_equals(make: Any, got: torch.Tensor, found: dict[str, Any], held: dic
 @pytest.mark.filterwarnings("ignore:.*has no rule")
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 3, "tp": 1}, {"dp": 1, "tp": 4}], ids=str)
 @pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)
+@pytest.mark.thin(2)
 def test_equals_one_device(make: Any, axes: dict[str, int]) -> None:
     mesh = mw.Mesh(axes)
 

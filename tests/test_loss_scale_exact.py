@@ -195,6 +195,7 @@ FAST = ["merged", "tp bf16, buckets", "stored, both passes", "clipped"]
 
 
 @pytest.mark.parametrize(("name", "natural"), [(n, i % 2 == 1) for i, n in enumerate(FAST)])
+@pytest.mark.thin(2)
 def test_bit_for_bit(name: str, natural: bool) -> None:
     check(CASES[name], 40, natural)
 

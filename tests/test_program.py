@@ -77,6 +77,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.thin(2)
 def test_optimizers_and_schedulers(name: str) -> None:
     runs = compare(MLP, squares, pairs(6), MESH, OPTIMIZERS[name], halving, layouts=TP, batch=DP)
     program = runs[0].program

@@ -381,6 +381,7 @@ def under(modes: list[Any], mesh: mw.Mesh | None) -> tuple[list[float], list[flo
     ],
     ids=["autocast", "captured under autocast", "default dtype", "deterministic", "no_grad"],
 )
+@pytest.mark.thin(2)
 def test_modes_around_a_step(modes: list[Any], programs: int, size: int) -> None:
     losses, weight, _ = under(modes, None)
     for found in mw.simulate(lambda: under(modes, mw.Mesh({"dp": size})), mw.Mesh({"dp": size})):

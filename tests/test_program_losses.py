@@ -54,7 +54,7 @@ class Model(nn.Module):
         return self.w * 1.0
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", LOSSES)

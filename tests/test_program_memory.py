@@ -79,6 +79,7 @@ OPTIMIZERS = [  # with an eps above what rounding makes of gradients that are 0
 
 @pytest.mark.filterwarnings("ignore")  # of gathers
 @pytest.mark.parametrize("seed", range(16))
+@pytest.mark.thin(3)
 def test_random_models_over_memory_formats(seed: int) -> None:
     pick = random.Random(seed)
     mesh, options = pick.choice(

@@ -53,6 +53,7 @@ COLUMNS = {"layouts": {"a.weight": {"tp": mw.Shard(0)}}}
         ({"dp": 2, "tp": 2}, {**COLUMNS, "states_over": "dp", "loss_scale": 8.0}),  # sums over tp of parts over dp
     ],
 )
+@pytest.mark.thin(3)
 def test_axes(axes: dict[str, int], options: dict[str, Any]) -> None:
     for passes in (BOTH, BOTH[::-1]):
         compare(Net, squares, batches(), mw.Mesh(axes), batch={"dp": mw.Shard(0)}, clip=0.5, passes=passes, **options)
@@ -194,6 +195,7 @@ def gradients(how: str, loss: Tensor, parameters: list[nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("how", ["backward", "grad", "scaled", "twice"])
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 1, "dp": 2}])
+@pytest.mark.thin(3)
 def test_a_flat_buffer(group: None, axes: dict[str, int], how: str) -> None:
     """Gradients from ``backward`` or ``autograd.grad``, summed as parts of one tensor."""
     mesh, factor = mw.Mesh(axes), {"scaled": 3, "twice": 2}.get(how, 1)

@@ -52,6 +52,7 @@ READS = {
 
 @pytest.mark.parametrize("layout", [S0, S1], ids=["S0", "S1"])
 @pytest.mark.parametrize("name", {**OUT, **ROWS, **READS})
+@pytest.mark.thin(3)
 def test_equals_one_device(name: str, layout: dict[str, mw.Shard]) -> None:
     given = program({**OUT, **ROWS, **READS}[name], layout)
     found = judge(given, static=True)

@@ -57,6 +57,7 @@ def train_all(world: int) -> dict[str, Any]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.thin(2)
 def test_training_equals_one_device(world: int) -> None:
     counted = run_processes(train_all, world, world)
     assert all(c == counted[0] for c in counted)

@@ -279,7 +279,7 @@ def checkpointed(model: Any, ids: Tensor) -> None:
     once(model, ids)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("over", [None, "dp"])
 @pytest.mark.parametrize(("name", "placements"), list(itertools.product(CORNERS, [{}, TP])))
 def test_corners_of_autograd(name: str, placements: Any, over: str | None) -> None:

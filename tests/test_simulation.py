@@ -339,6 +339,7 @@ def simulated_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["loops", "sleeps", "meets", "swallows"])
+@pytest.mark.thin(2)
 def test_ctrl_c_ends_all_ranks_and_the_next_run_works(what: str) -> None:
     held = weakref.WeakSet[torch.nn.Module]()
 

@@ -79,7 +79,7 @@ def differences(op: Any, sample: Any) -> list[str]:
     return found
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.filterwarnings("ignore")
 def test_one_number_after_another(group: int) -> None:

@@ -86,17 +86,18 @@ def run_processes(config: TrainConfig, emit: Emit) -> None:
                 pipe.close()
 
 
-def _context() -> Any:
+def _context(captured: bool) -> Any:
     """A server that imported torch once and forks each rank: fast, and safe where threads run here."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", __name__])
+    exporting = ["torch.export", "torch._dynamo", "torch._functorch.aot_autograd"] if captured else []
+    context.set_forkserver_preload(["__main__", __name__, *exporting])
     return context
 
 
 def _start(config: TrainConfig, store: str, started: list[tuple[Any, Any]]) -> None:
-    context = _context()
+    context = _context(config.static)
     for rank in range(config.make_mesh().size):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
