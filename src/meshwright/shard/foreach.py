@@ -47,9 +47,10 @@ def _elementwise(name: str) -> Callable[..., Any]:
     func = getattr(torch, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _captured((args, kwargs)):
+        given = (*args, *kwargs.values()) if kwargs else args
+        if _captured(given):
             return _one_by_one(name, args, kwargs)
-        specs = tuple([_specs(a) for a in (*args, *kwargs.values())])
+        specs = tuple([_specs(a) for a in given])
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         if recorded or not _fits(name, specs):
             return _one_by_one(name, args, kwargs)
@@ -63,9 +64,13 @@ def _elementwise(name: str) -> Callable[..., Any]:
     return run
 
 
-def _captured(args: Any) -> bool:
+def _captured(args: Sequence[Any]) -> bool:
     """Whether these are what a captured step runs on: each tensor a call of its own, which a program can hold."""
-    return any(t.__class__ is not DistTensor and "_spec" in t.__dict__ for t in tensors_in(args))
+    for a in args:
+        others = [t for t in (a if isinstance(a, (list, tuple)) else (a,)) if t.__class__ is not DistTensor]
+        if others and any("_spec" in t.__dict__ for t in others if isinstance(t, Tensor)):
+            return True
+    return False
 
 
 @lru_cache(maxsize=1024)
@@ -124,7 +129,7 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
     """The norm of each tensor (of its global value), as plain 0-d tensors that are the same on every rank."""
     ord = float(ord)
     tensors = list(tensors)
-    if _captured(tensors):
+    if _captured((tensors,)):
         return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
     groups = _groups(tuple([t._spec if t.__class__ is DistTensor else None for t in tensors]))
     if groups is None:
