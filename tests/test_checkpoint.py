@@ -15,7 +15,7 @@ import torch.nn as nn
 
 import meshwright as mw
 from meshwright import runtime
-from meshwright.checkpoint import files, pieces
+from meshwright.checkpoint import arrays, files, pieces
 from meshwright.errors import CheckpointError, DesyncError
 
 ONE = mw.Mesh({"dp": 1})
@@ -122,6 +122,8 @@ def test_loads_onto_any_mesh(source: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(pieces, "SMALL", 8)  # so that small tensors too are cut among ranks that hold the same
     monkeypatch.setattr(files, "BLOCK", 16)
     monkeypatch.setattr(files, "STRETCH", 48)
+    monkeypatch.setattr(arrays, "STRETCH", 48)
+    monkeypatch.setattr(files, "NEAR", 32)
     pieces.overlapping.cache_clear()
     saved = saved_on(source, tmp_path)
     for i, target in enumerate(PLANS):

@@ -4,6 +4,7 @@ Read it in this order:
 
     values     Python values as JSON
     pieces     which part of a tensor a rank writes, and which it reads
+    arrays     arrays in files: read a little at a time
     files      a file of tensors, with checksums; what is done to a disk
     manifest   what makes a folder a checkpoint
     merging    what a captured step has in the middle of a merge
@@ -11,13 +12,16 @@ Read it in this order:
     agree      mistakes on one rank are errors on all
     saving, restore, loading
     store      ``Checkpoints``
-    weights    Hugging Face directories
+    hugging_face, export   Hugging Face directories: from a model, from a checkpoint
+    sources, dcp           files of others that weights are read from
+    weights    read from all of these
     inspection what the command line shows
 """
 
 from __future__ import annotations
 
+from .hugging_face import save_weights
 from .store import Checkpoints
-from .weights import load_weights, save_weights
+from .weights import load_weights
 
 __all__ = ["Checkpoints", "load_weights", "save_weights"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,8 @@ from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..shard.names import Names
 from ..tensor import DistTensor
-from .files import NAMES, as_stored
+from .arrays import NAMES
+from .files import as_stored
 from .merging import merge_state
 from .values import encoded
 
@@ -144,6 +146,7 @@ def gather(roles: Roles, mesh: Mesh) -> Contents:
             made.put(name, t)
         made.aliases.update(found.aliases)
         made.values["model"] = {n: encoded(v, OTHERS + n, made.put) for n, v in found.extra.items()}
+        made.values["config"] = configurations(roles.model)
         names = found.names
     if roles.optimizers:
         made.values["optimizer"] = [_optimizer(one, names, made) for one in roles.optimizers]
@@ -216,6 +219,19 @@ def model_tensors(model: nn.Module) -> ModelTensors:
     return made
 
 
+def configurations(model: nn.Module) -> dict[str, str]:
+    """Of a model of transformers, the files that ``from_pretrained`` reads beside the weights: name to text."""
+    made = {}
+    for part in ("config", "generation_config"):
+        text = getattr(getattr(model, part, None), "to_json_string", None)
+        if text is not None:
+            data = json.loads(text())
+            if part == "config" and not data.get("architectures"):
+                data["architectures"] = [type(model).__name__]
+            made[f"{part}.json"] = json.dumps(data, indent=2, sort_keys=True) + "\n"
+    return made
+
+
 # ---------------------------------------------------------------------------------------------- optimizers
 
 
@@ -255,6 +271,6 @@ def _unnamed(p: Tensor) -> str:
 
 
 __all__ = [
-    "OPTIMIZER", "OTHERS", "RANDOM", "Contents", "ModelTensors", "Roles", "gather", "group_names", "kind_of",
-    "model_tensors", "random_states", "stored_spec",
+    "OPTIMIZER", "OTHERS", "RANDOM", "Contents", "ModelTensors", "Roles", "configurations", "gather", "group_names",
+    "kind_of", "model_tensors", "random_states", "stored_spec",
 ]  # fmt: skip

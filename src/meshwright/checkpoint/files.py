@@ -10,26 +10,20 @@ import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
+from .arrays import DTYPES, NAMES, STRETCH, OpenFile, bytes_of, read_box
 from .pieces import Box
 
 Tensor = torch.Tensor
 
 BLOCK = 1 << 16  # bytes that a checksum covers; they begin with each tensor
-STRETCH = 1 << 24  # bytes that are written or read at a time
 NEAR = 1 << 20  # bytes that stay in a processor's cache; a multiple of any block
-NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
 OFFSETS = "DCP_SHARDING_INFO"  # how torch's HuggingFaceStorageReader finds out where a part begins
 SUMS = "meshwright"
 
@@ -44,6 +38,10 @@ class Disk:
     def create(self, path: Path) -> int:
         """A new, empty file, open for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def append(self, path: Path) -> int:
+        """A file that is there, open for writing at its end."""
+        return os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, file: int, data: Any) -> None:
         """Append to an open file."""
@@ -133,14 +131,6 @@ def write_file(path: Path, parts: Sequence[Part]) -> Line:
     return Line(len(header) + sum(map(len, values)), zlib.crc32(header))
 
 
-def bytes_of(value: Tensor) -> memoryview:
-    """The bytes of a tensor in memory of the host, row by row; a copy where they do not lie so."""
-    value = value.detach().resolve_conj().resolve_neg()
-    value = torch.view_as_real(value) if value.is_complex() else value
-    plain: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(plain)
-
-
 def _header(parts: Sequence[Part], values: Sequence[memoryview]) -> bytes:
     """A header with the checksums of all blocks."""
     table = {}
@@ -177,32 +167,35 @@ def _sums(value: memoryview) -> array[int]:
 # ---------------------------------------------------------------------------------------------- reading
 
 
-class TensorFile:
+class TensorFile(OpenFile):
     """A file that :func:`write_file` wrote, open for reading.
 
     Attributes:
         boxes: name of a tensor to the part of it that is here.
-        bytes_read: so far.
 
     Raises:
         CheckpointError: it is not there, is cut, or is not as it was written.
     """
 
     def __init__(self, path: Path, line: Line) -> None:
-        self.path, self.bytes_read = path, 0
+        super().__init__(path)
         try:
-            self.file = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        size = os.fstat(self.file).st_size
-        if size != line.bytes:
-            os.close(self.file)
-            raise CheckpointError(f"{path} is damaged: it has {size} bytes, and had {line.bytes} when it was written")
-        length = min(int.from_bytes(self._read(0, 8), "little"), size - 8)
-        header = self._read(0, 8 + length)
+            self._open(line)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, line: Line) -> None:
+        if self.size != line.bytes:
+            raise CheckpointError(
+                f"{self.path} is damaged: it has {self.size} bytes, and had {line.bytes} when it was written"
+            )
+        length = min(int.from_bytes(self.read(0, 8), "little"), self.size - 8)
+        header = self.read(0, 8 + length)
         if zlib.crc32(header) != line.header:
-            os.close(self.file)
-            raise CheckpointError(f"{path} is damaged: the checksum of its header (bytes 0 to {8 + length}) differs")
+            raise CheckpointError(
+                f"{self.path} is damaged: the checksum of its header (bytes 0 to {8 + length}) differs"
+            )
         self.table = json.loads(header[8:])
         about = self.table.pop("__metadata__")
         sums, offsets = json.loads(about[SUMS]), json.loads(about[OFFSETS])
@@ -213,76 +206,54 @@ class TensorFile:
             first = offsets[name]["saved_offsets"]
             self.boxes[name] = tuple((a, a + n) for a, n in zip(first, entry["shape"], strict=True))
 
-    def close(self) -> None:
-        """No more of it."""
-        os.close(self.file)
-
-    def _read(self, start: int, size: int) -> bytearray:
-        made = bytearray(size)
-        view, at = memoryview(made), start
-        while view:
-            n = os.preadv(self.file, [view], at)
-            if not n:
-                raise CheckpointError(f"{self.path} is damaged: it ends at byte {at}")
-            view, at = view[n:], at + n
-        self.bytes_read += size
-        return made
-
     def verify(self, name: str) -> None:
         """Read all of a tensor.  Raises CheckpointError where it is not as it was written."""
         first, last = self.table[name]["data_offsets"]
-        for start in range(0, last - first, STRETCH):
-            self._checked(name, start, min(start + STRETCH, last - first))
+        memory = memoryview(bytearray(min(NEAR, last - first)))
+        for start in range(0, last - first, NEAR):
+            self._blocks(name, start, memory[: last - first - start])
 
-    def _checked(self, name: str, start: int, stop: int) -> memoryview:
-        """Bytes of a tensor, after their blocks were found to be as they were written."""
-        first, last = self.table[name]["data_offsets"]
-        low, high = start // self.block * self.block, min(-(-stop // self.block) * self.block, last - first)
-        at = self.start + first + low
-        found = memoryview(self._read(at, high - low))
-        for i in range(0, high - low, self.block):
-            if zlib.crc32(found[i : i + self.block]) != self.sums[name][(low + i) // self.block]:
-                end = min(i + self.block, high - low)
+    def _blocks(self, name: str, low: int, into: memoryview) -> None:
+        """Fill memory with whole blocks of a tensor, and check them while they are in the cache."""
+        at = self.start + self.table[name]["data_offsets"][0] + low
+        self.fill(at, into)
+        for i in range(0, len(into), self.block):
+            block = into[i : i + self.block]
+            if zlib.crc32(block) != self.sums[name][(low + i) // self.block]:
                 raise CheckpointError(
-                    f"{self.path} is damaged: tensor {name!r}, checksum of bytes {at + i} to {at + end} of the file"
+                    f"{self.path} is damaged: tensor {name!r}, checksum of bytes {at + i} to {at + i + len(block)} of "
+                    "the file"
                 )
-        return found[start - low : stop - low]
 
-    def _read_rows(self, name: str, start: int, stop: int, into: memoryview) -> None:
-        """Fill memory with bytes of a tensor, a little at a time: checked and copied while it is in the cache."""
-        for low in range(start // self.block * self.block, stop, NEAR // self.block * self.block):
-            a, b = max(start, low), min(stop, low + NEAR // self.block * self.block)
-            into[a - start : b - start] = self._checked(name, a, b)
+    def _checked(self, name: str, start: int, into: memoryview) -> None:
+        """Fill memory with bytes of a tensor, after their blocks were found to be as they were written."""
+        first, last = self.table[name]["data_offsets"]
+        total, at, stop = last - first, start, start + len(into)
+        while at < stop:
+            low = at // self.block * self.block
+            high = min(
+                stop if stop == total else stop // self.block * self.block, low + NEAR // self.block * self.block
+            )
+            if low == at and high > low:  # whole blocks: straight to their place
+                self._blocks(name, low, into[at - start : high - start])
+            else:
+                block = memoryview(bytearray(min(self.block, total - low)))
+                self._blocks(name, low, block)
+                high = min(low + self.block, stop)
+                into[at - start : high - start] = block[at - low : high - low]
+            at = high
 
-    def read(self, name: str, box: Box, into: Tensor) -> None:
+    def read_part(self, name: str, box: Box, into: Tensor) -> None:
         """Fill a tensor with a part of the part that is here.
 
         Args:
             box: global bounds, inside of what is here.
-            into: of the size of the box; of the dtype that was stored, on the host or a device.
+            into: of the size of the box, on the host or a device.
         """
         entry, here = self.table[name], self.boxes[name]
-        dtype = DTYPES[entry["dtype"]]
-        if not here:
-            into.copy_(torch.frombuffer(self._checked(name, 0, dtype.itemsize), dtype=dtype)[0])
-            return
-        lengths = [b - a for a, b in here]
-        row = math.prod(lengths[1:]) * dtype.itemsize
-        (lo, hi), begin = box[0], here[0][0]
-        if box[1:] == here[1:] and into.dtype is dtype and into.is_contiguous() and into.device.type == "cpu":
-            self._read_rows(name, (lo - begin) * row, (hi - begin) * row, bytes_of(into))
-            return
-        rows = max(1, STRETCH // row)
-        for a in range(lo, hi, rows):
-            b = min(a + rows, hi)
-            data = self._checked(name, (a - begin) * row, (b - begin) * row)
-            values = torch.frombuffer(data, dtype=dtype).view(b - a, *lengths[1:])
-            for d in range(1, len(box)):
-                values = values.narrow(d, box[d][0] - here[d][0], box[d][1] - box[d][0])
-            into[a - lo : b - lo].copy_(values)
+        local = tuple((a - start, b - start) for (a, b), (start, _) in zip(box, here, strict=True))
+        shape = tuple(entry["shape"])
+        read_box(shape, DTYPES[entry["dtype"]], local, into, partial(self._checked, name))
 
 
-__all__ = [
-    "DISK", "DTYPES", "NAMES", "STRETCH", "Disk", "Line", "Part", "TensorFile", "as_stored", "bytes_of", "header_of",
-    "write_file",
-]  # fmt: skip
+__all__ = ["DISK", "Disk", "Line", "Part", "TensorFile", "as_stored", "header_of", "write_file"]

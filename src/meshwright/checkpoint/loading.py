@@ -188,7 +188,7 @@ class Reader:
             part = value
             for d, ((a, b), (start, _)) in enumerate(zip(wanted, box, strict=True)):
                 part = part.narrow(d, a - start, b - a)
-            self._file(rank, name).read(name, wanted if pair == 1 else (*wanted, (0, 2)), part)
+            self._file(rank, name).read_part(name, wanted if pair == 1 else (*wanted, (0, 2)), part)
 
     def _file(self, rank: int, name: str) -> TensorFile:
         file = f"rank-{rank:05d}.safetensors"

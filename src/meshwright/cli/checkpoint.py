@@ -1,4 +1,4 @@
-"""``meshwright checkpoint``: what is in checkpoints, and whether it is as it was written."""
+"""``meshwright checkpoint``: what is in checkpoints, whether it is as it was written, and their weights for others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True, add_completion=
 
 @app.callback()
 def checkpoint() -> None:
-    """Show what is in checkpoints, and verify their checksums."""
+    """Show what is in checkpoints, verify their checksums, export their weights."""
 
 
 @app.command()
@@ -79,9 +79,7 @@ def verify(folder: Folder) -> None:
 
     saves = [s for s in _saves(folder) if s.complete]
     found = 0
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True), transient=True
-    ) as progress:
+    with _progress() as progress:
         for save in saves:
             total = sum(p.stat().st_size for p in save.path.glob("*.safetensors"))
             task = progress.add_task(save.path.name, total=total)
@@ -93,6 +91,48 @@ def verify(folder: Folder) -> None:
         raise typer.Exit(DAMAGED)
     listed = ", ".join(str(s.step) for s in saves)
     terminal().print(Text(f"{len(saves)} complete, all as written" + (f": step {listed}" if saves else "")))
+
+
+@app.command()
+def export(
+    folder: Folder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or a new file named .safetensors.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; else the newest.")] = None,
+    shard_bytes: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How large the files of a folder may become.")
+    ] = 5 * 10**9,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face directory, or as one safetensors file.
+
+    transformers' [b]from_pretrained[/] reads the folder, with the configuration where the model had one. A few MiB are
+    in memory at a time, and all checksums are compared.
+
+    [dim]Exit codes: 0 done; 1 the checkpoint is damaged, or OUT cannot be written; 2 bad input.[/]
+    """
+    from meshwright.checkpoint.export import chosen, export, vacant
+
+    try:
+        save = chosen(folder, step)
+        vacant(out)
+    except CheckpointError as error:
+        complain(error)
+        raise typer.Exit(BAD_INPUT) from None
+    with _progress() as progress:
+        task = progress.add_task(out.name)
+        try:
+            names = export(
+                save.path, out, shard_bytes, lambda done, total: progress.update(task, completed=done, total=total)
+            )
+        except CheckpointError as error:
+            complain(error)
+            raise typer.Exit(DAMAGED) from None
+    terminal().print(Text(f"step {save.step} is {', '.join(names)} in {out if out.is_dir() else out.parent}"))
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True), transient=True
+    )
 
 
 def _saves(folder: Path) -> list[SaveFolder]:

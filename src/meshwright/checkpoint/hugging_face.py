@@ -1,0 +1,219 @@
+"""Hugging Face directories, written part by part: from a model by all ranks, from a checkpoint by one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+
+import torch
+import torch.nn as nn
+
+from .. import convert, runtime
+from ..dispatch import disabled
+from ..errors import CheckpointError, takes
+from ..layout import Shard, Spec
+from ..mesh import Mesh
+from ..raw import bare
+from ..reshard import plan as plan_conversion
+from ..tensor import DistTensor
+from . import files
+from .agree import alike, attempt, mesh_of
+from .arrays import NAMES, STRETCH, bytes_of
+from .contents import Roles, configurations, model_tensors, stored_spec
+from .files import header_of
+from .pieces import SMALL
+
+Tensor = torch.Tensor
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHARD_BYTES = 5 * 10**9
+
+
+@takes(
+    CheckpointError,
+    model=(nn.Module, "give the nn.Module"),
+    path=((str, os.PathLike), "give a path"),
+    shard_bytes=(int, "give a number of bytes"),
+    mesh=((Mesh, NoneType), "give the mesh that all ranks are in"),
+)
+def save_weights(
+    model: nn.Module, path: str | os.PathLike[str], *, shard_bytes: int = SHARD_BYTES, mesh: Mesh | None = None
+) -> None:
+    """Write parameters and persistent buffers of a model as a Hugging Face directory, which ``from_pretrained`` reads.
+
+    Every rank writes a part of each file; no rank ever holds the whole of a split tensor.  Tied tensors are written
+    once.  A model of transformers has its configuration written beside.
+
+    Args:
+        path: a folder that all ranks share; made if it is not there, its weights are replaced.
+        shard_bytes: how large files may become, where no tensor is larger.
+        mesh: as for :class:`Checkpoints`.
+
+    Raises:
+        CheckpointError: on all ranks: what cannot be saved, a disk that is full.
+        DesyncError: ranks with different models.
+    """
+    path = Path(path)
+    mesh = mesh_of(Roles.of(model, None, None, None, None), mesh)
+    what = f"save weights to {path}"
+    plan = attempt(mesh, what, lambda: plan_files(_specs(model, mesh), shard_bytes))
+    lies = {f"{n} in {f.name}": s for f in plan for n, s in f.specs.items()}
+    alike(mesh, what, "all ranks must save the same model", {**lies, "shard_bytes=": shard_bytes})
+    first = runtime.RT.rank == mesh.ranks[0]
+    attempt(mesh, what, lambda: begin(path, plan) if first else None)
+    tensors = model_tensors(model).tensors
+    for file in plan:
+        _write(path, file, tensors, mesh, what)
+    attempt(mesh, what, lambda: _finish(path, plan, model) if first else None)
+
+
+@dataclass
+class WholeFile:
+    """A file of whole tensors that is to be written.
+
+    Attributes:
+        name: of the file.
+        specs: name of a tensor to how it lies.
+        header: the bytes that it begins with.
+        starts: name of a tensor to where its bytes begin.
+        size: in bytes.
+    """
+
+    name: str
+    specs: dict[str, Spec]
+    header: bytes = b""
+    starts: dict[str, int] = field(default_factory=dict)
+    size: int = 0
+
+    @property
+    def unfinished(self) -> str:
+        """Its name until it is complete."""
+        return f"{self.name}.tmp"
+
+
+def _specs(model: nn.Module, mesh: Mesh) -> dict[str, Spec]:
+    """What of a model is saved, and how it lies."""
+    found = model_tensors(model).tensors
+    if meta := next((name for name, t in found.items() if t.is_meta), None):
+        raise CheckpointError(f"{meta} is on the meta device: it cannot be saved")
+    return {name: stored_spec(t, mesh, name) for name, t in found.items()}
+
+
+def plan_files(specs: Mapping[str, Spec], shard_bytes: int) -> list[WholeFile]:
+    """Which file each tensor goes to, and where: from specs alone.  Raises CheckpointError for other dtypes."""
+    batches: list[dict[str, Spec]] = [{}]
+    size = 0
+    for name, spec in specs.items():
+        if spec.dtype not in NAMES:
+            raise CheckpointError(f"{name} is {spec.dtype}: it cannot be saved")
+        if batches[-1] and size + spec.nbytes > shard_bytes:
+            batches.append({})
+            size = 0
+        batches[-1][name] = spec
+        size += spec.nbytes
+    names = [f"model-{i + 1:05d}-of-{len(batches):05d}.safetensors" for i in range(len(batches))]
+    names = names if len(names) > 1 else [SINGLE]
+    made = []
+    for name, specs in zip(names, batches, strict=True):
+        order = sorted(specs, key=lambda n: -specs[n].dtype.itemsize)  # so that all are aligned
+        header = header_of({n: (specs[n].dtype, list(specs[n].shape)) for n in order}, {})
+        file = WholeFile(name, {n: specs[n] for n in order}, header, size=len(header))
+        for n in order:
+            file.starts[n] = file.size
+            file.size += specs[n].nbytes
+        made.append(file)
+    return made
+
+
+def begin(path: Path, plan: Sequence[WholeFile]) -> None:
+    """Make the files, with their headers."""
+    files.DISK.make_folder(path)
+    for file in plan:
+        opened = files.DISK.create(path / file.unfinished)
+        try:
+            files.DISK.write(opened, file.header)
+        finally:
+            files.DISK.close(opened)
+
+
+def _write(path: Path, file: WholeFile, tensors: Mapping[str, Tensor], mesh: Mesh, what: str) -> None:
+    """Every rank brings its rows of each tensor to the file."""
+    opened = attempt(mesh, what, lambda: os.open(path / file.unfinished, os.O_WRONLY))
+    here = mesh.coordinate(runtime.RT.rank)
+    problem: list[OSError] = []
+    try:
+        for name, spec in file.specs.items():
+            rows = _rows(spec)
+            with torch.no_grad(), disabled():
+                t = tensors[name]
+                local = bare(t) if isinstance(t, DistTensor) else t.detach()
+                value = convert.apply(plan_conversion(spec, rows).steps, local)
+            if problem or (rows.layout.is_replicated() and runtime.RT.rank != mesh.ranks[0]):
+                continue
+            row = spec.nbytes // max(1, spec.shape[0]) if spec.ndim else spec.nbytes
+            at = file.starts[name] + (rows.local_offset(here)[0] * row if spec.ndim else 0)
+            try:
+                put(opened, at, bytes_of(value.to("cpu")))
+            except OSError as error:  # not yet: the others are in collectives
+                problem.append(error)
+        attempt(mesh, what, lambda: _synced(opened, problem))
+    finally:
+        os.close(opened)
+
+
+def _rows(spec: Spec) -> Spec:
+    """The tensor cut into rows over all ranks; as it is where it is whole on all and not worth cutting."""
+    if not spec.ndim or (spec.layout.is_replicated() and spec.nbytes <= SMALL):
+        return spec
+    layout = spec.layout
+    for axis, n in enumerate(spec.mesh.sizes):
+        if n > 1:
+            layout = layout.replace(axis, Shard(0))
+    return spec.with_(layout=layout)
+
+
+def put(file: int, at: int, data: memoryview) -> None:
+    """Write bytes at a place of an open file."""
+    for start in range(0, len(data), STRETCH):
+        view = data[start : start + STRETCH]
+        while view:
+            n = os.pwrite(file, view, at)
+            view, at = view[n:], at + n
+
+
+def _synced(file: int, problem: list[OSError]) -> None:
+    if problem:
+        raise problem[0]
+    files.DISK.sync(file)
+
+
+def _finish(path: Path, plan: Sequence[WholeFile], model: nn.Module) -> None:
+    """Put the files in their places, and remove those of other weights."""
+    kept = {file.name for file in plan}
+    (path / INDEX).unlink(missing_ok=True)
+    for old in path.glob("model*.safetensors"):
+        if old.name not in kept:
+            old.unlink()
+    for name, text in configurations(model).items():
+        (path / name).write_text(text)
+    into_place(path, plan)
+
+
+def into_place(path: Path, plan: Sequence[WholeFile]) -> None:
+    """Rename complete files to what they are called, the index last."""
+    for file in plan:
+        files.DISK.rename(path / file.unfinished, path / file.name)
+    if len(plan) > 1:
+        total = sum(s.nbytes for file in plan for s in file.specs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {n: f.name for f in plan for n in f.specs}}
+        (path / f"{INDEX}.tmp").write_text(json.dumps(index, indent=1))
+        files.DISK.rename(path / f"{INDEX}.tmp", path / INDEX)
+    files.DISK.sync_folder(path)
+
+
+__all__ = [
+    "INDEX", "SHARD_BYTES", "SINGLE", "WholeFile", "begin", "into_place", "plan_files", "put", "save_weights",
+]  # fmt: skip
