@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from typing import Any
 
@@ -161,11 +162,12 @@ def test_parts_are_padded_to_the_longest() -> None:
         ({"pad_to": [4], "pad_value": VALUES}, r"batch\['in'\]\['ids'\] has 5 along dim 1, pad_to goes up to 4"),
         ({"pad_to": [8]}, "say what each tensor is padded with"),
         ({"pad_to": [8], "pad_value": 0}, "for batches with one tensor that has a dim 1, this one has 4: name them"),
-        ({"pad_to": [8], "pad_value": {"ids": 0}}, r"batch\['in'\]\['mask'\] has a dim 1, and pad_value does not name"),
+        ({"pad_to": [8], "pad_value": {"ids": 0}}, r"batch\['in'\]\['kind'\] has a dim 1, and pad_value does not name"),
         ({"pad_to": [8], "pad_value": VALUES | {"n": 0}}, "names 'n', and the batch has no tensor of that name with a"),
         ({"pad_to": [], "pad_value": 0}, "the sizes to pad to"),
         ({"pad_to": 8, "pad_value": 0}, "the sizes to pad to"),
         ({"pad_to": [8], "pad_value": 0, "pad_dim": "seq"}, "the number of a dim was expected"),
+        ({"pad_to": [8], "pad_value": VALUES | {"kind": "x"}}, "is torch.float32 and cannot hold pad_value 'x'"),
         ({"pad_value": 0}, "pad_to is not: to which sizes"),
         ({"pad_to": [8], "pad_value": VALUES, "pad_dim": 0, "local": True}, "padding would come between the parts"),
     ],
@@ -176,3 +178,85 @@ def test_what_cannot_be_padded(more: dict[str, Any], said: str) -> None:
             list(shard_dataloader([batch_of(5)], MESH, ROWS, **more))
 
     mw.simulate(fn, MESH)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "fits"),
+    [
+        (torch.uint8, -100, False), (torch.bool, -100, False), (torch.bool, True, True), (torch.int8, 300, False),
+        (torch.int64, 0.5, False), (torch.int64, math.nan, False), (torch.int32, -100, True), (torch.int64, 2.0, True),
+        (torch.float32, 0.1, True), (torch.float32, math.inf, True), (torch.float32, math.nan, True),
+        (torch.float16, 1e6, False), (torch.bfloat16, -100, True), (torch.float32, "0", False),
+    ],
+)  # fmt: skip
+def test_what_is_padded_with_is_what_was_asked_for(dtype: torch.dtype, value: Any, fits: bool) -> None:
+    def fn() -> Any:
+        loader = shard_dataloader([torch.ones(3, 2).to(dtype)], MESH, ROWS, pad_to=[3], pad_value=value)
+        return mw.unshard(next(iter(loader)))[:, 2]
+
+    if fits:
+        want = torch.full((3,), value).to(dtype)
+        torch.testing.assert_close(mw.simulate(fn, MESH)[0], want, equal_nan=True)
+    else:
+        with pytest.raises(ShardError, match="cannot hold pad_value"):
+            mw.simulate(fn, MESH)
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_keys_may_come_in_another_order_on_each_rank(pad: bool) -> None:
+    def fn() -> Any:
+        r = runtime.RT.rank
+        parts = {"a": torch.ones(2 + r, 5 + 4 * r) * (r + 1), "b": torch.ones(2 + r, 1) * 10 * (r + 1)}
+        parts["a"] = parts["a"] if pad else parts["a"][:, :5]
+        turned = {k: parts[k] for k in (("b", "a") if r == 1 else ("a", "b"))}
+        more = {"pad_to": [16], "pad_value": {"a": 0, "b": None}} if pad else {}
+        seen = list(mw.shard_dataloader([parts, turned], MESH, ROWS, local=True, **more))
+        assert list(seen[1]) == list(turned)
+        assert seen[1]["a"].shape == (9, 16 if pad else 5)
+        return [mw.unshard(b[k])[:, 0].tolist() for b in seen for k in "ab"]
+
+    a = [1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0]
+    assert mw.simulate(fn, MESH) == [[a, [10 * n for n in a]] * 2] * 3
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (lambda r: torch.ones(2, 5 + r), "sizes of batch along dims that are not split: rank 0: .None, 5"),
+        (lambda r: torch.ones(2, 5).to([torch.float32, torch.float64, torch.float32][r]), "shapes of batch .*float64"),
+        (lambda r: torch.ones([(2, 5), (2, 5), (2, 5, 1)][r]), "3 dims"),
+        (lambda r: {"x": torch.ones(2)} | ({"y": torch.ones(2)} if r else {}), "batch.'y'"),
+        (lambda r: None, "no more batch"),
+    ],
+)
+def test_later_parts_that_do_not_fit(part: Any, said: str) -> None:
+    def fn() -> None:
+        r, first = runtime.RT.rank, torch.ones(2, 5)
+        given = [first, first, part(r)] if part(r) is not None else [first] * (2 + r)
+        for _ in mw.shard_dataloader(iter(given), MESH, ROWS, local=True):
+            pass
+
+    with pytest.raises(DesyncError, match=r"different batches \(batch \d\).*" + said):
+        mw.simulate(fn, MESH)
+
+
+def test_ranks_of_one_part_bring_it_in_one_shape() -> None:
+    mesh = mw.Mesh({"dp": 2, "tp": 2})
+
+    def fn() -> None:
+        given = [torch.ones(2, 5), torch.ones(2 + (runtime.RT.rank == 3), 5)]
+        list(mw.shard_dataloader(given, mesh, ROWS, local=True))
+
+    with pytest.raises(DesyncError, match=r"shapes of the same part of batch: rank 2: \[2, 5\]; rank 3: \[3, 5\]"):
+        mw.simulate(fn, mesh)
+
+
+def test_fields_of_named_tuples_have_names() -> None:
+    pair = namedtuple("pair", "x y")
+
+    def fn() -> Any:
+        batch = pair(torch.ones(3, 2), torch.ones(3, 2, dtype=torch.int64))
+        loader = mw.shard_dataloader([batch], MESH, ROWS, pad_to=[4], pad_value={"x": 0, "y": -100})
+        return mw.unshard(next(iter(loader)).y)[0].tolist()
+
+    assert mw.simulate(fn, MESH)[0] == [1, 1, -100, -100]

@@ -12,14 +12,24 @@ import torch
 
 from .. import collective, runtime
 from ..api import MESH_WANTED, from_local, shard_tensor
-from ..collective import Fact, together
-from ..errors import LayoutError, ShardError, takes
+from ..collective import Fact, differing, together
+from ..errors import DesyncError, LayoutError, ShardError, takes
 from ..layout import Layout, Partial, Placements, Replicate, Shard
 from ..mesh import Mesh
 from ..tensor import DistTensor
 from .padding import Padding, shown
 
 Tensor = torch.Tensor
+_SAID = "shard_dataloader: the ranks loaded different batches (batch {count}): {found}"
+
+
+def _fix(local: bool) -> str:
+    if local:
+        return "each rank must bring its own part of the same batch"
+    return (
+        "each rank must load the same global batch: use the same seed in the sampler, or local=True if each rank "
+        "loads its own part (DistributedSampler)"
+    )
 
 
 @dataclass
@@ -78,6 +88,7 @@ class ShardedLoader:
         self._place = LoaderPlace()
         self._pending: LoaderPlace | None = None  # where the next pass goes on
         self._last: Any = None  # the batch that was given last
+        self._parts: dict[tuple[Any, ...], list[Sequence[int]]] = {}  # shapes of the ranks' parts, by path in the batch
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -107,6 +118,7 @@ class ShardedLoader:
                 self._check_keys(batch)
             place.batches, self._last = place.batches + 1, batch
             if self.local:  # parts may differ in length until they are padded
+                self._parts = self._exchanged(batch, place.batches - 1)
                 batch = self._padded(batch)
             if self.mesh.size > 1 and (first or runtime.RT.check):
                 self._check(batch, place.batches - 1)
@@ -114,7 +126,9 @@ class ShardedLoader:
             if not self.local:
                 batch = self._padded(batch)
             yield self._sharded(batch, self.placements if not self._by_key else None, (), self._laid)
-        if self.mesh.size > 1 and (first or runtime.RT.check):
+        if self.local:
+            self._exchanged(None, place.batches)
+        elif self.mesh.size > 1 and (first or runtime.RT.check):
             self._check(None, place.batches)
         place.batches, self._last = 0, None
 
@@ -218,10 +232,8 @@ class ShardedLoader:
 
         self._sharded(batch, self.placements if not self._by_key else None, (), note)
         lengths = padding.lengths(tensors)
-        if self.local and self.mesh.size > 1:
-            everywhere = collective.group(self.mesh)
-            listed = collective.all_gather_object(list(lengths.values()), everywhere)
-            lengths = {path: max(of) for path, of in zip(lengths, zip(*listed, strict=False), strict=False)}
+        if self.local:
+            lengths = {path: max(shape[padding.dim] for shape in self._parts[path]) for path in lengths}
         return self._sharded(batch, None, (), lambda t, placements, path: padding.padded(t, path, lengths.get(path)))
 
     def _splits(self, placements: Any, t: Tensor, dim: int) -> bool:
@@ -232,10 +244,14 @@ class ShardedLoader:
         if isinstance(value, Tensor):
             return leaf(value, placements, path)
         if isinstance(value, Mapping):
-            made = {k: self._sharded(v, self._for(k, placements), (*path, k), leaf) for k, v in value.items()}
+            # In one order on all ranks, whatever that of their dicts: leaves meet in collectives.
+            order = sorted(value, key=lambda k: (type(k).__name__, str(k)))
+            laid = {k: self._sharded(value[k], self._for(k, placements), (*path, k), leaf) for k in order}
+            made = {k: laid[k] for k in value}
             return made if type(value) is dict else _like(value, made)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._sharded(v, placements, (*path, i), leaf) for i, v in enumerate(value)))
+            fields = zip(value._fields, value, strict=True)
+            return type(value)(*(self._sharded(v, placements, (*path, name), leaf) for name, v in fields))
         if isinstance(value, (tuple, list)):
             return type(value)(self._sharded(v, placements, (*path, i), leaf) for i, v in enumerate(value))
         return value
@@ -251,13 +267,13 @@ class ShardedLoader:
             return shard_tensor(t, self.mesh, (), check=False)
         try:
             if self.local:
-                return self._from_local(t, placements)
+                return self._from_local(t, placements, self._parts[path])
             return shard_tensor(t, self.mesh, placements, check=False)
         except LayoutError as error:
             raise ShardError(f"batch{shown(path)}, of shape {tuple(t.shape)}: {error}") from error
 
-    def _from_local(self, t: Tensor, placements: Placements) -> Tensor:
-        """Parts of any length: lengths are exchanged, and parts that are not torch.chunk's rearranged."""
+    def _from_local(self, t: Tensor, placements: Placements, shapes: list[Sequence[int]]) -> Tensor:
+        """Parts of any length; those that are not torch.chunk's are rearranged."""
         layout = Layout(self.mesh, placements, ndim=t.dim())
         split = layout.dim_axes()
         if not split:
@@ -266,7 +282,7 @@ class ShardedLoader:
         if more:
             return from_local(t, self.mesh, layout)
         group = collective.group(self.mesh, tuple(sorted(axes)))
-        sizes = collective.all_gather_object(t.shape[dim], group)
+        sizes = [shapes[self.mesh.ranks.index(rank)][dim] for rank in group.ranks]
         shape = list(t.shape)
         shape[dim] = sum(sizes)
         here = layout.local_shape(shape, self.mesh.coordinate(runtime.RT.rank))
@@ -275,6 +291,42 @@ class ShardedLoader:
         if all(start == min(i * step, shape[dim]) for i, start in enumerate(starts)) and here[dim] == t.shape[dim]:
             return from_local(t, self.mesh, layout, shape=shape, check=False)
         return shard_tensor(collective.all_gather(t, dim, sizes, group), self.mesh, layout, check=False)
+
+    def _exchanged(self, batch: Any, count: int) -> dict[tuple[Any, ...], list[Sequence[int]]]:
+        """Shapes of all ranks' parts of a batch, by path: one exchange.  ``batch`` is None where the data ended.
+
+        Raises DesyncError where parts do not fit together: they differ along a dim that is not split, or differ where
+        ranks bring the same part.  Along a dim that is padded they may.
+        """
+        facts: list[Fact] = [] if batch is not None else [Fact("no more batch")]
+        shapes: dict[tuple[Any, ...], Sequence[int]] = {}
+
+        def note(t: Tensor, placements: Any, path: tuple[Any, ...]) -> None:
+            if isinstance(t, DistTensor):
+                return
+            shapes[path] = tuple(t.shape)
+            free: set[int] = set()
+            if self.padding is not None and self.padding.applies(t):
+                free.add(self.padding.dim % t.ndim)
+            facts.append(Fact(f"shapes of batch{shown(path)} ({t.dtype}, {t.ndim} dims)"))
+            if placements is None or not t.ndim:  # stays as each rank has it
+                return
+            with contextlib.suppress(LayoutError):  # said where the batch is laid out
+                split = Layout(self.mesh, placements, ndim=t.ndim).dim_axes()
+                kept = [None if d in free or d in split else n for d, n in enumerate(t.shape)]
+                facts.append(Fact(f"sizes of batch{shown(path)} along dims that are not split", kept))
+                whole = [None if d in free else n for d, n in enumerate(t.shape)]
+                facts.append(Fact(f"shapes of the same part of batch{shown(path)}", whole, self._part(t, placements)))
+
+        if batch is not None:
+            self._sharded(batch, self.placements if not self._by_key else None, (), note)
+        if self.mesh.size == 1:
+            return {path: [shape] for path, shape in shapes.items()}
+        everyone = collective.all_gather_object((facts, shapes), collective.group(self.mesh))
+        found, _ = differing({rank: of for rank, (of, _) in zip(self.mesh.ranks, everyone, strict=True)})
+        if found:
+            raise DesyncError(_SAID.format(count=count, found=found) + f"; {_fix(self.local)}")
+        return {path: [of[path] for _, of in everyone] for path in shapes}
 
     def _check_keys(self, batch: Any) -> None:
         """Names that are neither axes nor keys of the batch would lay nothing, without a word."""
@@ -304,14 +356,8 @@ class ShardedLoader:
             return t
 
         self._sharded(batch, self.placements if not self._by_key else None, (), note)
-        fix = (
-            "each rank must bring its own part of the same batch"
-            if self.local
-            else "each rank must load the same global batch: use the same seed in the sampler, or local=True if "
-            "each rank loads its own part (DistributedSampler)"
-        )
-        said = f"shard_dataloader: the ranks loaded different batches (batch {count}): {{}}"
-        with together(self.mesh, "shard_dataloader", said, fix) as facts:
+        said = _SAID.format(count=count, found="{}")
+        with together(self.mesh, "shard_dataloader", said, _fix(self.local)) as facts:
             facts.append(Fact("no more batch" if batch is None else str(form)))
             facts.append(Fact(f"{self._length()} batches in all"))
             for (path, *_), part, digest in zip(form, parts, collective.digests(tensors), strict=True):
@@ -380,16 +426,18 @@ def shard_dataloader(
         pad_to: sizes; each tensor that ``pad_value`` names is padded at the end of ``pad_dim`` up to the next of them,
             of parts (``local``) up to that of the longest part.  A captured step is then captured once per size.
         pad_dim: the dim of sequences in each tensor.
-        pad_value: key of the batch (or place in a tuple or list) to the value behind the end, None to leave it as it
-            is; for batches of one tensor the value.  Labels get what the loss ignores (-100 for ``cross_entropy``:
-            means are then over what was there), masks 0 (or False), ids any valid id.  A loss that ignores nothing, a
-            ``.mean()`` over positions, and attention that is neither causal nor masked would count what was padded.
+        pad_value: key of the batch (field of a named tuple, place in a tuple or list) to the value behind the end,
+            None to leave it as it is; for batches of one tensor the value.  Labels get what the loss ignores (-100 for
+            ``cross_entropy``: means are then over what was there), masks 0 (or False), ids any valid id.  A loss that
+            ignores nothing, a ``.mean()`` over positions, and attention that is neither causal nor masked would count
+            what was padded.
 
     Raises:
         ShardError: a wrong ``pad_to``; (while iterating) a tensor that cannot be laid out so, that is longer than
             ``pad_to`` goes, or that has ``pad_dim`` and is not named in ``pad_value``.
         DesyncError: (while iterating) ranks that load batches of different shapes or numbers, or different values
-            of the same part: compared for the first batch of each pass, in check mode for all.
+            of the same part: compared for the first batch of each pass, in check mode for all.  Of parts (``local``)
+            the shapes, and whether there is a batch, are compared for all.
     """
     if placements is None:
         placements = {mesh.axes[0]: Shard(0)}

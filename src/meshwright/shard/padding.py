@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,8 @@ class Padding:
         Raises ShardError where not just the tensors with that dim are named: labels that nobody thought of would be
         too short, or count.  It hangs on no size, so that all ranks raise it.
         """
+        for path, t in tensors:
+            self._check_value(self._value(path), t, path)
         if not isinstance(self.values, Mapping):
             if len(tensors) != 1:
                 names = ", ".join(f"{path[-1]!r}: ..." for path, _ in tensors)
@@ -72,6 +75,21 @@ class Padding:
                     "what it is padded with, or None to leave it as it is"
                 )
         return {path: t.shape[self.dim] for path, t in tensors if self._value(path) is not None}
+
+    def _check_value(self, value: Any, t: Tensor, path: Path) -> None:
+        """Padding of another value than was asked for would be silent: -100 is 156 in uint8, and True in bool."""
+        if value is None or value is _LEFT:
+            return
+        try:
+            held = torch.tensor(value).to(t.dtype).item()
+            if t.dtype.is_floating_point or t.dtype.is_complex:  # rounded as everywhere, but never to infinity
+                fits = (held == held, abs(held) == math.inf) == (value == value, abs(value) == math.inf)
+            else:
+                fits = held == value
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            fits = False
+        if not fits:
+            raise ShardError(f"shard_dataloader: batch{shown(path)} is {t.dtype} and cannot hold pad_value {value!r}")
 
     def _value(self, path: Path) -> Any:
         if not isinstance(self.values, Mapping):
