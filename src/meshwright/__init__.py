@@ -34,7 +34,7 @@ from .errors import RankFailedError
 from .generator import reproducible_random
 from .layout import Layout, Partial, Replicate, Shard, Spec
 from .mesh import Mesh
-from .shard import no_sync, shard_dataloader, shard_module, shard_optimizer
+from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
 from .simulation import simulate
 from .tensor import DistTensor
 
@@ -86,6 +86,7 @@ __all__ = [
     "LossScale",
     "Mesh",
     "Partial",
+    "Precision",
     "RankFailedError",
     "Replicate",
     "Shard",

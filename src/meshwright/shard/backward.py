@@ -22,6 +22,7 @@ from ..tensor import DistTensor, held, hold, in_spec, wrap
 from .buckets import Bucket, Buckets
 from .in_flight import InFlight, Reduction, Scattering, give
 from .packing import Packing, split_dim
+from .precision import reduce_dtype
 
 Tensor = torch.Tensor
 _engine: Any = compat.execution_engine
@@ -165,7 +166,7 @@ class Backward:
                     raise ShardError(
                         f"{self.sync.names[i]} has a sparse gradient, which cannot be synchronised: use sparse=False"
                     )
-                grads.append(g)
+                grads.append(g.to(bucket.dtype))
                 members.append(i)
                 # What comes later in this backward starts a new gradient and is added at the end.
                 set_grad(p, None)
@@ -283,7 +284,7 @@ class Backward:
             with disabled(), torch.enable_grad():
                 source = g.__dict__.get("_spec") or p._spec.grad()
                 target = p._spec.with_(reduced=0, undecided=0, stored=False)
-                made = convert.apply(plan_conversion(source, target).steps, g)
+                made = convert.apply(plan_conversion(source, target).steps, g.to(reduce_dtype(p))).to(target.dtype)
                 set_grad(p, wrap(made.view_as(made) if made is g else made, target))
 
 

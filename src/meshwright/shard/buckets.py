@@ -11,6 +11,7 @@ import torch
 from .. import compat
 from ..layout import Shard, Spec
 from ..tensor import DistTensor
+from .precision import reduce_dtype
 
 Tensor = torch.Tensor
 STORED = "_stored_over"  # in the dict of a parameter: the axis that it is stored over (see zero)
@@ -27,10 +28,12 @@ class Bucket:
     The flat buffer is kept from one backward to the next, and reused when nobody holds a view of it any more.
     """
 
-    __slots__ = ("axes", "flat", "members", "scatter")
+    __slots__ = ("axes", "dtype", "flat", "members", "scatter")
 
-    def __init__(self, axes: tuple[int, ...], members: Sequence[int], scatter: int | None = None) -> None:
-        self.axes, self.members = axes, tuple(members)
+    def __init__(
+        self, axes: tuple[int, ...], members: Sequence[int], dtype: torch.dtype, scatter: int | None = None
+    ) -> None:
+        self.axes, self.members, self.dtype = axes, tuple(members), dtype
         self.scatter = scatter  # the axis that is reduce-scattered over, if one is
         self.flat: Tensor | None = None
 
@@ -38,8 +41,8 @@ class Bucket:
         """A flat tensor with room for ``grads`` that nobody else looks at."""
         size, like = sum(Tensor.numel(g) for g in grads), grads[0]
         flat = self.flat
-        if flat is None or flat.numel() < size or flat.dtype is not like.dtype or flat.device != like.device:
-            flat = self.flat = like.new_empty(size)
+        if flat is None or flat.numel() < size or flat.device != like.device:
+            flat = self.flat = like.new_empty(size, dtype=self.dtype)
         elif _users(flat) > 1:  # gradients of an earlier backward are still alive
             flat = self.flat = torch.empty_like(flat)
         return flat if flat.numel() == size else flat[:size]
@@ -84,22 +87,23 @@ class Buckets:
         filled: dict[Any, int] = {}
         for i in order:
             spec = self.specs[i]
-            if not spec.reduced:
+            dtype = reduce_dtype(self.params[i])
+            if not spec.reduced and dtype is spec.dtype:
                 continue
             axes = tuple(a for a in bits(spec.reduced) if spec.mesh.sizes[a] > 1)
             # Sizes of the first rank, so that uneven shards cannot make the ranks divide differently.
-            size = math.prod(spec.local_shape((0,) * spec.mesh.ndim)) * spec.dtype.itemsize
+            size = math.prod(spec.local_shape((0,) * spec.mesh.ndim)) * dtype.itemsize
             scatter = self._scatter(i, axes)
-            key = (axes, scatter, spec.dtype)
+            key = (axes, scatter, dtype)
             if size >= bucket_bytes or not axes or i in apart:
-                made.append(Bucket(axes, [i], scatter))
+                made.append(Bucket(axes, [i], dtype, scatter))
                 continue
             open_.setdefault(key, []).append(i)
             filled[key] = filled.get(key, 0) + size
             if filled[key] >= bucket_bytes:
-                made.append(Bucket(axes, open_.pop(key), scatter))
+                made.append(Bucket(axes, open_.pop(key), dtype, scatter))
                 del filled[key]
-        made += [Bucket(axes, members, scatter) for (axes, scatter, _), members in open_.items()]
+        made += [Bucket(axes, members, dtype, scatter) for (axes, scatter, dtype), members in open_.items()]
         # A bucket is complete when its last gradient is there: launch in that order.
         place = {i: k + len(order) * (i in apart) for k, i in enumerate(order)}
         return sorted(made, key=lambda b: max(place[i] for i in b.members))

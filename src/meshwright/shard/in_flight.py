@@ -48,11 +48,11 @@ class _Seat:
 
 
 def give(p: DistTensor, made: Tensor, spec: Spec) -> None:
-    """Add a reduced gradient to what a parameter has: in place, as it lies.  Dispatch must be disabled.
+    """Add a reduced gradient to what a parameter has, in its dtype: in place, as it lies.  Dispatch must be disabled.
 
     Where contributions came meanwhile, the sum is one more of them, which sends nothing.
     """
-    earlier, slot = held(p), get_grad(p)
+    earlier, slot, made = held(p), get_grad(p), made.to(spec.dtype)
     hold(p, None)
     set_grad(p, None)
     for before in (earlier, slot):

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from .. import compat, runtime
 from ..api import MESH_WANTED, shard_tensor
-from ..collective import together
+from ..collective import Fact, together
 from ..dispatch import disabled
 from ..errors import LayoutError, MeshwrightError, ShardError, takes
 from ..layout import Layout, Placements, Replicate, Shard, Spec
@@ -25,6 +25,7 @@ from .alike import facts_of
 from .constraints import Inputs, Outputs, hooked
 from .names import Globs, Names, matching
 from .packing import chunk_dim
+from .precision import PRECISION, PRECISION_WANTED, Casts, Dtypes, Precisions, casts_of
 from .sync import BUCKET_BYTES, GradSync
 
 Tensor = torch.Tensor
@@ -40,6 +41,7 @@ _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.we
     inputs=_GLOBS,
     outputs=_GLOBS,
     stored_over=((str, Mapping, NoneType), "give an axis, or a dict, glob of names to axis"),
+    precision=PRECISION_WANTED,
     bucket_bytes=((int, float), "give a number of bytes"),
 )
 def shard_module(
@@ -51,6 +53,7 @@ def shard_module(
     outputs: Globs | None = None,
     stored_over: str | Mapping[str, str] | None = None,
     regather: bool = True,
+    precision: Precisions | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     sync: bool = True,
     init: Callable[[nn.Module], Any] | None = None,
@@ -69,6 +72,8 @@ def shard_module(
             positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
         stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob to axis.
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
+        precision: the dtypes in which ops see parameters and gradients are reduced, see :class:`Precision`; or glob of
+            names of parameters or modules to those.  Where several globs match a name the last one counts.
         bucket_bytes: gradients travel together up to this size.
         sync: False: nothing reduces the gradients, they stay Partial where their parameter was used in
             rank-dependent work (``mw.reshard(p.grad, ...)`` reduces one).
@@ -87,8 +92,13 @@ def shard_module(
     _check_model(model)
     if stored_over and not sync:
         raise ShardError("stored_over= needs the synchronisation of gradients: leave out sync=False")
+    if precision is not None and not sync:
+        raise ShardError(
+            "precision= needs the synchronisation of gradients: leave out sync=False; mw.compile_step takes precision= "
+            "itself"
+        )
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
-    names, stored = _laid(model, mesh, placements or {}, around, stored_over)
+    names, stored, casts = _laid(model, mesh, placements or {}, around, stored_over, precision)
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if any(t.is_meta for t in names.tensors.values()):
         _materialise(model, names, mesh, init)
@@ -96,30 +106,60 @@ def shard_module(
         return model
     before: GradSync | None = model.__dict__.get("_gradient_sync")  # it was sharded before, and got other parameters
     synced = before if before is not None and before.mesh == mesh else GradSync(mesh)
-    if stored:
+    if stored or casts:
         axes = {id(params[name]): axis for name, axis in stored.items()}
-        zero.install(model, mesh, synced, axes, regather=regather)
+        zero.install(model, mesh, synced, axes, {id(params[n]): d for n, d in casts.items()}, regather=regather)
     others = synced.cover(params, bucket_bytes)
     model.__dict__.update(_gradient_sync=synced, _others_sync=others)
     return model
 
 
 def _laid(
-    model: nn.Module, mesh: Mesh, placements: Globs, constraints: dict[str, Globs], stored_over: Any
-) -> tuple[Names, dict[str, int]]:
-    """Lay tensors and attach constraints, or raise the same on all ranks; what is stored split, and over which axis."""
+    model: nn.Module,
+    mesh: Mesh,
+    placements: Globs,
+    constraints: dict[str, Globs],
+    stored_over: Any,
+    precision: Precisions | None,
+) -> tuple[Names, dict[str, int], dict[str, Dtypes]]:
+    """Lay tensors and attach constraints, or raise the same on all ranks; what is stored split, and over which axis,
+    and what is cast."""
     names, modules = Names(model), dict(model.named_modules())
     with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
         plan = _plan(names, mesh, placements)
         stored = _stored(names, mesh, plan, stored_over)
+        casts = casts_of(model, names, precision)
+        cast = _cast(names, casts)
         hooks = [hooked(modules, globs, what) for what, globs in constraints.items()]
-        facts += facts_of(names, plan)
+        facts += [*facts_of(names, plan), *(Fact(f"precision {part!r}") for part in casts.parts())]
     for name, spec in plan.items():
         _lay(names, name, spec)
+    list(casts.attach(model))  # in front of the constraints: what those send has the dtype
     for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
         for module, constraint in found:
             kind(mesh, constraint).attach(module)
-    return names, stored
+    return names, stored, cast
+
+
+def _cast(names: Names, casts: Casts) -> dict[str, Dtypes]:
+    """Parameters that ops see in another dtype, or whose gradients are reduced in another.
+
+    Raises ShardError for what was sharded before with another precision, or without one.
+    """
+    found = {}
+    for name, dtypes in casts.dtypes.items():
+        t = names.tensors[name]
+        plain = Dtypes(t.dtype, t.dtype)
+        if isinstance(t, DistTensor):
+            have = t.__dict__.get(PRECISION, plain)
+            if have != dtypes:
+                raise ShardError(
+                    f"precision: {name} is sharded already, computed in {have.compute} and reduced in {have.reduce}: "
+                    "say precision= where it is sharded first, and the same here"
+                )
+        elif dtypes != plain:
+            found[name] = dtypes
+    return found
 
 
 def _check_model(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from ..reshard import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
 from .packing import split_dim
+from .precision import reduce_dtype
 from .saved import Saver, may_save_references
 from .units import Unit, in_backward, seen_spec, stored_axis
 
@@ -61,9 +62,10 @@ class Seen:
 
     Args:
         frame: of the call of the module: while that runs, so does the forward.
+        saves: let autograd save references to the parameters of the unit.
     """
 
-    def __init__(self, unit: Unit, frame: Any) -> None:
+    def __init__(self, unit: Unit, frame: Any, saves: bool = True) -> None:
         self.unit, self.frame = unit, frame
         self.wholes: list[Tensor] = []
         self.states: list[Any] = []  # of the parameters, and versions of the wholes, when they were alike
@@ -71,7 +73,8 @@ class Seen:
         self.made: dict[bool, list[Tensor]] = {}  # by whether gradients are recorded
         self.node: Any = None  # of autograd, that gave the stand-ins which have a history
         self.saver: Saver | None = None
-        if torch.is_grad_enabled() and may_save_references():
+        self.lent: dict[Unit, Seen] = {}  # of other units, whose parameters are used outside of their forward
+        if saves and unit.params and torch.is_grad_enabled() and may_save_references():
             self.saver = Saver(unit, self.keep, again=unit.spans and unit.zero.regather)
             self.saver.push()
 
@@ -79,7 +82,10 @@ class Seen:
         """What stands in for a parameter, if it is one of the unit's."""
         i = self.unit.index.get(id(p))
         if i is None or self.unit.params[i] is not p:
-            return None
+            other = self.unit.zero.casting(p) if self.unit.whole else None
+            if other is not None and other not in self.lent:
+                self.lent[other] = Seen(other, self.frame, saves=False)
+            return None if other is None else self.lent[other].find(p)
         if self.wholes and self.wholes[i]._version != self.versions[i]:
             self.keep()
         if not self.wholes or self.states[i] != state_of(p) or aliased(p):
@@ -92,7 +98,7 @@ class Seen:
 
     def held(self, p: Tensor) -> Tensor | None:
         """What stands in for a parameter, if something does already."""
-        return self.find(p) if self.wholes else None
+        return self.find(p) if self.wholes or self.lent else None
 
     def keep(self) -> None:
         """Bring to the parameters what was written to what stands in for them: through a view, by a lookup that scales
@@ -102,6 +108,8 @@ class Seen:
             RuntimeError: the write is part of what gradients are recorded of, as on one device.
             ShardError: the parameter was written to by itself in between.
         """
+        for other in self.lent.values():
+            other.keep()
         changed = [i for i, t in enumerate(self.wholes) if t._version != self.versions[i]]
         here = self.unit.zero.mesh.coordinate(runtime.RT.rank) if changed else ()
         for i in changed:
@@ -114,11 +122,14 @@ class Seen:
             stand_in = self.made[True][i] if True in self.made else t
             if stand_in.requires_grad and stand_in.grad_fn is not self.node:
                 raise RuntimeError(f"{_VIEWED} ({p.__dict__.get('_param_name', 'a parameter')})")
-            axis = stored_axis(p)
-            dim = split_dim(p._spec, axis)
-            lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
+            axis, part = stored_axis(p), t
             with torch.no_grad(), disabled():
-                bare(p).copy_(t.narrow(dim, lo, hi - lo))
+                if axis is not None:
+                    dim = split_dim(p._spec, axis)
+                    lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
+                    part = t.narrow(dim, lo, hi - lo)
+                own = bare(p)  # elements that were not written to keep what the cast would lose
+                own.copy_(part if part.dtype is own.dtype else torch.where(part == own.to(part.dtype), own, part))
             self.states[i], self.versions[i] = state_of(p), t._version
         if changed and self.saver is not None:
             self.saver.note(self.wholes)
@@ -126,6 +137,7 @@ class Seen:
     def _gather(self) -> None:
         self.keep()
         unit = self.unit
+        unit.check_autocast()
         known = unit.zero.sync.backward().wholes.get(unit) if in_backward() and not self.wholes else None
         old, states = self.wholes, self.states
         self.states, self.made = unit.state(), {}
@@ -193,15 +205,18 @@ class _Gather(torch.autograd.Function):
         back: list[Tensor | None] = [None] * len(grads)
         params, specs, kept = [], [], []
         for i, (p, g, node) in enumerate(zip(ctx.params, grads, nodes, strict=True)):
-            spec = seen_spec(p).grad()  # only now: the forward may have been what decided the types
-            how = _wanted(node)
+            g = g if g is None else g.to(reduce_dtype(p))
+            spec = seen_spec(p).grad().with_(dtype=reduce_dtype(p))  # the forward may have been what decided the types
+            how, whole = _wanted(node), stored_axis(p) is None
             # Hooks of the user are autograd's business: they get the gradient as it is stored.
             native = torch.is_grad_enabled() or p.__dict__["_after"] or _hooked(p)
-            if g is not None and (how == "returned" or (how == "kept" and native)):
-                source, target = spec.with_(dtype=g.dtype), p._spec.with_(undecided=0).grad()
+            if g is not None and (how == "returned" or (how == "kept" and (native or whole))):
+                target = p._spec.with_(undecided=0).grad()
                 with disabled():
-                    back[i] = convert.apply(plan_conversion(source, target.with_(dtype=g.dtype)).steps, g)
+                    back[i] = convert.apply(plan_conversion(spec, target.with_(dtype=g.dtype)).steps, g)
                 g = None
+            if whole:
+                continue
             params.append(p)
             specs.append(spec)
             kept.append(g if how == "kept" and p.requires_grad else None)  # it may be frozen since the forward

@@ -11,6 +11,7 @@ import torch
 
 from .. import collective, compat, runtime
 from ..dispatch import disabled
+from ..errors import ShardError
 from ..layout import Spec
 from ..mesh import Mesh
 from ..raw import bare
@@ -19,6 +20,7 @@ from .buckets import STORED
 from .changes import aliased, state_of
 from .in_flight import InFlight, Scattering, partial_axes
 from .packing import Packing, split_dim, whole_over
+from .precision import PRECISION, Dtypes, compute_dtype
 from .sync import GradSync
 
 Tensor = torch.Tensor
@@ -50,6 +52,7 @@ class Zero:
     def _start(self) -> None:
         self.way = _Way()
         self.packings: dict[Any, Packing] = {}
+        self.owners: dict[int, Unit] | None = None
         self.sync.scatter = self.scatter
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,6 +98,12 @@ class Zero:
         """Gathers under way: those of the backward that runs in this thread, else of its forward."""
         return self.sync.backward().ahead if in_backward() else self.way.ahead
 
+    def casting(self, p: Tensor) -> Unit | None:
+        """The unit of a parameter that ops see in another dtype, wherever in the model's forward they do."""
+        if self.owners is None:
+            self.owners = {id(p): u for u in self.units for p in u.params if is_cast(p)}
+        return self.owners.get(id(p))
+
     # -- gradients ------------------------------------------------------------------------------------
 
     def scatter(self, params: Sequence[DistTensor]) -> list[InFlight]:
@@ -103,7 +112,7 @@ class Zero:
         for p in params:
             g = held(p)
             if g is not None and g._spec.layout.partial:
-                groups.setdefault((stored_axis(p), partial_axes(g._spec), g.dtype), []).append(p)
+                groups.setdefault((p.__dict__[STORED], partial_axes(g._spec), g.dtype), []).append(p)
         started: list[InFlight] = []
         for (axis, axes, _), members in groups.items():
             grads = [bare(g) for g in map(held, members) if g is not None]
@@ -131,30 +140,38 @@ def in_backward() -> bool:
     return compat.current_graph_task_id() != -1
 
 
-def stored_axis(p: Tensor) -> int:
-    """Index of the axis that a parameter is stored over."""
-    return int(p.__dict__[STORED])
+def stored_axis(p: Tensor) -> int | None:
+    """Index of the axis that a parameter is stored over, if it is."""
+    axis: int | None = p.__dict__.get(STORED)
+    return axis
+
+
+def is_cast(p: Tensor) -> bool:
+    """Whether ops see a parameter in another dtype than it is stored in, or its gradient is reduced in another."""
+    return PRECISION in p.__dict__
 
 
 def seen_spec(p: DistTensor, learning: bool = True) -> Spec:
     """Spec of a stored parameter as the ops see it; its gradient is Partial on the axis that it is stored
     over."""
-    axis, spec = stored_axis(p), p._spec
-    layout = whole_over(spec, axis)
+    axis, spec, dtype = stored_axis(p), p._spec, compute_dtype(p)
+    layout, split = (spec.layout, 0) if axis is None else (whole_over(spec, axis), 1 << axis)
     if not learning:
-        return Spec(spec.shape, spec.dtype, layout, undecided=spec.mesh.everywhere)
-    return Spec(spec.shape, spec.dtype, layout, spec.reduced | 1 << axis, spec.undecided)
+        return Spec(spec.shape, dtype, layout, undecided=spec.mesh.everywhere)
+    return Spec(spec.shape, dtype, layout, spec.reduced | split, spec.undecided)
 
 
 class Unit:
-    """Modules whose parameters are gathered together.
+    """Modules whose parameters are cast and gathered together.
 
     Args:
         zero: the model's.
         params: the stored parameters of its modules.
         stored: id of a parameter to the axis that it is stored over.
+        cast: id of a parameter to the dtypes that it is seen and reduced in.
         spans: all modules that run inside the unit's forward belong to it.  Only then are its parameters gathered
             again for the backward: other units' forwards would keep them whole for long anyway.
+        whole: its forward is that of the model: what other units cast is seen so wherever it is used in there.
     """
 
     def __init__(
@@ -162,22 +179,31 @@ class Unit:
         zero: Zero,
         params: Sequence[DistTensor],
         stored: Mapping[int, int],
+        cast: Mapping[int, Dtypes],
         spans: bool,
+        whole: bool,
     ) -> None:
         self.zero = zero
         self.params = list({id(p): p for p in params}.values())
-        self.axes = [stored[id(p)] for p in self.params]
-        self.spans = spans
+        self.axes = [stored.get(id(p)) for p in self.params]
+        self.casts = [cast.get(id(p)) for p in self.params]
+        self.spans, self.whole = spans, whole
         self._start()
 
     def _start(self) -> None:
         self.index = {id(p): i for i, p in enumerate(self.params)}
-        for p, axis in zip(self.params, self.axes, strict=True):
-            p.__dict__[STORED] = axis
+        for p, axis, dtypes in zip(self.params, self.axes, self.casts, strict=True):
+            if axis is not None:
+                p.__dict__[STORED] = axis
+            if dtypes is not None:
+                p.__dict__[PRECISION] = dtypes
+                if dtypes.reduce is not p.dtype:
+                    with disabled():
+                        p.grad_dtype = None  # the slot takes contributions in the dtype that they are reduced in
             p._spec = p._spec.with_(stored=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "spans")}
+        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "casts", "spans", "whole")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -203,7 +229,9 @@ class Unit:
         """Parameters that travel together: same axis, same dtype."""
         groups: dict[Any, list[DistTensor]] = {}
         for p in self.params:
-            groups.setdefault((stored_axis(p), p.dtype), []).append(p)
+            axis = stored_axis(p)
+            if axis is not None:
+                groups.setdefault((axis, compute_dtype(p)), []).append(p)
         return [(axis, members) for (axis, _), members in groups.items()]
 
     def _send(self, axis: int, members: list[DistTensor]) -> tuple[list[DistTensor], Packing, Any]:
@@ -211,17 +239,30 @@ class Unit:
         here = mesh.coordinate(runtime.RT.rank)
         shapes = [p._spec.with_(layout=whole_over(p._spec, axis)).local_shape(here) for p in members]
         packing = self.zero.packing(axis, members, shapes)
-        row = packing.pack_row([bare(p) for p in members])
+        row = packing.pack_row([bare(p) for p in members], compute_dtype(members[0]))
         return members, packing, collective.all_gather_async(row, 0, packing.sizes, collective.group(mesh, (axis,)))
 
+    def check_autocast(self) -> None:
+        """Raises ShardError where autocast would compute in another dtype than the parameters' precision says."""
+        device = self.zero.mesh.device
+        if not any(self.casts) or not torch.is_autocast_enabled(device):
+            return
+        asked = torch.get_autocast_dtype(device)
+        for p, dtypes in zip(self.params, self.casts, strict=True):
+            if dtypes is not None and dtypes.compute not in (asked, p.dtype):
+                raise ShardError(
+                    f"{p.__dict__.get('_param_name', 'a parameter')} is computed in {dtypes.compute} (precision=), and "
+                    f"autocast asks for {asked}: leave one of them out, or let both say the same"
+                )
+
     def gather(self) -> list[Tensor]:
-        """The whole parameters, as new plain tensors."""
+        """The whole parameters as the ops see them, as new plain tensors."""
         ahead = self.zero.ahead()
         if self in ahead and ahead[self][0] != self.state():
             self.forget(ahead)  # the parameters have changed since
         _, parts = ahead.pop(self, None) or self._begin()
         with torch.inference_mode(False), torch.no_grad(), disabled():
-            made: dict[int, Tensor] = {}
+            made = {id(p): bare(p).to(compute_dtype(p), copy=True) for p in self.params if stored_axis(p) is None}
             for members, packing, pending in parts:
                 flat = pending.wait()
                 if len(members) == 1 and packing.dims[0] == 0 and math.prod(packing.shapes[0]) == flat.numel():
@@ -250,4 +291,4 @@ class Unit:
         return backward.wholes[self]
 
 
-__all__ = ["Unit", "Zero", "in_backward", "seen_spec", "stored_axis"]
+__all__ = ["Unit", "Zero", "in_backward", "is_cast", "seen_spec", "stored_axis"]

@@ -1,4 +1,4 @@
-"""Parameters that are stored split over an axis and seen whole by the ops (ZeRO-3).
+"""Parameters that ops see otherwise than they are stored: split over an axis (ZeRO-3), in another dtype.
 
 Modules are grouped into *units* (a block of a transformer, say).  Before the forward of a unit one
 all-gather brings its parameters, the next unit's is started, and the gathered tensors stand in for the
@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 
 from ..mesh import Mesh
+from .precision import Dtypes
 from .seen import enter, leave
 from .sync import GradSync
 from .units import Unit, Zero, stored_axis
@@ -54,19 +55,28 @@ class _Begin:
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def install(model: nn.Module, mesh: Mesh, sync: GradSync, stored: Mapping[int, int], *, regather: bool = True) -> Zero:
-    """Have the stored parameters of a model gathered for its forwards.
+def install(
+    model: nn.Module,
+    mesh: Mesh,
+    sync: GradSync,
+    stored: Mapping[int, int],
+    cast: Mapping[int, Dtypes],
+    *,
+    regather: bool = True,
+) -> Zero:
+    """Have the stored parameters of a model cast and gathered for its forwards.
 
     Args:
         stored: id of a parameter to the axis that it is stored over.
+        cast: id of a parameter to the dtypes that it is seen and reduced in.
         regather: gather again for the backward, instead of keeping what was gathered.
     """
     zero = Zero(mesh, sync, regather)
     for module, members in units_of(model):
-        params: list[Any] = [p for m in members for p in m._parameters.values() if id(p) in stored]
-        if params:
+        params: list[Any] = [p for m in members for p in m._parameters.values() if id(p) in stored or id(p) in cast]
+        if params or (module is model and cast):
             spans = len(members) == sum(1 for _ in module.modules())
-            unit = Unit(zero, params, stored, spans)
+            unit = Unit(zero, params, stored, cast, spans, whole=module is model)
             zero.units.append(unit)
             module.register_forward_pre_hook(_Enter(unit), prepend=True)  # other hooks may use parameters
             module.register_forward_hook(_Leave(unit), always_call=True)

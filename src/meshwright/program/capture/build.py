@@ -23,6 +23,7 @@ from ...mesh import Mesh
 from ...shard.constraints import Inputs, Outputs, hooked
 from ...shard.module import stored_specs
 from ...shard.names import matching
+from ...shard.precision import PRECISION
 from ...shard.zero import units_of
 from ...tensor import DistTensor
 from ..ir.program import Program
@@ -147,6 +148,12 @@ def _build(
     train: bool,
     again: bool,
 ) -> Built:
+    cast = next((n for n, p in model.named_parameters() if PRECISION in p.__dict__), None)
+    if cast is not None:
+        raise ProgramError(
+            f"{cast} has a precision from mw.shard_module(precision=...), which captured steps do not know yet: train "
+            "eagerly, or capture a model without one under torch.autocast"
+        )
     with _hooks(model, mesh, plan):
         captured = capture(model, loss_fn, batch, mesh.device)
     constraints = _constraints(model, captured, mesh, plan, batch)

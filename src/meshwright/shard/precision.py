@@ -1,0 +1,202 @@
+"""Precision by layout: the dtype in which ops see a parameter, and that in which its gradient is reduced.
+
+A parameter is *stored* in its own dtype.  Ops see it cast to ``compute``: cast first and gathered then, so that what is
+sent has that dtype.  Backwards, contributions are brought to ``reduce``, reduced, and become a gradient as stored.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from .. import compat
+from ..dispatch import map_tensors
+from ..errors import ShardError
+from .names import Names, matching
+
+Tensor = torch.Tensor
+PRECISION = "_precision"  # in the dict of a parameter: its Dtypes, where they are not the stored one
+_KNOWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtypes a model computes, and reduces its gradients.
+
+    Attributes:
+        compute: in which ops see parameters, and in which they are gathered; None: as they are stored.
+        reduce: in which gradients are reduced, on every axis, and summed over micro-steps; None: as they are stored.
+        inputs: cast floating-point inputs of the model (of the outermost modules that a glob names), and of each
+            module with parameters of its own, to its ``compute``.
+        outputs: cast floating-point outputs of the model (of the outermost modules that a glob names) to this.
+
+    Raises:
+        ShardError: what is none of float16, bfloat16, float32 and float64.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    inputs: bool = True
+    outputs: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce", "outputs"):
+            value = getattr(self, name)
+            if value is not None and value not in _KNOWN:
+                kinds = ", ".join(map(str, _KNOWN))
+                raise ShardError(f"mw.Precision: {name}={value!r}: one of {kinds} was expected, or None")
+        if not isinstance(self.inputs, bool):
+            raise ShardError(f"mw.Precision: inputs={self.inputs!r}: True or False was expected")
+
+
+Precisions = Precision | Mapping[str, Precision]
+PRECISION_WANTED = (
+    (Precision, Mapping, NoneType),
+    "give a mw.Precision, or a dict, glob of names of parameters or modules to those",
+)
+
+
+class Dtypes(NamedTuple):
+    """Of one parameter: the dtype in which ops see it, and that in which its gradient is reduced."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+def compute_dtype(p: Tensor) -> torch.dtype:
+    """In which ops see a parameter."""
+    found: Dtypes | None = p.__dict__.get(PRECISION)
+    return p.dtype if found is None else found.compute
+
+
+def reduce_dtype(p: Tensor) -> torch.dtype:
+    """In which the gradient of a parameter is reduced."""
+    found: Dtypes | None = p.__dict__.get(PRECISION)
+    return p.dtype if found is None else found.reduce
+
+
+@dataclass(frozen=True)
+class Casts:
+    """What precisions mean for one model.
+
+    Attributes:
+        dtypes: first name of each parameter that is seen or reduced otherwise than as it is stored.
+        inputs, outputs: name of a module to what its inputs, or outputs, are cast to.
+    """
+
+    dtypes: Mapping[str, Dtypes]
+    inputs: Mapping[str, torch.dtype]
+    outputs: Mapping[str, torch.dtype]
+
+    def parts(self) -> Iterator[Any]:
+        """What ranks have alike."""
+        for said in (self.dtypes, self.inputs, self.outputs):
+            yield from said.items()
+
+    def attach(self, model: nn.Module) -> Iterator[Any]:
+        """Have modules cast what they are given and return; the handles."""
+        modules = dict(model.named_modules())
+        for name, dtype in self.inputs.items():
+            yield modules[name].register_forward_pre_hook(CastInputs(dtype), prepend=True, with_kwargs=True)
+        for name, dtype in self.outputs.items():
+            yield modules[name].register_forward_hook(CastOutputs(dtype))
+
+
+def casts_of(model: nn.Module, names: Names, given: Precisions | None) -> Casts:
+    """What ``precision=`` says of a model; of several globs that match a name the last one counts.
+
+    Raises:
+        ShardError: a glob that matches nothing; a parameter that is no floating-point one, by its name.
+    """
+    if given is None:
+        return Casts({}, {}, {})
+    globs = {"*": given} if isinstance(given, Precision) else given
+    modules = dict(model.named_modules())
+    for glob, policy in globs.items():
+        if not isinstance(policy, Precision):
+            raise ShardError(f"precision: {glob!r} is given {policy!r}: a mw.Precision was expected")
+    chosen: dict[str, Precision] = {}
+    inputs: dict[str, torch.dtype] = {}
+    outputs: dict[str, torch.dtype] = {}
+    params = {n: first for n, first in names.all.items() if isinstance(names.tensors[first], nn.Parameter)}
+    for glob, matched in matching(globs, [*params, *modules], "parameter or module (in precision)").items():
+        policy, heads = globs[glob], _outermost([n for n in matched if n in modules])
+        for name, first in params.items():
+            if fnmatch.fnmatchcase(name, glob) or any(_inside(name, m) for m in heads):
+                if name == glob and not names.tensors[first].is_floating_point():
+                    raise ShardError(
+                        f"precision: {name} is {names.tensors[first].dtype}, and only floating-point ones can be cast"
+                    )
+                chosen[first] = policy
+        for m in heads:
+            for name in [n for n in inputs if _inside(n, m)]:
+                del inputs[name]
+            if policy.inputs and policy.compute is not None:
+                inputs[m] = policy.compute
+            if policy.outputs is not None:
+                outputs[m] = policy.outputs
+    dtypes: dict[str, Dtypes] = {}
+    for first, policy in chosen.items():
+        t = names.tensors[first]
+        if t.is_floating_point():
+            dtypes[first] = Dtypes(policy.compute or t.dtype, policy.reduce or t.dtype)
+    for name, module in modules.items():
+        own = {names.all[f"{name}.{k}" if name else k] for k, p in module._parameters.items() if p is not None}
+        own = {n for n in own if names.tensors[n].is_floating_point()}
+        seen = {dtypes[n].compute if n in dtypes else names.tensors[n].dtype for n in own}
+        if len(seen) == 1 and any(n in chosen and chosen[n].inputs for n in own):
+            inputs[name] = seen.pop()
+    return Casts(dtypes, inputs, outputs)
+
+
+def _inside(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def _outermost(modules: list[str]) -> list[str]:
+    return [m for m in modules if not any(m != other and _inside(m, other) for other in modules)]
+
+
+@dataclass
+class CastInputs:
+    """Casts the floating-point tensors that a module is given.  An object: it can be copied and pickled."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        cast = partial(_cast, dtype=self.dtype)
+        return map_tensors(args, cast), map_tensors(kwargs, cast)
+
+
+@dataclass
+class CastOutputs:
+    """Casts the floating-point tensors that a module returns."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return compat.tree_map_only(Tensor, partial(_cast, dtype=self.dtype), output)
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.to(dtype) if t.is_floating_point() else t
+
+
+__all__ = [
+    "PRECISION",
+    "PRECISION_WANTED",
+    "Casts",
+    "Dtypes",
+    "Precision",
+    "Precisions",
+    "casts_of",
+    "compute_dtype",
+    "reduce_dtype",
+]

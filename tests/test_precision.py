@@ -1,0 +1,368 @@
+"""Precision by layout: compared with one device under the same casts, written by hand."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.func import functional_call
+
+import meshwright as mw
+from meshwright import runtime
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+POLICY = mw.Precision(compute=F32, reduce=F64)
+
+
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.norm = nn.LayerNorm(d)
+        self.up = nn.Linear(d, 2 * d)
+        self.down = nn.Linear(2 * d, d)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, d=8, vocab=11):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, d)
+        self.blocks = nn.ModuleList(Block(d) for _ in range(2))
+        self.norm = nn.LayerNorm(d)
+        self.head = nn.Linear(d, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+torch.manual_seed(0)
+START = Net().double()
+IDS = torch.randint(0, 11, (3, 8, 6))
+TARGETS = torch.randint(0, 11, (3, 8, 6))
+TP = {
+    "blocks.*.up.weight": {"tp": mw.Shard(0)},
+    "blocks.*.up.bias": {"tp": mw.Shard(0)},
+    "blocks.*.down.weight": {"tp": mw.Shard(1)},
+}
+SP = {
+    "inputs": {"blocks.*.norm": {"dp": mw.Shard(0), "tp": mw.Shard(1)}, "blocks.*.up": {"dp": mw.Shard(0)}},
+    "outputs": {"blocks.*.down": {"dp": mw.Shard(0), "tp": mw.Shard(1)}},
+}
+
+
+def loss_of(logits, targets):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def oracle(steps=3, micro=1, compute=F32):
+    """One device with float64 masters that computes with casts of them."""
+    model = copy.deepcopy(START)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for i in range(steps):
+        for part in range(micro):
+            rows = slice(part * 8 // micro, (part + 1) * 8 // micro)
+            seen = {n: p.to(compute) for n, p in model.named_parameters()}
+            loss = loss_of(functional_call(model, seen, (IDS[i, rows],)), TARGETS[i, rows]) / micro
+            loss.backward()
+            losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def eager(sizes, placements=None, steps=3, micro=1, states_over=None, policy=POLICY, **options):
+    mesh = mw.Mesh(sizes)
+
+    def run():
+        model = mw.shard_module(copy.deepcopy(START), mesh, placements, precision=policy, **options)
+        optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), states_over=states_over)
+        losses = []
+        for i in range(steps):
+            for part in range(micro):
+                rows = slice(part * 8 // micro, (part + 1) * 8 // micro)
+                ids, targets = (mw.shard_tensor(t[i, rows], mesh, {"dp": mw.Shard(0)}) for t in (IDS, TARGETS))
+                with mw.no_sync(model) if part < micro - 1 else torch.enable_grad():
+                    loss = loss_of(model(ids), targets) / micro
+                    assert loss.dtype is policy.compute
+                    loss.backward()
+                losses.append(float(mw.unshard(loss.detach())))
+            assert all(p.grad.dtype is F64 and p.dtype is F64 for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, {n: mw.unshard(p.detach()) for n, p in model.named_parameters()}
+
+    return mw.simulate(run, mesh)[0]
+
+
+def close(made, wanted, rtol=1e-6):
+    assert made[0] == pytest.approx(wanted[0], rel=rtol)
+    for name, p in wanted[1].items():
+        torch.testing.assert_close(made[1][name], p, rtol=rtol * 10, atol=rtol * 10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CASES = {
+    "dp": (({"dp": 4},), {}),
+    "dp tp": (({"dp": 2, "tp": 2}, TP), {}),
+    "sequence parallel": (({"dp": 2, "tp": 2}, TP), SP),
+    "zero 1": (({"dp": 4},), {"states_over": "dp"}),
+    "zero 3": (({"dp": 4},), {"stored_over": "dp"}),
+    "zero 3 kept": (({"dp": 2},), {"stored_over": "dp", "regather": False}),
+    "zero 3 tp": (({"dp": 2, "tp": 2}, TP), {"stored_over": "dp"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("micro", [1, 2])
+def test_eager_training_equals_one_device_with_the_same_casts(case, micro):
+    args, options = CASES[case]
+    close(eager(*args, micro=micro, **options), oracle(micro=micro))
+
+
+# ------------------------------------------------------------------------------------------------ reductions
+
+
+class Scaled(nn.Module):
+    """A norm's weight, used on each rank of tp for its own part of what comes next."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp"])
+@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}], ids=["whole", "stored"])
+def test_contributions_are_reduced_in_the_dtype_asked_for_over_every_axis(axis, options):
+    mesh = mw.Mesh({"dp": 2, "tp": 2})
+
+    def run(reduce):
+        model = mw.shard_module(Scaled(), mesh, precision=mw.Precision(BF16, reduce), **options)
+        # 1 from one rank, 2**-9 from another: bfloat16 has 8 bits.
+        x = mw.shard_tensor(torch.tensor([[1.0], [2**-9]], dtype=BF16).expand(2, 2), mesh, {axis: mw.Shard(0)})
+        model(x).sum().backward()
+        assert model.scale.dtype is model.scale.grad.dtype is F32
+        return float(mw.unshard(model.scale.grad)[1])
+
+    assert mw.simulate(lambda: run(F32), mesh)[0] == 1 + 2**-9
+    assert mw.simulate(lambda: run(BF16), mesh)[0] == 1
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_sums_over_ranks_and_micro_steps_lose_nothing(stored):
+    """Against the contributions of each rank, computed in float32 and summed in float64."""
+    mesh, parts = mw.Mesh({"dp": 4}), torch.randn(2, 4, 3, 8)
+    torch.manual_seed(1)
+    start = nn.Linear(8, 5).double()
+    want = torch.zeros(5, 8, dtype=F64)
+    for x in parts.flatten(0, 1):
+        w = start.weight.detach().float().requires_grad_()
+        loss = nn.functional.linear(x, w, start.bias.detach().float()).square().sum()
+        want += torch.autograd.grad(loss, w)[0].double()
+
+    def run():
+        model = mw.shard_module(copy.deepcopy(start), mesh, precision=POLICY, stored_over=stored)
+        for i, x in enumerate(parts):
+            with mw.no_sync(model) if i == 0 else torch.enable_grad():
+                model(mw.shard_tensor(x.flatten(0, 1), mesh, {"dp": mw.Shard(0)})).square().sum().backward()
+                if i == 0 and stored is None:
+                    assert model.weight.grad.placements == (mw.Partial(),)
+                    assert model.weight.grad.dtype is F64
+        return mw.unshard(model.weight.grad)
+
+    torch.testing.assert_close(mw.simulate(run, mesh)[0], want, rtol=1e-12, atol=1e-12)
+
+
+def test_micro_steps_accumulate_in_reduce_where_masters_are_narrower():
+    mesh = mw.Mesh({"dp": 2})
+
+    def run(reduce, **options):
+        model = mw.shard_module(Scaled().bfloat16(), mesh, precision=mw.Precision(BF16, reduce), **options)
+        for i in range(5):
+            x = mw.shard_tensor(torch.full((2, 2), 1.0 if i == 0 else 2**-8, dtype=BF16), mesh, {"dp": mw.Shard(0)})
+            with mw.no_sync(model) if i < 4 else torch.enable_grad():
+                model(x).sum().backward()
+        assert model.scale.grad.dtype is BF16
+        return float(mw.unshard(model.scale.grad)[1])
+
+    assert mw.simulate(lambda: run(F32), mesh)[0] == 2 + 2**-5
+    assert mw.simulate(lambda: run(F32, stored_over="dp"), mesh)[0] == 2 + 2**-5
+    assert mw.simulate(lambda: run(None), mesh)[0] == 2
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_what_is_sent_has_the_dtypes_asked_for(stored):
+    mesh = mw.Mesh({"dp": 2})
+
+    def run(policy):
+        model = nn.Sequential(nn.Linear(96, 128), nn.Linear(128, 32))
+        mw.shard_module(model, mesh, precision=policy, stored_over=stored)
+        x = mw.shard_tensor(torch.randn(8, 96), mesh, {"dp": mw.Shard(0)}).requires_grad_()
+        with mw.explain() as why:
+            model(x).float().square().mean().backward()
+        return why.counts.kinds, why.counts.bytes
+
+    plain, wide, narrow = (
+        mw.simulate(lambda p=p: run(p), mesh)[0] for p in (None, mw.Precision(BF16, F32), mw.Precision(BF16, BF16))
+    )
+    assert plain[0] == wide[0] == narrow[0]
+    if stored is None:
+        assert [x[1] for x in (plain, wide, narrow)] == [{"all_reduce": n} for n in (66_176, 66_176, 33_088)]
+    else:
+        assert plain[1] == {"all_gather": 66_176, "reduce_scatter": 33_088}
+        assert wide[1] == {"all_gather": 33_088, "reduce_scatter": 33_088}
+        assert narrow[1] == {"all_gather": 33_088, "reduce_scatter": 16_544}
+
+
+# ------------------------------------------------------------------------------------------------ what is said
+
+
+def sharded(model, policy, mesh, fn, **options):
+    return mw.simulate(lambda: fn(mw.shard_module(copy.deepcopy(model), mesh, precision=policy, **options)), mesh)[0]
+
+
+DP = mw.Mesh({"dp": 2})
+HALF = mw.Precision(BF16, F32)
+NET = copy.deepcopy(START).float()
+
+
+def test_globs_name_parameters_and_modules_and_the_last_one_counts():
+    policy = {
+        "*": HALF,
+        "*norm": mw.Precision(),
+        "blocks.1.down.bias": mw.Precision(F64),
+        "blocks.0.down": mw.Precision(F64),
+    }
+    seen = {}
+
+    def fn(model):
+        for name, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(lambda m, args, n=name: seen.__setitem__(n, args[0].dtype))
+        model.blocks[1].down.bias = None
+        return model(mw.shard_tensor(IDS[0], DP, {"dp": mw.Shard(0)})).dtype
+
+    with pytest.raises(mw.errors.ShardError, match=r"down.bias"):
+        sharded(NET, {"*": HALF, "blocks.1.dwn.bias": HALF}, DP, fn)
+    model = copy.deepcopy(NET)
+    model.blocks[1].down.bias = None
+    del policy["blocks.1.down.bias"]
+    assert sharded(model, policy, DP, fn) is BF16
+    assert seen["embed"] is torch.int64
+    assert seen["head"] is BF16
+    assert {n: d for n, d in seen.items() if "norm" in n} == dict.fromkeys(
+        ("norm", "blocks.0.norm", "blocks.1.norm"), F32
+    )
+    assert seen["blocks.0.up"] is seen["blocks.1.down"] is BF16
+    assert seen["blocks.0.down"] is F64
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_masters_keep_every_bit(stored):
+    """What ops write to what they see reaches masters, and no other element of them is rounded."""
+    torch.manual_seed(3)
+    start = nn.Embedding(6, 4, max_norm=1.0)
+    start.weight.data[0] *= 4 / start.weight.data[0].norm()
+    start.weight.data[2] = 0.01 * torch.rand(4)
+
+    def fn(model):
+        model(mw.shard_tensor(torch.tensor([0, 2]), DP, {"dp": mw.Shard(0)}))
+        state = {n: mw.unshard(t) for n, t in model.state_dict().items()}
+        return state["weight"]
+
+    made, before = sharded(start, HALF, DP, fn, stored_over=stored), start.weight.detach()
+    assert made.dtype is F32
+    assert torch.equal(made[1:], before[1:])
+    torch.testing.assert_close(made[0], before[0] / before[0].norm(), rtol=1e-2, atol=1e-2)
+
+
+def test_parameters_outside_of_their_modules_forward_are_seen_alike():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.attn = nn.Embedding(5, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            x, _ = self.attn(x, x, x, need_weights=False)
+            return nn.functional.linear(x, self.embed.weight)
+
+    start, ids = Odd().double(), torch.randint(0, 5, (4, 3))
+    one = {n: p.detach().requires_grad_() for n, p in start.named_parameters()}
+    out = functional_call(start, {n: p.float() for n, p in one.items()}, (ids,))
+    out.square().sum().backward()
+
+    def fn(model):
+        out = model(mw.shard_tensor(ids, DP, {"dp": mw.Shard(0)}))
+        out.square().sum().backward()
+        return mw.unshard(out.detach()), {n: mw.unshard(p.grad) for n, p in model.named_parameters()}
+
+    for stored in (None, "dp"):
+        made, grads = sharded(start, POLICY, DP, fn, stored_over=stored)
+        torch.testing.assert_close(made, out.detach())
+        for n, g in grads.items():
+            torch.testing.assert_close(g, one[n].grad, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_and_precision_say_the_same_or_are_refused():
+    def fn(model, dtype):
+        with torch.autocast("cpu", dtype):
+            return mw.unshard(model(mw.shard_tensor(IDS[0], DP, {"dp": mw.Shard(0)})).detach())
+
+    with pytest.raises(mw.errors.ShardError, match=r"autocast asks for torch.float16: leave one of them out"):
+        sharded(NET, HALF, DP, lambda m: fn(m, torch.float16))
+    with torch.autocast("cpu", BF16):
+        want = functional_call(NET, {n: p.bfloat16() for n, p in NET.named_parameters()}, (IDS[0],)).detach()
+    torch.testing.assert_close(sharded(NET, HALF, DP, lambda m: fn(m, BF16)), want, rtol=2e-2, atol=2e-2)
+
+
+def test_what_cannot_be_meant_is_refused():
+    shard = mw.errors.ShardError
+    with pytest.raises(shard, match=r"compute=torch.int32: one of torch.float16"):
+        mw.Precision(torch.int32)
+    with pytest.raises(shard, match=r"precision cannot be a dtype: give a mw.Precision"):
+        sharded(NET, BF16, DP, None)
+    with pytest.raises(shard, match=r"'norm' is given torch.float32: a mw.Precision was expected"):
+        sharded(NET, {"norm": F32}, DP, None)
+    with pytest.raises(shard, match=r"leave out sync=False; mw.compile_step takes precision="):
+        sharded(NET, HALF, DP, None, sync=False)
+    model = nn.Module()
+    model.n = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(shard, match=r"precision: n is torch.int64, and only floating-point"):
+        sharded(model, {"n": HALF}, DP, None)
+
+    def again(model):
+        mw.shard_module(model, DP, precision=HALF)  # the same
+        mw.shard_module(model, DP, precision=mw.Precision(torch.float16))
+
+    with pytest.raises(shard, match=r"is sharded already, computed in torch.bfloat16 and reduced in torch.float32"):
+        sharded(NET, HALF, DP, again)
+    with pytest.raises(shard, match=r"is sharded already, computed in torch.float32 and reduced in torch.float32"):
+        sharded(NET, None, DP, again)
+
+
+def test_ranks_that_say_different_precisions_are_told():
+    def fn():
+        policy = HALF if runtime.RT.rank else mw.Precision(torch.float16)
+        mw.shard_module(copy.deepcopy(NET), DP, precision=policy)
+
+    with pytest.raises(mw.errors.DesyncError, match=r"bfloat16"):
+        mw.simulate(fn, DP)
+
+
+def test_a_model_with_a_precision_is_not_captured_without_it():
+    def fn(model):
+        mw.compile_step(model, lambda m, b: m(b).float().sum(), None, IDS[0], mesh=DP, batch={"dp": mw.Shard(0)})
+
+    with pytest.raises(mw.errors.ProgramError, match=r"has a precision from mw.shard_module"):
+        sharded(NET, HALF, DP, fn)
