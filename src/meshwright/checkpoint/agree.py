@@ -33,9 +33,25 @@ def attempt(mesh: Mesh, what: str, do: Callable[[], T]) -> T:
     Raises:
         CheckpointError: as ``do`` raised it (OSError is one too), with the rank where it was another one.
     """
+    return prepared(mesh, what, do)
+
+
+def prepared(
+    mesh: Mesh, what: str, do: Callable[[], T], lines: Callable[[T], Mapping[str, object]] = lambda made: {},
+    differ: str = "", fix: str = "",
+) -> T:  # fmt: skip
+    """:func:`attempt`, then :func:`alike` for what is told of the result, in one exchange.
+
+    Args:
+        lines: what must be alike, of what ``do`` returned.
+        differ, fix: the message where it is not.
+    """
+    said = f"{differ}: the ranks disagree: {{}}"
     try:
-        with collective.together(mesh, what, kind=CheckpointError):
-            return do()
+        with collective.together(mesh, what, said=said, fix=fix, kind=CheckpointError) as facts:
+            made = do()
+            facts += [collective.Fact(name, value) for name, value in lines(made).items()]
+        return made
     except (CheckpointError, OSError) as error:
         text = str(error) or type(error).__name__
         raise error if text.startswith(what) else CheckpointError(f"{what}: {text}") from error
@@ -81,4 +97,4 @@ def close_to(name: str, names: Iterable[str]) -> str:
     return f" (close: {', '.join(near)})" if near else ""
 
 
-__all__ = ["alike", "attempt", "close_to", "from_first", "mesh_of"]
+__all__ = ["alike", "attempt", "close_to", "everyone", "from_first", "mesh_of", "prepared"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..layout import Spec
 from ..mesh import Mesh
 from ..reshard import plan as plan_conversion
 from ..shard.states import batched_by
-from .agree import alike, attempt, from_first
+from .agree import alike, attempt, from_first, prepared
 from .contents import OPTIMIZER, OTHERS, Roles
 from .files import TensorFile, as_stored
 from .manifest import Manifest, SaveFolder, parsed, read_manifest, saves_in
@@ -55,8 +55,10 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
     if found is None:
         return None
     path, manifest = found
-    restore = attempt(mesh, f"load {path}", lambda: plan_restore(roles, manifest, mesh))
-    alike(mesh, DIFFERENT, SAME, {f"{i}: {t.name}": t.spec for i, t in enumerate(restore.targets)})
+    restore = prepared(
+        mesh, f"load {path}", lambda: plan_restore(roles, manifest, mesh), lambda made: specs_of(made.targets),
+        DIFFERENT, SAME,
+    )  # fmt: skip
     reader = Reader(path, manifest)
     try:
         read_targets(restore.targets, reader, mesh, f"load {path}")
@@ -64,6 +66,11 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
         reader.close()
     attempt(mesh, f"load {path}", restore.finish)
     return Loaded(manifest.step, reader.bytes_read)
+
+
+def specs_of(targets: Sequence[Target]) -> dict[str, object]:
+    """How targets lie, by number and name."""
+    return {f"{i}: {t.name}": t.spec for i, t in enumerate(targets)}
 
 
 class TensorSource(Protocol):
@@ -211,4 +218,4 @@ def place(target: Target, value: Tensor, read: Spec) -> None:
         torch.autograd.graph.increment_version(target.counted)
 
 
-__all__ = ["DIFFERENT", "SAME", "Loaded", "Reader", "choice", "load", "read_targets"]
+__all__ = ["DIFFERENT", "SAME", "Loaded", "Reader", "choice", "load", "read_targets", "specs_of"]

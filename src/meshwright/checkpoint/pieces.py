@@ -38,13 +38,13 @@ def own_piece(spec: Spec, coordinate: Sequence[int], turn: int) -> Box | None:
     box = tuple(spec.layout.local_bounds(spec.shape, coordinate))
     if nothing(box):
         return None
-    index, n = _replica(spec, coordinate)
+    index, n = replica(spec, coordinate)
     dim, shares = _shares(spec, box, n)
     share = (index - turn) % n
     return _cut(box, dim, shares, share) if share < shares else None
 
 
-def _replica(spec: Spec, coordinate: Sequence[int]) -> tuple[int, int]:
+def replica(spec: Spec, coordinate: Sequence[int]) -> tuple[int, int]:
     """Which of the ranks that hold the same the one at ``coordinate`` is, and how many they are."""
     index, n = 0, 1
     for size, placement, at in zip(spec.mesh.sizes, spec.layout.placements, coordinate, strict=True):
@@ -154,4 +154,4 @@ def _edges(spec: Spec, dim: int) -> frozenset[int]:
     return frozenset(a for _, (a, b) in _cells(spec.shape[dim], axes, spec.mesh.sizes, 0, spec.shape[dim]) if a < b)
 
 
-__all__ = ["SMALL", "Box", "Piece", "common", "nothing", "overlapping", "own_piece", "read_spec"]
+__all__ = ["SMALL", "Box", "Piece", "common", "nothing", "overlapping", "own_piece", "read_spec", "replica"]

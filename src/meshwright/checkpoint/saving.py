@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,16 +16,17 @@ from .. import collective, runtime
 from ..errors import CheckpointError, DesyncError
 from ..mesh import Mesh
 from ..raw import bare
-from ..shard.replicas import astray
+from ..shard.replicas import facts_of
 from ..tensor import DistTensor
 from . import files
-from .agree import alike, attempt, from_first
+from .agree import everyone, prepared
 from .contents import Contents, Roles, gather
 from .files import Line, Part, write_file
 from .manifest import NAME, Manifest, commit, make_folder, new_folder, remove_old
-from .pieces import own_piece
+from .pieces import own_piece, replica
 
 Tensor = torch.Tensor
+DIFFERENT = "save: the ranks save different things"
 SEEDS = (
     "all ranks must save the same step of the same run: seed all ranks alike (torch.manual_seed(seed), not seed + "
     "rank), and keep what is not distributed the same"
@@ -37,36 +39,51 @@ def save(folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh) ->
     Raises:
         CheckpointError, DesyncError: on every rank; nothing was written.
     """
-    contents = attempt(mesh, "save", lambda: gather(roles, mesh))
-    _agree(step, contents)
-    path = folder / _named(folder, step, mesh)
+    contents = prepared(mesh, "save", lambda: gather(roles, mesh), partial(_lines, step), DIFFERENT, SEEDS)
+    path = folder / _named(folder, step, contents)
     parts = own_parts(contents, path)
     manifest = Manifest(step, mesh, contents.specs, contents.aliases, contents.values)
     return Save(path, keep, manifest, parts)
 
 
-def _agree(step: int, contents: Contents) -> None:
-    mesh = contents.mesh
+def _lines(step: int, contents: Contents) -> dict[str, object]:
+    """What all ranks must save alike."""
     lines: dict[str, object] = {"step": step}
     lines.update({name: repr(spec) for name, spec in contents.specs.items()})
     lines.update({f"the other name {name}": of for name, of in contents.aliases.items()})
     lines.update({word: json.dumps(value) for word, value in contents.values.items()})
-    if mesh.size > 1:
+    if contents.mesh.size > 1:
         plain = {n: t for n, t in contents.tensors.items() if not isinstance(t, DistTensor)}
         values = collective.digests(list(plain.values()))
         lines.update({f"the digest of {name}": value for name, value in zip(plain, values, strict=True)})
-        alike(mesh, "save: the ranks save different things", SEEDS, lines)
-        replicas = {n: (t.spec.layout, bare(t)) for n, t in contents.tensors.items() if isinstance(t, DistTensor)}
-        went = astray(replicas, collective.group(mesh), whole=False)
+    return lines
+
+
+def _named(folder: Path, step: int, contents: Contents) -> str:
+    """The name of the folder of a save, which the first rank gives; it is made where the disk is waited for.
+
+    In the same exchange samples of what several ranks hold are compared.
+    """
+    mesh, name, error = contents.mesh, "", ""
+    if runtime.RT.rank == mesh.ranks[0]:
+        try:
+            name = new_folder(folder, step).name
+        except Exception as raised:  # of whatever kind: the others would wait
+            error = why(raised)
+    if mesh.size > 1:
+        here = mesh.coordinate(runtime.RT.rank)
+        split = {n: t for n, t in contents.tensors.items() if isinstance(t, DistTensor)}
+        shared = {n: (t.spec.layout, bare(t)) for n, t in split.items() if replica(t.spec, here)[1] > 1}
+        told = everyone((name, error, facts_of(shared, whole=False)), mesh)
+        name, error, _ = told[0]
+        went = collective.differing({rank: facts for rank, (_, _, facts) in zip(mesh.ranks, told, strict=True)})[0]
         if went:
             raise DesyncError(
                 f"save: ranks that hold the same part of a tensor hold {went}; each would save some of them"
             )
-
-
-def _named(folder: Path, step: int, mesh: Mesh) -> str:
-    """The name of the folder of a save, on all ranks; it is made where the disk is waited for."""
-    return from_first(mesh, f"save to {folder}", lambda: new_folder(folder, step).name)
+    if error:
+        raise CheckpointError(f"save to {folder}: {error}")
+    return name
 
 
 def own_parts(contents: Contents, path: Path) -> list[Part]:

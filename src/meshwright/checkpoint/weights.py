@@ -14,11 +14,11 @@ from ..errors import CheckpointError, takes
 from ..mesh import Mesh
 from ..raw import bare
 from ..tensor import DistTensor
-from .agree import alike, attempt, mesh_of
+from .agree import attempt, mesh_of, prepared
 from .contents import Roles, model_tensors, stored_spec
 from .dcp import METADATA, DcpFiles
 from .hugging_face import INDEX, SINGLE
-from .loading import DIFFERENT, SAME, Reader, choice, read_targets
+from .loading import DIFFERENT, SAME, Reader, choice, read_targets, specs_of
 from .manifest import NAME, parsed, read_manifest
 from .restore import Target, misnamed
 from .sources import SafetensorFiles
@@ -58,10 +58,10 @@ def load_weights(
     what = f"load weights from {path}"
     source = attempt(mesh, what, lambda: source_of(path))
     try:
-        targets, mark = attempt(mesh, what, lambda: (_targets(model, source, strict, mesh), source.mark()))
-        alike(mesh, DIFFERENT, SAME, {
-            "strict=": strict, "the files": mark, **{f"{i}: {t.name}": t.spec for i, t in enumerate(targets)},
-        })  # fmt: skip
+        targets = prepared(
+            mesh, what, lambda: _targets(model, source, strict, mesh),
+            lambda made: {"strict=": strict, "the files": source.mark(), **specs_of(made)}, DIFFERENT, SAME,
+        )  # fmt: skip
         read_targets(targets, source, mesh, what)
     finally:
         source.close()

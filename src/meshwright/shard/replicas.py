@@ -22,13 +22,18 @@ def astray(values: Mapping[str, tuple[Layout, Tensor]], group: collective.Group,
     Returns:
         The same on every rank; empty if there is none.
     """
+    return collective.difference(group, facts_of(values, whole=whole))[0]
+
+
+def facts_of(values: Mapping[str, tuple[Layout, Tensor]], *, whole: bool = True) -> list[collective.Fact]:
+    """What ranks tell each other for :func:`astray`."""
     digests = collective.digests([t for _, t in values.values()], whole=whole)
     facts = []
     for (name, (layout, _)), digest in zip(values.items(), digests, strict=True):
         here = layout.mesh.coordinate(runtime.RT.rank)
         place = tuple(at for at, p in zip(here, layout.placements, strict=True) if not isinstance(p, Replicate))
         facts.append(collective.Fact(f"values of {name}", f"digest {digest:x}", place))
-    return collective.difference(group, facts)[0]
+    return facts
 
 
-__all__ = ["astray"]
+__all__ = ["astray", "facts_of"]
