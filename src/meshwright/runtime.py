@@ -189,6 +189,7 @@ class Runtime:
         was: the rank under the process group before this one, or None.
         drawn: a sum over the seeds of dropout that were drawn.
         updates: steps of optimizers that this rank has made.
+        writes: under inference mode, which counts none: writes to memory, by its address; None: to any.
         watcher: what hears of ranks that are gone, or None.
     """
 
@@ -199,6 +200,7 @@ class Runtime:
         if rank is not None and world is not None:
             self.rank, self.world = rank, world
         self.sim = sim
+        self.writes: dict[int | None, int] = {}
         self.fast: dict[Any, Any] = {}
         self.plans = Recent(MOST, self.fast)
         self.groups: dict[Any, Any] = {}

@@ -29,7 +29,7 @@ from .leaves import any_linked, link, resolve_types
 from .plans import make_rule, plan_call
 from .results import global_outputs
 from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, resolve_after
-from .views import refresh, remember_detached, write_through
+from .views import count_write, refresh, remember_detached, write_through
 
 __all__ = [
     "INTO_PLAIN",
@@ -45,6 +45,7 @@ __all__ = [
     "autocast",
     "call",
     "call_disabled",
+    "count_write",
     "disabled",
     "execute",
     "forget_ops",

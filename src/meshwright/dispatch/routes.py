@@ -23,7 +23,7 @@ from .execution import Execution, Wrap, convert_then_native
 from .keys import key_of
 from .leaves import any_linked
 from .plans import CallPlan, Route, plan_call, warn_gathered
-from .views import Call, before, write_through
+from .views import Call, before, count_write, write_through
 
 Tensor = torch.Tensor
 Special = Callable[[Any, Args, Kwargs], Any]
@@ -114,6 +114,8 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
         own, plan = _first_plan(func, args, kwargs)
     elif plan.graded:
         own, plan = _kept(own, func, args, kwargs)
+    if plan.op.inplace and torch.is_inference_mode_enabled():
+        count_write(args[0] if args and isinstance(args[0], Tensor) else None)
     route = plan.route
     if route is STAND_IN:
         found = front.stand_ins(func, args, kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import convert, reshard
+from .. import convert, reshard, runtime
 from ..errors import DispatchError
 from ..operators import Internal
 from ..raw import as_plain
@@ -24,6 +24,7 @@ from .leaves import lead_root, resolve_types
 from .plans import CallPlan, written_spec
 
 Tensor = torch.Tensor
+_MOST_WRITES = 4096  # addresses to count by
 Call = Callable[[Any, Args, Kwargs], Any]
 
 
@@ -42,7 +43,7 @@ class View:
     args: Args
     kwargs: Kwargs
     index: int
-    version: int | None
+    version: Any
     alias: bool
     recorded: bool
     detached: bool = False
@@ -83,7 +84,7 @@ class PieceSource:
     func: Any
     args: Args
     kwargs: Kwargs
-    version: int
+    version: Any
     several: bool
     whole: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
     mark: object = field(default_factory=object)
@@ -95,7 +96,7 @@ def remember_pieces(func: Any, args: Args, kwargs: Kwargs, base: Tensor, made: S
     if version is not None:
         source = PieceSource(base, func, args, kwargs, version, len(made) > 1)
         for i, t in enumerate(made):
-            t.__dict__["_piece"] = (source, i, t._version)
+            t.__dict__["_piece"] = (source, i, _version(t))
 
 
 def cut_from(t: Tensor) -> tuple[PieceSource, int] | None:
@@ -106,7 +107,7 @@ def cut_from(t: Tensor) -> tuple[PieceSource, int] | None:
     """
     source, i, version = t.__dict__["_piece"]
     base = source.base
-    if source.version != _version(base) or version != t._version:
+    if source.version != _version(base) or version != _version(t):
         return None
     split = not base.__dict__["_spec"].layout.partial
     if split and ((base.is_leaf and base.requires_grad) or getattr(base, "_is_param", False)):
@@ -121,9 +122,26 @@ def remember_detached(base: Tensor, made: Tensor) -> None:
         made.__dict__["_view"] = View(base, None, (), {}, 0, None, True, False, detached=True)
 
 
-def _version(t: Tensor) -> int | None:
-    untold = "_shared" in t.__dict__ or t.is_inference()
-    return None if untold else t._version
+def _version(t: Tensor) -> Any:
+    """Tells whether a tensor was written to since; None where nobody knows.  Must run with dispatch disabled."""
+    if "_shared" in t.__dict__:
+        return None
+    if t.is_inference():
+        writes = runtime.RT.writes
+        return writes.get(None, 0), writes.get(t.untyped_storage()._cdata, 0)
+    return t._version
+
+
+def count_write(t: Tensor | None) -> None:
+    """Note a write under inference mode, in which tensors do not count theirs; None: to any memory."""
+    writes = runtime.RT.writes
+    with disabled():
+        at = None if t is None else t.untyped_storage()._cdata
+    if len(writes) > _MOST_WRITES:
+        at, count = None, writes.get(None, 0)
+        writes.clear()
+        writes[None] = count
+    writes[at] = writes.get(at, 0) + 1
 
 
 def before(plan: CallPlan, tensors: Sequence[Tensor], call: Call) -> None:

@@ -17,7 +17,7 @@ import torch
 from .. import collective, compat
 from ..api import reshard, unshard
 from ..compat import foreach_utils
-from ..dispatch import disabled, map_tensors, tensors_in
+from ..dispatch import count_write, disabled, map_tensors, tensors_in
 from ..layout import Partial, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..raw import as_plain
@@ -57,6 +57,8 @@ def _elementwise(name: str) -> Callable[..., Any]:
         with disabled():
             made = func(*args, **kwargs)
         if name.endswith("_") or made is None:
+            if torch.is_inference_mode_enabled():
+                count_write(None)
             return made
         of_first: Any = specs[0]
         return [m if s is None else wrap(m, s) for m, s in zip(made, of_first, strict=True)]

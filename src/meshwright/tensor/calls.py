@@ -8,13 +8,14 @@ import torch
 
 from .. import runtime
 from ..compat import python_dispatch as torchs
-from ..dispatch import LISTED, NO, Frontend, any_linked, call, call_disabled, key_part, resolve_after
+from ..dispatch import LISTED, NO, Frontend, any_linked, call, call_disabled, count_write, key_part, resolve_after
 from . import modes
 from .carrier import DistTensor, call_enabled, wrap
 from .special import SPECIAL
 from .standin import with_stand_ins
 
 Tensor = torch.Tensor
+is_inference_mode = torch.is_inference_mode_enabled
 EAGER = Frontend(wrap, call_enabled, SPECIAL, with_stand_ins)
 
 
@@ -48,6 +49,8 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
         except RuntimeError:  # a view that this shard's strides do not allow
             return call(EAGER, key, func, args, kwargs or NO)
     if out.__class__ is not Tensor:  # in place, or an op that returned its input
+        if is_inference_mode():
+            count_write(out)
         return out
     if untyped and out.requires_grad:  # leaves get their types now
         return resolve_after(runtime.RT.plans.find(key), func, args, kwargs or NO, out, wrap)
