@@ -13,11 +13,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import meshwright as mw
 from meshwright.cli import Commands, app
 from meshwright.cli import train as command
 from meshwright.cli.options import options_of, values_of
-from meshwright.train import OptionError, TrainConfig, launch
+from meshwright.explanation import page
+from meshwright.passes import registered
+from meshwright.train import OptionError, TrainConfig, launch, plot
+from meshwright.train.config import PASSES
 from meshwright.train.options import COUNT, option, options_in
 
 RUNNER = CliRunner()
@@ -100,16 +102,54 @@ def test_a_new_option_is_one_field() -> None:
         More(warmup=0)
 
 
-def test_what_is_wrong_is_said_without_pytorch() -> None:
-    """The package itself is skipped, which imports everything."""
-    folder = str(Path(mw.__file__).parent)
-    code = (
-        "import sys, types; package = types.ModuleType('meshwright'); package.__path__ = [sys.argv[1]]; "
-        "sys.modules['meshwright'] = package; from meshwright.cli import check, explain, train; "
-        "from meshwright.train import TrainConfig; from meshwright.train.text import load_text; "
-        "TrainConfig(mesh=(('dp', 2),), states_over='dp'); load_text((), 64); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, folder], check=True, timeout=60)
+def test_help_and_what_is_wrong_are_said_without_pytorch() -> None:
+    lines = [
+        ("--version", 0), *((f"{name} --help", 0) for name in ("", *Commands.listed, "checkpoint show")),
+        ("nothing", 2), ("train --mesh dp=x", 2), ("train --static --pass nothing", 2), ("train --data nowhere.txt", 2),
+        ("train --steps 0", 2), ("train --steps many", 2), ("train --nothing", 2), ("explain --pass nothing", 2),
+        ("explain --mesh dp=0", 2), ("explain --rank 1", 2), ("train --mesh dp=2 --states-over tp", 2),
+    ]  # fmt: skip
+    code = f"""
+import sys
+sys.orig_argv, sys.argv = ["python", "-m", "meshwright"], ["meshwright"]
+from meshwright.cli import main
+for words, code in {lines!r}:
+    sys.argv[1:] = words.split()
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == code, (words, end.code)
+    assert "torch" not in sys.modules, words
+import meshwright.convert, meshwright.program, meshwright as mw
+assert "meshwright.functions" not in sys.modules
+missing = [name for name in mw.__all__ if not hasattr(mw, name)]
+assert not missing, missing
+assert "meshwright.functions" in sys.modules and callable(mw.reshard)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_extras_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("matplotlib.backend_bases", "jinja2"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(plot, "can_draw", lambda: False)
+    assert "--plot needs matplotlib: pip install 'meshwright[plot]'" in run("train", "--plot", "a.png").stderr
+    page.template.cache_clear()
+    with pytest.raises(ImportError, match=r"^a page of HTML needs jinja2: pip install 'meshwright\[html\]'$"):
+        page.template()
+
+
+def test_a_picture_that_nobody_asked_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "run_processes", lambda config, show: None)
+    monkeypatch.setattr(command, "can_draw", lambda: False)
+    done = run("train")
+    assert done.exit_code == 0, done.stderr
+    assert not list(Path().iterdir())
+
+
+def test_passes_that_come_with_the_package_are_known_without_it() -> None:
+    assert list(PASSES) == [name for name, made in registered().items() if made.__module__.startswith("meshwright.")]
 
 
 @pytest.mark.parametrize(

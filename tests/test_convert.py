@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import meshwright as mw
 from meshwright import collective, convert, runtime
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
-from meshwright.reshard import plan as make_plan
+from meshwright.resharding import plan as make_plan
 
 
 def types(ndim: int):

@@ -26,7 +26,7 @@ LAYERS = (
         "rules",
         "convert",
         "cost",
-        "reshard",
+        "resharding",
     ),
     *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard"),
     *("program", "passes", "explanation", "step", "compile", "checkpoint", "testing"),

@@ -275,7 +275,7 @@ def test_ranks_that_forget_at_different_times_stay_together() -> None:
 
 def test_a_conversion_is_known_by_its_ends() -> None:
     """A value is reduced once, also by a rank that forgot the plan of it in between."""
-    from meshwright.reshard import plan
+    from meshwright.resharding import plan
 
     def run() -> int:
         x = mw.from_local(torch.ones(4), PAIR, [mw.Partial()]).requires_grad_()

@@ -15,7 +15,7 @@ from meshwright import convert
 from meshwright.cost import step_bytes
 from meshwright.errors import ConversionError, LayoutError
 from meshwright.layout import REDUCE_OPS, Layout, Partial, Replicate, Shard, Spec, commute, unreducible
-from meshwright.reshard import plan
+from meshwright.resharding import plan
 from meshwright.testing import check_conversion
 
 THREE = mw.Mesh({"x": 3})

@@ -2,10 +2,10 @@
 
 The model is that of :mod:`meshwright.cost`: on a ring, all-gather and reduce-scatter send (n-1)/n of the gathered
 bytes, all-reduce twice that, all-to-all (n-1)/n of the local bytes; slicing, padding and zeroing send nothing.  Both
-answers are priced by the same search for the cheapest conversions (:func:`meshwright.reshard.plan`), and of these only
-the forward bytes count.  Elements are float32 (indices int64, masks bool), since cases do not say.  Replicated inputs
-are given as *reduced* (each rank's gradient of them is its own contribution), and forward our rules are asked for
-inputs that need no gradient: what the forward sends is the question; with gradients what is cheaper both ways wins.
+answers are priced by the same search for the cheapest conversions (:func:`meshwright.resharding.plan`), and of these
+only the forward bytes count.  Elements are float32 (indices int64, masks bool), since cases do not say.  Replicated
+inputs are given as *reduced* (each rank's gradient of them is its own contribution), and forward our rules are asked
+for inputs that need no gradient: what the forward sends is the question; with gradients what is cheaper both ways wins.
 
 *Forward*: an answer costs the conversions of the inputs as given to the layouts that the rule asks for.
 
@@ -33,7 +33,7 @@ import torch
 from meshwright import api
 from meshwright.dispatch import Inference, gathered, infer
 from meshwright.layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
-from meshwright.reshard import plan
+from meshwright.resharding import plan
 
 from .cases import Case, CaseError, Entry, Given, flat
 from .question import Call, Fresh, Made, Question, Result, Slot, Steps, fill, slots_in, slots_of

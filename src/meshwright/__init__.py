@@ -12,31 +12,33 @@ from typing import TYPE_CHECKING, Any
 from .launchers import interrupts_in_a_line as _interrupts_in_a_line
 from .launchers import is_command as _is_command
 
-if _is_command():  # before the imports that take seconds
+_COMMAND = _is_command()
+if _COMMAND:  # before the imports that take seconds
     _interrupts_in_a_line()
 
-from . import functions as _functions  # noqa: F401 (guards torch.autograd.Function)
-from .api import (
-    constrain,
-    from_dtensor,
-    from_local,
-    infer_backward,
-    infer_forward,
-    init_mesh,
-    reshard,
-    rule,
-    shard_tensor,
-    sharded,
-    to_dtensor,
-    unshard,
-)
-from .errors import RankFailedError
-from .generator import reproducible_random
-from .layout import Layout, Partial, Replicate, Shard, Spec
-from .mesh import Mesh
-from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
-from .simulation import simulate
-from .tensor import DistTensor
+if TYPE_CHECKING or not _COMMAND:
+    from . import functions as _functions  # noqa: F401 (guards torch.autograd.Function)
+    from .api import (
+        constrain,
+        from_dtensor,
+        from_local,
+        infer_backward,
+        infer_forward,
+        init_mesh,
+        reshard,
+        rule,
+        shard_tensor,
+        sharded,
+        to_dtensor,
+        unshard,
+    )
+    from .errors import RankFailedError
+    from .generator import reproducible_random
+    from .layout import Layout, Partial, Replicate, Shard, Spec
+    from .mesh import Mesh
+    from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
+    from .simulation import simulate
+    from .tensor import DistTensor
 
 if TYPE_CHECKING:
     from . import passes
@@ -66,12 +68,26 @@ _LATER = {
 }
 
 
+# Where the others are from.  The command line imports them when it has something to compute: not for help and errors.
+_CORE = ("functions", "api", "errors", "generator", "layout", "mesh", "shard", "simulation", "tensor")
+
+
+def _import_core() -> None:
+    """What ``import meshwright`` is in a program."""
+    modules = [import_module(f".{name}", __name__) for name in _CORE]
+    for name in {*__all__} - {*_LATER}:
+        globals()[name] = next(getattr(m, name) for m in modules if hasattr(m, name))
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name in _LATER:
+        module = import_module(f".{_LATER[name]}", __name__)
+        globals()[name] = module if name == "passes" else getattr(module, name)
+    elif _COMMAND and name in __all__:
+        _import_core()
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_LATER[name]}", __name__)
-    globals()[name] = found = module if name == "passes" else getattr(module, name)
-    return found
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

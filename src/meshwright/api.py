@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from . import collective, convert, marks, runtime
-from . import reshard as _reshard
+from . import collective, convert, marks, resharding, runtime
 from .collective import Fact, together
 from .dispatch import Inference, disabled, forget_ops, infer, refresh, relayout, wanted
 from .errors import LayoutError, MeshError, RuleError, takes
@@ -126,7 +125,7 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
         _agree("shard_tensor", (tuple(t.shape), str(t.dtype), repr(spec.layout), values), mesh)
     source = Spec(t.shape, t.dtype, Layout(mesh))
     with torch.no_grad():
-        local = convert.apply(_reshard.plan(source, spec.with_(undecided=0)).steps, t.detach())
+        local = convert.apply(resharding.plan(source, spec.with_(undecided=0)).steps, t.detach())
         local = local.clone(memory_format=torch.contiguous_format)
     made = wrap(local, spec)
     made.requires_grad_(t.requires_grad)

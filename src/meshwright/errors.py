@@ -7,9 +7,11 @@ Messages name the culprit, say what was expected and end with the call that fixe
 
 from __future__ import annotations
 
+import difflib
 import functools
+import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -92,6 +94,31 @@ class DataError(MeshwrightError, ValueError):
 
 class CheckpointError(MeshwrightError, RuntimeError):
     """A checkpoint that cannot be written or read: damaged, incomplete, or of another model."""
+
+
+class ExtraError(MeshwrightError, ImportError):
+    """A package that is not installed, as only one feature needs it."""
+
+
+def extra(module: str, name: str, needed: str) -> Any:
+    """The ``module`` of a package that the extra ``name`` installs, and that ``needed`` needs.
+
+    Raises:
+        ExtraError: it is not there; with what to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or module).partition(".")[0]
+        raise ExtraError(f"{needed} needs {missing}: pip install 'meshwright[{name}]'") from error
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """For the end of a message about a name that is not known: what may be meant, and what there is."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name.strip(), names, n=1, cutoff=0.5)
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{meant} (there are: {', '.join(names) or 'none'})"
 
 
 def takes(error: type[MeshwrightError], **wanted: tuple[Any, str]) -> Callable[[F], F]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import reshard, runtime
+from . import resharding, runtime
 from .convert import ConversionStep
 from .cost import step_bytes
 from .errors import ExplicitError
@@ -74,7 +74,7 @@ class Record:
         )
 
 
-def make(op: str, argument: int, plan: reshard.ConversionPlan, reason: str) -> Record:
+def make(op: str, argument: int, plan: resharding.ConversionPlan, reason: str) -> Record:
     """Record of one plan that is about to be executed."""
     moving = [s for s in plan.steps if s.moves]
     axes = dict.fromkeys(plan.src.mesh.axes[a] for s in moving for a in s.axes)
@@ -97,7 +97,9 @@ def since(op: str, factors: str) -> str:
     return f"{op} at {user_line()}, where {factors} is split"
 
 
-def implicit(op: str, argument: int, plan: reshard.ConversionPlan, why: str, moves: bool, producer: str = "") -> None:
+def implicit(
+    op: str, argument: int, plan: resharding.ConversionPlan, why: str, moves: bool, producer: str = ""
+) -> None:
     """Note communication that an op implies now or, if no data moves yet, in its backward; inside of ``serving``.
 
     ``producer``: what made a Partial value one.
@@ -127,7 +129,7 @@ def implicit(op: str, argument: int, plan: reshard.ConversionPlan, why: str, mov
         )
 
 
-def asked(what: str, plan: reshard.ConversionPlan, reason: str) -> AbstractContextManager[None]:
+def asked(what: str, plan: resharding.ConversionPlan, reason: str) -> AbstractContextManager[None]:
     """Note a conversion that somebody asked for by name, and that runs inside of what is returned."""
     if runtime.RT.records is None:
         return nullcontext()

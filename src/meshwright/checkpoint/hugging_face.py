@@ -18,7 +18,7 @@ from ..errors import CheckpointError, takes
 from ..layout import Shard, Spec
 from ..mesh import Mesh
 from ..raw import bare
-from ..reshard import plan as plan_conversion
+from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor
 from . import files
 from .agree import alike, attempt, mesh_of

@@ -17,7 +17,7 @@ from ..dispatch import disabled
 from ..errors import CheckpointError
 from ..layout import Spec
 from ..mesh import Mesh
-from ..reshard import plan as plan_conversion
+from ..resharding import plan as plan_conversion
 from ..shard.states import batched_by
 from .agree import alike, attempt, from_first, prepared
 from .contents import OPTIMIZER, OTHERS, Roles

@@ -12,7 +12,7 @@ from .. import convert, runtime
 from ..dispatch import disabled
 from ..errors import CheckpointError
 from ..layout import Shard, Spec
-from ..reshard import plan as plan_conversion
+from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, wrap
 
 Tensor = torch.Tensor

@@ -18,7 +18,7 @@ from ..cost import held_bytes
 from ..errors import DispatchError
 from ..layout import Partial, Placement, Replicate, Shard, Spec, commute
 from ..mesh import Mesh
-from ..reshard import plan
+from ..resharding import plan
 from ..rules.strategies import Dims, Rule, Strategy
 from ..runtime import Recent
 from .choice import Choice, Like, Wanted, carries_grad, typed

@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.train.config import MESH, MODEL, OUTPUT, PROGRAM, StepConfig
 from meshwright.train.options import OptionError, one_of, option
 
-from .options import BAD_INPUT, complain, options_of, terminal, values_of
+from .options import BAD_INPUT, complain, options_of, said, terminal, values_of
 
 if TYPE_CHECKING:
     from meshwright.explanation import Comparison, Explanation
@@ -67,9 +67,8 @@ def explain(context: typer.Context, **given: Any) -> None:
 
     [dim]Exit codes: 0 done; 2 bad input.[/]
     """
-    said = {n for n in given if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"}
     try:
-        config = _config(given, said)
+        config = _config(given, {name for name in given if said(context, name)})
         title, report = _report(config)
         if config.html is not None:
             _write(config.html, report.to_html(title))
@@ -104,6 +103,8 @@ def _config(given: dict[str, Any], said: set[str]) -> ExplainConfig:
 
 def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
     """A title, and the explanation of the step."""
+    manager, mesh = config.pass_manager(), config.make_mesh()  # what is wrong with them is said before the imports
+
     import torch
 
     from meshwright.explanation import Comparison, explain_program
@@ -113,7 +114,6 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
 
     if config.device == "cuda" and not torch.cuda.is_available():
         raise OptionError("--device cuda: PyTorch knows the ops of a GPU only where there is one; leave it out")
-    manager, mesh = config.pass_manager(), config.make_mesh()
     subject = subject_of(config, config.model, llama=config.preset != "gpt")
     optimizer = config.make_optimizer(subject.model)
     before = build(subject.model, subject.loss_fn, optimizer, subject.batch, mesh, subject.plan, rank=config.rank)

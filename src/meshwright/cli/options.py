@@ -28,6 +28,11 @@ def terminal(stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, width=110)
 
 
+def said(context: typer.Context, name: str) -> bool:
+    """Whether an option is on the command line, and not its default."""
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
 def options_of(config: type[Any]) -> Callable[[F], F]:
     """Give a command an option for each field of a config; their values are its keyword arguments."""
     kinds = get_type_hints(config)

@@ -7,8 +7,6 @@ from typing import Annotated
 import typer
 
 from meshwright.errors import RuleError
-from meshwright.rules import partial_table
-from meshwright.rules import rules as listed
 
 from .options import BAD_INPUT, complain
 
@@ -26,6 +24,9 @@ def rules(
 
     [dim]Exit codes: 0 done; 2 nothing has such a name.[/]
     """
+    from meshwright.rules import partial_table
+    from meshwright.rules import rules as listed
+
     if partial:
         typer.echo(partial_table())
         return

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from meshwright.mesh import Mesh
+from meshwright import Mesh  # and all that guards torch, before users' modules are imported
 from meshwright.program import Plan
 from meshwright.train.config import VOCABULARY, StepConfig
 from meshwright.train.model import GPT, loss_of

@@ -16,15 +16,16 @@ from rich.text import Text
 from meshwright.errors import MeshError, MeshwrightError, RankFailedError
 from meshwright.launchers import Launch
 from meshwright.train.config import OUTPUT, TrainConfig
-from meshwright.train.plot import check_path, draw
+from meshwright.train.plot import can_draw, check_path, draw
 from meshwright.train.text import load_text
 
-from .options import BAD_INPUT, complain, options_of, terminal, values_of
+from .lazy import INTERRUPTED
+from .options import BAD_INPUT, complain, options_of, said, terminal, values_of
 
 if TYPE_CHECKING:
     from meshwright.train.show import Show
 
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 PLOT = Path("runs/loss.png")
 
@@ -53,6 +54,8 @@ def train(
     first = joined is None or joined.rank == 0
     try:
         config = _checked(context, given, joined)
+        # A picture that nobody asked for is left out where nothing can draw it.
+        no_plot = no_plot or not (can_draw() or said(context, "plot"))
         if first and not no_plot:
             check_path(plot)
     except MeshwrightError as error:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from .. import compat, convert, record, reshard, runtime
+from .. import compat, convert, record, resharding, runtime
 from ..errors import RuleError
 from ..layout import REPLICATE, Layout, Partial, Placements, Spec
 from ..raw import as_plain
@@ -24,10 +24,10 @@ Tensor = torch.Tensor
 
 Wrap = Callable[[Tensor, Spec], Any]
 Note = Callable[[bool], None]
-Converter = Callable[[Tensor, reshard.ConversionPlan, "Note | None"], Tensor]
+Converter = Callable[[Tensor, resharding.ConversionPlan, "Note | None"], Tensor]
 
 
-def convert_tensor(t: Tensor, steps: reshard.ConversionPlan, note: Note | None = None) -> Tensor:
+def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | None = None) -> Tensor:
     """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once.
 
     ``note`` is called before anything is done, with whether data moves.
@@ -66,7 +66,7 @@ def convert_tensor(t: Tensor, steps: reshard.ConversionPlan, note: Note | None =
     return made
 
 
-def _of_whole(t: Tensor, steps: reshard.ConversionPlan, note: Note | None, grad: bool) -> Tensor | None:
+def _of_whole(t: Tensor, steps: resharding.ConversionPlan, note: Note | None, grad: bool) -> Tensor | None:
     """A piece brought to ``steps.dst`` by bringing there what it was cut from; None where that does not pay."""
     if any(s.kind not in ("all_reduce", "retype") or (grad and convert.weighted(s)) for s in steps.steps):
         return None
@@ -86,7 +86,7 @@ def _cut_whole(source: PieceSource, axes: Sequence[int], note: Note | None) -> l
     """All pieces of a source that is whole on these axes."""
     spec: Spec = source.base.__dict__["_spec"].with_(undecided=0)
     layout = spec.layout.without_partial(axes)
-    whole = convert_tensor(source.base, reshard.plan(spec, spec.with_(layout=layout)), note)
+    whole = convert_tensor(source.base, resharding.plan(spec, spec.with_(layout=layout)), note)
     whole.__dict__.setdefault("_spec", spec.with_(layout=layout))
     args, kwargs = with_base(source.base, whole, source.args, source.kwargs)
     return tensors_in(execute(plan_call(source.func, args, kwargs), source.func, args, kwargs, _named))
@@ -97,7 +97,7 @@ def _named(t: Tensor, spec: Spec) -> Tensor:
     return t
 
 
-def _learn(t: Tensor, steps: reshard.ConversionPlan, made: Tensor) -> None:
+def _learn(t: Tensor, steps: resharding.ConversionPlan, made: Tensor) -> None:
     """A Partial was reduced: from now on its consumers get the reduced value, which is a tensor as any other."""
     if not steps.src.layout.partial or steps.dst.layout.partial:
         return
@@ -116,7 +116,7 @@ def _saving() -> bool:
 _OWN = __name__.partition(".")[0]
 
 
-def _kept_apart(steps: reshard.ConversionPlan) -> bool:
+def _kept_apart(steps: resharding.ConversionPlan) -> bool:
     """Whether a conversion saves tensors, which a checkpoint counts in both of its runs: neither finds the other's."""
     return any(convert.weighted(s) for s in steps.steps) and _saving()
 
@@ -140,7 +140,7 @@ def convert_then_native(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs) -
 
 
 def _already_there(
-    t: Tensor, steps: reshard.ConversionPlan, memo: dict[Any, Tensor] | None, note: Note | None
+    t: Tensor, steps: resharding.ConversionPlan, memo: dict[Any, Tensor] | None, note: Note | None
 ) -> Tensor | None:
     """The value as the target type without moving data that was moved before.
 
@@ -156,7 +156,7 @@ def _already_there(
     origin, versions = t.__dict__.get("_origin", (None, None))
     if steps.moves or origin is None or versions != (origin._version, t._version):
         return None
-    direct = reshard.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
+    direct = resharding.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
     if direct.backward_bytes >= steps.backward_bytes or any(convert.weighted(s) for s in direct.steps):
         return None
     if note is not None:
@@ -366,7 +366,7 @@ def _told_otherwise(t: Tensor, spec: Spec) -> bool:
 
 
 def _convert_recorded(
-    plan: CallPlan, i: int, t: Tensor, steps: reshard.ConversionPlan, make: Converter = convert_tensor
+    plan: CallPlan, i: int, t: Tensor, steps: resharding.ConversionPlan, make: Converter = convert_tensor
 ) -> Tensor:
     rt = runtime.RT
     if rt.records is None and not (steps.moves and rt.explicit):
@@ -376,7 +376,7 @@ def _convert_recorded(
         return make(t, steps, lambda moved: record.implicit(plan.op.name, i, steps, plan.why, moved, producer))
 
 
-def _bring_back(t: Tensor, steps: reshard.ConversionPlan, note: Note | None) -> Tensor:
+def _bring_back(t: Tensor, steps: resharding.ConversionPlan, note: Note | None) -> Tensor:
     if note is not None:
         note(steps.moves)
     return convert.apply(steps.steps, t)
@@ -411,9 +411,9 @@ def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
         resolve_types(x, spec.with_(undecided=0))
     source = x.__dict__["_spec"].with_(undecided=0)
     if spec.known is not None and not target.layout.partial and not _saving():
-        x = convert_tensor(x, reshard.plan(source, spec.known.with_(undecided=0)))
+        x = convert_tensor(x, resharding.plan(source, spec.known.with_(undecided=0)))
         source = spec.known.with_(undecided=0)
-    plan = reshard.plan(source, target)
+    plan = resharding.plan(source, target)
     with record.asked("reshard", plan, "asked for by name"):
         made = convert.apply(plan.steps, x)
     if not plan.moves and made.untyped_storage()._cdata == x.untyped_storage()._cdata:

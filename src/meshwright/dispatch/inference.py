@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import reshard
+from .. import resharding
 from ..choose import Choice, Wanted, choose, choose_for
 from ..compat import tree_leaves, tree_map_only
 from ..errors import RuleError
@@ -72,7 +72,9 @@ def infer(name: str, args: Args, kwargs: Kwargs, outputs: Sequence[Spec] | None,
             if outputs
             else choose(rule, specs, like, constants=() if graded else range(len(specs)))
         )
-    moved = sum(reshard.plan(s, t.with_(undecided=0)).bytes for s, t in zip(choice.sources, choice.inputs, strict=True))
+    moved = sum(
+        resharding.plan(s, t.with_(undecided=0)).bytes for s, t in zip(choice.sources, choice.inputs, strict=True)
+    )
     names = tuple(
         c.factor or ("replicate" if not any("Partial" in repr(p) for p in c.inputs) else "partial")
         for c in choice.strategies
@@ -110,7 +112,7 @@ def gathered(
     _check_wish(outputs, real if real is not None else [(o.shape, o.dtype) for o in outputs or ()])
     inputs = tuple(s.with_(layout=whole, reduced=0, undecided=0) for s in specs)
     made = tuple(Spec(shape, dtype, whole) for shape, dtype in real or [(o.shape, o.dtype) for o in outputs or ()])
-    moved = sum(reshard.plan(s.with_(undecided=0), t).bytes for s, t in zip(specs, inputs, strict=True))
+    moved = sum(resharding.plan(s.with_(undecided=0), t).bytes for s, t in zip(specs, inputs, strict=True))
     kind = "composite" if name in COMPOSITES else "gathered"
     return Inference(inputs, made, ("replicate",) * whole.mesh.ndim, moved, True, kind)
 

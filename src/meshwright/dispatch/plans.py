@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import reshard, runtime
+from .. import resharding, runtime
 from ..choose import Choice, carries_grad, choose
 from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
@@ -26,7 +26,7 @@ from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of
 from .results import Outputs
 
 Tensor = torch.Tensor
-Conversions = tuple[tuple[int, reshard.ConversionPlan], ...]
+Conversions = tuple[tuple[int, resharding.ConversionPlan], ...]
 
 
 class Route(Enum):
@@ -69,7 +69,7 @@ class CallPlan:
     conversions: Conversions = ()
     known: Conversions = ()
     decide: tuple[tuple[int, Spec], ...] = ()
-    back: reshard.ConversionPlan | None = None
+    back: resharding.ConversionPlan | None = None
     choice: Choice | None = None
     why: str = ""
     warning: str = ""
@@ -131,10 +131,10 @@ class _Planner:
         self.watched = any(s.copied for s in self.specs)
         self.forgets = op.inplace and self.specs[0].known is not None
         self.views = False
-        self.known: list[tuple[int, reshard.ConversionPlan]] = []
+        self.known: list[tuple[int, resharding.ConversionPlan]] = []
         for i, s in enumerate(self.specs):
             if s.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
-                self.known.append((i, reshard.plan(s.with_(undecided=0), s.known.with_(undecided=0))))
+                self.known.append((i, resharding.plan(s.with_(undecided=0), s.known.with_(undecided=0))))
                 self.specs[i] = s.known
 
     def plan(self, strategies: Sequence[Strategy] | None) -> CallPlan:
@@ -291,7 +291,7 @@ class _Planner:
 
 
 def _conversions(sources: Sequence[Spec], targets: Sequence[Spec]) -> Conversions:
-    steps = [reshard.plan(s.with_(undecided=0), t.with_(undecided=0)) for s, t in zip(sources, targets, strict=True)]
+    steps = [resharding.plan(s.with_(undecided=0), t.with_(undecided=0)) for s, t in zip(sources, targets, strict=True)]
     return tuple((i, c) for i, c in enumerate(steps) if c.steps)
 
 
@@ -332,8 +332,8 @@ def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> Any:
 
 
 def _way_back(
-    conversions: Sequence[tuple[int, reshard.ConversionPlan]], specs: Sequence[Spec], outputs: Sequence[Spec]
-) -> reshard.ConversionPlan | None:
+    conversions: Sequence[tuple[int, resharding.ConversionPlan]], specs: Sequence[Spec], outputs: Sequence[Spec]
+) -> resharding.ConversionPlan | None:
     """From where a write is made to where its target lies; None where that is the target itself."""
     made, target = outputs[0], specs[0]
     if made.shape != target.shape:  # unsqueeze_, t_: the layout changes with the shape
@@ -344,7 +344,7 @@ def _way_back(
         return None
     if made.layout == target.layout and not any(i == 0 for i, _ in conversions):
         return None
-    return reshard.plan(made.with_(undecided=0), written_spec(target, made).with_(dtype=made.dtype, undecided=0))
+    return resharding.plan(made.with_(undecided=0), written_spec(target, made).with_(dtype=made.dtype, undecided=0))
 
 
 def written_spec(target: Spec, made: Spec) -> Spec:

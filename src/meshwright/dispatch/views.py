@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import convert, reshard, runtime
+from .. import convert, resharding, runtime
 from ..errors import DispatchError
 from ..operators import Internal
 from ..raw import as_plain
@@ -199,7 +199,7 @@ def _replace(t: Tensor, made: Tensor) -> None:
         resolve_types(made, made.__dict__["_spec"].with_(undecided=0))
     source = made.__dict__["_spec"]
     spec = written_spec(t.__dict__["_spec"], source)
-    local = convert.apply(reshard.plan(source, spec.with_(dtype=source.dtype)).steps, made)
+    local = convert.apply(resharding.plan(source, spec.with_(dtype=source.dtype)).steps, made)
     with as_plain(t, local):
         t.copy_(local)
     if torch.is_grad_enabled() and t.requires_grad:

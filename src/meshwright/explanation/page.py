@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..errors import extra
 from ..mesh import Mesh
 from ..program.check.verify import ROLES
 from .account import Account
@@ -31,7 +32,7 @@ def as_page(why: Account, title: str, compared: Iterable[tuple[str, str, str]] =
     Args:
         compared: names of figures and what they were before and after passes.
     """
-    return _template().render(
+    return template().render(
         title=title or ("Training step" if why.mesh is not None else "Eager code"),
         why=why, compared=list(compared), roles=ROLES, categories=CATEGORIES, mesh=_mesh(why.mesh, why.rank),
         line=_timeline(why),
@@ -42,11 +43,11 @@ def as_page(why: Account, title: str, compared: Iterable[tuple[str, str, str]] =
 
 
 @cache
-def _template() -> jinja2.Template:
-    import jinja2  # not at the start of every program that imports the package
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("meshwright.explanation", "web"),
+def template() -> jinja2.Template:
+    """What a page is made from.  Raises ExtraError."""
+    made = extra("jinja2", "html", "a page of HTML")
+    environment = made.Environment(
+        loader=made.PackageLoader("meshwright.explanation", "web"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -7,7 +7,6 @@ verifies the program around each, and never skips one: what cannot be applied is
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import math
 import re
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
-from ..errors import PassError, ProgramError
+from ..errors import PassError, ProgramError, near
 from ..program import Program
 from ..program.capture.build import no_collection
 from ..program.check.verify import verify
@@ -151,7 +150,7 @@ def parse(text: str) -> Pass:
     name, _, options = text.partition(":")
     cls = _REGISTRY.get(name.strip())
     if cls is None:
-        raise PassError(f"there is no pass {name.strip()!r}{_near(name, _REGISTRY)}")
+        raise PassError(f"there is no pass {name.strip()!r}{near(name, _REGISTRY)}")
     hints = typing.get_type_hints(cls)
     known = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     given: dict[str, Any] = {}
@@ -160,7 +159,7 @@ def parse(text: str) -> Pass:
         if not equals:
             raise PassError(f"{text!r}: option=value was expected, not {part!r}")
         if key not in known:
-            raise PassError(f"{cls.name} has no option {key!r}{_near(key, known)}")
+            raise PassError(f"{cls.name} has no option {key!r}{near(key, known)}")
         if key in given:
             raise PassError(f"{text!r}: {key} is given twice")
         try:
@@ -175,12 +174,6 @@ def parse(text: str) -> Pass:
 
 def _required(f: dataclasses.Field[Any]) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _near(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name.strip(), list(known), n=1, cutoff=0.5)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{meant} (there are: {', '.join(sorted(known)) or 'none'})"
 
 
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -17,7 +17,7 @@ from ..errors import ShardError
 from ..layout import Spec
 from ..mesh import Mesh
 from ..raw import bare, get_grad, set_grad
-from ..reshard import plan as plan_conversion
+from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, held, hold, in_spec, wrap
 from .buckets import Bucket, Buckets
 from .in_flight import InFlight, Reduction, Scattering, give

@@ -26,7 +26,7 @@ from ..dispatch import disabled, refresh, write_through
 from ..errors import ShardError, takes
 from ..layout import Partial, Spec
 from ..raw import get_grad, set_grad
-from ..reshard import plan as plan_conversion
+from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, in_slot, wrap
 from .kinds import builtin, check_class, hooks_of, mixes, name_of
 from .numbers import numbers_of

@@ -13,7 +13,7 @@ from ..dispatch import disabled, link
 from ..errors import ShardError
 from ..layout import chunk_bounds
 from ..raw import bare
-from ..reshard import plan as plan_conversion
+from ..resharding import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
 from .packing import split_dim

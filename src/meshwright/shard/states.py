@@ -18,7 +18,7 @@ from ..dispatch import disabled
 from ..errors import ShardError
 from ..layout import Layout, Replicate, Spec
 from ..raw import bare
-from ..reshard import plan as plan_conversion
+from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, in_spec, wrap
 from .kinds import ELEMENTWISE, name_of
 from .packing import Packing, chunk_dim, cut_over, split_dim

@@ -36,7 +36,7 @@ from ..errors import DesyncError, ShardError, takes
 from ..layout import Replicate
 from ..mesh import Mesh
 from ..raw import bare, get_grad, set_grad
-from ..reshard import plan as plan_conversion
+from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, hold, wrap
 from .backward import Backward, begin, call_after
 from .buckets import STORED, Buckets

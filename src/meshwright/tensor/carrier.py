@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .. import compat, convert, reshard, runtime
+from .. import compat, convert, resharding, runtime
 from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
@@ -118,7 +118,7 @@ class DistTensor(torch.Tensor):
             spec = self._spec
             if spec.reduced and self.requires_grad and torch.is_grad_enabled():
                 # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
-                return plain(convert.apply(reshard.plan(spec, spec.with_(reduced=0)).steps, self))
+                return plain(convert.apply(resharding.plan(spec, spec.with_(reduced=0)).steps, self))
             return self.view_as(self) if self.layout is torch.strided else self.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -399,7 +399,7 @@ def local_of(value: Tensor, spec: Spec) -> Tensor:
         source = value._spec.with_(undecided=0)
         if value.requires_grad:
             resolve_types(value, source)
-        return convert.apply(reshard.plan(source, spec.with_(dtype=source.dtype, undecided=0)).steps, value)
+        return convert.apply(resharding.plan(source, spec.with_(dtype=source.dtype, undecided=0)).steps, value)
 
 
 def as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
@@ -408,7 +408,7 @@ def as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
     if tuple(value.shape) == tuple(spec.shape):
         source = Spec(spec.shape, value.dtype, Layout(spec.mesh))
         target = spec.with_(dtype=value.dtype, undecided=0)
-        local = convert.apply(reshard.plan(source, target).steps, value)
+        local = convert.apply(resharding.plan(source, target).steps, value)
         return wrap(local.detach() if local is value else local, target)
     raise LayoutError(
         f"a plain tensor of shape {tuple(value.shape)} was given for a DistTensor of global shape {tuple(spec.shape)} "

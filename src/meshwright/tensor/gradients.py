@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import convert, reshard
+from .. import convert, resharding
 from ..dispatch import NO, call_disabled, disabled
 from ..errors import LayoutError
 from ..layout import Spec
@@ -68,7 +68,7 @@ def in_spec(g: Tensor, source: Spec, target: Spec) -> Tensor:
 
 def _converted(g: Tensor, source: Spec, target: Spec) -> Tensor:
     source, target = source.with_(undecided=0), target.with_(dtype=source.dtype, undecided=0)
-    return convert.apply(reshard.plan(source, target).steps, g)
+    return convert.apply(resharding.plan(source, target).steps, g)
 
 
 def _merge(p: DistTensor, kept: DistTensor, slot: Tensor) -> None:

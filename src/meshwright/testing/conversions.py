@@ -10,7 +10,7 @@ from .. import collective, convert, runtime
 from ..choose import carries_grad
 from ..errors import ConversionError, takes
 from ..layout import Layout, Partial, Replicate, Spec
-from ..reshard import plan as conversion_plan
+from ..resharding import plan as conversion_plan
 from ..simulation import simulate
 from .values import difference_of, local_part
 

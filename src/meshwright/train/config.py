@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import MeshError
+from meshwright.errors import MeshError, PassError, near
 from meshwright.mesh import Mesh, parse_mesh
 
 from .options import COUNT, POSITIVE, PROBABILITY, OptionError, check_bounds, one_of, option
@@ -22,6 +23,7 @@ DEVICES = ("cpu", "cuda")
 VOCABULARY = 256  # one entry per byte
 MOMENTUM = 0.9
 MERGE = "gradient-merge"  # the pass that accumulates
+PASSES = ("data-parallel-optimization", MERGE)  # those that come with the package
 AXES = {"dp": "splits the batch", "tp": "splits heads, MLP and vocabulary"}  # of the plan of the built-in models
 # dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
 # mathematics.  bfloat16 has 8 bits, so sums in another order differ in the second digit: there the bound only
@@ -47,6 +49,17 @@ def check_axes(mesh: Mesh) -> None:
             f"axis {unknown[0]!r} of {mesh!r}: the plan of this model does not know it. It knows {known}; "
             "e.g. --mesh dp=2,tp=2"
         )
+
+
+def passes_of(texts: tuple[str, ...]) -> PassManager:
+    """Passes from names and options.  Raises PassError, for a name that cannot be without importing PyTorch."""
+    if "meshwright.passes" not in sys.modules:  # nobody has registered others yet
+        for name in (text.partition(":")[0].strip() for text in texts):
+            if name not in PASSES:
+                raise PassError(f"there is no pass {name!r}{near(name, PASSES)}")
+    from meshwright.passes import PassManager
+
+    return PassManager(texts)
 
 
 @dataclass(frozen=True)
@@ -123,9 +136,7 @@ class StepConfig:
 
     def pass_manager(self) -> PassManager:
         """The passes of the captured step.  Raises PassError for those that do not exist."""
-        from meshwright.passes import PassManager
-
-        return PassManager(self.passes)
+        return passes_of(self.passes)
 
     def make_mesh(self) -> Mesh:
         """The mesh, as a description."""
@@ -219,10 +230,8 @@ class TrainConfig(StepConfig):
 
     def pass_manager(self) -> PassManager:
         """The passes of the captured step; micro-steps are one of them."""
-        from meshwright.passes import PassManager
-
         merge = (f"{MERGE}:k_steps={self.accumulate}",) if self.accumulate > 1 and self.static else ()
-        return PassManager((*merge, *self.passes))
+        return passes_of((*merge, *self.passes))
 
     @property
     def learning_rate(self) -> float:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from meshwright.errors import extra
 
 from .options import OptionError
 
 LOSS, REFERENCE, GRAY = "#2a6fbb", "#e08214", "#666666"
 
 
-def check_path(path: Path) -> None:
-    """Make the folder of the plot.  Raises OptionError if the plot cannot be written there."""
-    if path.suffix.lower() != ".png":
-        from matplotlib.backend_bases import FigureCanvasBase
+def can_draw() -> bool:
+    """Whether what draws is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
-        formats = sorted(FigureCanvasBase.get_supported_filetypes())
+
+def check_path(path: Path) -> None:
+    """Make the folder of the plot.  Raises OptionError if the plot cannot be written there, ExtraError if not drawn."""
+    if path.suffix.lower() != ".png" or not can_draw():
+        made = extra("matplotlib.backend_bases", "plot", "--plot")
+        formats = sorted(made.FigureCanvasBase.get_supported_filetypes())
         if path.suffix.removeprefix(".").lower() not in formats:
             raise OptionError(f"--plot {path}: unknown kind of picture; end the name in one of .{', .'.join(formats)}")
     try:

@@ -20,7 +20,7 @@ from ...dispatch import link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Replicate, Spec
 from ...mesh import Mesh
-from ...reshard import plan as plan_conversion
+from ...resharding import plan as plan_conversion
 from ...shard.packing import chunk_dim, cut_over
 from ..ir.inplace import note_writes, storages, written
 from ..ir.memory import LAID, Strides, dense, is_dense, same

@@ -18,7 +18,7 @@ from ... import convert, record
 from ...errors import ProgramError
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
-from ...reshard import plan as plan_conversion
+from ...resharding import plan as plan_conversion
 from ..ir.nodes import annotate, info_of
 from ..ir.program import Input
 from ..ir.trace import Recorder

@@ -17,7 +17,7 @@ from ... import convert, record
 from ...errors import ProgramError
 from ...layout import Layout, Partial, Shard, Spec
 from ...mesh import Mesh
-from ...reshard import plan as plan_conversion
+from ...resharding import plan as plan_conversion
 from ...shard.kinds import own_work
 from ..ir.memory import LAID, Strides, dense, is_dense, same, unless_row_major
 from ..ir.nodes import Value, annotate, checked_value

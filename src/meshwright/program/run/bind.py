@@ -16,7 +16,7 @@ from ...dispatch import disabled
 from ...errors import ProgramError
 from ...layout import Layout, Spec
 from ...raw import bare
-from ...reshard import plan as plan_conversion
+from ...resharding import plan as plan_conversion
 from ...shard.states import held_state
 from ...tensor import DistTensor, wrap
 from ..capture.optimizers import parts_of
