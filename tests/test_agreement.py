@@ -232,3 +232,22 @@ def test_a_forked_child_is_no_rank() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for rank, told in enumerate(run_processes(in_a_fork, 2, folder)):
             assert f"this process was forked from rank {rank} after init_mesh and is no rank itself" in told
+
+
+ENDS = """
+import os, sys
+import torch, torch.distributed as dist
+import meshwright as mw
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mw.init_mesh({"dp": 1})
+child = os.fork()
+if not child:
+    sys.exit(3)  # as Python ends, without the threads of the groups: it would wait for them
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.processes
+def test_a_forked_child_ends() -> None:
+    assert subprocess.run([sys.executable, "-c", ENDS], timeout=60).returncode == 3

@@ -336,3 +336,22 @@ def test_running_statistics_that_could_not_be_written_are_refused() -> None:
             F.batch_norm(x, mean, mean, training=True)
 
     mw.simulate(run, mesh_of((4,)))
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_mean_over_ignored_rows_alone(dim: int, smoothing: float, weighed: bool) -> None:
+    """No number, and a gradient of zeros, as on one device: a later product with 0 cannot mend one that is none."""
+
+    def run(lay: Any) -> Any:
+        x, weight = lay(r(5, 7)).requires_grad_(), p(7) if weighed else None
+        loss = F.cross_entropy(x, torch.full((5,), -100), weight, label_smoothing=smoothing)
+        loss.backward()
+        return loss.isnan().item(), mw.unshard(x.grad) if isinstance(x, mw.DistTensor) else x.grad
+
+    mesh = mw.Mesh({"x": 3})
+    bad, gradient = mw.simulate(lambda: run(lambda t: mw.shard_tensor(t, mesh, [mw.Shard(dim)])), mesh)[0]
+    want = run(torch.clone)
+    assert bad == want[0]
+    assert torch.equal(gradient, want[1])

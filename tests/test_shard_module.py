@@ -346,6 +346,15 @@ def test_autocast() -> None:
     mw.simulate(fn, BOTH)
 
 
+def test_what_has_no_shape_or_can_never_be_trained_is_refused() -> None:
+    with pytest.raises(ShardError, match=r"weight has no shape yet: run one batch through"):
+        mw.simulate(lambda: mw.shard_module(nn.LazyLinear(3), DP), DP)
+    with torch.inference_mode():
+        model = nn.Linear(3, 3)
+    with pytest.raises(ShardError, match=r"weight was made under torch.inference_mode\(\)"):
+        mw.simulate(lambda: mw.shard_module(model, DP), DP)
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("stored", [None, "dp"])
 def test_sparse_gradients_are_refused(kind: type[nn.Module], stored: str | None) -> None:

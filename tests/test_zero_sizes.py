@@ -29,6 +29,8 @@ OPS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: x.sum(1),
     "mean": lambda x: x.mean(0),
     "cat": lambda x: torch.cat([x, x], 1),
+    "group_norm": lambda x: F.group_norm(x, 1),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True) if x.numel() > x.shape[1] else x * 1,
     "layer_norm": lambda x: F.layer_norm(x, x.shape[2:]),
     "slice": lambda x: x[:, 1:],
     "cumsum": lambda x: x.cumsum(0),
@@ -251,3 +253,15 @@ def test_an_empty_part_of_a_call_by_name_in_any_order() -> None:
     for y, grad in mw.simulate(body, mesh):
         torch.testing.assert_close(y, want.detach())
         torch.testing.assert_close(grad, w.grad)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_batch_norm_learns_nothing_of_nothing(shape: tuple[int, ...], dim: int) -> None:
+    def run() -> Any:
+        mesh, norm = mw.Mesh({"x": 2}), torch.nn.BatchNorm1d(3)
+        mw.shard_module(norm, mesh)
+        norm(mw.shard_tensor(torch.zeros(shape), mesh, [mw.Shard(dim)]))
+        return [mw.unshard(t).tolist() for t in (norm.running_mean, norm.running_var)]
+
+    assert mw.simulate(run, mw.Mesh({"x": 2}))[0] == [[0.0] * 3, [1.0] * 3]

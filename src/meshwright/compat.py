@@ -56,6 +56,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "dispatch_find_schema_or_throw": ("torch._C._dispatch_find_schema_or_throw", "signatures of ops"),
     "dispatch_has_kernel": ("torch._C._dispatch_has_kernel", "which ops a program file may name"),
     "dispatch_has_kernel_for_dispatch_key": ("torch._C._dispatch_has_kernel_for_dispatch_key", "reads of memory"),
+    "distributed_world": ("torch.distributed.distributed_c10d._world", "processes forked from a rank"),
     "DispatchKey": ("torch._C.DispatchKey", "kernels of a class of our own"),
     "DispatchKeySet": ("torch._C.DispatchKeySet", "kernels of a class of our own"),
     "DynamicOutputShapeException": ("torch._subclasses.fake_tensor.DynamicOutputShapeException", "captured programs"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -25,6 +26,7 @@ import torch.distributed as dist
 # their tensors when they come to it, abort a process that is about to exit.
 import torch.distributed.nn.functional
 
+from . import compat
 from .errors import CollectiveError, MeshError
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
@@ -320,6 +322,9 @@ def _after_fork() -> None:
     global RT
     if dist.is_available() and dist.is_initialized() and not isinstance(RT.sim, Forked):
         sim = Forked(RT.rank)
+        # A process group that ends waits for its threads, which are not here: a child would never end.
+        for pg in compat.distributed_world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
         RT = Runtime(RT.rank, RT.world, sim)
 
 

@@ -104,13 +104,12 @@ def _split_classes(
 ) -> Tensor:
     sums, top = _exchanged(x, target, classes, ignore_index, weight, bool(label_smoothing))
     log_sum = sums[0].log() + top
-    counts = target_weights(target, weight, ignore_index)
-    loss = counts * (log_sum - sums[1])
+    loss = target_weights(target, weight, ignore_index) * (log_sum - sums[1])
     if label_smoothing:
-        kept = (target != ignore_index).to(loss.dtype)
         total = x.shape[classes] if weight is None else weight.to(loss.dtype).sum()
-        spread = kept * (total * log_sum - sums[2])
-        loss = (1 - label_smoothing) * loss + (label_smoothing / x.shape[classes]) * spread
+        loss = (1 - label_smoothing) * loss + (label_smoothing / x.shape[classes]) * (total * log_sum - sums[2])
+    # Not a product with 0: where all rows are ignored the gradient of the mean is no number, and theirs is 0.
+    loss = torch.where(target != ignore_index, loss, 0.0)
     return loss.to(x.dtype)
 
 

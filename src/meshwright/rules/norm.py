@@ -126,8 +126,9 @@ def _by_channel_sums(over: Callable[[int], tuple[int, ...]]) -> Callable[..., Te
         made, mean, var = _standardised(_wide(x), dims, eps)
         count = math.prod(x.shape[d] for d in dims)
         mean, var = (t.detach() if 0 in dims else t.detach().mean(0) for t in (mean, var))
-        _update(running_mean, mean, momentum)
-        _update(running_var, var * (count / max(count - 1, 1)), momentum)
+        if x.shape.numel():  # as PyTorch: nothing is learned of nothing
+            _update(running_mean, mean, momentum)
+            _update(running_var, var * (count / max(count - 1, 1)), momentum)
         return _per_channel(made, weight, bias).to(x.dtype)
 
     return run
@@ -184,8 +185,8 @@ def group_norm(x: Arg, num_groups: int, weight: Arg | None = None, bias: Arg | N
 
     return notation(
         {x: ["b", *channels, *spatial], weight: channels, bias: channels}, ["b", *channels, *spatial],
-        sizes={"g": num_groups, "c": each}, whole=["c", *spatial], linear=_affinely(weight, bias), padded=True,
-        local=local, decompose=_group_norm_by_sums,
+        sizes={"g": num_groups, "c": each}, whole=["c", *spatial, *(() if each else ("g",))],
+        linear=_affinely(weight, bias), padded=True, local=local, decompose=_group_norm_by_sums,
     )  # fmt: skip
 
 

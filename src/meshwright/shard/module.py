@@ -187,6 +187,12 @@ def _check_model(model: nn.Module) -> None:
                 f"{name} is a {type(t).__name__} of PyTorch: build the model with plain tensors and give their layout "
                 "in placements=, or bring one over with mw.from_dtensor"
             )
+        if nn.parameter.is_lazy(t):
+            raise ShardError(f"{name} has no shape yet: run one batch through the model before it is sharded")
+        if t.is_inference():
+            raise ShardError(
+                f"{name} was made under torch.inference_mode(), and can never be trained: leave that first"
+            )
 
 
 def lay_module(
