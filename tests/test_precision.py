@@ -366,3 +366,117 @@ def test_a_model_with_a_precision_is_not_captured_without_it():
 
     with pytest.raises(mw.errors.ProgramError, match=r"has a precision from mw.shard_module"):
         sharded(NET, HALF, DP, fn)
+
+
+# ------------------------------------------------------------------------------------------------ captured
+
+
+def captured(sizes, placements=None, steps=3, policy=POLICY, passes=(), start=START, **options):
+    mesh = mw.Mesh(sizes)
+
+    def run():
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen = []
+
+        def loss_fn(m, batch):
+            logits = m(batch[0])
+            seen.append(logits.dtype)
+            return loss_of(logits, batch[1])
+
+        micro = next((p.k_steps for p in passes if isinstance(p, mw.passes.GradientMerge)), 1)
+        rows = [slice(i * 8 // micro, (i + 1) * 8 // micro) for i in range(micro)]
+        step = mw.compile_step(
+            model, loss_fn, optimizer, (IDS[0, rows[0]], TARGETS[0, rows[0]]), mesh=mesh, batch={"dp": mw.Shard(0)},
+            layouts=placements, precision=policy, passes=passes, **options,
+        )  # fmt: skip
+        losses = [float(mw.unshard(step((IDS[i, r], TARGETS[i, r])))) / micro for i in range(steps) for r in rows]
+        assert set(seen) == {policy.compute}
+        assert {p.dtype for p in model.parameters()} == {next(start.parameters()).dtype}
+        return losses, {n: mw.unshard(p.detach()) for n, p in model.named_parameters()}
+
+    return mw.simulate(run, mesh)[0]
+
+
+PASSES = {
+    "plain": [],
+    "merge": [mw.passes.GradientMerge(2)],
+    "overlap": [mw.passes.DataParallelOptimization()],
+}
+QUICK = {("plain", "dp tp"), ("overlap", "zero 3"), ("merge", "zero 1")}
+GRID = [
+    pytest.param(p, c, id=f"{p}-{c}", marks=() if (p, c) in QUICK else pytest.mark.long) for p in PASSES for c in CASES
+]
+
+
+@pytest.mark.parametrize(("passes", "case"), GRID)
+def test_captured_training_equals_one_device_with_the_same_casts(passes, case):
+    args, options = CASES[case]
+    made = captured(*args, passes=PASSES[passes], steps=2, **options)
+    close(made, oracle(steps=2, micro=2 if passes == "merge" else 1))
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp"])
+@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}, {"states_over": "dp"}], ids=["whole", "zero3", "zero1"])
+def test_captured_steps_reduce_in_the_dtype_asked_for(axis, options):
+    mesh = mw.Mesh({"dp": 2, "tp": 2})
+
+    def run(reduce):
+        model, x = Scaled(), torch.tensor([[1.0], [2**-9]], dtype=BF16).expand(2, 2)
+        step = mw.compile_step(
+            model, lambda m, x: m(x).sum(), None, x, mesh=mesh, gradients=True, batch={axis: mw.Shard(0)},
+            precision=mw.Precision(BF16, reduce), **options,
+        )  # fmt: skip
+        step(x)
+        assert model.scale.grad.dtype is F32
+        return float(mw.unshard(model.scale.grad)[1])
+
+    assert mw.simulate(lambda: run(F32), mesh)[0] == 1 + 2**-9
+    assert mw.simulate(lambda: run(BF16), mesh)[0] == 1
+
+
+def test_captured_steps_send_what_was_cast():
+    def counted(policy, passes):
+        def run():
+            model = copy.deepcopy(NET)
+            step = mw.compile_step(
+                model, lambda m, b: loss_of(m(b[0]).float(), b[1]), None, (IDS[0], TARGETS[0]), mesh=DP,
+                batch={"dp": mw.Shard(0)}, precision=policy, stored_over="dp", passes=passes,
+            )  # fmt: skip
+            with mw.explain() as why:
+                step((IDS[0], TARGETS[0]))
+            return why.counts.kinds, why.counts.bytes
+
+        return mw.simulate(run, DP)[0]
+
+    for passes in ([], [mw.passes.DataParallelOptimization()]):
+        plain, half = counted(None, passes), counted(HALF, passes)
+        assert plain[0] == half[0]
+        assert half[1].pop("all_gather") * 2 == plain[1].pop("all_gather")
+        assert plain[1] == half[1]
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_masters_keep_every_bit_in_captured_steps(stored):
+    start = nn.Embedding(6, 4, max_norm=1.0)
+    start.weight.data[0] *= 4 / start.weight.data[0].norm()
+
+    def run():
+        model = copy.deepcopy(start)
+        step = mw.compile_step(
+            model, lambda m, x: m(x).float().sum(), None, torch.tensor([0, 2]), mesh=DP, batch={"dp": mw.Shard(0)},
+            precision=HALF, stored_over=stored,
+        )  # fmt: skip
+        step(torch.tensor([0, 0]))
+        return mw.unshard(model.weight.detach())
+
+    made, before = mw.simulate(run, DP)[0], start.weight.detach()
+    assert torch.equal(made[1:], before[1:])
+    torch.testing.assert_close(made[0], before[0] / 4, rtol=1e-2, atol=1e-2)
+
+
+def test_float16_asks_for_a_loss_scale():
+    with pytest.raises(mw.errors.ProgramError, match=r"float16, in which small gradients vanish: scale the loss"):
+        captured({"dp": 2}, policy=mw.Precision(torch.float16))
+    made = captured({"dp": 2}, policy=mw.Precision(torch.float16), loss_scale=1024.0, steps=2, start=NET)
+    assert made[0] == pytest.approx(oracle(steps=2)[0], rel=1e-2)

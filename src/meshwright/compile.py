@@ -27,6 +27,7 @@ from .program.capture.update import update_of
 from .program.run.guard import check_hooks
 from .shard.module import lay_module
 from .shard.optimizer import shard_optimizer
+from .shard.precision import PRECISION_WANTED, Precisions
 from .step import CaptureSource, CompiledStep, Recorded
 
 
@@ -99,7 +100,10 @@ _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.we
 _PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names")
 
 
-@takes(ProgramError, model=_MODEL, optimizer=_OPTIMIZER, layouts=_GLOBS, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES)
+@takes(
+    ProgramError, model=_MODEL, optimizer=_OPTIMIZER, layouts=_GLOBS, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES,
+    precision=PRECISION_WANTED,
+)  # fmt: skip
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn | None,
@@ -117,6 +121,7 @@ def compile_step(
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     loss_scale: str | float | LossScale | None = None,
+    precision: Precisions | None = None,
     passes: Sequence[Pass | str] | PassManager = (),
     init: Callable[[nn.Module], Any] | None = None,
     backend: str | None = None,
@@ -143,6 +148,8 @@ def compile_step(
         gradients: set ``parameter.grad`` after each step.
         loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
             gradients are not finite, on whatever rank, is skipped on all; the host waits for nothing.
+        precision: the dtypes in which ops see parameters and gradients are reduced and accumulated, see
+            :class:`meshwright.Precision`; or glob of names of parameters or modules to those.
         passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
             that they declare, then as listed.  Or a :class:`PassManager`.
         init: as for ``shard_module``.
@@ -154,7 +161,7 @@ def compile_step(
     """
     plan = Plan(
         dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
-        clip_grad_norm, gradients, LossScale.of(loss_scale),
+        clip_grad_norm, gradients, LossScale.of(loss_scale), precision,
     )  # fmt: skip
     mesh, names = checked_mesh(mesh), {id(p): n for n, p in model.named_parameters()}
     source = _OfDevice(model, _one("compile_step", mesh, optimizer), mesh, plan, loss_fn, init, names)

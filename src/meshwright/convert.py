@@ -347,6 +347,44 @@ class _Convert(torch.autograd.Function):
         return _back(ctx.steps, grad, ctx.cause), None
 
 
+class _Bring(torch.autograd.Function):
+    """Cast, then convert; back, the gradient is brought to its own dtype and converted in that, which it keeps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        dtype: torch.dtype,
+        steps: tuple[ConversionStep, ...],
+        wide: torch.dtype,
+        wide_steps: tuple[ConversionStep, ...],
+    ) -> Tensor:
+        ctx.wide, ctx.steps, ctx.cause = wide, wide_steps, runtime.RT.cause
+        cast = local.to(dtype)
+        return _apart(apply(steps, cast), local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _back(ctx.steps, grad.to(ctx.wide), ctx.cause), None, None, None, None
+
+
+def bring(
+    local: Tensor,
+    dtype: torch.dtype,
+    steps: tuple[ConversionStep, ...],
+    wide: torch.dtype,
+    wide_steps: tuple[ConversionStep, ...],
+) -> Tensor:
+    """A leaf cast to ``dtype``, then converted by ``steps``; its gradient becomes ``wide`` before anything is sent.
+
+    Args:
+        local: a leaf that takes gradients of any dtype.
+        wide_steps: the same steps, of ``wide``.
+    """
+    made: Tensor = _Bring.apply(local, dtype, steps, wide, wide_steps)
+    return made
+
+
 def _apart(out: Tensor, local: Tensor) -> Tensor:
     """What a Function returns: by ``.data`` what is its input, or a view of memory that it made itself.
 

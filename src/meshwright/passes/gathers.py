@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from ..collective import ALL_GATHER, COLLECTIVES, STARTS, WAIT_OP, bytes_of
@@ -47,6 +48,9 @@ def gathered(
     return replace(program, causes=tuple(made.causes)), (sum(map(len, groups)), len(groups))
 
 
+_CAST = torch.ops.aten._to_copy.default
+
+
 class _Gathers:
     def __init__(self, program: Program, bucket: dict[str, int]) -> None:
         self.program, self.graph, self.bucket = program, program.graph, bucket
@@ -66,7 +70,7 @@ class _Gathers:
             value = checked_value(node)
             if info.role == "optimizer":
                 shared: Any = self.bucket.get(info.gather, info.gather)
-            elif node.all_input_nodes[0].op != "placeholder":
+            elif _held(node).op != "placeholder":
                 continue  # behind another conversion: left where it is
             else:
                 shared = info.unit or info.gather
@@ -111,18 +115,26 @@ class _Gathers:
         if len(members) == 1:
             made = self._node(first, STARTS[first.target], first.args, self._value(value.shape, value))
             annotate(made, cause=info_of(first).cause)
+            self._bring(first.all_input_nodes, made)
             return made
-        chunks = [n.args[0] for n in members]
+        chunks = [n.all_input_nodes[0] for n in members]
         row = self._node(first, ROW.default, (chunks, packing.offsets, packing.row), self._value((packing.row,), value))
+        self._bring(chunks, row)
         given = (row, 0, packing.sizes, *first.args[-2:])
         with self.graph.inserting_after(row):
             made = self._node(first, STARTS[first.target], given, self._value((packing.n * packing.row,), value))
         annotate(made, cause=self._cause(members, made))
         return made
 
+    def _bring(self, chunks: Sequence[fx.Node], user: fx.Node) -> None:
+        """Have casts of what is gathered come with what sends it."""
+        for node in chunks:
+            if node.target is _CAST:
+                user.prepend(node)
+
     def _last_write(self, members: list[fx.Node]) -> fx.Node:
-        read = {s for n in members for s in storages(n.all_input_nodes[0])}
-        last = max((n.all_input_nodes[0] for n in members), key=self.order.__getitem__)
+        read = {s for n in members for s in storages(_held(n))}
+        last = max(map(_held, members), key=self.order.__getitem__)
         first = min(self.order[n] for n in members)
         writes = [n for n, i in self.order.items() if i < first and not read.isdisjoint(written(n))]
         return max([last, *writes], key=self.order.__getitem__)
@@ -159,6 +171,12 @@ class _Gathers:
         )  # fmt: skip
         self.causes.append(made)
         return len(self.causes) - 1
+
+
+def _held(gather: fx.Node) -> fx.Node:
+    """What a gather reads, in front of a cast."""
+    node = gather.all_input_nodes[0]
+    return node.all_input_nodes[0] if node.target is _CAST else node
 
 
 __all__ = ["gathered"]

@@ -7,7 +7,7 @@ sent has that dtype.  Backwards, contributions are brought to ``reduce``, reduce
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
@@ -80,6 +80,11 @@ def reduce_dtype(p: Tensor) -> torch.dtype:
     """In which the gradient of a parameter is reduced."""
     found: Dtypes | None = p.__dict__.get(PRECISION)
     return p.dtype if found is None else found.reduce
+
+
+def put(own: Tensor, seen: Tensor) -> None:
+    """Bring what was written to a parameter as seen to the parameter: elements that were not keep what a cast loses."""
+    own.copy_(seen if seen.dtype is own.dtype else torch.where(seen == own.to(seen.dtype), own, seen))
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,19 @@ def _outermost(modules: list[str]) -> list[str]:
     return [m for m in modules if not any(m != other and _inside(m, other) for other in modules)]
 
 
+def check_autocast(named: Iterable[tuple[str, Dtypes]], device: str) -> None:
+    """Raises ShardError where autocast would compute in another dtype than the precision of parameters says."""
+    if not torch.is_autocast_enabled(device):
+        return
+    asked = torch.get_autocast_dtype(device)
+    for name, dtypes in named:
+        if dtypes.compute not in (asked, torch.float32, torch.float64):
+            raise ShardError(
+                f"{name} is computed in {dtypes.compute} (precision=), and autocast asks for {asked}: leave one of "
+                "them out, or let both say the same"
+            )
+
+
 @dataclass
 class CastInputs:
     """Casts the floating-point tensors that a module is given.  An object: it can be copied and pickled."""
@@ -197,6 +215,8 @@ __all__ = [
     "Precision",
     "Precisions",
     "casts_of",
+    "check_autocast",
     "compute_dtype",
+    "put",
     "reduce_dtype",
 ]

@@ -17,7 +17,7 @@ from ..resharding import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
 from .packing import split_dim
-from .precision import reduce_dtype
+from .precision import put, reduce_dtype
 from .saved import Saver, may_save_references
 from .units import Unit, in_backward, seen_spec, stored_axis
 
@@ -128,8 +128,7 @@ class Seen:
                     dim = split_dim(p._spec, axis)
                     lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
                     part = t.narrow(dim, lo, hi - lo)
-                own = bare(p)  # elements that were not written to keep what the cast would lose
-                own.copy_(part if part.dtype is own.dtype else torch.where(part == own.to(part.dtype), own, part))
+                put(bare(p), part)
             self.states[i], self.versions[i] = state_of(p), t._version
         if changed and self.saver is not None:
             self.saver.note(self.wholes)

@@ -11,7 +11,6 @@ import torch
 
 from .. import collective, compat, runtime
 from ..dispatch import disabled
-from ..errors import ShardError
 from ..layout import Spec
 from ..mesh import Mesh
 from ..raw import bare
@@ -20,7 +19,7 @@ from .buckets import STORED
 from .changes import aliased, state_of
 from .in_flight import InFlight, Scattering, partial_axes
 from .packing import Packing, split_dim, whole_over
-from .precision import PRECISION, Dtypes, compute_dtype
+from .precision import PRECISION, Dtypes, check_autocast, compute_dtype
 from .sync import GradSync
 
 Tensor = torch.Tensor
@@ -244,16 +243,8 @@ class Unit:
 
     def check_autocast(self) -> None:
         """Raises ShardError where autocast would compute in another dtype than the parameters' precision says."""
-        device = self.zero.mesh.device
-        if not any(self.casts) or not torch.is_autocast_enabled(device):
-            return
-        asked = torch.get_autocast_dtype(device)
-        for p, dtypes in zip(self.params, self.casts, strict=True):
-            if dtypes is not None and dtypes.compute not in (asked, p.dtype):
-                raise ShardError(
-                    f"{p.__dict__.get('_param_name', 'a parameter')} is computed in {dtypes.compute} (precision=), and "
-                    f"autocast asks for {asked}: leave one of them out, or let both say the same"
-                )
+        named = zip((p.__dict__.get("_param_name", "a parameter") for p in self.params), self.casts, strict=True)
+        check_autocast(((n, d) for n, d in named if d is not None), self.zero.mesh.device)
 
     def gather(self) -> list[Tensor]:
         """The whole parameters as the ops see them, as new plain tensors."""

@@ -22,8 +22,8 @@ from ...layout import Layout, Placements, Spec
 from ...mesh import Mesh
 from ...shard.constraints import Inputs, Outputs, hooked
 from ...shard.module import stored_specs
-from ...shard.names import matching
-from ...shard.precision import PRECISION
+from ...shard.names import Names, matching
+from ...shard.precision import PRECISION, Casts, Precisions, casts_of, check_autocast
 from ...shard.zero import units_of
 from ...tensor import DistTensor
 from ..ir.program import Program
@@ -56,6 +56,7 @@ class Plan:
         clip_grad_norm: clip the global norm of the gradients to this.
         gradients: return gradients too (``parameter.grad`` is set after each step).
         loss_scale: scale the loss, skip updates that overflow.
+        precision: the dtypes in which ops see parameters and gradients are reduced.
     """
 
     layouts: Globs = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Plan:
     clip_grad_norm: float | None = None
     gradients: bool = False
     loss_scale: LossScale | None = None
+    precision: Precisions | None = None
 
 
 @dataclass(frozen=True)
@@ -148,20 +150,15 @@ def _build(
     train: bool,
     again: bool,
 ) -> Built:
-    cast = next((n for n, p in model.named_parameters() if PRECISION in p.__dict__), None)
-    if cast is not None:
-        raise ProgramError(
-            f"{cast} has a precision from mw.shard_module(precision=...), which captured steps do not know yet: train "
-            "eagerly, or capture a model without one under torch.autocast"
-        )
-    with _hooks(model, mesh, plan):
-        captured = capture(model, loss_fn, batch, mesh.device)
+    casts = _casts(model, mesh, plan)
+    with _hooks(model, mesh, plan, casts):
+        captured = capture(model, loss_fn, batch, mesh.device, {n: d.compute for n, d in casts.dtypes.items()})
     constraints = _constraints(model, captured, mesh, plan, batch)
     if again:
         plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}
         constraints.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
     completed = complete(captured, mesh, constraints)
-    laid, stored, seen = _laid(model, captured, completed, mesh, plan)
+    laid, stored, seen = _laid(model, captured, completed, mesh, plan, casts)
     update = None
     if optimizer is not None and train:
         update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
@@ -195,11 +192,34 @@ def _check_scaled(model: nn.Module, optimizer: Any, update: Update | None) -> No
 # ---------------------------------------------------------------------------------------------- what the user said
 
 
+def _casts(model: nn.Module, mesh: Mesh, plan: Plan) -> Casts:
+    """What the plan's precision says.
+
+    Raises ProgramError where the model has one from elsewhere, or computes what overflows without a loss scale, and
+    ShardError where autocast says something else.
+    """
+    cast = next((n for n, p in model.named_parameters() if PRECISION in p.__dict__), None)
+    if cast is not None:
+        raise ProgramError(
+            f"{cast} has a precision from mw.shard_module(precision=...), and captured steps cast for themselves: pass "
+            "precision= to mw.compile_step, and a plain model, or one from shard_module(sync=False) without precision="
+        )
+    casts = casts_of(model, Names(model), plan.precision)
+    for name, dtypes in casts.dtypes.items():
+        if dtypes.compute is torch.float16 and plan.loss_scale is None:
+            raise ProgramError(
+                f"precision computes {name} in float16, in which small gradients vanish: scale the loss, with "
+                'loss_scale="dynamic" or a number (1.0 for none), or compute in bfloat16'
+            )
+    check_autocast(casts.dtypes.items(), mesh.device)
+    return casts
+
+
 @contextlib.contextmanager
-def _hooks(model: nn.Module, mesh: Mesh, plan: Plan) -> Iterator[None]:
-    """Inside, modules leave the plan's constraints of what goes in and comes out."""
+def _hooks(model: nn.Module, mesh: Mesh, plan: Plan, casts: Casts) -> Iterator[None]:
+    """Inside, modules cast what goes in and comes out, and leave the plan's constraints of it."""
     modules = dict(model.named_modules())
-    handles = []
+    handles = list(casts.attach(model))
     for globs, kind, register in (
         (plan.inputs, Inputs, "register_forward_pre_hook"),
         (plan.outputs, Outputs, "register_forward_hook"),
@@ -268,7 +288,7 @@ def _of_batch(given: Any, name: str) -> Any:
 
 
 def _laid(
-    model: nn.Module, captured: Captured, completed: Completed, mesh: Mesh, plan: Plan
+    model: nn.Module, captured: Captured, completed: Completed, mesh: Mesh, plan: Plan, casts: Casts
 ) -> tuple[Assignment, dict[str, Spec], dict[str, Layout]]:
     everywhere = mesh.everywhere
     specs: dict[str, Spec] = {}
@@ -281,13 +301,18 @@ def _laid(
         # What carries no gradient fits whatever it meets; parameters get their types from their first use.
         specs[source.node] = Spec(source.fake.shape, source.fake.dtype, layout, undecided=everywhere)
         if source.kind in ("param", "buffer"):
-            params[source.name] = specs[source.node]
+            own = Names(model).tensors[source.name].dtype if source.name in casts.dtypes else source.fake.dtype
+            params[source.name] = specs[source.node].with_(dtype=own)
     placed = dict(params)
     for name, t in model.named_parameters():
         if name not in placed and name not in captured.tied:  # a parameter that the loss does not need
             placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)
     stored = stored_specs(model, mesh, placed, plan.stored_over)
-    by_node = {s.node: stored[s.name] for s in captured.sources if s.name in stored}
+    by_node = {
+        s.node: stored.get(s.name, placed[s.name])
+        for s in captured.sources
+        if s.kind == "param" and (s.name in stored or s.name in casts.dtypes)
+    }
     names = {id(p): n for n, p in model.named_parameters()}
     by_name = {s.name: s.node for s in captured.sources if s.node in by_node}
     units = {
@@ -295,7 +320,8 @@ def _laid(
         for i, (_, members) in reversed(list(enumerate(units_of(model))))
         for m in members for p in m._parameters.values() if names.get(id(p)) in by_name
     }  # fmt: skip
-    laid = Assignment(specs, by_node, completed.constraints, completed.origins, units)
+    reduced = {n: d.reduce for n, d in casts.dtypes.items() if n in placed and d.reduce is not placed[n].dtype}
+    laid = Assignment(specs, by_node, completed.constraints, completed.origins, units, reduced)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
         n: stored.get(n, s)

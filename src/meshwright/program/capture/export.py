@@ -14,7 +14,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -132,7 +132,13 @@ def _own_loss(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = "cpu") -> Captured:
+def capture(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Any,
+    device: str = "cpu",
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Captured:
     """The step of one device on batches like ``batch``.
 
     Args:
@@ -140,6 +146,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
         loss_fn: ``loss_fn(model, batch)`` returns the loss, or a tuple that begins with it; None: the model does.
         batch: an example: a tensor, or tuples, lists and dicts of tensors; global shapes.
         device: type of the device that the program will run on.
+        dtypes: name of a parameter to the dtype in which ops see it, where that is not its own.
 
     Raises:
         CaptureError: the model decides by values what to do, or calls what cannot be captured; names the user's line.
@@ -147,7 +154,7 @@ def capture(model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = 
     _check_batch(batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = _StepModule(model, loss_fn, batch)
-    fakes, tied = _fake_state(step, mode, device)
+    fakes, tied = _fake_state(step, mode, device, dtypes or {})
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     given = [_fake_of(t, mode, device) for t in leaves]
     regions: dict[str, Path] = {}
@@ -224,8 +231,8 @@ def _constant(exported: Any, step: _StepModule, node: fx.Node, name: str) -> Ten
 # ---------------------------------------------------------------------------------------------- stand-ins
 
 
-def _fake_of(t: Tensor, mode: FakeTensorMode, device: str) -> Tensor:
-    shape, dtype, strides = tuple(t.shape), t.dtype, _strides(t)
+def _fake_of(t: Tensor, mode: FakeTensorMode, device: str, dtype: torch.dtype | None = None) -> Tensor:
+    shape, dtype, strides = tuple(t.shape), dtype or t.dtype, _strides(t)
     with mode, disabled():
         return torch.empty_strided(shape, dense(shape, strides), dtype=dtype, device=device)
 
@@ -243,7 +250,9 @@ def _held(step: nn.Module, name: str) -> Strides | None:
     return _strides(t) if isinstance(t, DistTensor) or not isinstance(t, nn.Parameter) else None
 
 
-def _fake_state(step: nn.Module, mode: FakeTensorMode, device: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _fake_state(
+    step: nn.Module, mode: FakeTensorMode, device: str, dtypes: Mapping[str, torch.dtype]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every name of a parameter or buffer to its stand-in (tied ones share it), and tied names to first names."""
     made: dict[int, Tensor] = {}
     first: dict[int, str] = {}
@@ -252,7 +261,7 @@ def _fake_state(step: nn.Module, mode: FakeTensorMode, device: str) -> tuple[dic
     given = (*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False))
     for name, t in given:
         if id(t) not in made:
-            fake = _fake_of(t, mode, device)
+            fake = _fake_of(t, mode, device, dtypes.get(name.removeprefix("model.")))
             made[id(t)] = nn.Parameter(fake, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else fake
             first[id(t)] = name
         elif first[id(t)] != name:

@@ -22,6 +22,7 @@ from ...layout import Layout, Partial, Replicate, Spec
 from ...mesh import Mesh
 from ...resharding import plan as plan_conversion
 from ...shard.packing import chunk_dim, cut_over
+from ...shard.precision import put
 from ..ir.inplace import note_writes, storages, written
 from ..ir.memory import LAID, Strides, dense, is_dense, same
 from ..ir.nodes import annotate, info_of, remove_dead
@@ -46,6 +47,7 @@ class Assignment:
         stored: of parameters that are stored otherwise, that spec.
         constraints: name of a node in the middle to the placements that it is to have.
         origins: where layouts came from.
+        reduced: name of a parameter to the dtype in which its gradient is reduced, where that is not the stored one.
         units: name of a node of a stored parameter to the unit that it is gathered with.
     """
 
@@ -54,6 +56,7 @@ class Assignment:
     constraints: Mapping[str, Any] = field(default_factory=dict)
     origins: tuple[Origin, ...] = ()
     units: Mapping[str, str] = field(default_factory=dict)
+    reduced: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 def partition(
@@ -143,6 +146,7 @@ class _Partition:
         self.recorder = Recorder(merge)
         self.inputs: list[Input] = []
         self.params: dict[str, Tensor] = {}  # name to the local fake leaf, in the order of the model
+        self.wide: dict[int, torch.dtype] = {}  # id of a leaf to what its gradient is reduced in, if not in its own
         self.leaves: dict[int, Tensor] = {}  # id of the global fake to the local one: tied ones share it
         self.by_node: dict[str, Tensor] = {}
         self.gathered: dict[int, tuple[Tensor, int]] = {}  # and its version when it was gathered
@@ -172,6 +176,9 @@ class _Partition:
         local.requires_grad_(source.fake.requires_grad)
         if source.kind == "param":
             self.params[source.name] = local
+            if source.name in self.laid.reduced:
+                self.wide[id(local)] = self.laid.reduced[source.name]
+                local.grad_dtype = None  # contributions come in the dtype that they are reduced in
         if source.kind == "constant":
             assert source.value is not None
             self.recorder.constants[source.name] = source.value
@@ -203,7 +210,7 @@ class _Partition:
     def _read(self, node: fx.Node) -> Tensor:
         local = self.by_node[node.name]
         stored, seen = self.laid.stored.get(node.name), self.laid.specs[node.name]
-        if stored is None or stored.layout == seen.layout:
+        if stored is None or (stored.layout == seen.layout and stored.dtype is seen.dtype):
             return local
         if id(local) not in self.gathered:
             made = self._seen(local, stored, seen, node.name)
@@ -211,18 +218,20 @@ class _Partition:
         return self.gathered[id(local)][0]
 
     def _seen(self, local: Tensor, stored: Spec, seen: Spec, name: str) -> Tensor:
-        """A stored parameter as the ops see it: gathered over the axes it is stored split over, each rank using it for
-        its own part of the batch."""
+        """A stored parameter as the ops see it: cast, and gathered over the axes it is stored split over, each rank
+        using it for its own part of the batch."""
         moved = 0
         for a, (p, q) in enumerate(zip(stored.layout.placements, seen.layout.placements, strict=True)):
             if p != q:
                 moved |= 1 << a
         open_ = local.__dict__["_spec"].undecided
-        target = seen.with_(reduced=moved, undecided=0)
-        plan = plan_conversion(stored.with_(undecided=0, reduced=0), target)
+        wide = self.wide.get(id(local), local.dtype)
+        ends = stored.with_(undecided=0, reduced=0), seen.with_(reduced=moved, undecided=0)
+        plan, back = (plan_conversion(*(s.with_(dtype=d) for s in ends)) for d in (seen.dtype, wide))
         why = "the parameter is stored split and seen whole by the ops"
         with record.asked(name, plan, why), self.recorder.noting(gather=name):
-            made = wrap(convert.apply(plan.steps, local), seen.with_(reduced=moved, undecided=open_ & ~moved))
+            made = convert.bring(local, seen.dtype, plan.steps, wide, back.steps)
+        wrap(made, seen.with_(reduced=moved, undecided=open_ & ~moved))
         link([local, made])
         return made
 
@@ -238,7 +247,8 @@ class _Partition:
                 have, want = (spec_at(t).with_(reduced=0, undecided=0) for t in (made, local))  # type: ignore[union-attr]
                 self.recorder.begin("", "")
                 with torch.no_grad():
-                    local.detach().copy_(convert.apply(plan_conversion(have, want).steps, made.detach()))
+                    steps = plan_conversion(have, want.with_(dtype=have.dtype)).steps
+                    put(local.detach(), convert.apply(steps, made.detach()))
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -279,6 +289,7 @@ class _Partition:
 
     def _reduced(self, name: str, p: Tensor, grad: Tensor) -> Tensor:
         spec: Spec = p.__dict__["_spec"]
+        grad = grad.to(self.wide.get(id(p), spec.dtype))
         have = spec.grad().with_(dtype=grad.dtype)
         want = Spec(spec.shape, grad.dtype, self.chunks.get(name, spec).layout)
         steps = plan_conversion(have, want)
@@ -289,7 +300,7 @@ class _Partition:
         annotate(node, grad_of=(*info_of(node).grad_of, (name, have)))
         served = record.asked(f"gradient of {name}", steps, why + (record.SINCE + since if since else ""))
         with served if steps.moves else nullcontext(), self.recorder.noting(sync=name):
-            return wrap(convert.apply(steps.steps, grad), want)
+            return wrap(convert.apply(steps.steps, grad).to(spec.dtype), want.with_(dtype=spec.dtype))
 
     # -- update ---------------------------------------------------------------------------------------
 
