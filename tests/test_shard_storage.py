@@ -323,3 +323,50 @@ def test_saved_versions_are_checked() -> None:
                     value.backward()
 
     mw.simulate(fn, DP)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_pieces_of_one_vector_as_parameters(kept: bool) -> None:
+    """Of such pieces some are copies, on some ranks: what is gathered again must not follow from that."""
+    mesh = mw.Mesh({"dp": 2, "tp": 2})
+    x = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def run(distributed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        columns, rows = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
+        if distributed:
+            layouts = {"0.weight": columns, "0.bias": columns, "2.weight": rows}
+            mw.shard_module(model, mesh, layouts, stored_over="dp")
+        held = []
+        for _ in range(3):
+            model(mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)}) if distributed else x).square().mean().backward()
+            vector = parameters_to_vector(model.parameters()).detach()
+            vector_to_parameters(vector * 0.9, model.parameters())
+            held += [model[0].weight.data] if kept else []
+            for p in model.parameters():
+                p.grad = None
+            for alias in held[-1:]:
+                alias.mul_(0.5)  # seen by no counter
+        return [mw.unshard(p) if distributed else p for p in model.parameters()]
+
+    for got, want in zip(mw.simulate(lambda: run(True), mesh)[0], run(False), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_write_by_an_alias_that_has_gone() -> None:
+    def run(distributed: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 3).double()
+        if distributed:
+            mw.shard_module(model, DP, stored_over="dp")
+        given, out = mw.shard_tensor(X, DP, {"dp": mw.Shard(0)}) if distributed else X, []
+        alias = model.weight.data
+        for write in (False, True, False):
+            out.append(model(given).sum().item())
+            if write:
+                alias.mul_(0.5)
+                del alias
+        return out
+
+    assert mw.simulate(lambda: run(True), DP)[0] == pytest.approx(run(False))

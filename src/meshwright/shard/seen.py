@@ -88,7 +88,8 @@ class Seen:
             return None if other is None else self.lent[other].find(p)
         if self.wholes and self.wholes[i]._version != self.versions[i]:
             self.keep()
-        if not self.wholes or self.states[i] != state_of(p) or aliased(p):
+        held = aliased(p, self.unit.zero.mesh)  # first: it may count as a write
+        if not self.wholes or held or self.states[i] != state_of(p):
             self._gather()
         recorded = torch.is_grad_enabled()
         made = self.made.get(recorded)
@@ -137,6 +138,7 @@ class Seen:
         self.keep()
         unit = self.unit
         unit.check_autocast()
+        held = [aliased(p, unit.zero.mesh) for p in unit.params]
         known = unit.zero.sync.backward().wholes.get(unit) if in_backward() and not self.wholes else None
         old, states = self.wholes, self.states
         self.states, self.made = unit.state(), {}
@@ -145,7 +147,7 @@ class Seen:
             if states[i] != self.states[i]:
                 with torch.no_grad():
                     t.copy_(self.wholes[i])
-            if not aliased(unit.params[i]):
+            if not held[i]:
                 self.wholes[i] = t
         self.versions = [t._version for t in self.wholes]
         if self.saver is not None:

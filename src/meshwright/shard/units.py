@@ -213,7 +213,7 @@ class Unit:
     def start(self) -> None:
         """Start to gather ahead of use, unless that is under way or may be in vain."""
         ahead = self.zero.ahead()
-        if self not in ahead and not any(aliased(p) for p in self.params):
+        if self not in ahead and not any(aliased(p, self.zero.mesh) for p in self.params):
             ahead[self] = self._begin()
 
     def _begin(self) -> tuple[Any, list[Any]]:

@@ -10,11 +10,12 @@ the way into autograd's engine and back, ``standin`` what ops read in the place 
 """
 
 from . import methods as methods
-from .carrier import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor, GradientHook, call_enabled, whole, wrap
+from .carrier import ALIASED, GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor, GradientHook, call_enabled, whole, wrap
 from .gradients import Coming, held, hold, in_slot, in_spec
 from .standin import OPEN, stands_in, within
 
 __all__ = [
+    "ALIASED",
     "GLOBAL_METHODS",
     "GLOBAL_PROPERTIES",
     "OPEN",

@@ -336,6 +336,9 @@ def raw_grad(t: Tensor) -> Tensor | None:
     return cast("Tensor | None", call_disabled(get_grad, (), (t,), NO))
 
 
+ALIASED = "_aliased"  # of a tensor: another may have its memory now
+
+
 def share(*tensors: Tensor) -> None:
     """These have the same memory and their own version counters: what is converted from them cannot be kept.
 
@@ -343,6 +346,7 @@ def share(*tensors: Tensor) -> None:
     """
     for t in tensors:
         t.__dict__["_shared"] = t.__dict__.get("_shared", 0) + 1
+        t.__dict__[ALIASED] = True
         t.__dict__.pop("_memo", None)
 
 
