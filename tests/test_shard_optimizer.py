@@ -376,7 +376,7 @@ def test_lbfgs_on_replicated_parameters() -> None:
     one = nn.Linear(3, 1).double()
     start = copy.deepcopy(one.state_dict())
 
-    def fit(model: nn.Module, x: torch.Tensor) -> None:
+    def fit(model: nn.Module, x: torch.Tensor) -> Any:
         opt = O.LBFGS(model.parameters(), max_iter=4)
 
         def closure() -> torch.Tensor:
@@ -385,15 +385,17 @@ def test_lbfgs_on_replicated_parameters() -> None:
             loss.backward()
             return loss
 
-        opt.step(closure)
+        return opt.step(closure)
 
-    fit(one, x)
+    want = fit(one, x)
 
     def fn() -> None:
         model = nn.Linear(3, 1).double()
         model.load_state_dict(start)
         mw.shard_module(model, DP)
-        fit(model, mw.shard_tensor(x, DP, {"dp": mw.Shard(0)}))
+        loss = fit(model, mw.shard_tensor(x, DP, {"dp": mw.Shard(0)}))
+        assert isinstance(loss, mw.DistTensor)  # what the closure gave, as on one device
+        assert loss.detach().item() == pytest.approx(want.item())
         same_values(model, one)
 
     mw.simulate(fn, DP)

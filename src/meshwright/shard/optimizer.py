@@ -301,9 +301,11 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
         binding.tell(opt)
         for p in binding.copies:
             refresh(p, call_enabled)
-        args, kwargs = _with_closure(opt, binding, args, kwargs)
+        losses: list[Any] = []
+        args, kwargs = _with_closure(opt, binding, args, kwargs, losses)
         try:
-            return own(binding.open(opt), *args, **kwargs)
+            made = own(binding.open(opt), *args, **kwargs)
+            return losses[0] if losses and mixes(opt) else made  # what it was given there are numbers
         finally:
             runtime.RT.updates += 1
             binding.close()
@@ -315,7 +317,7 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _with_closure(opt: Optimizer, binding: OptimizerBinding, args: Any, kwargs: Any) -> Any:
+def _with_closure(opt: Optimizer, binding: OptimizerBinding, args: Any, kwargs: Any, losses: list[Any]) -> Any:
     """A closure runs the model: for that the parameters must be distributed again."""
     closure = args[0] if args else kwargs.get("closure")
     if not callable(closure):
@@ -324,6 +326,7 @@ def _with_closure(opt: Optimizer, binding: OptimizerBinding, args: Any, kwargs: 
     def distributed() -> Any:
         with binding.outside():
             loss = closure()
+            losses.append(loss)
             return loss.item() if isinstance(loss, DistTensor) and mixes(opt) else loss
 
     return ((distributed, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": distributed})
