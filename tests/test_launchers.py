@@ -13,6 +13,7 @@ import torch.distributed as dist
 from processes import CONTEXT
 
 import meshwright as mw
+from meshwright.api import _own_device
 from meshwright.errors import MeshError
 from meshwright.launchers import Launch, launched
 
@@ -113,3 +114,12 @@ def test_an_attempt_does_not_meet_the_one_before() -> None:
             one.join(60)
             one.kill()
         assert [one.exitcode for one in ranks] == [0, 0]
+
+
+def test_each_process_of_a_machine_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for count, device, local_rank in ((4, "cuda", 3), (2, "cuda", 3), (1, "cuda", 3), (4, "cpu", 3)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        _own_device(device, local_rank)
+    assert taken == [3, 1]

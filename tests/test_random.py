@@ -95,6 +95,22 @@ def test_what_does_not_come_in_pieces_is_drawn_whole(monkeypatch: pytest.MonkeyP
         same_draws(FILLS[name], torch.zeros(5, 7, 3))
 
 
+def test_an_accelerator_draws_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There which number an element gets depends on the size of what is drawn: the processor stands in for one."""
+    monkeypatch.setattr(stream, "_serial", lambda t: False)
+    monkeypatch.setattr(stream, "_in_pieces", lambda *args: pytest.fail("asked what only a serial generator knows"))
+    for name in ("uniform_", "normal_", "exponential_", "rand_like", "randn_like", "kaiming_normal_"):
+        same_draws(FILLS[name], torch.zeros(5, 7, 3))
+    same_draws(lambda x: x.normal_(), torch.zeros(stream.CHUNK // 12 + 99, 4, 3))
+
+
+def test_masks_do_not_depend_on_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, seed = torch.randn(40, 3000), torch.tensor(5)
+    made = counter.dropout(x, seed, 0.3, x.shape, (0, 0))
+    monkeypatch.setattr(counter, "_block", lambda device: counter.WIDE_BLOCK)
+    assert torch.equal(counter.dropout(x, seed, 0.3, x.shape, (0, 0)), made)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_probabilities_and_means_from_tensors(dtype: torch.dtype) -> None:
     x = torch.linspace(0.05, 0.95, 5 * 7 * 3).view(5, 7, 3).to(dtype)

@@ -9,6 +9,7 @@ variadic slot; ``{"const": ...}`` is a number or a list that the op takes as a t
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,13 +63,13 @@ class Case:
 
 
 def read_cases(path: Path) -> Iterator[Case]:
-    """The cases of a file, in order.
+    """The cases of a file, in order; of a compressed one where its name ends in ``.gz``.
 
     Raises:
         CaseError: no such file, or a line that is no case.
     """
     try:
-        with path.open(encoding="utf-8") as lines:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _case(line.strip(), f"{path}:{number}")

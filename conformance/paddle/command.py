@@ -16,13 +16,19 @@ from .scoring import VERDICTS, Score, score
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Cases, one JSON object a line.")]
+RECORDED = sorted((Path(__file__).parent / "data").glob("*.jsonl.gz"))
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[FILE]...", help="Cases, one JSON object a line (.gz: compressed); else the recorded ones."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]
 Listed = Annotated[str | None, typer.Option("--list", metavar="VERDICT", help="Also show the cases with this verdict.")]
 
 
 @app.command()
-def paddle(files: Files, as_json: Json = False, listed: Listed = None) -> None:
+def paddle(files: Files = None, as_json: Json = False, listed: Listed = None) -> None:
     """Compare the rules with answers of PaddlePaddle's SPMD rules, in bytes moved.
 
     Verdicts: agree, freer, same cost, stricter, unsound (their answer is false), error, unsupported.
@@ -32,7 +38,7 @@ def paddle(files: Files, as_json: Json = False, listed: Listed = None) -> None:
     if listed is not None and listed not in VERDICTS:
         raise typer.BadParameter(f"{listed!r} is no verdict; these are: {', '.join(VERDICTS)}", param_hint="--list")
     try:
-        scores = {str(path): [score(case) for case in read_cases(path)] for path in files}
+        scores = {str(path): [score(case) for case in read_cases(path)] for path in files or RECORDED}
     except CaseError as error:
         complain(error)
         raise typer.Exit(BAD_INPUT) from None

@@ -131,7 +131,7 @@ def _extremum(largest: bool) -> Builder:
     def build(q: Question) -> Call:
         over = q.dims()
         kept = tuple(d for d in range(q.x.ndim) if q.keepdim or d not in over)
-        return Call("extremum", (q.x, over, largest), results=(Result(0, kept),))
+        return Call("extremum", (q.x, over, largest), results=(Result(0, kept, q.x.ndim),))
 
     return build
 

@@ -75,10 +75,14 @@ def fill(value: Any, given: Iterator[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Result:
-    """Our result is Paddle's output ``index``, whose dim i is dim ``dims[i]`` of ours (None: the same dims)."""
+    """Our result is Paddle's output ``index``, whose dim i is dim ``dims[i]`` of ours (None: the same dims).
+
+    ``ndim`` is how many ours has, where its last ones are none of Paddle's.
+    """
 
     index: int
     dims: tuple[int, ...] | None = None
+    ndim: int = 0
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,8 @@ def moved(src: Spec, dst: Spec) -> float:
 def _compared(case: Case, call: Call | Steps) -> Score:
     if isinstance(call, Steps) and case.direction == "backward":
         return Score(case, "unsupported", note="wishes are for the outputs of one op: this is several")
+    if case.direction == "backward" and isinstance(call, Call) and not call.op:
+        return Score(case, "unsupported", note="wishes for an op without a rule: ours has none to ask")
     slots = slots_of(call)
     given = [_given(case, slot) for slot in slots]
     views = [_viewed(g, s) for g, s in zip(given, slots, strict=True)]
@@ -338,7 +340,7 @@ def _wish(wanted: Spec, result: Result) -> Spec:
     if result.dims is None:
         return wanted
     to = {i: d for i, d in enumerate(result.dims) if d >= 0}
-    shape = [1] * (max(to.values(), default=-1) + 1)  # dims of ours that Paddle's lacks have size 1
+    shape = [1] * max(result.ndim, max(to.values(), default=-1) + 1)  # dims of ours that Paddle's lacks have size 1
     for i, d in to.items():
         shape[d] = wanted.shape[i]
     return wanted.with_(shape=shape, layout=_renumbered(wanted.layout, to, len(shape)))

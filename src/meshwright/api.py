@@ -41,7 +41,8 @@ def init_mesh(
 
     Args:
         axes: axis name to size; the product must be the number of processes.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL; a process group of gloo that is there will do, and lets processes
+            share a GPU).  Of several GPUs the process gets that of its local rank.
         timeout: seconds that a rank waits in a collective for the others before it raises; 300 unless given.  Ranks
             that disagree are told within seconds, so it only bounds how long a rank may be stopped, or do something
             alone (write a checkpoint, read data).  After 30 seconds a warning says who waits for whom.
@@ -66,6 +67,7 @@ def init_mesh(
         started = dist.is_initialized()
         launch = None if started else launched()
         if launch is not None:
+            _own_device(device, launch.local_rank)
             limit: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
             with collective.meeting(launch, timeout) as how:
                 dist.init_process_group("nccl" if device == "cuda" else "gloo", **how, **limit)
@@ -86,6 +88,12 @@ def init_mesh(
         collective.watch_over(mesh, watch)
     runtime.RT.check = check
     return mesh
+
+
+def _own_device(device: str, local_rank: int) -> None:
+    """Each process of a machine gets a GPU of its own, where there are several: with NCCL two cannot share one."""
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 def _spec_for(shape: Any, dtype: torch.dtype, mesh: Mesh, placements: Placements, order: Any = None) -> Spec:

@@ -32,6 +32,7 @@ M1, M2, M3 = (
     0x1B56C4E9,
 )  # odd multipliers below 2**31 (C. Wellons' search for 32-bit mixers)
 BLOCK = 1 << 15  # elements per block: int32 scratch of 128 KiB, well inside a core's L2 cache
+WIDE_BLOCK = 1 << 24  # on an accelerator, where a kernel takes longer to start than to run on a small one
 MIN_COLUMNS = 256  # shorter rows would spend their time in the 64-bit mixer
 CACHED = 1 << 18  # index vectors up to this length are kept
 
@@ -143,6 +144,10 @@ def _keys(
     return first[:rows, None], second[:rows, None], first[None, rows:], second[None, rows:]
 
 
+def _block(device: torch.device) -> int:
+    return BLOCK if device.type == "cpu" else WIDE_BLOCK
+
+
 def _blocks(
     seed: Tensor, shape: Sequence[int], offset: Sequence[int], local: Sequence[int], device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -154,8 +159,9 @@ def _blocks(
         return
     a, a2, b, b2 = _keys(seed, shape, offset, local, device)
     rows, columns = a.shape[0], b.shape[1]
-    wide = min(columns, BLOCK)
-    high = min(rows, BLOCK // wide)
+    block = _block(device)
+    wide = min(columns, block)
+    high = min(rows, block // wide)
     scratch = torch.empty((2, high * wide), dtype=torch.int32, device=device)
     for r in range(0, rows, high):
         own_rows = slice(r, min(r + high, rows))
@@ -191,7 +197,7 @@ def _counter_dropout(x: Tensor, seed: Tensor, p: float, shape: Sequence[int], of
     threshold = min(round(p * 2**32) - 2**31, 2**31 - 1)  # the hash is uniform over all int32
     scale = 1.0 / (1.0 - p)
     # The scale goes into the mask: in low precision x * (mask * scale) is what PyTorch computes, too.
-    kept = torch.empty(BLOCK, dtype=x.dtype, device=x.device)
+    kept = torch.empty(min(_block(x.device), x.numel()), dtype=x.dtype, device=x.device)
     for rows, columns, h in _blocks(seed, shape, offset, x.shape, x.device):
         keep = kept[: h.numel()].view(h.shape)
         torch.ge(h, threshold, out=keep)

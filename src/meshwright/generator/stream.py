@@ -2,6 +2,9 @@
 
 Every rank draws the stream of the global tensor, chunk by chunk, and keeps its own part; nothing of the global size is
 held, and the generator ends where the single device's would.  Generators must agree between ranks: seed them alike.
+
+On an accelerator which thread draws which number depends on the size of the tensor: there each rank draws the whole of
+it, in the order of memory, as one device does, and keeps its part.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def draw_own(
     """As :func:`fill`, with the same values on all ranks where the tensor is Partial."""
     shape, bounds = tuple(spec.shape), spec.layout.local_bounds(spec.shape, here)
     order = _memory_order(local, spec)
-    if order != list(range(local.ndim)) and kind == "normal_":
+    if order != list(range(local.ndim)) and kind == "normal_" and _serial(local):
         draw, kind = _strided(draw), "strided"  # what is not in the order of its elements gets its numbers otherwise
     shape, bounds = tuple(shape[d] for d in order), [bounds[d] for d in order]
     _fill(local.permute(order), shape, bounds, draw, kind, generator)
@@ -114,6 +117,11 @@ def _stream(
     size: int, like: Tensor, draw: Draw, kind: str, generator: Generator | None, own: tuple[int, int]
 ) -> Iterator[tuple[int, Tensor]]:
     """(start, values) of consecutive pieces of what ``draw`` gives a tensor of ``size`` elements."""
+    if not _serial(like):
+        whole = torch.empty(size, dtype=like.dtype, device=like.device)
+        draw(whole, generator)
+        yield 0, whole
+        return
     if kind == "normal_" and size >= NORMAL_BLOCK:
         yield from _normal_stream(size, like, draw, generator, own)
         return
@@ -128,6 +136,11 @@ def _stream(
         values = scratch[: min(CHUNK, size - start)]
         draw(values, generator)
         yield start, values
+
+
+def _serial(t: Tensor) -> bool:
+    """Whether a generator of the tensor's device gives one number after the other."""
+    return t.device.type == "cpu"
 
 
 def _normal_stream(
