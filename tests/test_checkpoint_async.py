@@ -64,6 +64,26 @@ def test_training_goes_on_while_it_is_written(held: Held, tmp_path: Path) -> Non
     assert value_of(model) == {1.0}
 
 
+def test_the_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:
+    """Never while it is still written from; and not for what has another shape by then."""
+    model, store = nn.Linear(3, 2), mw.Checkpoints(tmp_path)
+    for step in range(1, 4):
+        fill(model, float(step))
+        last = store.save(step, model=model)
+    copies = {n: t.data_ptr() for n, t in store._staging.items()}
+    fill(model, 9.0)
+    last.wait()
+    other = nn.Linear(4, 2)
+    fill(other, 4.0)
+    store.save(4, model=other).wait()
+    assert copies["bias"] == store._staging["bias"].data_ptr()
+    for step in range(1, 4):
+        assert store.load(model=model, step=step) == step
+        assert value_of(model) == {float(step)}
+    assert store.load(model=other) == 4
+    assert value_of(other) == {4.0}
+
+
 def test_one_save_is_under_way_at_a_time(held: Held, tmp_path: Path) -> None:
     model, store = nn.Linear(3, 2), mw.Checkpoints(tmp_path)
     first = store.save(1, model=model)

@@ -33,8 +33,11 @@ SEEDS = (
 )
 
 
-def save(folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh) -> Save:
+def save(folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh, staging: dict[str, Tensor]) -> Save:
     """Begin to save; the ranks have agreed and what is to be written is apart from what training changes.
+
+    Args:
+        staging: memory of the save before, by name of the tensor; what this one needs is put there.
 
     Raises:
         CheckpointError, DesyncError: on every rank; nothing was written.
@@ -43,7 +46,7 @@ def save(folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh) ->
     path = folder / _named(folder, step, contents)
     parts = own_parts(contents, path)
     manifest = Manifest(step, mesh, contents.specs, contents.aliases, contents.values)
-    return Save(path, keep, manifest, parts)
+    return Save(path, keep, manifest, parts, staging)
 
 
 def _lines(step: int, contents: Contents) -> dict[str, object]:
@@ -110,7 +113,9 @@ class Save:
         step: of the run.
     """
 
-    def __init__(self, path: Path, keep: int | None, manifest: Manifest, parts: list[Part]) -> None:
+    def __init__(
+        self, path: Path, keep: int | None, manifest: Manifest, parts: list[Part], staging: dict[str, Tensor]
+    ) -> None:
         self.path, self.step = path, manifest.step
         self._keep, self._manifest, self._parts = keep, manifest, parts
         self._rank, self._post = runtime.RT.rank, collective.Post(manifest.mesh, f"checkpoint/{path.name}")
@@ -119,7 +124,10 @@ class Save:
         if self._post.simulated:  # its rank has the only thread that may run, and meets the others in it
             self._finish()
             return
-        self._parts = [replace(p, value=staged(p.value)) for p in parts]
+        copies = {p.name: staged(p.value, staging.get(p.name)) for p in parts}
+        staging.clear()
+        staging.update(copies)
+        self._parts = [replace(p, value=copies[p.name]) for p in parts]
         self._thread = threading.Thread(target=self._run, name=f"meshwright saves step {self.step}")
         self._thread.start()
 
@@ -205,8 +213,13 @@ def why(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
-def staged(value: Tensor) -> Tensor:
-    """A copy of a part in memory of the host, which training does not change."""
+def staged(value: Tensor, held: Tensor | None) -> Tensor:
+    """A copy of a part in memory of the host, which training does not change; in memory that is there, where it fits.
+
+    New memory costs more than the copy: the system clears each page of it when it is first written.
+    """
+    if held is not None and (held.shape, held.dtype) == (value.shape, value.dtype):
+        return held.copy_(value.detach())
     if value.device.type != "cpu":
         return value.detach().to("cpu")
     return value.detach().clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import CheckpointError, takes
 from ..mesh import Mesh
 from .agree import mesh_of
@@ -39,6 +41,7 @@ class Checkpoints:
             raise CheckpointError(f"keep={keep!r}: at least 1 was expected, or None for all")
         self.folder, self.keep, self.mesh = Path(folder), keep, mesh
         self._last: Save | None = None
+        self._staging: dict[str, Tensor] = {}  # memory that the next save copies to
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, keep={self.keep})"
@@ -55,7 +58,7 @@ class Checkpoints:
         """Begin to save, on all ranks together.  Each writes its own parts, what several hold once.
 
         Returns when what is saved was copied; ``.wait()`` when it is a checkpoint, which survives anything from then
-        on.  A save before waits for this one's end.
+        on.  A save before is waited for.  The copy's memory is kept for the next one.
 
         Args:
             step: of the run, from 0.
@@ -75,7 +78,7 @@ class Checkpoints:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(f"save: step={step!r}: a whole number of at least 0 was expected")
         self._settle()
-        self._last = save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh))
+        self._last = save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh), self._staging)
         return self._last
 
     def _settle(self) -> None:
