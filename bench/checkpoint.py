@@ -1,8 +1,8 @@
 """Checkpoints on real processes beside PyTorch's DCP: the same bytes to the same disk, synced, in turn.
 
 Each rank holds half of the rows of some matrices.  They are saved, loaded as they lay, and loaded by columns; and a
-save is begun whose files are written while training would go on: its stall, of the second save of a run, beside a copy of
-what the rank holds.
+save is begun whose files are written while training would go on: its stall, of the second save of a run, beside a
+copy of what the rank holds.
 PyTorch's reader of Hugging Face files, of what we wrote, is a second baseline.
 """
 

@@ -124,6 +124,7 @@ def test_loads_onto_any_mesh(source: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(files, "STRETCH", 48)
     monkeypatch.setattr(arrays, "STRETCH", 48)
     monkeypatch.setattr(files, "NEAR", 32)
+    monkeypatch.setattr(pieces, "FEW", 64)
     pieces.overlapping.cache_clear()
     saved = saved_on(source, tmp_path)
     for i, target in enumerate(PLANS):

@@ -84,6 +84,19 @@ def test_the_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:
     assert value_of(other) == {4.0}
 
 
+def test_a_save_that_is_waited_for_makes_no_copy(tmp_path: Path) -> None:
+    model, store = nn.Linear(3, 2), mw.Checkpoints(tmp_path / "a")
+    model.weight = nn.Parameter(torch.arange(6.0).view(3, 2).t())  # not row by row in memory
+    assert store.save(1, model=model, wait=True).done
+    assert (store.steps, store._staging) == ([1], {})
+    other = nn.Linear(3, 2)
+    assert store.load(model=other) == 1
+    assert torch.equal(other.weight, model.weight)
+    (tmp_path / "b").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"step 1 was not saved: .*cannot be written: File exists"):
+        mw.Checkpoints(tmp_path / "b").save(1, model=model, wait=True)
+
+
 def test_one_save_is_under_way_at_a_time(held: Held, tmp_path: Path) -> None:
     model, store = nn.Linear(3, 2), mw.Checkpoints(tmp_path)
     first = store.save(1, model=model)

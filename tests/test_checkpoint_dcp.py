@@ -69,6 +69,7 @@ def loaded(mesh: mw.Mesh, path: Path, **how: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("prefix", ["", "model"])
 def test_onto_any_mesh(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.checkpoint.pieces.SMALL", 8)
+    monkeypatch.setattr("meshwright.checkpoint.pieces.FEW", 64)
     monkeypatch.setattr("meshwright.checkpoint.arrays.STRETCH", 32)
     right = state(1)
     saved = {"model": right, "optim": {"lr": 0.1, "embed.weight": torch.ones(3)}, "step": 3} if prefix else right

@@ -55,6 +55,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are dealt with as large ones."""
     monkeypatch.setattr(pieces, "SMALL", 8)
+    monkeypatch.setattr(pieces, "FEW", 64)
     monkeypatch.setattr("meshwright.checkpoint.hugging_face.SMALL", 8)
     monkeypatch.setattr("meshwright.checkpoint.hugging_face.STRETCH", 64)
     monkeypatch.setattr("meshwright.checkpoint.arrays.STRETCH", 64)

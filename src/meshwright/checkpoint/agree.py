@@ -9,11 +9,12 @@ from typing import TypeVar
 import torch
 
 from .. import collective, runtime
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DesyncError
 from ..mesh import Mesh
 from .contents import Roles
 
 T = TypeVar("T")
+SHORT = 1 << 20  # bytes that all ranks may hold of what the first one says
 
 
 def mesh_of(roles: Roles, given: Mesh | None) -> Mesh:
@@ -40,13 +41,13 @@ def prepared(
     mesh: Mesh, what: str, do: Callable[[], T], lines: Callable[[T], Mapping[str, object]] = lambda made: {},
     differ: str = "", fix: str = "",
 ) -> T:  # fmt: skip
-    """:func:`attempt`, then :func:`alike` for what is told of the result, in one exchange.
+    """:func:`attempt`, and in the same exchange facts about the result are compared.
 
     Args:
         lines: what must be alike, of what ``do`` returned.
         differ, fix: the message where it is not.
     """
-    said = f"{differ}: the ranks disagree: {{}}"
+    said = differ.replace("{", "{{").replace("}", "}}") + ": the ranks disagree: {}"
     try:
         with collective.together(mesh, what, said=said, fix=fix, kind=CheckpointError) as facts:
             made = do()
@@ -57,38 +58,35 @@ def prepared(
         raise error if text.startswith(what) else CheckpointError(f"{what}: {text}") from error
 
 
-def from_first(mesh: Mesh, what: str, do: Callable[[], str]) -> str:
-    """What ``do`` returns on the first rank, on every rank; or its error."""
+def from_first(mesh: Mesh, what: str, do: Callable[[], str], lines: Mapping[str, object], differ: str, fix: str) -> str:
+    """What ``do`` returns on the first rank, on every rank, or its error; in the same exchange facts are compared.
+
+    Args:
+        lines, differ, fix: what must be alike, and the message where it is not.
+    """
     text, error, cause = b"", "", None
-    group = collective.group(mesh)
     if runtime.RT.rank == mesh.ranks[0]:
         try:
             text = do().encode()
         except Exception as raised:  # of whatever kind: the others would wait
             error, cause = str(raised) or type(raised).__name__, raised
-    size, error = everyone((len(text), error), mesh)[0]
+    facts = [collective.Fact(name, value) for name, value in lines.items()]
+    short = len(text) * mesh.size <= SHORT
+    told = everyone((len(text), text if short else b"", error, facts), mesh)
+    if went := collective.differing({rank: one[3] for rank, one in zip(mesh.ranks, told, strict=True)})[0]:
+        raise DesyncError(f"{differ}: the ranks disagree: {went}; {fix}")
+    size, sent, error, _ = told[0]
     if error:
         raise CheckpointError(f"{what}: {error}") from cause
-    if not size:
-        return ""
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(size, dtype=torch.uint8)
-    sent = collective.broadcast(data.to(mesh.device), 0, group).cpu()
-    return sent.numpy().tobytes().decode()
+    if size > len(sent):
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(size, dtype=torch.uint8)
+        sent = collective.broadcast(data.to(mesh.device), 0, collective.group(mesh)).cpu().numpy().tobytes()
+    return sent.decode()
 
 
 def everyone(value: T, mesh: Mesh) -> list[T]:
     """What each rank brings, in the order of the mesh."""
     return collective.all_gather_object(value, collective.group(mesh))
-
-
-def alike(mesh: Mesh, what: str, fix: str, lines: Mapping[str, object]) -> None:
-    """Raise on every rank where they bring different things.
-
-    Raises:
-        DesyncError: with the first line that differs.
-    """
-    with collective.together(mesh, what, fix=fix) as facts:
-        facts += [collective.Fact(name, value) for name, value in lines.items()]
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
@@ -97,4 +95,4 @@ def close_to(name: str, names: Iterable[str]) -> str:
     return f" (close: {', '.join(near)})" if near else ""
 
 
-__all__ = ["alike", "attempt", "close_to", "everyone", "from_first", "mesh_of", "prepared"]
+__all__ = ["attempt", "close_to", "everyone", "from_first", "mesh_of", "prepared"]

@@ -19,7 +19,7 @@ from .pieces import Box
 
 Tensor = torch.Tensor
 Fetch = Callable[[int, memoryview], None]  # fills memory with the bytes of an array from so many on
-STRETCH = 1 << 24  # bytes that are written or read at a time
+STRETCH = 1 << 22  # bytes that are written or read at a time
 SAMPLES, SAMPLE = 64, 4096  # of a file, and bytes of each
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -104,11 +104,14 @@ def bytes_of(value: Tensor) -> memoryview:
     return memoryview(plain)
 
 
-def slabs(shape: Sequence[int], box: Box, itemsize: int, limit: int | None = None) -> Iterator[tuple[Box, int, int]]:
+def slabs(
+    shape: Sequence[int], box: Box, itemsize: int, *, limit: int | None = None, dense: bool = False
+) -> Iterator[tuple[Box, int, int]]:
     """Parts of a box in an array, in order, each of some rows that lie together in few bytes.
 
     Args:
         limit: bytes; ``STRETCH``.
+        dense: nothing else lies between them.
 
     Yields:
         The part, the dim that the rows are of, and the byte of the array that they begin at.
@@ -121,6 +124,8 @@ def slabs(shape: Sequence[int], box: Box, itemsize: int, limit: int | None = Non
     if any(a >= b for a, b in box):
         return
     dim = next((d for d, size in enumerate(below) if size <= limit), len(shape) - 1)
+    if dense:
+        dim = max([dim, *(d for d, n in enumerate(shape) if box[d] != (0, n))])
     (low, high), rows = box[dim], max(1, limit // max(1, below[dim]))
     for index in itertools.product(*(range(a, b) for a, b in box[:dim])):
         at = sum(i * size for i, size in zip(index, below, strict=False))

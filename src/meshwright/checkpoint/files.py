@@ -8,7 +8,7 @@ import math
 import os
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .arrays import DTYPES, NAMES, STRETCH, OpenFile, bytes_of, read_box
+from .arrays import DTYPES, NAMES, STRETCH, OpenFile, bytes_of, inside, read_box, slabs
 from .pieces import Box
 
 Tensor = torch.Tensor
@@ -113,14 +113,13 @@ def write_file(path: Path, parts: Sequence[Part]) -> Line:
         OSError: the file is then gone, unless that fails too.
     """
     parts = sorted(parts, key=lambda p: -p.value.dtype.itemsize)  # so that all are aligned
-    values = [bytes_of(p.value) for p in parts]
-    header = _header(parts, values)
+    header = _header(parts)
     file = DISK.create(path)
     try:
         DISK.write(file, header)
-        for value in values:
-            for start in range(0, len(value), STRETCH):
-                DISK.write(file, value[start : start + STRETCH])
+        for part in parts:
+            for data in _stretches(part.value):
+                DISK.write(file, data)
         DISK.sync(file)
         DISK.sync_folder(path.parent)
     except OSError:
@@ -128,17 +127,34 @@ def write_file(path: Path, parts: Sequence[Part]) -> Line:
         raise
     finally:
         DISK.close(file)
-    return Line(len(header) + sum(map(len, values)), zlib.crc32(header))
+    return Line(len(header) + sum(p.value.nbytes for p in parts), zlib.crc32(header))
 
 
-def _header(parts: Sequence[Part], values: Sequence[memoryview]) -> bytes:
+def _stretches(value: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, a little at a time: whole blocks, but for the end."""
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    if value.is_contiguous():
+        data = bytes_of(value)
+        yield from (data[start : start + STRETCH] for start in range(0, len(data), STRETCH))
+        return
+    rest = b""
+    box = tuple((0, n) for n in value.shape)
+    for part, _, _ in slabs(value.shape, box, value.dtype.itemsize):
+        data = memoryview(rest + bytes(bytes_of(inside(value, part, box))))
+        end = len(data) // BLOCK * BLOCK
+        rest = bytes(data[end:])
+        yield data[:end]
+    yield memoryview(rest)
+
+
+def _header(parts: Sequence[Part]) -> bytes:
     """A header with the checksums of all blocks."""
     table = {}
     for part in parts:
         dtype, pairs = as_stored(part.value.dtype)
         table[part.name] = dtype, [b - a for a, b in part.box] + [2] * (pairs > 1)
     offsets = {p.name: {"saved_offsets": [a for a, _ in p.box] + [0] * p.value.is_complex()} for p in parts}
-    sums = {p.name: _sums(value).tobytes().hex() for p, value in zip(parts, values, strict=True)}
+    sums = {p.name: _sums(p.value).tobytes().hex() for p in parts}
     return header_of(table, {OFFSETS: json.dumps(offsets), SUMS: json.dumps({"block": BLOCK, "crc32": sums})})
 
 
@@ -160,8 +176,9 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, list[int]]], about: Mappi
     return len(text).to_bytes(8, "little") + text
 
 
-def _sums(value: memoryview) -> array[int]:
-    return array("I", (zlib.crc32(value[i : i + BLOCK]) for i in range(0, len(value), BLOCK)))
+def _sums(value: Tensor) -> array[int]:
+    blocks = (data[i : i + BLOCK] for data in _stretches(value) for i in range(0, len(data), BLOCK))
+    return array("I", map(zlib.crc32, blocks))
 
 
 # ---------------------------------------------------------------------------------------------- reading

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -21,11 +21,11 @@ from ..raw import bare
 from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor
 from . import files
-from .agree import alike, attempt, mesh_of
-from .arrays import NAMES, STRETCH, bytes_of
+from .agree import attempt, mesh_of, prepared
+from .arrays import NAMES, STRETCH, bytes_of, inside, slabs
 from .contents import Roles, configurations, model_tensors, stored_spec
 from .files import header_of
-from .pieces import SMALL
+from .pieces import SMALL, Box, own_piece, stretches
 
 Tensor = torch.Tensor
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -59,9 +59,11 @@ def save_weights(
     path = Path(path)
     mesh = mesh_of(Roles.of(model, None, None, None, None), mesh)
     what = f"save weights to {path}"
-    plan = attempt(mesh, what, lambda: plan_files(_specs(model, mesh), shard_bytes))
-    lies = {f"{n} in {f.name}": s for f in plan for n, s in f.specs.items()}
-    alike(mesh, what, "all ranks must save the same model", {**lies, "shard_bytes=": shard_bytes})
+    plan = prepared(
+        mesh, what, lambda: plan_files(_specs(model, mesh), shard_bytes),
+        lambda plan: {f"{n} in {f.name}": s for f in plan for n, s in f.specs.items()} | {"shard_bytes=": shard_bytes},
+        what, "all ranks must save the same model",
+    )  # fmt: skip
     first = runtime.RT.rank == mesh.ranks[0]
     attempt(mesh, what, lambda: begin(path, plan) if first else None)
     tensors = model_tensors(model).tensors
@@ -140,28 +142,45 @@ def begin(path: Path, plan: Sequence[WholeFile]) -> None:
 
 
 def _write(path: Path, file: WholeFile, tensors: Mapping[str, Tensor], mesh: Mesh, what: str) -> None:
-    """Every rank brings its rows of each tensor to the file."""
+    """Every rank brings its part of each tensor to the file."""
     opened = attempt(mesh, what, lambda: os.open(path / file.unfinished, os.O_WRONLY))
     here = mesh.coordinate(runtime.RT.rank)
     problem: list[OSError] = []
     try:
         for name, spec in file.specs.items():
-            rows = _rows(spec)
-            with torch.no_grad(), disabled():
-                t = tensors[name]
-                local = bare(t) if isinstance(t, DistTensor) else t.detach()
-                value = convert.apply(plan_conversion(spec, rows).steps, local)
-            if problem or (rows.layout.is_replicated() and runtime.RT.rank != mesh.ranks[0]):
-                continue
-            row = spec.nbytes // max(1, spec.shape[0]) if spec.ndim else spec.nbytes
-            at = file.starts[name] + (rows.local_offset(here)[0] * row if spec.ndim else 0)
-            try:
-                put(opened, at, bytes_of(value.to("cpu")))
-            except OSError as error:  # not yet: the others are in collectives
-                problem.append(error)
+            t = tensors[name]
+            local = bare(t) if isinstance(t, DistTensor) else t.detach()
+            for box, value in _own(spec, local, here):
+                if problem:
+                    continue
+                try:
+                    for part, _, at in slabs(spec.shape, box, spec.dtype.itemsize, dense=True):
+                        put(opened, file.starts[name] + at, bytes_of(inside(value, part, box).to("cpu")))
+                except OSError as error:  # not yet: the others are in collectives
+                    problem.append(error)
         attempt(mesh, what, lambda: _synced(opened, problem))
     finally:
         os.close(opened)
+
+
+def _own(spec: Spec, local: Tensor, here: Sequence[int]) -> Iterator[tuple[Box, Tensor]]:
+    """What this rank writes: rows, which ranks exchange; of what cannot be exchanged with little memory what it has."""
+    parts = stretches(spec)
+    if parts is None:
+        box = own_piece(spec, here, 0)
+        if box is not None:
+            yield box, inside(local, box, tuple(spec.layout.local_bounds(spec.shape, here)))
+        return
+    for (first, part), t in zip(
+        parts, local.split([p.shape[0] for _, p in parts]) if parts[1:] else [local], strict=True
+    ):
+        rows = _rows(part)
+        with torch.no_grad(), disabled():
+            value = convert.apply(plan_conversion(part, rows).steps, t)
+        if rows.layout.is_replicated() and runtime.RT.rank != spec.mesh.ranks[0]:
+            continue
+        box = tuple(rows.layout.local_bounds(rows.shape, here))
+        yield ((box[0][0] + first, box[0][1] + first), *box[1:]) if box else (), value
 
 
 def _rows(spec: Spec) -> Spec:

@@ -19,16 +19,15 @@ from ..layout import Spec
 from ..mesh import Mesh
 from ..resharding import plan as plan_conversion
 from ..shard.states import batched_by
-from .agree import alike, attempt, from_first, prepared
+from .agree import attempt, from_first, prepared
 from .contents import OPTIMIZER, OTHERS, Roles
 from .files import TensorFile, as_stored
 from .manifest import Manifest, SaveFolder, parsed, read_manifest, saves_in
-from .pieces import Box, common, overlapping, read_spec
+from .pieces import FEW, Box, common, overlapping, read_spec, stretches
 from .restore import Target, plan_restore
 
 Tensor = torch.Tensor
 DIFFERENT, SAME = "load: the ranks load different things", "all ranks must load the same"
-BATCH = 1 << 26  # bytes that a rank holds beside what it fills
 
 
 @dataclass
@@ -50,8 +49,7 @@ def load(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> Loaded | N
     Raises:
         CheckpointError: on every rank.
     """
-    alike(mesh, DIFFERENT, SAME, {"step=": step, **roles.kinds()})
-    found = _chosen(folder, step, mesh)
+    found = _chosen(folder, step, roles, mesh)
     if found is None:
         return None
     path, manifest = found
@@ -89,42 +87,80 @@ class TensorSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a target that are read, and brought to how they lie, together.
+
+    Attributes:
+        first: of them.
+        spec: how they lie.
+        local: memory of this rank's part of them.
+        read: how they are read; ``spec`` itself where that is straight to their place.
+    """
+
+    target: Target
+    first: int
+    spec: Spec
+    local: Tensor
+    read: Spec
+
+    @property
+    def held(self) -> int:
+        """Bytes that a rank has beside what it fills."""
+        return 0 if self.read is self.spec else self.read.nbytes // self.read.mesh.size + 1
+
+
 def read_targets(targets: Iterable[Target], source: TensorSource, mesh: Mesh, what: str) -> None:
     """Fill targets: each rank reads its part of some, and where all could, they are brought to how they lie.
 
     Raises:
         CheckpointError: on every rank, where any could not read.
     """
-    for batch in batched_by(targets, lambda t: t.spec.nbytes // mesh.size + 1, BATCH):
-        for target, value in zip(batch, attempt(mesh, what, partial(_read_all, batch, source)), strict=True):
-            place(target, value, source.spec_of(target))
+    rows = [one for target in targets for one in _rows(target, source.spec_of(target))]
+    for batch in batched_by(rows, lambda one: one.held, 2 * FEW):
+        for one, value in zip(batch, attempt(mesh, what, partial(_read_all, batch, source)), strict=True):
+            place(one, value)
 
 
-def _read_all(targets: Iterable[Target], source: TensorSource) -> list[Tensor]:
-    return [_read(target, source) for target in targets]
+def _rows(target: Target, read: Spec) -> list[Rows]:
+    """In which stretches a target is read: few bytes each where ranks exchange what they read."""
+    spec = target.spec
+    parts = None if read.layout == spec.layout else stretches(spec)
+    if parts is None:
+        return [Rows(target, 0, spec, target.local, spec)]
+    if len(parts) == 1:
+        return [Rows(target, 0, spec, target.local, read)]
+    locals_ = target.local.split([part.shape[0] for _, part in parts])
+    whole = [(first, part, part.with_(layout=read.layout)) for first, part in parts]
+    return [Rows(target, first, part, t, how) for (first, part, how), t in zip(whole, locals_, strict=True)]
 
 
-def _read(target: Target, source: TensorSource) -> Tensor:
-    """What this rank reads of a target, on the target's device."""
-    spec = source.spec_of(target)
-    here = spec.mesh.coordinate(runtime.RT.rank)
-    if spec is target.spec and target.local.is_contiguous():
-        value = target.local
-    else:
-        value = torch.empty(spec.local_shape(here), dtype=spec.dtype, device=target.local.device)
+def _read_all(rows: Iterable[Rows], source: TensorSource) -> list[Tensor]:
+    return [_read(one, source) for one in rows]
+
+
+def _read(one: Rows, source: TensorSource) -> Tensor:
+    """What this rank reads of some rows, on the target's device."""
+    here, value = one.read.mesh.coordinate(runtime.RT.rank), one.local
+    if one.read is not one.spec:
+        value = torch.empty(one.read.local_shape(here), dtype=one.spec.dtype, device=one.local.device)
+    box = one.read.layout.local_bounds(one.read.shape, here)
+    if one.first:
+        box[0] = (box[0][0] + one.first, box[0][1] + one.first)
     with torch.no_grad():
-        source.fill(target.name, tuple(spec.layout.local_bounds(spec.shape, here)), value)
+        source.fill(one.target.name, tuple(box), value)
     return value
 
 
-def _chosen(folder: Path, step: int | None, mesh: Mesh) -> tuple[Path, Manifest] | None:
+def _chosen(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> tuple[Path, Manifest] | None:
     """The first rank looks, for all: they may see a shared folder at different times."""
 
     def choose() -> str:
         chosen = choice(folder, step)
         return "" if chosen is None else f"{chosen.path.name}\n{read_manifest(chosen.path)}"
 
-    found = from_first(mesh, f"load from {folder}", choose)
+    given = {"step=": step, **roles.kinds()}
+    found = from_first(mesh, f"load from {folder}", choose, given, DIFFERENT, SAME)
     if not found:
         return None
     name, _, text = found.partition("\n")
@@ -209,13 +245,13 @@ class Reader:
         return found
 
 
-def place(target: Target, value: Tensor, read: Spec) -> None:
-    """Bring what the ranks read to how the target lies."""
+def place(one: Rows, value: Tensor) -> None:
+    """Bring what the ranks read to how it lies."""
     with torch.no_grad(), disabled():
-        if value is not target.local:
-            made = value if read is target.spec else convert.apply(plan_conversion(read, target.spec).steps, value)
-            target.local.copy_(made)
-        torch.autograd.graph.increment_version(target.counted)
+        if value is not one.local:
+            one.local.copy_(convert.apply(plan_conversion(one.read, one.spec).steps, value))
+        if not one.first:
+            torch.autograd.graph.increment_version(one.target.counted)
 
 
 __all__ = ["DIFFERENT", "SAME", "Loaded", "Reader", "choice", "load", "read_targets", "specs_of"]

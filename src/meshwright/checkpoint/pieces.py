@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..layout import Replicate, Shard, Spec, chunk_bounds
 
 Box = tuple[tuple[int, int], ...]  # per dim the first and last + 1 global index
+FEW = 1 << 22  # bytes that a rank may hold beside what it has
 SMALL = 1 << 16  # bytes that are not worth another rank: one writes them all, each that needs them reads them
 
 
@@ -147,6 +148,22 @@ def read_spec(stored: Spec, target: Spec) -> Spec:
     return target.with_(layout=layout)
 
 
+def stretches(spec: Spec) -> list[tuple[int, Spec]] | None:
+    """Rows of a tensor (the first, and how they lie) of which a rank holds few bytes; None where it cannot be cut so.
+
+    All ranks have part of each stretch, so that they can exchange one after the other with little memory.
+    """
+    held = math.prod(spec.local_shape([0] * spec.mesh.ndim)) * spec.dtype.itemsize  # by the rank that holds most
+    if held <= FEW:
+        return [(0, spec)]
+    step = max(spec.mesh.size, FEW * spec.shape[0] // held)
+    if 0 in spec.layout.dim_axes() or step * held // spec.shape[0] > 2 * FEW:
+        return None
+    return [
+        (a, spec.with_(shape=(min(step, spec.shape[0] - a), *spec.shape[1:]))) for a in range(0, spec.shape[0], step)
+    ]
+
+
 @lru_cache(maxsize=4096)
 def _edges(spec: Spec, dim: int) -> frozenset[int]:
     """Where a dim is cut."""
@@ -154,4 +171,7 @@ def _edges(spec: Spec, dim: int) -> frozenset[int]:
     return frozenset(a for _, (a, b) in _cells(spec.shape[dim], axes, spec.mesh.sizes, 0, spec.shape[dim]) if a < b)
 
 
-__all__ = ["SMALL", "Box", "Piece", "common", "nothing", "overlapping", "own_piece", "read_spec", "replica"]
+__all__ = [
+    "FEW", "SMALL", "Box", "Piece", "common", "nothing", "overlapping", "own_piece", "read_spec", "replica",
+    "stretches",
+]  # fmt: skip

@@ -33,11 +33,14 @@ SEEDS = (
 )
 
 
-def save(folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh, staging: dict[str, Tensor]) -> Save:
+def save(
+    folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh, staging: dict[str, Tensor] | None
+) -> Save:
     """Begin to save; the ranks have agreed and what is to be written is apart from what training changes.
 
     Args:
-        staging: memory of the save before, by name of the tensor; what this one needs is put there.
+        staging: memory of the save before, by name of the tensor; what this one needs is put there.  None: what is
+            saved is written before this returns, and not copied.
 
     Raises:
         CheckpointError, DesyncError: on every rank; nothing was written.
@@ -114,7 +117,7 @@ class Save:
     """
 
     def __init__(
-        self, path: Path, keep: int | None, manifest: Manifest, parts: list[Part], staging: dict[str, Tensor]
+        self, path: Path, keep: int | None, manifest: Manifest, parts: list[Part], staging: dict[str, Tensor] | None
     ) -> None:
         self.path, self.step = path, manifest.step
         self._keep, self._manifest, self._parts = keep, manifest, parts
@@ -123,6 +126,9 @@ class Save:
         self._thread: threading.Thread | None = None
         if self._post.simulated:  # its rank has the only thread that may run, and meets the others in it
             self._finish()
+            return
+        if staging is None:
+            self._run()
             return
         copies = {p.name: staged(p.value, staging.get(p.name)) for p in parts}
         staging.clear()

@@ -53,7 +53,7 @@ class Checkpoints:
 
     def save(
         self, step: int, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
-        program: Any = None,
+        program: Any = None, wait: bool = False,
     ) -> Save:  # fmt: skip
         """Begin to save, on all ranks together.  Each writes its own parts, what several hold once.
 
@@ -67,18 +67,23 @@ class Checkpoints:
             scheduler: one or a list.
             loader: one or a list, with the place in the data: what ``mw.shard_dataloader`` returns.
             program: a captured step, which has model and optimizer with it.
+            wait: write it all before this returns, from where it lies: no memory is needed for a copy.
 
         The state of the default random generator, which all ranks share, is always saved.
 
         Raises:
-            CheckpointError: on all ranks: what cannot be saved; the save before failed, and nobody waited for it.
+            CheckpointError: on all ranks: what cannot be saved; the save before failed, and nobody waited for it; with
+                ``wait``, this one could not be written.
             DesyncError: on all ranks: they save different things.
         """
         roles = Roles.of(model, optimizer, scheduler, loader, program)
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(f"save: step={step!r}: a whole number of at least 0 was expected")
         self._settle()
-        self._last = save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh), self._staging)
+        staging = None if wait else self._staging
+        self._last = save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh), staging)
+        if wait:
+            self._last.wait()
         return self._last
 
     def _settle(self) -> None:
