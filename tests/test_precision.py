@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright import runtime
@@ -480,3 +482,126 @@ def test_float16_asks_for_a_loss_scale():
         captured({"dp": 2}, policy=mw.Precision(torch.float16))
     made = captured({"dp": 2}, policy=mw.Precision(torch.float16), loss_scale=1024.0, steps=2, start=NET)
     assert made[0] == pytest.approx(oracle(steps=2)[0], rel=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------ habits
+
+
+@functools.cache
+def one_device():
+    """Gradients of one device for the first batch."""
+    model = copy.deepcopy(START)
+    loss_of(
+        functional_call(model, {n: p.float() for n, p in model.named_parameters()}, (IDS[0],)), TARGETS[0]
+    ).backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+def batch():
+    return [mw.shard_tensor(t[0], DP, {"dp": mw.Shard(0)}) for t in (IDS, TARGETS)]
+
+
+def grads_close(model, times=1):
+    for n, p in model.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(mw.unshard(p.grad), times * one_device()[n], rtol=1e-5, atol=1e-5)
+
+
+class Checkpointed(Net):
+    """Recomputes its blocks, and has the embedding once more as its head."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return nn.functional.linear(self.norm(x), self.embed.weight)
+
+
+def frozen(model):
+    ids, targets = batch()
+    model.blocks[0].requires_grad_(False)
+    loss_of(model(ids), targets).backward()
+    grads_close(model)
+    model.zero_grad()
+    model.requires_grad_(True)
+    loss_of(model(ids), targets).backward()
+    grads_close(model)
+
+
+def recomputed(model):
+    ids, targets = batch()
+    model.__class__ = Checkpointed
+    loss_of(model(ids), targets).backward()
+    grads_close(model)
+
+
+def used_twice(model):
+    ids, targets = batch()
+    (loss_of(model(ids), targets) + loss_of(model(ids), targets)).backward()
+    loss_of(functional_call(model, dict(model.named_parameters()), (ids,)), targets).backward()
+    grads_close(model, 3)
+
+
+def copied(model):
+    ids, targets = batch()
+    other = copy.deepcopy(model)
+    loss_of(other(ids), targets).backward()
+    grads_close(other)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def loaded(model):
+    ids, targets = batch()
+    values = model.state_dict()
+    assert {t.dtype for t in values.values()} == {F64}
+    for p in model.parameters():
+        p.detach().zero_()
+    model.load_state_dict(START.state_dict())
+    loss_of(model(ids), targets).backward()
+    grads_close(model)
+
+
+def read(model):
+    ids, _ = batch()
+    model.eval()
+    with torch.no_grad():
+        one = model(ids)
+    with torch.inference_mode():
+        other = model(ids)
+    assert one.dtype is other.dtype is F32
+    assert torch.equal(mw.unshard(one), mw.unshard(other))
+    assert mw.unshard(model.embed.weight.detach()).dtype is F64
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+@pytest.mark.parametrize("habit", [frozen, recomputed, used_twice, copied, loaded, read], ids=lambda f: f.__name__)
+def test_habits(habit, stored):
+    def fn(model):
+        habit(model)
+        return True
+
+    assert sharded(START, POLICY, DP, fn, stored_over=stored)
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_masters_narrower_than_what_they_are_reduced_in(stored):
+    def fn(model):
+        ids, targets = batch()
+        seen, p = {}, model.blocks[0].up.weight
+        p.register_hook(lambda g: seen.__setitem__("contribution", g.dtype))
+        p.register_post_accumulate_grad_hook(lambda q: seen.setdefault("gradient", q.grad.dtype))
+        model = copy.deepcopy(model) if stored else model
+        optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters()))
+        loss_of(model(ids), targets).backward()
+        assert {p.grad.dtype for p in model.parameters()} == {BF16}
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1).dtype is BF16
+        optimizer.step()
+        optimizer.zero_grad()
+        with mw.no_sync(model):
+            loss_of(model(ids), targets).backward()
+        optimizer.step()  # reduces what nobody has reduced yet
+        assert {p.dtype for p in model.parameters()} == {BF16}
+        return seen
+
+    seen = sharded(copy.deepcopy(START).bfloat16(), HALF, DP, fn, stored_over=stored)
+    assert seen == ({} if stored else {"contribution": F32, "gradient": BF16})

@@ -19,11 +19,12 @@ from meshwright import runtime
 from meshwright.cli import app
 from meshwright.errors import DataError, DesyncError, MeshError
 from meshwright.train import OptionError, TrainConfig, launch, loop, show
+from meshwright.train.config import TOLERANCES
 from meshwright.train.loop import Summary, train
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
 from meshwright.train.plot import draw
-from meshwright.train.verify import TOLERANCES, Reference, Verdict, relative, worse
+from meshwright.train.verify import Reference, Verdict, relative, worse
 
 SMALL = TrainConfig(layers=2, hidden=16, heads=4, seq=8, batch=4, steps=3, dtype="float64", verify=True, lr=1e-2)
 VOCABULARY = 256
@@ -93,6 +94,14 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 def test_every_step_equals_one_device(mesh: str, more: dict[str, Any], text: str) -> None:
     found = simulated(config_for(mesh, text, **more))
     close(found, "float64")
+    assert found.loss_last < found.loss_first
+
+
+@pytest.mark.parametrize("more", [{}, {"stored_over": "dp", "static": True}], ids=["eager", "captured"])
+def test_a_precision_is_that_of_one_device(more: dict[str, Any], text: str) -> None:
+    """Both compute in bfloat16 and keep float32: what differs is how sums are rounded."""
+    found = simulated(config_for("dp=2,tp=2", text, dtype="float32", precision="bf16", **more))
+    close(found, "bfloat16")
     assert found.loss_last < found.loss_first
 
 

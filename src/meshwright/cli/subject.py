@@ -48,7 +48,8 @@ def subject_of(config: StepConfig, path: str | None, llama: bool) -> Subject:
     mesh = config.make_mesh()
     made = _built_in(config, mesh, llama) if path is None else users(path, mesh)
     said: dict[str, Any] = {
-        "stored_over": config.stored_over, "states_over": config.states_over, "clip_grad_norm": config.clip
+        "stored_over": config.stored_over, "states_over": config.states_over, "clip_grad_norm": config.clip,
+        "precision": config.policy,
     }  # fmt: skip
     return replace(made, plan=replace(made.plan, **{k: v for k, v in said.items() if v is not None}))
 

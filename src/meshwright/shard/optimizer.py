@@ -169,13 +169,13 @@ class OptimizerBinding:
             self.specs[i], self.wanted[i] = p._spec, own_spec(p._spec)
         own: Spec = g.__dict__.get("_spec") or p._spec.grad()
         wanted = self.wanted[i]
-        if own.layout == wanted.layout:
+        if own.layout == wanted.layout and g.dtype is wanted.dtype:
             return wrap(g, wanted)
         if not self.reshards and not _interrupted(p):
             raise ShardError(_unfit(p, own))
         plan = plan_conversion(own.with_(undecided=0), wanted.with_(dtype=own.dtype))
         with torch.no_grad():
-            made = wrap(convert.apply(plan.steps, g), wanted)
+            made = wrap(convert.apply(plan.steps, g).to(wanted.dtype), wanted)  # it may be in what it is reduced in
         hold(p, None)
         set_grad(p, made)
         return made

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from meshwright.passes import PassManager
+    from meshwright.shard import Precision
 
+PRECISIONS = ("bf16",)
 DTYPES = ("float64", "float32", "bfloat16")
 LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
 OPTIMIZERS = tuple(LEARNING_RATES)
@@ -85,6 +87,11 @@ class StepConfig:
         0.0, "--dropout", MODEL, "Probability of dropout; the masks are the same on every mesh.", PROBABILITY
     )
     dtype: str = option("float32", "--dtype", MODEL, f"One of {', '.join(DTYPES)}.", one_of(DTYPES))
+    precision: str | None = option(
+        None, "--precision", MODEL,
+        "Compute in this, and keep parameters, optimizer states and sums of gradients in --dtype: bf16.",
+        one_of(PRECISIONS), unset="compute in --dtype",
+    )  # fmt: skip
     seq: int = option(64, "--seq", TRAINING, "Tokens per sequence: bytes per window of text.", COUNT)
     batch: int = option(8, "--batch", TRAINING, "Sequences per micro-step, over all ranks.", COUNT)
     optimizer: str = option(
@@ -110,6 +117,11 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         """Raises OptionError, or MeshError for the mesh, naming the option and what would be right."""
+        if self.precision in ("fp16", "float16"):
+            raise OptionError(
+                f"--precision {self.precision}: small gradients vanish in float16 unless the loss is scaled, which "
+                "mw.compile_step(loss_scale=) does and this command does not: take --precision bf16"
+            )
         check_bounds(self)
         if self.hidden % self.heads:
             raise OptionError(
@@ -149,6 +161,20 @@ class StepConfig:
 
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+    @property
+    def policy(self) -> Precision | None:
+        """The precision of the model."""
+        import torch
+
+        from meshwright.shard import Precision
+
+        return None if self.precision is None else Precision(torch.bfloat16, self.torch_dtype)
+
+    @property
+    def tolerances(self) -> tuple[float, float]:
+        """The largest relative differences of loss and gradients that rounding explains."""
+        return TOLERANCES["bfloat16" if self.precision else self.dtype]
 
     @property
     def learning_rate(self) -> float:

@@ -110,6 +110,7 @@ class Trainer:
             stored_over=config.stored_over,
             inputs=plan.inputs,
             outputs=plan.outputs,
+            precision=config.policy,
         )
         self.optimizer = mw.shard_optimizer(config.make_optimizer(self.model), states_over=config.states_over)
 
@@ -168,6 +169,7 @@ class StaticTrainer(Trainer):
             clip_grad_norm=config.clip,
             gradients=config.verify,
             passes=config.pass_manager(),
+            precision=config.policy,
         )
 
     def backward(self, step: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ class GPT(nn.Module):
         return self.head(self.norm(h))
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """Mean cross entropy in nats per token over the whole batch."""
     # Every target counts.  A mean inside would first have to count those that are not ignored, on all ranks.
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / y.numel()

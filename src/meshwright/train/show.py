@@ -77,6 +77,7 @@ class Show:
             f"stored over {config.stored_over}" if config.stored_over else "",
             f"states over {config.states_over}" if config.states_over else "",
             "sequence parallel" if config.sequence_parallel else "",
+            f"computed in {config.precision}" if config.precision else "",
             f"dropout {config.dropout:g}" if config.dropout else "",
             f"clip {config.clip:g}" if config.clip else "",
             "captured step" if config.static else "",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.func import functional_call
 
 import meshwright as mw
 from meshwright.generator import reproducible_random
 from meshwright.passes import PassManager
 
-from .config import TOLERANCES, TrainConfig
+from .config import TrainConfig
 from .data import Corpus, Windows
 from .model import GPT, loss_of
 
@@ -71,13 +74,20 @@ class Reference:
             x, y = (t.to(self.config.device) for t in next(self.batches))
             # Masks of dropout belong to elements, not to ranks: inside, plain tensors get the same ones.
             with reproducible_random():
-                loss = loss_of(self.model, x, y)
+                loss = loss_of(self._seen(), x, y)
             (loss * self.weight).backward()
             total += loss.item() / self.config.accumulate
             self.count += 1
         if self.config.clip is not None and self.complete:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         return total
+
+    def _seen(self) -> Callable[[Tensor], Tensor]:
+        """The model, computing with casts of its parameters where a precision is asked for."""
+        if self.config.policy is None:
+            return self.model
+        seen = {n: p.to(self.config.policy.compute) for n, p in self.model.named_parameters()}
+        return partial(functional_call, self.model, seen)
 
     def update(self) -> None:
         """One step of the optimizer, if the gradients are complete."""
@@ -96,7 +106,7 @@ class Verifier:
 
     def __init__(self, config: TrainConfig, corpus: Corpus, first: bool) -> None:
         self.reference = Reference(config, corpus) if first else None
-        self._verdict = Verdict(*TOLERANCES[config.dtype])
+        self._verdict = Verdict(*config.tolerances)
 
     def check(self, step: int, loss: float, model: nn.Module, seed: int) -> dict[str, float]:
         """Compare loss and, where there are any, the gradients that the optimizer gets; let the reference step too.

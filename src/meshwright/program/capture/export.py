@@ -41,6 +41,7 @@ from .regions import Path, Regions
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
+Dtypes = Mapping[str, torch.dtype]
 LossFn = Callable[[nn.Module, Any], Any]
 
 
@@ -133,11 +134,7 @@ def _own_loss(model: nn.Module, batch: Any) -> Any:
 
 
 def capture(
-    model: nn.Module,
-    loss_fn: LossFn | None,
-    batch: Any,
-    device: str = "cpu",
-    dtypes: Mapping[str, torch.dtype] | None = None,
+    model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = "cpu", dtypes: Dtypes | None = None
 ) -> Captured:
     """The step of one device on batches like ``batch``.
 
@@ -251,7 +248,7 @@ def _held(step: nn.Module, name: str) -> Strides | None:
 
 
 def _fake_state(
-    step: nn.Module, mode: FakeTensorMode, device: str, dtypes: Mapping[str, torch.dtype]
+    step: nn.Module, mode: FakeTensorMode, device: str, dtypes: Dtypes
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every name of a parameter or buffer to its stand-in (tied ones share it), and tied names to first names."""
     made: dict[int, Tensor] = {}
