@@ -5,6 +5,7 @@ In float64, to 1e-12; on the same mesh bitwise.  With dropout, clipping, a sched
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
-from meshwright.errors import CheckpointError, ShardError
+from meshwright import runtime
+from meshwright.errors import CheckpointError, DesyncError, ShardError
 
 STEPS = 3  # of each leg
 TP = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}, "embed.weight": {"tp": mw.Shard(0)}}
@@ -183,6 +185,61 @@ def test_in_the_middle_of_a_merge(tmp_path: Path) -> None:
         trained("captured one", mid, 1)
     with pytest.raises(CheckpointError, match=r"after micro-step 1 of a merge, with sums of gradients: give program="):
         trained("one", mid, 1)
+
+
+@pytest.mark.thin(6)
+@pytest.mark.parametrize("late", [True, False], ids=["no_sync", "each"])
+@pytest.mark.parametrize("legs", [["dp", "dp-tp", "zero3"], ["zero3", "tp", "dp-tp"], ["one", "zero3", "one"]], ids=str)
+def test_in_the_middle_of_an_accumulation(legs: list[str], late: bool, tmp_path: Path) -> None:
+    """Eager code that updates every third batch, saved after one or two of them: ``.grad`` goes with it."""
+
+    def leg(name: str, folder: Path, steps: int) -> list[float]:
+        def run() -> list[float]:
+            one, losses = Run(name, folder), []
+            for i, batch in zip(range(one.done, one.done + steps), one.batches(), strict=False):
+                with mw.no_sync(one.model) if late and i % 3 < 2 else contextlib.nullcontext():
+                    loss = loss_of(one.model, batch)
+                    loss.backward()
+                if i % 3 == 2:
+                    nn.utils.clip_grad_norm_(one.model.parameters(), 0.5)
+                    one.optimizer.step()
+                    one.optimizer.zero_grad()
+                losses.append(float(loss))
+            one.store.save(one.done + steps, **one.parts, gradients=True).wait()
+            return losses
+
+        return mw.simulate(run, LEGS[name][0])[0]
+
+    whole = leg("dp", tmp_path / "whole", 13)
+    losses = [x for name, n in zip(legs, (2, 5, 6), strict=True) for x in leg(name, tmp_path / "run", n)]
+    off = [abs(a - b) / abs(b) for a, b in zip(losses, whole, strict=True)]
+    assert max(off) <= 1e-12, off
+
+
+def test_gradients_that_were_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    store = mw.Checkpoints(tmp_path)
+    model[0](torch.ones(1, 2)).sum().backward()
+    right = model[0].weight.grad
+    store.save(1, model=model).wait()
+    model[0].weight.grad = right + 1
+    assert store.load(model=model) == 1
+    assert model[0].weight.grad is not None  # what was not saved is left as it is
+    store.save(2, model=model, gradients=True).wait()
+    model(torch.ones(1, 2)).sum().backward()
+    assert store.load(model=model) == 2
+    assert torch.equal(model[0].weight.grad, right + 1)
+    assert model[1].weight.grad is None
+
+    def run() -> None:
+        split = mw.shard_module(nn.Linear(2, 2), DP)
+        split(mw.shard_tensor(torch.ones(4, 2), DP, [mw.Replicate()])).sum().backward()
+        if runtime.RT.rank == 1:
+            split.weight.grad = None
+        mw.Checkpoints(tmp_path / "other").save(1, model=split, gradients=True)
+
+    with pytest.raises(DesyncError, match=r"save: the ranks disagree: .*the gradient of weight"):
+        mw.simulate(run, DP)
 
 
 # ---------------------------------------------------------------------------------------------- loaders

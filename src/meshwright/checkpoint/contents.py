@@ -11,19 +11,21 @@ import torch
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
+from ..collective import Fact, together
 from ..errors import CheckpointError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
+from ..raw import bare
 from ..shard.names import Names
 from ..tensor import DistTensor
 from .arrays import NAMES
 from .files import as_stored
-from .merging import merge_state
+from .merging import merge_state, reduced
 from .values import encoded
 
 Tensor = torch.Tensor
 OPTIMIZER, OTHERS = "optimizer/", "other/"  # how names of tensors begin that are none of the model's
-RANDOM = OTHERS + "random"
+RANDOM, GRADIENT = OTHERS + "random", OTHERS + "gradient/"
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,12 @@ def stored_spec(t: Tensor, mesh: Mesh, name: str) -> Spec:
     return Spec(t.spec.shape, t.spec.dtype, t.spec.layout)
 
 
-def gather(roles: Roles, mesh: Mesh) -> Contents:
-    """What there is to be saved, on this rank.  Raises CheckpointError for what cannot be."""
+def gather(roles: Roles, mesh: Mesh, gradients: bool) -> Contents:
+    """What there is to be saved, on this rank; with gradients all ranks call it, since some are reduced.
+
+    Raises:
+        CheckpointError: what cannot be.
+    """
     made = Contents(mesh)
     if roles.model is not None:
         found = model_tensors(roles.model)
@@ -148,6 +154,8 @@ def gather(roles: Roles, mesh: Mesh) -> Contents:
         made.values["model"] = {n: encoded(v, OTHERS + n, made.put) for n, v in found.extra.items()}
         made.values["config"] = configurations(roles.model)
         names = found.names
+        if gradients:
+            made.values["gradients"] = _gradients(found, made)
     if roles.optimizers:
         made.values["optimizer"] = [_optimizer(one, names, made) for one in roles.optimizers]
     for word, ones in (("scheduler", roles.schedulers), ("loader", roles.loaders)):
@@ -219,6 +227,21 @@ def model_tensors(model: nn.Module) -> ModelTensors:
     return made
 
 
+def _gradients(found: ModelTensors, made: Contents) -> list[str]:
+    """The names of the parameters that have one.  What is Partial is reduced."""
+    held = {n: g for n, t in found.tensors.items() if isinstance(t, nn.Parameter) and (g := t.grad) is not None}
+    with together(made.mesh, "save", fix="run the same backwards on all ranks, and zero_grad() on all") as facts:
+        facts += [
+            Fact(f"the gradient of {n}", repr(g.spec if isinstance(g, DistTensor) else g.shape))
+            for n, g in held.items()
+        ]
+    for name, g in held.items():
+        made.put(
+            GRADIENT + name, reduced(bare(g), g.spec) if isinstance(g, DistTensor) and g.spec.layout.partial else g
+        )
+    return list(held)
+
+
 def configurations(model: nn.Module) -> dict[str, str]:
     """Of a model of transformers, the files that ``from_pretrained`` reads beside the weights: name to text."""
     made = {}
@@ -271,6 +294,6 @@ def _unnamed(p: Tensor) -> str:
 
 
 __all__ = [
-    "OPTIMIZER", "OTHERS", "RANDOM", "Contents", "ModelTensors", "Roles", "configurations", "gather", "group_names",
-    "kind_of", "model_tensors", "random_states", "stored_spec",
+    "GRADIENT", "OPTIMIZER", "OTHERS", "RANDOM", "Contents", "ModelTensors", "Roles", "configurations", "gather",
+    "group_names", "kind_of", "model_tensors", "random_states", "stored_spec",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ def merge_state(program: Any, put: Callable[[str, Tensor], str]) -> dict[str, An
     sums = {}
     if program.micro_step:
         for name, spec in _specs(program).items():
-            sums[name] = put(f"other/sum/{name}", _reduced(carrier.sums[name], spec))
+            sums[name] = put(f"other/sum/{name}", reduced(carrier.sums[name], spec))
     scale = {name: put(f"other/scale/{name}", t) for name, t in carrier.scale.items()}
     return {"micro_step": program.micro_step, "sums": sums, "scale": scale}
 
@@ -52,7 +52,8 @@ def _whole_spec(spec: Spec) -> Spec:
     return Spec(spec.shape, spec.dtype, layout)
 
 
-def _reduced(local: Tensor, spec: Spec) -> DistTensor:
+def reduced(local: Tensor, spec: Spec) -> DistTensor:
+    """A sum whose parts ranks hold, as it is saved; all ranks call it."""
     target = _whole_spec(spec)
     with torch.no_grad(), disabled():
         source = Spec(spec.shape, local.dtype, spec.layout)
@@ -106,4 +107,4 @@ def _spread(into: Tensor, value: Tensor, read: Spec, spec: Spec) -> None:
         into.copy_(convert.apply(plan_conversion(read, Spec(spec.shape, read.dtype, spec.layout)).steps, value))
 
 
-__all__ = ["merge_state", "restore_merge"]
+__all__ = ["merge_state", "reduced", "restore_merge"]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from .. import runtime
@@ -18,7 +19,7 @@ from ..raw import bare
 from ..shard.optimizer import binding_of
 from ..tensor import DistTensor, wrap
 from .agree import close_to
-from .contents import OPTIMIZER, OTHERS, RANDOM, ModelTensors, Roles, group_names, kind_of, model_tensors
+from .contents import GRADIENT, OPTIMIZER, OTHERS, RANDOM, ModelTensors, Roles, group_names, kind_of, model_tensors
 from .manifest import Manifest
 from .merging import restore_merge
 from .values import decoded
@@ -84,6 +85,8 @@ def plan_restore(roles: Roles, manifest: Manifest, mesh: Mesh) -> Restore:
         if roles.optimizers:
             for one, saved in zip(roles.optimizers, _saved(made, "optimizer", roles.optimizers), strict=True):
                 _optimizer(made, one, saved, found)
+        if "gradients" in manifest.values:
+            _gradients(made, roles, found)
     for word, ones in (("scheduler", roles.schedulers), ("loader", roles.loaders)):
         if ones:
             for one, saved in zip(ones, _saved(made, word, ones), strict=True):
@@ -172,6 +175,27 @@ def misnamed(missing: list[str], extra: list[str]) -> str:
         listed = ", ".join(n + close_to(n, missing) for n in extra[:4])
         parts.append(f"the model lacks {len(extra)} of its tensors: {listed}{', ...' * (len(extra) > 4)}")
     return "; ".join(parts)
+
+
+def _gradients(made: Restore, roles: Roles, found: ModelTensors) -> None:
+    """Put gradients back, in the middle of an accumulation; what had none has none."""
+    if roles.program is not None:
+        raise CheckpointError(
+            "it was saved with gradients, in the middle of an accumulation of eager code: load it without program=, or "
+            "one that was saved between updates"
+        )
+    saved = {found.firsts[name]: name for name in made.manifest.values["gradients"]}
+    for name, p in found.tensors.items():
+        if not isinstance(p, nn.Parameter):
+            continue
+        if name not in saved:
+            made.steps.append(partial(setattr, p, "grad", None))
+            continue
+        stored = GRADIENT + saved[name]
+        t = torch.empty_like(bare(p) if isinstance(p, DistTensor) else p, requires_grad=False)
+        spec = Spec(p.spec.shape, p.dtype, p.spec.layout) if isinstance(p, DistTensor) else None
+        made.fill(stored, t, spec)
+        made.steps.append(partial(setattr, p, "grad", t if spec is None else wrap(t, spec)))
 
 
 # ---------------------------------------------------------------------------------------------- optimizers

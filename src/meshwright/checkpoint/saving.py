@@ -34,8 +34,9 @@ SEEDS = (
 
 
 def save(
-    folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh, staging: dict[str, Tensor] | None
-) -> Save:
+    folder: Path, keep: int | None, step: int, roles: Roles, mesh: Mesh, staging: dict[str, Tensor] | None,
+    gradients: bool,
+) -> Save:  # fmt: skip
     """Begin to save; the ranks have agreed and what is to be written is apart from what training changes.
 
     Args:
@@ -45,7 +46,7 @@ def save(
     Raises:
         CheckpointError, DesyncError: on every rank; nothing was written.
     """
-    contents = prepared(mesh, "save", lambda: gather(roles, mesh), partial(_lines, step), DIFFERENT, SEEDS)
+    contents = prepared(mesh, "save", lambda: gather(roles, mesh, gradients), partial(_lines, step), DIFFERENT, SEEDS)
     path = folder / _named(folder, step, contents)
     parts = own_parts(contents, path)
     manifest = Manifest(step, mesh, contents.specs, contents.aliases, contents.values)

@@ -53,7 +53,7 @@ class Checkpoints:
 
     def save(
         self, step: int, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,
-        program: Any = None, wait: bool = False,
+        program: Any = None, gradients: bool = False, wait: bool = False,
     ) -> Save:  # fmt: skip
         """Begin to save, on all ranks together.  Each writes its own parts, what several hold once.
 
@@ -67,6 +67,8 @@ class Checkpoints:
             scheduler: one or a list.
             loader: one or a list, with the place in the data: what ``mw.shard_dataloader`` returns.
             program: a captured step, which has model and optimizer with it.
+            gradients: ``.grad`` of the parameters too: for a save between two backwards of an accumulation.  A load
+                puts them back; sums that a captured step holds are always saved.
             wait: write it all before this returns, from where it lies: no memory is needed for a copy.
 
         The state of the default random generator, which all ranks share, is always saved.
@@ -81,7 +83,7 @@ class Checkpoints:
             raise CheckpointError(f"save: step={step!r}: a whole number of at least 0 was expected")
         self._settle()
         staging = None if wait else self._staging
-        self._last = save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh), staging)
+        self._last = save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh), staging, gradients)
         if wait:
             self._last.wait()
         return self._last
