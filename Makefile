@@ -14,7 +14,7 @@ STAMP := .venv/.installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-torch lint format bench bench-quick conformance conformance-yardstick conformance-paddle conformance-models clean
+.PHONY: help setup demo test test-long test-torch lint format bench bench-quick gpu conformance conformance-yardstick conformance-paddle conformance-models clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -65,6 +65,9 @@ bench: setup  ## the benchmarks: figures, targets, verdicts
 
 bench-quick: setup  ## do all benchmarks run?
 	$(BIN)/python -m bench --quick
+
+gpu: setup  ## what one CUDA device can show, in one report; without one, the same on the processor, shrunken
+	$(ONE_THREAD) $(BIN)/python -m bench.gpu
 
 conformance: setup  ## PyTorch's op database on 4 processes, and DTensor beside it with bytes
 	$(BIN)/python -m conformance.opdb --against dtensor

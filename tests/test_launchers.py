@@ -40,6 +40,9 @@ SRUN = {
         ({**MPICH, "MASTER_PORT": "7"}, ("mpirun (MPICH, Intel MPI)", 0, 2, 0, "127.0.0.1", 7)),
         ({**SRUN, "MASTER_PORT": "7"}, ("srun", 3, 8, 1, "gpu03", 7)),
         ({**SRUN, "SLURM_STEP_NODELIST": "login", "MASTER_PORT": "7"}, ("srun", 3, 8, 1, "login", 7)),
+        ({**SRUN, "SLURM_STEP_NODELIST": "r[1-2]n[3,5]-ib,x", "MASTER_PORT": "7"}, ("srun", 3, 8, 1, "r1n3-ib", 7)),
+        ({**SRUN, "SLURM_STEP_NODELIST": "a,b[1-2]", "MASTER_PORT": "7"}, ("srun", 3, 8, 1, "a", 7)),
+        ({**SRUN, "MASTER_ADDR": "b", "MASTER_PORT": "7"}, ("srun", 3, 8, 1, "b", 7)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script: one process
     ],
 )
@@ -63,6 +66,11 @@ def test_a_port_is_the_jobs() -> None:
         ({**TORCHRUN, "RANK": "one"}, "they read 'one' and '4'"),
         ({**TORCHRUN, "RANK": "4"}, "they read '4' and '4'"),
         (OPEN_MPI, "nothing says where the first of them is: set MASTER_ADDR"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, r"mpirun \(MPICH, Intel MPI\) started 4 processes and nothing says where"),
+        (
+            {k: v for k, v in SRUN.items() if "LIST" not in k},
+            "srun started 8 processes and nothing says where the first",
+        ),
     ],
 )
 def test_half_of_it(env: dict[str, str], message: str) -> None:
@@ -123,3 +131,31 @@ def test_each_process_of_a_machine_takes_a_gpu_of_its_own(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         _own_device(device, local_rank)
     assert taken == [3, 1]
+
+
+@pytest.mark.long
+def test_ray_train_on_two_nodes(tmp_path: Any) -> None:
+    """A local cluster of two nodes; TorchTrainer has made the process group when a worker begins."""
+    torch_train = pytest.importorskip("ray.train.torch", reason="needs Ray: pip install 'ray[train]'")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    def worker() -> None:
+        mesh = mw.init_mesh({"dp": 2, "tp": 2})
+        x = mw.shard_tensor(torch.arange(4.0), mesh, {"dp": mw.Shard(0), "tp": mw.Shard(0)})
+        ray.train.report({"total": x.sum().item(), "ranks": mesh.size})
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+    try:
+        cluster.add_node(num_cpus=3)
+        ray.init(address=cluster.address)
+        made = torch_train.TorchTrainer(
+            worker,
+            scaling_config=ray.train.ScalingConfig(num_workers=4, placement_strategy="SPREAD"),
+            run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+        ).fit()
+        assert made.metrics["total"] == 6
+        assert made.metrics["ranks"] == 4
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

@@ -115,13 +115,13 @@ def _address(env: Mapping[str, str], by: str, world: int, here: str) -> str:
     if here == str(world):
         return "127.0.0.1"  # all on this host
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") if by == "srun" else None
-    first = re.match(r"([^,\[]+)(?:\[(\w+))?", hosts or "")
-    if first is None:
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts or "").partition(",")[0]  # rack[1-2]n[03-07,09]-ib -> rack1n03-ib
+    if not first:
         raise MeshError(
             f"{by} started {world} processes and nothing says where the first of them is: set MASTER_ADDR to its host "
             "(and MASTER_PORT to a free port), for example mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500"
         )
-    return first[1] + (first[2] or "")  # node[03-07,09] -> node03
+    return first
 
 
 def _port(env: Mapping[str, str], job: tuple[str, ...]) -> int:

@@ -1,0 +1,383 @@
+"""``make gpu``: all that one CUDA device can show, in one report; without one, the same on the processor, shrunken.
+
+Checks compare a mesh with one device; four processes share the device (gloo), or have one each (NCCL).  Benchmarks are
+one process each.  Whatever fails is a line of the report, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import meshwright as mw
+from meshwright.train import TrainConfig
+from meshwright.train.loop import train
+from meshwright.train.model import GPT, loss_of
+
+from .report import machine
+from .worker import CONTEXT
+
+Sizes = dict[str, int]
+Found = dict[str, Any]
+ROOT = Path(__file__).parents[1]
+SECONDS = 520.0  # for everything: what would begin later is left out, and the report says so
+EACH = 150.0  # for one of them
+BATCH = 12
+
+
+@dataclass(frozen=True)
+class Where:
+    """The device, and whether everything is shrunken."""
+
+    device: str
+    small: bool
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+# ---------------------------------------------------------------------------------------------- checks, by each rank
+
+
+def trained(mesh: mw.Mesh, where: Where, **options: Any) -> Found:
+    """``meshwright train --verify``: loss and gradients of every step against one device."""
+    told: Found = {}
+    sizes = tuple(zip(mesh.axes, mesh.sizes, strict=True))
+    small: Found = {"layers": 1, "hidden": 24, "seq": 16} if where.small else {}
+    config = TrainConfig(mesh=sizes, device=where.device, steps=3, verify=True, **small | options)
+    summary = train(config, mesh, lambda kind, values: told.update({kind: values}))
+    verdict = told["end"]["verdict"] if told else None
+    found = {"loss": summary.max_rel_loss_diff, "gradients": summary.max_rel_grad_diff}
+    return {"passed": verdict is None or verdict.passed, **found}
+
+
+def drawn(mesh: mw.Mesh, where: Where) -> Found:
+    """Initial values and dropout by the device's generators: the numbers of one device on every layout."""
+    zeros = torch.zeros((53, 47) if where.small else (1003, 517), device=where.device)
+    placements = (mw.Replicate(), mw.Shard(0), mw.Shard(1))
+    wrong = []
+    for name in ("uniform_", "normal_", "dropout"):
+
+        def draw(x: Any, name: str = name) -> Any:
+            torch.manual_seed(3)
+            return nn.functional.dropout(x + 1, 0.3) if name == "dropout" else getattr(x, name)()
+
+        with mw.reproducible_random():
+            want = draw(zeros.clone())
+        for placement in placements:
+            x = mw.shard_tensor(zeros, mesh, dict.fromkeys(mesh.axes[:1], placement))
+            if not torch.equal(mw.unshard(draw(x)), want):
+                wrong.append(f"{name} {placement!r}")
+    return {"passed": not wrong, "wrong": wrong}
+
+
+def _network(where: Where, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    width = 32 if where.small else 1024
+    layers = [nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 8)]
+    return nn.Sequential(*layers).to(where.device, dtype)
+
+
+def _batch(model: nn.Sequential, where: Where) -> torch.Tensor:
+    torch.manual_seed(1)
+    first: Any = model[0]
+    return torch.randn(BATCH, first.in_features).to(where.device, first.weight.dtype)
+
+
+def _steps(model: nn.Module, optimizer: Any, batch: Any, count: int = 3) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _close(found: list[float], want: list[float]) -> Found:
+    off = max(abs(a - b) / abs(b) for a, b in zip(found, want, strict=True))
+    return {"passed": off < 1e-4, "loss": off}
+
+
+def _adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+def fused(mesh: mw.Mesh, where: Where) -> Found:
+    """The fused AdamW on parts of parameters, ZeRO-3."""
+    plain = _network(where)
+    batch = _batch(plain, where)
+    want = _steps(plain, _adamw(plain, fused=True), batch)
+    model = mw.shard_module(_network(where), mesh, stored_over=mesh.axes[0])
+    laid = mw.shard_tensor(batch, mesh, {mesh.axes[0]: mw.Shard(0)})
+    return _close(_steps(model, mw.shard_optimizer(_adamw(model, fused=True)), laid), want)
+
+
+def overlapped(mesh: mw.Mesh, where: Where) -> Found:
+    """Reductions that go on beside the backward, in small buckets, on a stream that is not the default one."""
+    plain = _network(where)
+    batch = _batch(plain, where)
+    want = _steps(plain, _adamw(plain), batch, 5)
+    where.finish()
+    with torch.cuda.stream(torch.cuda.Stream()) if where.device == "cuda" else contextlib.nullcontext():
+        model = mw.shard_module(_network(where), mesh, bucket_bytes=1024)
+        laid = mw.shard_tensor(batch, mesh, {mesh.axes[0]: mw.Shard(0)})
+        found = _steps(model, mw.shard_optimizer(_adamw(model)), laid, 5)
+        where.finish()
+    return _close(found, want)
+
+
+def captured(mesh: mw.Mesh, where: Where, **options: Any) -> Found:
+    """A captured step, by default as one flat graph of ops."""
+    plain = _network(where)
+    batch = _batch(plain, where)
+    want = _steps(plain, _adamw(plain), batch)
+    model = _network(where)
+    step = mw.compile_step(
+        model, lambda m, b: m(b).square().mean(), _adamw(model), batch, mesh=mesh, batch={mesh.axes[0]: mw.Shard(0)},
+        **options,
+    )  # fmt: skip
+    return _close([float(step(batch)) for _ in range(3)], want)
+
+
+Check = Callable[[mw.Mesh, Where], Found]
+BOTH, DATA = {"dp": 2, "tp": 2}, {"dp": 4}
+CHECKS: dict[str, tuple[Sizes, Check]] = {
+    "--verify dp=2,tp=2": (BOTH, partial(trained, dtype="float64")),
+    "--verify dp=2,tp=2 --sequence-parallel --dropout 0.1": (
+        BOTH, partial(trained, dtype="float64", sequence_parallel=True, dropout=0.1),
+    ),
+    "--verify tp=3": ({"tp": 3}, partial(trained, dtype="float64")),
+    "--verify dp=4 --stored-over dp --accumulate 4": (
+        DATA, partial(trained, dtype="float64", stored_over="dp", accumulate=4),
+    ),
+    "--verify dp=2,tp=2 --static": (BOTH, partial(trained, dtype="float64", static=True)),
+    "--verify dp=2,tp=2 --dtype bfloat16": (BOTH, partial(trained, dtype="bfloat16")),
+    "initial values and dropout": (BOTH, drawn),
+    "fused AdamW, ZeRO-3": (DATA, fused),
+    "overlapped reductions on a stream": (DATA, overlapped),
+    "captured step": (DATA, captured),
+    "captured step, inductor": (DATA, partial(captured, backend="inductor")),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- benchmarks, one process
+
+
+def _llama(where: Where) -> tuple[nn.Module, torch.Tensor]:
+    sizes: Found = {"layers": 20, "hidden": 2048, "heads": 16, "seq": 1024}
+    if where.small:
+        sizes = {"layers": 2, "hidden": 32, "heads": 2, "seq": 16}
+    config = TrainConfig(dtype="bfloat16", **sizes)
+    vocabulary = 256 if where.small else 32000
+    torch.manual_seed(0)
+    model = GPT(config, where.device, vocabulary, llama=True)
+    return model, torch.randint(vocabulary, (4, config.seq), device=where.device)
+
+
+def _plain_step(where: Where, compiled: bool) -> tuple[Callable[[], Any], int, int]:
+    model, ids = _llama(where)
+    called: Any = torch.compile(model) if compiled else model
+    optimizer = _adamw(model, fused=True)
+
+    def step() -> Any:
+        loss = loss_of(called, ids, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, ids.numel(), sum(p.numel() for p in model.parameters())
+
+
+def _eager_step(where: Where) -> tuple[Callable[[], Any], int, int]:
+    plain, ids = _llama(where)
+    count, mesh = sum(p.numel() for p in plain.parameters()), mw.init_mesh({"dp": 1}, device=where.device)
+    model = mw.shard_module(plain, mesh)
+    optimizer = mw.shard_optimizer(_adamw(model, fused=True))
+    laid = mw.shard_tensor(ids, mesh, {"dp": mw.Shard(0)})
+
+    def step() -> Any:
+        loss = loss_of(model, laid, laid)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, ids.numel(), count
+
+
+def _captured_step(where: Where, **options: Any) -> tuple[Callable[[], Any], int, int]:
+    model, ids = _llama(where)
+    count, mesh = sum(p.numel() for p in model.parameters()), mw.init_mesh({"dp": 1}, device=where.device)
+    made = mw.compile_step(
+        model, lambda m, b: loss_of(m, *b), _adamw(model, fused=True), (ids, ids), mesh=mesh,
+        batch={"dp": mw.Shard(0)}, **options,
+    )  # fmt: skip
+    return lambda: made((ids, ids)), ids.numel(), count
+
+
+CONTENDERS: dict[str, Callable[[Where], tuple[Callable[[], Any], int, int]]] = {
+    "plain PyTorch": partial(_plain_step, compiled=False),
+    "Meshwright": _eager_step,
+    "Meshwright, captured": _captured_step,
+    "torch.compile": partial(_plain_step, compiled=True),
+    "Meshwright, captured, inductor": partial(_captured_step, backend="inductor"),
+}
+
+
+def timed(where: Where, contender: str) -> Found:
+    """Tokens per second and peak memory of a Llama of 1B parameters in bfloat16, with AdamW."""
+    step, tokens, parameters = CONTENDERS[contender](where)
+    losses = [float(step()) for _ in range(3)]  # the first ones compile
+    where.finish()
+    count, start = (2 if where.small else 10), time.perf_counter()
+    for _ in range(count):
+        loss = step()
+    where.finish()
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() / 2**20 if where.device == "cuda" else None
+    speed = {"tokens/s": round(tokens * count / seconds), "peak MiB": peak and round(peak)}
+    return {"passed": bool(torch.isfinite(loss.float())), **speed, "parameters": parameters, "losses": losses}
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+def _ranked(name: str, where: Where, rank: int, folder: Path) -> Found:
+    """What one process of a check or benchmark finds."""
+    if name in CONTENDERS:
+        return timed(where, name)
+    sizes, check = CHECKS[name]
+    world = torch.Size(sizes.values()).numel()
+    backend = "gloo"
+    if where.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend = "nccl" if torch.cuda.device_count() >= world else "gloo"  # which refuses two ranks on one device
+    dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
+    found = check(mw.init_mesh(sizes, device=where.device), where)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {**found, "backend": backend}
+
+
+def work(name: str, where: Where, rank: int, folder: Path) -> None:
+    """One process; the first one and those that fail write what they found."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    try:
+        found = _ranked(name, where, rank, folder)
+    except BaseException as error:
+        lines = traceback.format_exc().splitlines()[-12:]
+        found = {"passed": False, "error": f"{type(error).__name__}: {error}".splitlines()[0], "traceback": lines}
+    if rank == 0 or not found["passed"]:
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # at once, whatever its threads wait for
+
+
+def found_of(name: str, where: Where, limit: float) -> Found:
+    """Run a check or benchmark in processes of its own; the first failure is the answer."""
+    world = 1 if name in CONTENDERS else torch.Size(CHECKS[name][0].values()).numel()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        processes = [
+            CONTEXT.Process(target=work, args=(name, where, rank, folder), daemon=True) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            for process in processes:
+                process.join(max(0.1, start + limit - time.monotonic()))
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        said = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    answer = next((s for s in said if not s["passed"]), said[0] if said else None)
+    answer = answer or {"passed": False, "error": f"did not end within {limit:.0f} s"}
+    return {**answer, "seconds": round(time.monotonic() - start, 1)}
+
+
+def run(where: Where, names: list[str], seconds: float) -> Iterator[tuple[str, Found]]:
+    """All of them, one after the other, while there is time."""
+    end = time.monotonic() + seconds
+    for name in names:
+        left = end - time.monotonic()
+        yield (
+            name,
+            found_of(name, where, min(EACH, left)) if left > 10 else {"passed": True, "left out": "no time left"},
+        )
+
+
+def line_of(name: str, found: Found) -> str:
+    """One line of the report."""
+    rest = {k: v for k, v in found.items() if k not in ("passed", "traceback", "losses") and v not in (None, [])}
+    shown = ", ".join(
+        f"{k} {v:.2g}" if isinstance(v, float) and k != "seconds" else f"{k} {v}" for k, v in rest.items()
+    )
+    word = "passed" if found["passed"] else "FAILED"
+    return f"{'left out' if 'left out' in found else word:8}  {name}: {shown}"
+
+
+def report(where: Where, found: dict[str, Found]) -> str:
+    """Text for people, and below it the same as JSON."""
+    about = machine(ROOT)
+    if where.device == "cuda":
+        count = torch.cuda.device_count()
+        about["device"] = f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
+    else:
+        about["device"] = (
+            "none: on tensors of the processor, shrunken, in place of a GPU; its figures say nothing of one"
+        )
+    lines = [*(f"{k}: {v}" for k, v in about.items()), "", *(line_of(*item) for item in found.items())]
+    lines += ["", "CUDA graphs: captured steps are not run as such; nothing to check"]
+    data = json.dumps({"machine": about, "found": found}, indent=1)
+    return "\n".join(["# make gpu", "", "```", *lines, "```", "", "```json", data, "```", ""])
+
+
+def main(words: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="What one CUDA device can show.")
+    parser.add_argument("--only", default="", help="checks and benchmarks whose names have this in them")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "out" / "gpu.md", help="the report")
+    given = parser.parse_args(words)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = Where(device, small=device == "cpu")
+    if where.small:
+        print("there is no CUDA device: what can run on the processor does, shrunken", flush=True)
+    found = {}
+    for name, answer in run(where, [n for n in (*CHECKS, *CONTENDERS) if given.only in n], SECONDS):
+        found[name] = answer
+        print(line_of(name, answer), flush=True)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(report(where, found))
+    print(f"report: {given.out}")
+    return 0 if all(answer["passed"] for answer in found.values()) else 1
+
+
+if __name__ == "__main__":
+    from bench.gpu import main as entry  # what is pickled for the processes is of this module by its name
+
+    sys.exit(entry())
