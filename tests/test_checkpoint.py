@@ -15,7 +15,7 @@ import torch.nn as nn
 
 import meshwright as mw
 from meshwright import runtime
-from meshwright.checkpoint import arrays, files, pieces
+from meshwright.checkpoint import arrays, files, pieces, saving
 from meshwright.errors import CheckpointError, DesyncError
 
 ONE = mw.Mesh({"dp": 1})
@@ -225,6 +225,47 @@ def test_schedulers_random_numbers_and_states_of_modules(tmp_path: Path) -> None
             store.load(model=model, scheduler=schedulers[::-1])
 
     mw.simulate(run, DP)
+
+
+def test_generators_of_python_and_numpy(tmp_path: Path) -> None:
+    """They are put back where all ranks had the same; otherwise they are left as they are."""
+    import random
+
+    import numpy
+
+    def seeded(seed: int) -> None:
+        random.seed(seed)
+        numpy.random.seed(seed)
+        random.gauss(0, 1)
+        numpy.random.randn(1)  # half of a pair is kept for the next one
+
+    def drawn() -> list[float]:
+        return [random.gauss(0, 1), random.random(), float(numpy.random.randn()), float(numpy.random.rand())]
+
+    before = random.getstate(), numpy.random.get_state()
+    model, store = nn.Linear(2, 2), mw.Checkpoints(tmp_path / "one")
+    seeded(3)
+    store.save(1, model=model).wait()
+    expected = drawn()
+    seeded(4)
+    store.load(model=model)
+    assert drawn() == expected
+
+    def split() -> None:
+        torch.manual_seed(0)
+        mw.Checkpoints(tmp_path / "two", mesh=two).save(1, model=nn.Linear(2, 2)).wait()
+
+    two, real, monkey = mw.Mesh({"ranks": 2}), saving.host_generators, pytest.MonkeyPatch()
+    monkey.setattr(saving, "host_generators", lambda: real() | {"rank": runtime.RT.rank})
+    mw.simulate(split, two)
+    monkey.undo()
+    seeded(5)
+    expected = drawn()
+    seeded(5)
+    assert mw.Checkpoints(tmp_path / "two").load(model=model) == 1
+    assert drawn() == expected
+    random.setstate(before[0])
+    numpy.random.set_state(before[1])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adamax])

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +60,38 @@ def test_train_goes_on_where_it_was_saved(text: str, tmp_path: Path) -> None:
         losses_of(replace(config, steps=9, resume=False))
     with pytest.raises(CheckpointError, match=r"is torch.float64 of shape .* here, and was torch.float64 of shape"):
         losses_of(replace(config, hidden=16, steps=9))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_torchrun_goes_on_with_two_of_four(text: str, tmp_path: Path) -> None:
+    """One of four is killed while it trains; two go on where the newest checkpoint is, with the same losses."""
+    words = "--layers 1 --hidden 8 --heads 2 --seq 6 --batch 4 --dtype float64 --lr 0.01 --dropout 0.1 --clip 0.5 --tie"
+    common = [*words.split(), "--data", text, "--save", str(tmp_path / "run"), "--save-every", "2", "--resume"]
+
+    def launched(ranks: int, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", "meshwright", "train", "--mesh", f"dp={ranks}", *common, "--json", "--no-plot", *more]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    store = mw.Checkpoints(tmp_path / "run")
+    four = launched(4, "--steps", "100000")
+    try:
+        end = time.monotonic() + 120
+        while not store.steps and time.monotonic() < end and four.poll() is None:
+            time.sleep(0.05)
+        ranks = Path(f"/proc/{four.pid}/task/{four.pid}/children").read_text().split()
+        os.kill(int(ranks[2]), signal.SIGKILL)
+        _, said = four.communicate(timeout=60)
+    finally:
+        four.kill()
+    assert "rank 2" in said
+    done = store.steps[0]
+    out, said = launched(2, "--steps", str(done + 3)).communicate(timeout=200)
+    summary = json.loads(out.splitlines()[-1])
+    whole = losses_of(replace(SMALL, data=(text,), steps=done + 3))
+    assert summary["loss_first"] == pytest.approx(whole[done], rel=1e-12), said
+    assert summary["loss_last"] == pytest.approx(whole[-1], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
@@ -179,6 +181,26 @@ def random_states(mesh: Mesh) -> dict[str, Tensor]:
     return made
 
 
+def host_generators() -> dict[str, Any]:
+    """States of Python's and NumPy's global generators, as JSON."""
+    version, words, gauss = random.getstate()
+    made: dict[str, Any] = {"python": [version, list(words), gauss]}
+    state = numpy.random.get_state()
+    if isinstance(state, tuple):
+        kind, keys, *others = state
+        made["numpy"] = [kind, keys.tolist(), *others]
+    return made
+
+
+def set_host_generators(saved: Mapping[str, Any]) -> None:
+    """Put Python's and NumPy's global generators where they were."""
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
+    if "numpy" in saved:
+        kind, keys, *others = saved["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *others))
+
+
 # ---------------------------------------------------------------------------------------------- models
 
 
@@ -295,5 +317,5 @@ def _unnamed(p: Tensor) -> str:
 
 __all__ = [
     "GRADIENT", "OPTIMIZER", "OTHERS", "RANDOM", "Contents", "ModelTensors", "Roles", "configurations", "gather",
-    "group_names", "kind_of", "model_tensors", "random_states", "stored_spec",
+    "group_names", "host_generators", "kind_of", "model_tensors", "random_states", "set_host_generators", "stored_spec",
 ]  # fmt: skip

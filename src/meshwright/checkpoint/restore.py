@@ -19,7 +19,18 @@ from ..raw import bare
 from ..shard.optimizer import binding_of
 from ..tensor import DistTensor, wrap
 from .agree import close_to
-from .contents import GRADIENT, OPTIMIZER, OTHERS, RANDOM, ModelTensors, Roles, group_names, kind_of, model_tensors
+from .contents import (
+    GRADIENT,
+    OPTIMIZER,
+    OTHERS,
+    RANDOM,
+    ModelTensors,
+    Roles,
+    group_names,
+    kind_of,
+    model_tensors,
+    set_host_generators,
+)
 from .manifest import Manifest
 from .merging import restore_merge
 from .values import decoded
@@ -268,6 +279,8 @@ def _fits(held: Tensor, spec: Spec) -> bool:
 
 def _random(made: Restore) -> None:
     """The default generators last: what comes before may draw from them."""
+    if generators := made.manifest.values.get("generators"):
+        made.steps.append(partial(set_host_generators, generators))
     cpu = made.whole(f"{RANDOM}/cpu")
     made.steps.append(lambda: torch.random.set_rng_state(cpu))
     if made.mesh.device == "cuda" and f"{RANDOM}/cuda" in made.manifest.tensors:

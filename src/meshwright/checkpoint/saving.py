@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import threading
+import zlib
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..shard.replicas import facts_of
 from ..tensor import DistTensor
 from . import files
 from .agree import everyone, prepared
-from .contents import Contents, Roles, gather
+from .contents import Contents, Roles, gather, host_generators
 from .files import Line, Part, write_file
 from .manifest import NAME, Manifest, commit, make_folder, new_folder, remove_old
 from .pieces import own_piece, replica
@@ -47,7 +48,11 @@ def save(
         CheckpointError, DesyncError: on every rank; nothing was written.
     """
     contents = prepared(mesh, "save", lambda: gather(roles, mesh, gradients), partial(_lines, step), DIFFERENT, SEEDS)
-    path = folder / _named(folder, step, contents)
+    generators = host_generators()
+    name, same = _named(folder, step, contents, zlib.crc32(repr(generators).encode()))
+    if same:
+        contents.values["generators"] = generators
+    path = folder / name
     parts = own_parts(contents, path)
     manifest = Manifest(step, mesh, contents.specs, contents.aliases, contents.values)
     return Save(path, keep, manifest, parts, staging)
@@ -66,12 +71,13 @@ def _lines(step: int, contents: Contents) -> dict[str, object]:
     return lines
 
 
-def _named(folder: Path, step: int, contents: Contents) -> str:
+def _named(folder: Path, step: int, contents: Contents, generators: int) -> tuple[str, bool]:
     """The name of the folder of a save, which the first rank gives; it is made where the disk is waited for.
 
-    In the same exchange samples of what several ranks hold are compared.
+    In the same exchange samples of what several ranks hold are compared; and whether all bring the same digest of the
+    generators beside torch's, which need not be.
     """
-    mesh, name, error = contents.mesh, "", ""
+    mesh, name, error, same = contents.mesh, "", "", True
     if runtime.RT.rank == mesh.ranks[0]:
         try:
             name = new_folder(folder, step).name
@@ -81,16 +87,17 @@ def _named(folder: Path, step: int, contents: Contents) -> str:
         here = mesh.coordinate(runtime.RT.rank)
         split = {n: t for n, t in contents.tensors.items() if isinstance(t, DistTensor)}
         shared = {n: (t.spec.layout, bare(t)) for n, t in split.items() if replica(t.spec, here)[1] > 1}
-        told = everyone((name, error, facts_of(shared, whole=False)), mesh)
-        name, error, _ = told[0]
-        went = collective.differing({rank: facts for rank, (_, _, facts) in zip(mesh.ranks, told, strict=True)})[0]
+        told = everyone((name, error, facts_of(shared, whole=False), generators), mesh)
+        name, error, *_ = told[0]
+        same = len({one[3] for one in told}) == 1
+        went = collective.differing({rank: one[2] for rank, one in zip(mesh.ranks, told, strict=True)})[0]
         if went:
             raise DesyncError(
                 f"save: ranks that hold the same part of a tensor hold {went}; each would save some of them"
             )
     if error:
         raise CheckpointError(f"save to {folder}: {error}")
-    return name
+    return name, same
 
 
 def own_parts(contents: Contents, path: Path) -> list[Part]:

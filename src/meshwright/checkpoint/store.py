@@ -71,7 +71,8 @@ class Checkpoints:
                 puts them back; sums that a captured step holds are always saved.
             wait: write it all before this returns, from where it lies: no memory is needed for a copy.
 
-        The state of the default random generator, which all ranks share, is always saved.
+        The state of the default random generator, which all ranks share, is always saved; those of Python and NumPy too
+        where all ranks have the same.
 
         Raises:
             CheckpointError: on all ranks: what cannot be saved; the save before failed, and nobody waited for it; with
