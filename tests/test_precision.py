@@ -605,3 +605,30 @@ def test_masters_narrower_than_what_they_are_reduced_in(stored):
 
     seen = sharded(copy.deepcopy(START).bfloat16(), HALF, DP, fn, stored_over=stored)
     assert seen == ({} if stored else {"contribution": F32, "gradient": BF16})
+
+
+def test_gradients_that_are_reduced_where_weights_are_used_are_reduced_in_the_dtype_asked_for():
+    """A tied weight that another use needs otherwise, and weights that are gathered for one use: no bucket has them."""
+    mesh = mw.Mesh({"dp": 2, "tp": 2})
+
+    def run(reduce, static):
+        model, policy = copy.deepcopy(NET), mw.Precision(BF16, reduce)
+        if static:
+            step = mw.compile_step(
+                model, lambda m, b: loss_of(m(b[0]), b[1]), None, (IDS[0], TARGETS[0]), mesh=mesh,
+                batch={"dp": mw.Shard(0)}, layouts=TP, precision=policy, gradients=True, **SP,
+            )  # fmt: skip
+        else:
+            mw.shard_module(model, mesh, TP, precision=policy, **SP)
+        with mw.explain() as why:
+            if static:
+                step((IDS[0], TARGETS[0]))
+            else:
+                ids, targets = (mw.shard_tensor(t[0], mesh, {"dp": mw.Shard(0)}) for t in (IDS, TARGETS))
+                loss_of(model(ids), targets).backward()
+        number = 8  # of the targets, in int64
+        return sum(why.counts.bytes[k] for k in ("all_reduce", "reduce_scatter")) - number
+
+    for static in (False, True):
+        wide, narrow = (mw.simulate(lambda r=r, s=static: run(r, s), mesh)[0] for r in (F32, BF16))
+        assert wide == 2 * narrow

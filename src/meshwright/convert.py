@@ -344,44 +344,32 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _back(ctx.steps, grad, ctx.cause), None
+        return back(ctx.steps, grad, ctx.cause), None
 
 
 class _Bring(torch.autograd.Function):
-    """Cast, then convert; back, the gradient is brought to its own dtype and converted in that, which it keeps."""
+    """Another value of a leaf; its gradient is brought to a dtype and converted in that, which it keeps."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        local: Tensor,
-        dtype: torch.dtype,
-        steps: tuple[ConversionStep, ...],
-        wide: torch.dtype,
-        wide_steps: tuple[ConversionStep, ...],
+        ctx: Any, local: Tensor, value: Tensor, dtype: torch.dtype, steps: tuple[ConversionStep, ...]
     ) -> Tensor:
-        ctx.wide, ctx.steps, ctx.cause = wide, wide_steps, runtime.RT.cause
-        cast = local.to(dtype)
-        return _apart(apply(steps, cast), local)
+        ctx.dtype, ctx.steps, ctx.cause = dtype, steps, runtime.RT.cause
+        return value.data
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _back(ctx.steps, grad.to(ctx.wide), ctx.cause), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return back(ctx.steps, grad.to(ctx.dtype), ctx.cause), None, None, None
 
 
-def bring(
-    local: Tensor,
-    dtype: torch.dtype,
-    steps: tuple[ConversionStep, ...],
-    wide: torch.dtype,
-    wide_steps: tuple[ConversionStep, ...],
-) -> Tensor:
-    """A leaf cast to ``dtype``, then converted by ``steps``; its gradient becomes ``wide`` before anything is sent.
+def bring(local: Tensor, value: Tensor, dtype: torch.dtype, steps: tuple[ConversionStep, ...]) -> Tensor:
+    """``value``, which a leaf was cast and converted to; its gradient becomes ``dtype`` before anything is sent.
 
     Args:
-        local: a leaf that takes gradients of any dtype.
-        wide_steps: the same steps, of ``wide``.
+        local: the leaf, which takes gradients of any dtype.
+        steps: those of the conversion, of ``dtype``.
     """
-    made: Tensor = _Bring.apply(local, dtype, steps, wide, wide_steps)
+    made: Tensor = _Bring.apply(local, value, dtype, steps)
     return made
 
 
@@ -395,15 +383,15 @@ def _apart(out: Tensor, local: Tensor) -> Tensor:
     return out.data if out is local or not (base is None or base is local or base is local._base) else out
 
 
-def _back(steps: tuple[ConversionStep, ...], grad: Tensor, cause: Any) -> Tensor:
+def back(steps: tuple[ConversionStep, ...], grad: Tensor, cause: Any) -> Tensor:
     """The transposed steps, in the name of the record that the forward was made for."""
-    back = transpose(steps)
-    if not back:  # differentiated past a conversion, to where the data already was
+    backward = transpose(steps)
+    if not backward:  # differentiated past a conversion, to where the data already was
         return grad
-    with runtime.serving(cause and cause.transposed(back)):
-        made = apply(back, grad)
+    with runtime.serving(cause and cause.transposed(backward)):
+        made = apply(backward, grad)
     # A slice is a view of a cotangent that others may hold: a leaf would take it for its own and add to it in place.
-    return made.clone() if made is not grad and _only_slices(back) else made
+    return made.clone() if made is not grad and _only_slices(backward) else made
 
 
 @lru_cache(maxsize=2048)
@@ -425,7 +413,7 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _back(ctx.steps, grad, ctx.cause), None, None
+        return back(ctx.steps, grad, ctx.cause), None, None
 
 
 class _Weighted(torch.autograd.Function):

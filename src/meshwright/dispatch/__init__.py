@@ -22,7 +22,7 @@ from .calls import (
     spec_of,
     tensors_in,
 )  # fmt: skip
-from .execution import execute, relayout, root, unit_cotangent, wanted
+from .execution import BRING, execute, relayout, root, unit_cotangent, wanted
 from .inference import Inference, gathered, infer
 from .keys import key_of, key_part
 from .leaves import any_linked, link, resolve_types
@@ -32,6 +32,7 @@ from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, res
 from .views import count_write, refresh, remember_detached, write_through
 
 __all__ = [
+    "BRING",
     "INTO_PLAIN",
     "LISTED",
     "NO",

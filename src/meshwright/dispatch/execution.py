@@ -26,6 +26,8 @@ Wrap = Callable[[Tensor, Spec], Any]
 Note = Callable[[bool], None]
 Converter = Callable[[Tensor, resharding.ConversionPlan, "Note | None"], Tensor]
 
+BRING = "_bring"  # in the dict of what ops see of a parameter: converts it, with a backward of its own dtype
+
 
 def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | None = None) -> Tensor:
     """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once.
@@ -50,7 +52,14 @@ def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | Non
         hit = memo.get(ends)
         if hit is not None:
             return hit
-    made = _already_there(t, steps, memo, note) if grad else None
+    made = None
+    if grad and BRING in space:
+        value = memo.get(steps.dst.layout) if memo is not None and steps.moves else None
+        if note is not None:
+            note(steps.moves and value is None)
+        made = space[BRING](t, steps, value)
+    elif grad:
+        made = _already_there(t, steps, memo, note)
     if made is None and "_piece" in space:
         made = _of_whole(t, steps, note, grad)
     if made is None:

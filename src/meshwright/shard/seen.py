@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import compat, convert, runtime
-from ..dispatch import disabled, link
+from ..convert import ConversionStep
+from ..dispatch import BRING, disabled, link
 from ..errors import ShardError
 from ..layout import chunk_bounds
 from ..raw import bare
+from ..resharding import ConversionPlan
 from ..resharding import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
 from .packing import split_dim
 from .precision import put, reduce_dtype
 from .saved import Saver, may_save_references
-from .units import Unit, in_backward, seen_spec, stored_axis
+from .units import Unit, in_backward, is_cast, seen_spec, stored_axis
 
 Tensor = torch.Tensor
 
@@ -160,13 +163,15 @@ class Seen:
         if learning:
             params = [unit.params[i] for i in learning]
             with disabled():
-                out = _Gather.apply(unit, params, [made[i] for i in learning], *params)
+                out = _Gather.apply(unit, params, [made[i] for i in learning], (), *params)
             self.node = out[0].grad_fn
             for i, t in zip(learning, out, strict=True):
                 made[i] = t
         for i, (p, t) in enumerate(zip(unit.params, made, strict=True)):
             spec = seen_spec(p, i in learning)
             wrap(t, spec)
+            if i in learning and is_cast(p):
+                t.__dict__[BRING] = _Bring(unit, p)
             if spec.undecided and i in learning:
                 link([p, t])
         return made
@@ -186,14 +191,35 @@ class Seen:
         self.keep()
 
 
+@dataclass(frozen=True)
+class _Bring:
+    """Conversions of what stands in for a parameter: their backward is in the dtype that gradients are reduced in."""
+
+    unit: Unit
+    p: DistTensor
+
+    def __call__(self, t: Tensor, steps: ConversionPlan, value: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            value = convert.apply(steps.steps, t) if value is None else value
+        dtype = reduce_dtype(self.p)
+        wide = plan_conversion(steps.src.with_(dtype=dtype), steps.dst.with_(dtype=dtype)).steps
+        made: tuple[Tensor] = _Gather.apply(self.unit, [self.p], [bare(value)], wide, self.p)
+        return made[0]
+
+
 class _Gather(torch.autograd.Function):
-    """Identity on the gathered parameters; its backward hands their gradients over."""
+    """Identity on the gathered parameters, converted by ``steps`` since; its backward hands their gradients over."""
 
     @staticmethod
     def forward(
-        ctx: Any, unit: Unit, params: list[DistTensor], wholes: list[Tensor], *stored: Tensor
+        ctx: Any,
+        unit: Unit,
+        params: list[DistTensor],
+        wholes: list[Tensor],
+        steps: tuple[ConversionStep, ...],
+        *stored: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.params = unit, params
+        ctx.unit, ctx.params, ctx.steps, ctx.cause = unit, params, steps, runtime.RT.cause
         ctx.set_materialize_grads(False)
         return tuple(wholes)
 
@@ -206,7 +232,9 @@ class _Gather(torch.autograd.Function):
         back: list[Tensor | None] = [None] * len(grads)
         params, specs, kept = [], [], []
         for i, (p, g, node) in enumerate(zip(ctx.params, grads, nodes, strict=True)):
-            g = g if g is None else g.to(reduce_dtype(p))
+            if g is not None:
+                with disabled():
+                    g = convert.back(ctx.steps, g.to(reduce_dtype(p)), ctx.cause)
             spec = seen_spec(p).grad().with_(dtype=reduce_dtype(p))  # the forward may have been what decided the types
             how, whole = _wanted(node), stored_axis(p) is None
             # Hooks of the user are autograd's business: they get the gradient as it is stored.
@@ -222,7 +250,7 @@ class _Gather(torch.autograd.Function):
             specs.append(spec)
             kept.append(g if how == "kept" and p.requires_grad else None)  # it may be frozen since the forward
         backward.collect(params, specs, kept)
-        return (None, None, None, *back)
+        return (None, None, None, None, *back)
 
 
 def _hooked(p: Tensor) -> bool:

@@ -16,10 +16,11 @@ import torch.fx as fx
 
 from ... import collective, convert, record, runtime
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
-from ...dispatch import link, resolve_types, root, unit_cotangent
+from ...dispatch import BRING, link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Replicate, Spec
 from ...mesh import Mesh
+from ...resharding import ConversionPlan
 from ...resharding import plan as plan_conversion
 from ...shard.packing import chunk_dim, cut_over
 from ...shard.precision import put
@@ -230,8 +231,19 @@ class _Partition:
         plan, back = (plan_conversion(*(s.with_(dtype=d) for s in ends)) for d in (seen.dtype, wide))
         why = "the parameter is stored split and seen whole by the ops"
         with record.asked(name, plan, why), self.recorder.noting(gather=name):
-            made = convert.bring(local, seen.dtype, plan.steps, wide, back.steps)
+            with torch.no_grad():
+                value = convert.apply(plan.steps, local.to(seen.dtype))
+            made = convert.bring(local, value, wide, back.steps)
         wrap(made, seen.with_(reduced=moved, undecided=open_ & ~moved))
+        if made.requires_grad:
+
+            def brought(t: Tensor, steps: ConversionPlan, value: Tensor | None) -> Tensor:
+                with torch.no_grad():
+                    value = convert.apply(steps.steps, t) if value is None else value
+                more = plan_conversion(steps.src.with_(dtype=wide), steps.dst.with_(dtype=wide)).steps
+                return convert.bring(local, value, wide, (*back.steps, *more))
+
+            made.__dict__[BRING] = brought
         link([local, made])
         return made
 
