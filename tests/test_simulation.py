@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -424,3 +425,17 @@ def test_flags_of_the_process_are_each_ranks_own(end: str, outside: bool) -> Non
         with contextlib.suppress(KeyError, KeyboardInterrupt, DesyncError):
             simulate(fn, FOUR)
         assert flags() == before
+
+
+def test_ranks_have_the_callers_autocast_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[Any] = []
+
+    def autocast(device: str, dtype: Any) -> Any:
+        entered.append((device, dtype))
+        return contextlib.nullcontext()
+
+    enabled = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *of: of == ("cuda",) or enabled(*of))
+    monkeypatch.setattr(torch, "autocast", autocast)  # without a GPU PyTorch would not turn it on
+    simulate(lambda: None, Mesh({"x": 2}))
+    assert entered == [("cuda", torch.get_autocast_dtype("cuda"))] * 2

@@ -320,9 +320,9 @@ class Simulation:
 
 
 def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context manager factory that sets this thread's grad mode, inference mode and CPU autocast."""
+    """A context manager factory that sets this thread's grad mode, inference mode and autocast."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    casts = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
 
     @contextlib.contextmanager
     def modes() -> Iterator[None]:
@@ -330,8 +330,8 @@ def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
             if inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(grad))
-            if autocast:
-                stack.enter_context(torch.autocast("cpu", dtype=dtype))
+            for device, dtype in casts:
+                stack.enter_context(torch.autocast(device, dtype=dtype))
             yield
 
     return modes
