@@ -133,6 +133,40 @@ def test_another_model(tmp_path: Path) -> None:
         mw.simulate(run, BOTH)
 
 
+def test_tied_here_and_apart_there(tmp_path: Path) -> None:
+    """Both names may be there, with the same values; other values are not left out without a word."""
+    tensors = {n: t.clone() for n, t in Net().state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for found in mw.simulate(lambda: whole(mw.load_weights(built("dp-tp", 2), tmp_path)), BOTH):
+        assert all(torch.equal(found[n], t) for n, t in tensors.items())
+    tensors["head.weight"][7, 3] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"head\.weight is tied to another tensor here, and has values"):
+        mw.simulate(lambda: mw.load_weights(built("dp-tp", 2), tmp_path), BOTH)
+    mw.load_weights(Net(), tmp_path, strict=False)
+
+
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turned", torch.randn(3, dtype=torch.complex64).conj())
+
+
+def test_tensors_that_are_conjugated_when_they_are_read(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    first = Conjugated()
+    mw.Checkpoints(tmp_path / "own").save(1, model=first).wait()
+    dcp.save(first.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    again = mw.load_weights(Conjugated(), tmp_path / "own")
+    assert torch.equal(again.get_buffer("turned"), first.get_buffer("turned"))
+    with pytest.raises(CheckpointError, match=r"its numbers are not those of the tensor: {'conj': True"):
+        mw.load_weights(Conjugated(), tmp_path / "dcp")
+    dcp.save({"turned": first.get_buffer("turned").resolve_conj()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    again = mw.load_weights(Conjugated(), tmp_path / "dcp")
+    assert torch.equal(again.get_buffer("turned"), first.get_buffer("turned"))
+
+
 def test_ranks_with_other_models(tmp_path: Path) -> None:
     def run() -> None:
         model = built("dp-tp", 1)

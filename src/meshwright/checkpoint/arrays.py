@@ -145,7 +145,7 @@ def read_box(shape: tuple[int, ...], dtype: torch.dtype, box: Box, into: Tensor,
     """Fill a tensor with a part of an array, straight where it lies alike, and by a little memory where not."""
     if not shape:
         shape, box, into = (1,), ((0, 1),), into.view(1)
-    plain = into.dtype is dtype and into.device.type == "cpu"
+    plain = into.dtype is dtype and into.device.type == "cpu" and not into.is_conj() and not into.is_neg()
     for part, dim, at in slabs(shape, box, dtype.itemsize):
         place, rows = inside(into, part, box), part[dim][1] - part[dim][0]
         inner = shape[dim + 1 :]

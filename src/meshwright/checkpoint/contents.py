@@ -185,7 +185,7 @@ def host_generators() -> dict[str, Any]:
     """States of Python's and NumPy's global generators, as JSON."""
     version, words, gauss = random.getstate()
     made: dict[str, Any] = {"python": [version, list(words), gauss]}
-    state = numpy.random.get_state()
+    state: Any = numpy.random.get_state()
     if isinstance(state, tuple):
         kind, keys, *others = state
         made["numpy"] = [kind, keys.tolist(), *others]

@@ -283,7 +283,10 @@ def _array(file: OpenFile, chunk: StoredChunk, dtype: torch.dtype, where: str) -
     head = head.given[0] if head.kind == "_rebuild_parameter" else head
     storage, offset, sizes, strides, *rest = head.given
     shape, strides, (offset,) = _numbers(sizes), _numbers(strides), _numbers((offset,))
-    kind = rest[2] if head.kind == "_rebuild_tensor_v3" else storage[1]
+    late = head.kind == "_rebuild_tensor_v3"
+    kind, notes = (rest[2], rest[3:]) if late else (storage[1], rest[2:])
+    if any(notes):  # torch.save says there that they are to be conjugated or negated
+        raise ValueError(f"its numbers are not those of the tensor: {notes[0]}")
     if kind is not dtype or shape != tuple(b - a for a, b in chunk.box):
         raise ValueError(f"it is {kind} of shape {shape}, and the metadata says {dtype} of {_where(chunk.box)}")
     order = tuple(sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d])))

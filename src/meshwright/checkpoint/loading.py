@@ -224,6 +224,11 @@ class Reader:
     def fill(self, name: str, box: Box, value: Tensor) -> None:
         """Fill a tensor of the size of ``box`` with that part of a saved one."""
         stored = self.manifest.tensors[name]
+        if value.is_conj():  # its numbers are not those in its memory
+            plain = torch.empty_like(value.resolve_conj())
+            self.fill(name, box, plain)
+            value.copy_(plain)
+            return
         pair = as_stored(stored.dtype)[1]
         value = torch.view_as_real(value) if pair > 1 else value
         for rank, piece in overlapping(stored, box, self.manifest.turns[name]):

@@ -15,6 +15,7 @@ from ..mesh import Mesh
 from ..raw import bare
 from ..tensor import DistTensor
 from .agree import attempt, mesh_of, prepared
+from .arrays import bytes_of
 from .contents import Roles, model_tensors, stored_spec
 from .dcp import METADATA, DcpFiles
 from .hugging_face import INDEX, SINGLE
@@ -62,7 +63,9 @@ def load_weights(
             mesh, what, lambda: _targets(model, source, strict, mesh),
             lambda made: {"strict=": strict, "the files": source.mark(), **specs_of(made)}, DIFFERENT, SAME,
         )  # fmt: skip
-        read_targets(targets, source, mesh, what)
+        twins = _twins(model, source, mesh) if strict else []
+        read_targets([*targets, *(twin for _, twin in twins)], source, mesh, what)
+        attempt(mesh, what, lambda: _compare(twins))
     finally:
         source.close()
     return model
@@ -119,6 +122,28 @@ def _targets(model: nn.Module, source: Source, strict: bool, mesh: Mesh) -> list
     if strict and (missing or extra):
         raise CheckpointError(f"{misnamed(missing, extra)}; strict=False leaves both out")
     return made
+
+
+def _twins(model: nn.Module, source: Source, mesh: Mesh) -> list[tuple[Tensor, Target]]:
+    """Of tied tensors, what is there by a further name of its own: this rank's part, and the same part of that."""
+    found, made = model_tensors(model), []
+    for other, first in found.aliases.items():
+        there, own = (source.aliases.get(n, n) for n in (other, first))
+        if there != own and there in source.shapes and own in source.shapes:
+            target = _target(other, found.tensors[first], there, source.shapes[there], mesh)
+            held = target.local
+            target.local = target.counted = torch.empty_like(held)
+            made.append((held, target))
+    return made
+
+
+def _compare(twins: list[tuple[Tensor, Target]]) -> None:
+    for held, twin in twins:
+        if bytes_of(held.cpu()) != bytes_of(twin.local.cpu()):
+            raise CheckpointError(
+                f"{twin.name} is tied to another tensor here, and has values of its own there: untie them first, or "
+                "leave it out with strict=False"
+            )
 
 
 def _target(name: str, t: Tensor, there: str, stored: tuple[tuple[int, ...], torch.dtype], mesh: Mesh) -> Target:
