@@ -632,3 +632,46 @@ def test_gradients_that_are_reduced_where_weights_are_used_are_reduced_in_the_dt
     for static in (False, True):
         wide, narrow = (mw.simulate(lambda r=r, s=static: run(r, s), mesh)[0] for r in (F32, BF16))
         assert wide == 2 * narrow
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_ranks_without_a_row_and_models_from_the_meta_device(stored):
+    mesh = mw.Mesh({"dp": 5})
+    one = copy.deepcopy(START)
+    seen = {n: p.float() for n, p in one.named_parameters()}
+    loss_of(functional_call(one, seen, (IDS[0, :3],)), TARGETS[0, :3]).backward()
+
+    def run():
+        with torch.device("meta"):
+            model = Net().double()
+        start = START.state_dict()
+        mw.shard_module(
+            model, mesh, precision=POLICY, stored_over=stored, init=lambda m: m.load_state_dict(start)
+        )  # fmt: skip
+        ids, targets = (mw.shard_tensor(t[0, :3], mesh, {"dp": mw.Shard(0)}) for t in (IDS, TARGETS))
+        loss_of(model(ids), targets).backward()
+        return {n: mw.unshard(p.grad) for n, p in model.named_parameters()}
+
+    made = mw.simulate(run, mesh)[0]
+    for n, p in one.named_parameters():
+        torch.testing.assert_close(made[n], p.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoints_have_masters(tmp_path):
+    def one(stored, load):
+        model = mw.shard_module(copy.deepcopy(NET), DP, precision=HALF, stored_over=stored)
+        optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        store, parts = mw.Checkpoints(tmp_path), {"model": model, "optimizer": optimizer}
+        if load:
+            assert store.load(**parts) == 1
+            return {n: mw.unshard(p.detach()) for n, p in model.named_parameters()}
+        ids, targets = batch()
+        loss_of(model(ids), targets).backward()
+        optimizer.step()
+        store.save(1, **parts, wait=True)
+        return {n: mw.unshard(p.detach()) for n, p in model.named_parameters()}
+
+    saved, loaded = mw.simulate(lambda: (one("dp", False), one(None, True)), DP)[0]
+    for n, p in saved.items():
+        assert torch.equal(p, loaded[n])
+        assert loaded[n].dtype is F32
