@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+from collections import OrderedDict, defaultdict
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright import runtime
+from meshwright.errors import ShardError
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 POLICY = mw.Precision(compute=F32, reduce=F64)
@@ -675,3 +680,106 @@ def test_checkpoints_have_masters(tmp_path):
     for n, p in saved.items():
         assert torch.equal(p, loaded[n])
         assert loaded[n].dtype is F32
+
+
+@dataclasses.dataclass
+class Given:
+    value: torch.Tensor
+    name: str = "given"
+
+
+class Named(NamedTuple):
+    value: torch.Tensor
+
+
+class Kept(OrderedDict):
+    kind = "kept"
+
+
+CONTAINERS = {
+    "dict": lambda t: {"value": t, "ids": torch.arange(2)},
+    "ordered": lambda t: Kept(value=t),
+    "default": lambda t: defaultdict(list, value=t),
+    "named tuple": Named,
+    "data class": Given,
+    "namespace": lambda t: SimpleNamespace(value=t),
+    "nested": lambda t: {"value": [t, (t, Given(t))]},
+}
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_containers_of_inputs_and_outputs_stay_what_they_are(make):
+    seen = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, given, **more):
+            seen.append((given, more["other"]))
+            return make(self.weight * 2)
+
+    def dtypes(value):
+        inner = getattr(value, "value", None) if not isinstance(value, dict) else value["value"]
+        if isinstance(inner, list):
+            inner = inner[1][1].value
+        return inner.dtype
+
+    def run():
+        mesh = mw.Mesh({"dp": 2})
+        model = mw.shard_module(Model(), mesh, precision=mw.Precision(BF16, F32, outputs=F64))
+        given = make(torch.ones(3))
+        out = model(given, other=given)
+        assert dtypes(given) is F32  # the caller's own is as it was
+        assert dtypes(out) is F64
+        return type(out)
+
+    want = type(make(torch.ones(3)))
+    assert mw.simulate(run, mw.Mesh({"dp": 2})) == [want] * 2
+    for pair in seen:
+        for got in pair:
+            assert type(got) is want
+            assert dtypes(got) is BF16
+    if want is defaultdict:
+        assert seen[0][0].default_factory is list
+
+
+def test_names_of_one_parameter_are_told_the_same():
+    def run(precision):
+        return lambda: mw.shard_module(copy.deepcopy(START), mw.Mesh({"dp": 2}), precision=precision)
+
+    mesh, low, high = mw.Mesh({"dp": 2}), mw.Precision(BF16, F32), mw.Precision(F32, F32)
+    with pytest.raises(ShardError, match=r"embed.weight and head.weight are one parameter \(tied\).*bfloat16 and"):
+        mw.simulate(run({"*": low, "head": high}), mesh)
+    mw.simulate(run({"*": low, "head": high, "embed": high}), mesh)
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_a_parameter_that_was_replaced_by_one_in_another_dtype_is_refused(stored):
+    def run(replace):
+        def train():
+            mesh = mw.Mesh({"dp": 2})
+            model = mw.shard_module(
+                nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+                mesh,
+                stored_over=stored,
+                precision=mw.Precision(BF16, F32),
+            )
+            replace(model)
+            return model(mw.shard_tensor(torch.ones(4, 4), mesh, {"dp": mw.Shard(0)})).dtype
+
+        return mw.simulate(train, mw.Mesh({"dp": 2}))[0]
+
+    def assign(model):
+        model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}, assign=True)
+
+    def put(model):
+        model[1].bias = nn.Parameter(mw.shard_tensor(torch.ones(2), mw.Mesh({"dp": 2}), ()))
+
+    for replace in (assign, put):
+        with pytest.raises(
+            ShardError, match=r"of Linear was replaced after shard_module\(precision=\), by a tensor in"
+        ):
+            run(replace)
+    assert run(lambda model: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})) is BF16

@@ -6,18 +6,17 @@ sent has that dtype.  Backwards, contributions are brought to ``reduce``, reduce
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from types import NoneType
+from dataclasses import dataclass, is_dataclass
+from types import NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.nn.utils.rnn import PackedSequence
 
-from .. import compat
-from ..dispatch import map_tensors
 from ..errors import ShardError
 from .names import Names, matching
 
@@ -139,7 +138,7 @@ def casts_of(model: nn.Module, names: Names, given: Precisions | None) -> Casts:
                     raise ShardError(
                         f"precision: {name} is {names.tensors[first].dtype}, and only floating-point ones can be cast"
                     )
-                chosen[first] = policy
+                chosen[name] = policy
         for m in heads:
             for name in [n for n in inputs if _inside(n, m)]:
                 del inputs[name]
@@ -147,11 +146,8 @@ def casts_of(model: nn.Module, names: Names, given: Precisions | None) -> Casts:
                 inputs[m] = policy.compute
             if policy.outputs is not None:
                 outputs[m] = policy.outputs
-    dtypes: dict[str, Dtypes] = {}
-    for first, policy in chosen.items():
-        t = names.tensors[first]
-        if t.is_floating_point():
-            dtypes[first] = Dtypes(policy.compute or t.dtype, policy.reduce or t.dtype)
+    dtypes = _dtypes(names, params, chosen)
+    chosen = {first: chosen[name] for name, first in params.items() if name in chosen}
     for name, module in modules.items():
         own = {names.all[f"{name}.{k}" if name else k] for k, p in module._parameters.items() if p is not None}
         own = {n for n in own if names.tensors[n].is_floating_point()}
@@ -159,6 +155,22 @@ def casts_of(model: nn.Module, names: Names, given: Precisions | None) -> Casts:
         if len(seen) == 1 and any(n in chosen and chosen[n].inputs for n in own):
             inputs[name] = seen.pop()
     return Casts(dtypes, inputs, outputs)
+
+
+def _dtypes(names: Names, params: Mapping[str, str], chosen: Mapping[str, Precision]) -> dict[str, Dtypes]:
+    """By first names.  Raises ShardError where the names of a tied parameter are told different things."""
+    found: dict[str, Dtypes] = {}
+    for name, first in params.items():
+        t, policy = names.tensors[first], chosen.get(name, Precision())
+        if t.is_floating_point():
+            said = Dtypes(policy.compute or t.dtype, policy.reduce or t.dtype)
+            if found.setdefault(first, said) != said:
+                raise ShardError(
+                    f"precision: {first} and {name} are one parameter (tied), and would be computed in "
+                    f"{found[first].compute} and {said.compute}, reduced in {found[first].reduce} and {said.reduce}: "
+                    "end with globs that say the same of both"
+                )
+    return {first: said for first, said in found.items() if any(chosen.get(n) for n in params if params[n] == first)}
 
 
 def _inside(name: str, module: str) -> bool:
@@ -189,8 +201,7 @@ class CastInputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        cast = partial(_cast, dtype=self.dtype)
-        return map_tensors(args, cast), map_tensors(kwargs, cast)
+        return tuple([_cast(a, self.dtype) for a in args]), {k: _cast(v, self.dtype) for k, v in kwargs.items()}
 
 
 @dataclass
@@ -200,11 +211,39 @@ class CastOutputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return compat.tree_map_only(Tensor, partial(_cast, dtype=self.dtype), output)
+        return _cast(output, self.dtype)
 
 
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t.to(dtype) if t.is_floating_point() else t
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A value with the floating-point tensors in it cast: in containers of the kinds that they were, copied."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, PackedSequence):
+        return value.to(dtype)
+    if isinstance(value, Mapping):
+        made = {k: _cast(v, dtype) for k, v in value.items()}
+        if all(made[k] is v for k, v in value.items()):
+            return value
+        copied: Any = copy.copy(value)  # with the attributes, and the default, of its class
+        for k, v in made.items():
+            copied[k] = v
+        return copied
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(v, dtype) for v in value))
+    if type(value) in (list, tuple):
+        return type(value)(_cast(v, dtype) for v in value)
+    if isinstance(value, list):
+        copied = copy.copy(value)
+        copied[:] = [_cast(v, dtype) for v in value]
+        return copied
+    attributes = getattr(value, "__dict__", None)
+    if attributes and (is_dataclass(value) or isinstance(value, SimpleNamespace)) and not isinstance(value, type):
+        changed = {k: c for k, v in attributes.items() if (c := _cast(v, dtype)) is not v}
+        copied = copy.copy(value) if changed else value
+        for k, v in changed.items():
+            object.__setattr__(copied, k, v)
+        return copied
+    return value
 
 
 __all__ = [

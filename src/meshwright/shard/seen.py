@@ -34,6 +34,7 @@ def enter(unit: Unit, frame: Any) -> None:
         OPEN.scopes.pop().close()  # of a forward that was interrupted
     found = next((s for s in OPEN.scopes if s.unit is unit), None)
     if found is None:
+        unit.check_places()
         unit.zero.follow(unit)
     OPEN.scopes.append(found or Seen(unit, frame))
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from .. import collective, compat, runtime
 from ..dispatch import disabled
+from ..errors import ShardError
 from ..layout import Spec
 from ..mesh import Mesh
 from ..raw import bare
@@ -187,6 +189,7 @@ class Unit:
         self.axes = [stored.get(id(p)) for p in self.params]
         self.casts = [cast.get(id(p)) for p in self.params]
         self.spans, self.whole = spans, whole
+        self.places: list[tuple[nn.Module, str, Dtypes]] = []  # of parameters that are cast
         self._start()
 
     def _start(self) -> None:
@@ -202,11 +205,22 @@ class Unit:
             p._spec = p._spec.with_(stored=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "casts", "spans", "whole")}
+        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "casts", "spans", "whole", "places")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+    def check_places(self) -> None:
+        """Raises ShardError where a parameter that is cast was replaced by a tensor that is not."""
+        for module, name, dtypes in self.places:
+            p = module._parameters.get(name)
+            if p is not None and id(p) not in self.index and p.dtype is not dtypes.compute:
+                raise ShardError(
+                    f"{name} of {type(module).__name__} was replaced after shard_module(precision=), by a tensor in "
+                    f"{p.dtype} where {dtypes.compute} is computed in: write to the parameter that is there "
+                    "(load_state_dict without assign=True, p.copy_()), or cast what you put in its place"
+                )
 
     # -- gathering ------------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ def install(
         if params or (module is model and cast):
             spans = len(members) == sum(1 for _ in module.modules())
             unit = Unit(zero, params, stored, cast, spans, whole=module is model)
+            unit.places = [(m, k, cast[id(p)]) for m in members for k, p in m._parameters.items() if id(p) in cast]
             zero.units.append(unit)
             module.register_forward_pre_hook(_Enter(unit), prepend=True)  # other hooks may use parameters
             module.register_forward_hook(_Leave(unit), always_call=True)
