@@ -131,8 +131,7 @@ def compile_step(
     Args:
         model: for one device: plain (the same on every rank), on the meta device, or from
             ``shard_module(sync=False)``.  Its parameters are laid on the mesh, as completion decides.
-        loss_fn: ``loss_fn(model, batch)`` returns the loss (global values), or a tuple that begins with it; None: the
-            model returns the loss, given the batch.
+        loss_fn: ``loss_fn(model, batch)`` gives the loss, or a tuple that begins with it; None: ``model(batch)`` does.
         optimizer: of the model's parameters; several, each with its own, as a list; None: gradients only.  SGD, Adam
             and AdamW become part of the program; others, and those with step hooks, run after it, on local tensors.
         example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.
@@ -148,8 +147,7 @@ def compile_step(
         gradients: set ``parameter.grad`` after each step.
         loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
             gradients are not finite, on whatever rank, is skipped on all; the host waits for nothing.
-        precision: the dtypes in which ops see parameters and gradients are reduced and accumulated, see
-            :class:`meshwright.Precision`; or glob of names of parameters or modules to those.
+        precision: as for ``shard_module``; micro-steps accumulate in its ``reduce``.
         passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
             that they declare, then as listed.  Or a :class:`PassManager`.
         init: as for ``shard_module``.

@@ -61,9 +61,8 @@ def shard_module(
     """Lay the parameters of a model on a mesh, in place; their gradients are synchronised in the backward.
 
     Args:
-        model: every rank passes the same values (same seed, or loaded from one file).  On the meta device it
-            is materialised shard by shard, never whole, with the values that one device gets from the same
-            seed.
+        model: every rank passes the same values (same seed, or loaded from one file).  On the meta device it is
+            materialised shard by shard, never whole, with the values that one device gets from the same seed.
         mesh: the mesh.
         placements: glob of parameter and buffer names to placements, e.g. ``{"*.qkv.weight": {"tp":
             mw.Shard(0)}}``. Where several globs match a name the last one counts.  Parameters that none
@@ -89,14 +88,7 @@ def shard_module(
         LayoutError: a placement for a dim that the parameter does not have.
         DesyncError: ranks that pass different models or placements.
     """
-    _check_model(model)
-    if stored_over and not sync:
-        raise ShardError("stored_over= needs the synchronisation of gradients: leave out sync=False")
-    if precision is not None and not sync:
-        raise ShardError(
-            "precision= needs the synchronisation of gradients: leave out sync=False; mw.compile_step takes precision= "
-            "itself"
-        )
+    _check_model(model, [] if sync else [n for n, v in (("stored_over=", stored_over), ("precision=", precision)) if v])
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
     names, stored, casts = _laid(model, mesh, placements or {}, around, stored_over, precision)
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
@@ -162,8 +154,12 @@ def _cast(names: Names, casts: Casts) -> dict[str, Dtypes]:
     return found
 
 
-def _check_model(model: nn.Module) -> None:
-    """Raises ShardError for what is no module, or one whose tensors somebody else lays out or synchronises."""
+def _check_model(model: nn.Module, alone: list[str]) -> None:
+    """Raises ShardError for what is no module, or one whose tensors somebody else lays out or synchronises; for
+    options that are ``alone``, without the synchronisation that they need."""
+    if alone:
+        itself = "; mw.compile_step takes precision= itself" if alone[0] == "precision=" else ""
+        raise ShardError(f"{alone[0]} needs the synchronisation of gradients: leave out sync=False{itself}")
     if not isinstance(model, nn.Module):
         raise ShardError(
             f"shard_module takes an nn.Module, not {type(model).__name__}: shard the modules of a list one by one, or "

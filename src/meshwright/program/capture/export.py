@@ -164,7 +164,6 @@ def capture(
         _check_nodes(model, graph)
         _check_mapped(graph)
         _copy_into_out(graph)
-    names = _leaf_names(batch)
     sources: list[Source] = []
     own = {
         _pointer(t): n for n, t in (*step.named_buffers(), *step.named_parameters()) if not isinstance(t, DistTensor)
@@ -172,14 +171,13 @@ def capture(
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target) in fakes:
-            kind = "param" if spec.kind is InputKind.PARAMETER else "buffer"
+            kind, fake = "param" if spec.kind is InputKind.PARAMETER else "buffer", fakes[str(spec.target)]
             name = str(spec.target).removeprefix("model.")
-            fake = fakes[str(spec.target)]
             sources.append(Source(node.name, kind, tied.get(name, name), fake, strides=_held(step, str(spec.target))))
         elif spec.kind is InputKind.USER_INPUT:
             i = len([s for s in sources if s.kind == "batch"])
-            where = _strides(leaves[i])
-            sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i], strides=where))
+            name, where = _leaf_names(batch)[i], _strides(leaves[i])
+            sources.append(Source(node.name, "batch", name, given[i], leaf=step.tensors[i], strides=where))
         else:
             value = _constant(exported, step, node, str(spec.target))
             twin = own.get(_pointer(value))
@@ -191,10 +189,9 @@ def capture(
     forget_attributes(step, step.assigned, {s.name for s in sources if s.kind == "constant"})
     (output,) = exported.graph.find_nodes(op="output")
     returned = exported.call_spec.out_spec
-    found = _places(step.loss_fn, model, sources)
     return Captured(
         exported.graph_module, tuple(sources), tuple(output.args[0]), None if returned.is_leaf() else returned,
-        tied, regions, mode, found,
+        tied, regions, mode, _places(step.loss_fn, model, sources),
     )  # fmt: skip
 
 
