@@ -160,7 +160,7 @@ def both(kind: str, optim: str, sync: str, options: dict[str, Any], passes: Sequ
     return worst, steps[1][0].program.kinds, len(list(model.parameters()))
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "optim", "sync", "options"),

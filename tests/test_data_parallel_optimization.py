@@ -176,7 +176,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(("name", "axes"), CASES, ids=[f"{n}-{'x'.join(map(str, a.values()))}" for n, a in CASES])
 def test_same_parameters_bit_for_bit(name: str, axes: dict[str, int]) -> None:
     """Simulated ranks add in the order of the ranks, whatever shares a buffer: only the order of issue changes."""

@@ -182,7 +182,7 @@ REAL = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.processes
 @pytest.mark.parametrize(("axes", "kind", "optim", "options", "passes"), REAL)
 def test_real_processes(axes: Any, kind: str, optim: str, options: Any, passes: Any) -> None:

@@ -783,3 +783,31 @@ def test_a_parameter_that_was_replaced_by_one_in_another_dtype_is_refused(stored
         ):
             run(replace)
     assert run(lambda model: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})) is BF16
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+@pytest.mark.filterwarnings("ignore:lstm has no rule")
+def test_a_forward_reads_the_dtype_that_its_ops_see(stored):
+    """Code that asks ``self.weight.dtype`` took the other branch than one device did, and than a captured step."""
+    seen = []
+
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+            self.inner = nn.LSTM(4, 3)  # compares dtypes itself
+
+        def forward(self, x):
+            seen.append([next(self.parameters()).dtype, self.inner.weight_ih_l0.dtype, self.weight.nbytes])
+            x = x.to(self.weight.dtype) @ self.weight + torch.zeros(4, dtype=self.weight.dtype)
+            return self.inner(x.masked_fill(x > 9, torch.finfo(self.weight.dtype).min))[0]
+
+    def run():
+        mesh = mw.Mesh({"dp": 2})
+        model = mw.shard_module(Asking(), mesh, stored_over=stored, precision=mw.Precision(BF16, F32))
+        out = model(mw.shard_tensor(torch.ones(4, 4), mesh, {"dp": mw.Shard(0)}))
+        out.sum().backward()
+        return out.dtype, model.weight.dtype, model.weight.grad.dtype
+
+    assert mw.simulate(run, mw.Mesh({"dp": 2}))[0] == (BF16, F32, F32)
+    assert seen == [[BF16, BF16, 32]] * 2

@@ -56,6 +56,7 @@ def train_all(world: int) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.thin(2)
 def test_twenty_steps_equal_one_device(world: int) -> None:
     expected = [n for n, case in CASES.items() if torch.Size(case[0].values()).numel() == world]
     assert run_processes(train_all, world, world, timeout=120) == [expected] * world

@@ -235,6 +235,7 @@ CASES = {**OTHERS, **SOFT, **EMBED, **ATTENTION, **NORM, **CONV, **IMAGES}
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thin(2)
 def test_like_one_device(name: str) -> None:
     fn, *inputs = CASES[name]
     sweep(fn, *inputs, cases=5)

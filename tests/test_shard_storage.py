@@ -370,3 +370,54 @@ def test_a_write_by_an_alias_that_has_gone() -> None:
         return out
 
     assert mw.simulate(lambda: run(True), DP)[0] == pytest.approx(run(False))
+
+
+ITSELF: dict[str, Callable[[Any], Any]] = {
+    "float": lambda p: p.float(),
+    "cpu": lambda p: p.cpu(),
+    "to, device": lambda p: p.to("cpu"),
+    "to, itself": lambda p: p.to(p),
+    "to, dtype": lambda p: p.to(torch.float32),
+    "type": lambda p: p.type(torch.float32),
+    "type_as": lambda p: p.type_as(p),
+    "contiguous": lambda p: p.contiguous(),
+    "resolve_conj": lambda p: p.resolve_conj(),
+    "resolve_neg": lambda p: p.resolve_neg(),
+    "real": lambda p: p.real,
+    "plus": lambda p: +p,
+    "as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float32),
+    "at least": torch.atleast_2d,
+    "several": lambda p: torch.atleast_2d(p, p),
+    "broadcast": lambda p: torch.broadcast_tensors(p, p),
+    "expand": lambda p: p.expand_as(p),
+    "to_dense": lambda p: p.to_dense(),
+    "dropout": lambda p: torch.dropout(p, 0.0, False),
+    "reshard": lambda p: mw.reshard(p, p.placements),
+    "sum_to_size": lambda p: p.sum_to_size(6, 6),
+    "norm": lambda p: p.float().norm().item(),
+    "requires_grad_": lambda p: p.requires_grad_(),
+    "index": lambda p: p[...],
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{"stored_over": "dp"}, {"precision": mw.Precision(torch.bfloat16, torch.float32)}], ids=["zero", "cast"]
+)
+def test_an_op_that_returns_its_argument_leaves_it_what_it_was(options: dict[str, Any]) -> None:
+    """``p.float()``, ``model.to(device)``: the parameter was neither stored split nor cast any more."""
+    x = torch.ones(4, 6)
+
+    def run(touch: Callable[[Any], Any], recorded: bool) -> Any:
+        model = mw.shard_module(nn.Linear(6, 6), DP, **options)
+        with torch.set_grad_enabled(recorded):
+            touch(model.weight)
+        with mw.explain() as why:
+            out = model(mw.shard_tensor(x, DP, {"dp": mw.Shard(0)}))
+            out.sum().backward()
+        return out.dtype, dict(why.counts.bytes)
+
+    def every() -> list[str]:
+        want = run(lambda p: None, True)
+        return [f"{n} {r}" for n, touch in ITSELF.items() for r in (True, False) if run(touch, r) != want]
+
+    assert mw.simulate(every, DP)[0] == []

@@ -49,6 +49,7 @@ def summary(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_two_processes_equal_one_device(tmp_path: Path) -> None:
     words = [word for word in TINY if word != "--no-plot"]
     done = meshwright(*words, "--mesh", "dp=2", "--steps", "4", "--verify", "--json", folder=tmp_path)
@@ -103,6 +104,7 @@ def test_torchrun_with_another_number_of_processes(tmp_path: Path) -> None:
     assert done.stderr.count("--mesh dp=2,tp=2 needs 4 processes and torchrun started 2") == 1
 
 
+@pytest.mark.long
 def test_torchrun_shows_an_error_of_all_ranks_once(tmp_path: Path) -> None:
     done = torchrun(2, "-m", "meshwright", *TINY, "--mesh", "dp=2", "--data", "nowhere.txt", folder=tmp_path)
     assert done.returncode != 0
@@ -178,6 +180,7 @@ def gone(pids: list[int], seconds: float = 10.0) -> bool:
 
 
 @LINUX
+@pytest.mark.thin(2)
 def test_a_rank_that_dies_ends_all(running: subprocess.Popen[str]) -> None:
     ranks = ranks_of(running)
     assert len(ranks) == 2

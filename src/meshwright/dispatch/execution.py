@@ -324,11 +324,11 @@ class Execution:
             whole = Layout(mesh_of(self.tensors, plan.op.name))
             for t in made:
                 undecided = 0 if t.requires_grad else whole.mesh.everywhere
-                self.wrap(t, Spec(t.shape, t.dtype, whole, 0, undecided, plan.copies))
+                self.wrap(t, still(t, Spec(t.shape, t.dtype, whole, 0, undecided, plan.copies)))
             return result
         ties = plan.choice.open and torch.is_grad_enabled()
         for t, spec in zip(made, plan.outputs, strict=True):
-            self.wrap(t, spec)
+            self.wrap(t, still(t, spec))
             if records is not None and spec.layout.partial:
                 record.produced(t, _use(plan, sum(1 << a for a in spec.layout.partial)), self.tensors)
             if ties and t.requires_grad and spec.undecided:
@@ -354,6 +354,12 @@ class Execution:
             between = route in (Route.RETYPE_THEN_NATIVE, Route.CONVERT_THEN_NATIVE)
             route = Route.CONVERT_THEN_NATIVE if between else Route.EXECUTE
         self.plan = replace(plan, route=route, promised=None, outputs=outputs)
+
+
+def still(made: Tensor, spec: Spec) -> Spec:
+    """The spec of an output, which may be an operand (``p.float()``, ``p.to(device)``): what it was, it still is."""
+    own: Spec | None = made.__dict__.get("_spec")
+    return spec if own is None else spec.with_(stored=own.stored, copied=own.copied or spec.copied)
 
 
 def execute(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, wrap: Wrap) -> Any:

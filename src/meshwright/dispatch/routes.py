@@ -19,7 +19,7 @@ from ..rules import Native
 from . import autocast
 from .binding import Args, Kwargs
 from .calls import NO, OPS, QUESTIONS, call_disabled, disabled, op_name, resolve, tensors_in
-from .execution import Execution, Wrap, convert_then_native
+from .execution import Execution, Wrap, convert_then_native, still
 from .keys import key_of
 from .leaves import any_linked
 from .plans import CallPlan, Route, plan_call, warn_gathered
@@ -167,7 +167,7 @@ def _wrapped(plan: CallPlan, out: Any, wrap: Wrap) -> Any:
         return wrap(out, plan.outputs[0])
     if not isinstance(out, Tensor):  # else an op that returned its input
         for t, spec in zip(out, plan.outputs, strict=True):
-            wrap(t, spec)
+            wrap(t, still(t, spec))
     return out
 
 

@@ -20,7 +20,7 @@ from ..resharding import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
 from .packing import split_dim
-from .precision import put, reduce_dtype
+from .precision import PRECISION, Dtypes, put, reduce_dtype
 from .saved import Saver, may_save_references
 from .units import Unit, in_backward, is_cast, seen_spec, stored_axis
 
@@ -100,6 +100,12 @@ class Seen:
         if made is None or made[i].requires_grad != (recorded and p.requires_grad):
             made = self.made[recorded] = self._stand_ins(recorded)
         return made[i]
+
+    def dtype(self, p: Tensor) -> torch.dtype | None:
+        """In which ops see a parameter, if it is one of the unit's, or seen so wherever the unit's forward uses it."""
+        known = id(p) in self.unit.index or (self.unit.whole and self.unit.zero.casting(p) is not None)
+        found: Dtypes | None = p.__dict__.get(PRECISION)
+        return found.compute if known and found is not None else None
 
     def held(self, p: Tensor) -> Tensor | None:
         """What stands in for a parameter, if something does already."""

@@ -10,6 +10,7 @@ from .. import compat
 from ..dispatch import NO, QUESTIONS, call_disabled
 from .calls import dispatch
 from .carrier import BASE, DistTensor
+from .standin import OPEN
 
 Tensor = torch.Tensor
 _TYPES = (DistTensor,)
@@ -68,7 +69,20 @@ def _getter(name: str) -> Any:
 _SAME = ("device", "layout", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta", "is_sparse", "_base", "_version")
 for _name in _SAME:
     setattr(DistTensor, _name, _getter(_name))
-setattr(DistTensor, "dtype", property(lambda self: self._spec.dtype, doc="Element type."))  # noqa: B010
+
+
+def _dtype(self: DistTensor) -> torch.dtype:
+    """Of the values that ops see: in the forward of a model with a precision, what a parameter is cast to there."""
+    spec = self._spec
+    if spec.stored and OPEN.scopes and _enabled():
+        for scope in reversed(OPEN.scopes):
+            found: torch.dtype | None = scope.dtype(self)
+            if found is not None:
+                return found
+    return spec.dtype
+
+
+setattr(DistTensor, "dtype", property(_dtype))  # noqa: B010
 
 _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "pow")
 _METHODS = (

@@ -32,6 +32,10 @@ class Scope(Protocol):
         """The same, if that takes no communication."""
         ...
 
+    def dtype(self, p: Tensor) -> torch.dtype | None:
+        """The dtype of what stands in for a tensor, or would: nothing is done for it."""
+        ...
+
     def keep(self) -> None:
         """Bring what was written to stand-ins to the tensors themselves."""
         ...
