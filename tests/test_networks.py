@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright.errors import DispatchError
 
 MESHES = [mesh_of(s) for s in ((4,), (2, 2), (3,), (2, 3))]
-EXAMPLES = int(os.environ.get("NETWORKS", "50"))  # how many per test; a long search sets more
+EXAMPLES = int(os.environ.get("NETWORKS", "30"))  # how many per test; a long search sets more
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 
 

@@ -180,7 +180,6 @@ def gone(pids: list[int], seconds: float = 10.0) -> bool:
 
 
 @LINUX
-@pytest.mark.thin(2)
 def test_a_rank_that_dies_ends_all(running: subprocess.Popen[str]) -> None:
     ranks = ranks_of(running)
     assert len(ranks) == 2
