@@ -191,7 +191,7 @@ def optimized(kind: str, sync: str, bucket: int, options: dict[str, Any]) -> Any
     return worst, kinds, params
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "sync", "options", "bucket"),

@@ -104,6 +104,7 @@ def test_wrong_values_and_gradients_are_found(value: float, gradient: float, kin
     assert Reference(BY_NAME["mul"], sample).judge(liar, None, case, lambda: 0.0).kind == kind
 
 
+@pytest.mark.long
 def test_the_command_beside_dtensor(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[1]
     command = [sys.executable, "-m", "conformance.opdb", "--ops", "mm", "--n", "1", "--sizes", "uneven", "--jobs", "1"]

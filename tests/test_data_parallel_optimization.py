@@ -291,7 +291,7 @@ def test_nobody_touches_a_buffer_under_way() -> None:
                 assert not touched or n.target in VIEWS, f"{n} touches {node}"
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(
     ("name", "axes"), [("gpt", {"dp": 2, "tp": 4}), ("gpt", {"dp": 3, "tp": 4}), ("cnn", {"dp": 5})]
 )

@@ -33,7 +33,7 @@ GPT_RUNS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(("axes", "more"), GPT_RUNS, ids=str)
 @pytest.mark.filterwarnings("ignore")  # of gathers, where nothing is divisible
 def test_gpt(axes: dict[str, int], more: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def layouts_of(number: int, tensors: Any) -> dict[str, Any]:
     return {f"t{i}": {"x": mw.Shard((number + i) % t.ndim)} for i, t in enumerate(tensors) if t.ndim}
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(8))
 def test_equals_one_device(part: int) -> None:

@@ -243,6 +243,7 @@ def test_like_one_device(name: str) -> None:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", {**PAIR_LOSSES, **CROSS})
+@pytest.mark.thin(2)
 def test_losses(name: str, reduction: str) -> None:
     fn, *inputs = {**PAIR_LOSSES, **CROSS}[name]
     sweep(lambda *tensors: fn(*tensors, reduction=reduction), *inputs, cases=3)

@@ -126,7 +126,7 @@ CASES = list(itertools.product(RAISES, CLEARED, NEXT))
 
 @pytest.mark.parametrize("bucket_bytes", [200, 8 << 20])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 def test_training_goes_on_as_on_one_device(mode: str, bucket_bytes: int) -> None:
     # Each mode and size takes its turn with every fifth case.
     first = list(MODES).index(mode) + (bucket_bytes > 200) * 3

@@ -81,6 +81,7 @@ Path(f"threads-{os.environ['RANK']}").write_text(" ".join(names))
 """
 
 
+@pytest.mark.long
 @LINUX
 def test_torchrun_is_joined_and_gives_the_same_run(tmp_path: Path) -> None:
     """And no thread of a process group is left: one that drops its tensors when Python exits aborts the process."""
