@@ -97,8 +97,10 @@ def resident() -> float:
 
 
 def grown(step: Step, count: int) -> list[float]:
-    """MiB more than at first after the second half of so many new lengths: between those of the first half, since longer
-    ones need more memory of themselves."""
+    """MiB more than at first after the second half of so many new lengths.
+
+    They lie between those of the first half: longer ones need more memory of themselves.
+    """
     for done, i in enumerate([*range(0, count, 2), *range(1, count, 2)]):
         if done == count // 2:
             before = resident()
