@@ -230,3 +230,44 @@ def test_a_number_of_another_kind_is_refused_as_on_one_device() -> None:
             x[x > 3] = torch.ones(4)
 
     on_ranks(run)
+
+
+BETWEEN: list[Any] = [
+    (slice(None), torch.tensor([1]), 2, torch.tensor([0, 1, 3])),
+    (slice(None), torch.tensor([1, 0, 2]), 2, torch.tensor([0, 1, 3])),
+    (torch.tensor([0, 1]), 2, slice(None), torch.tensor([1, 2])),
+    (torch.tensor([0, 1]), 2, torch.tensor([1, 2])),
+    (slice(None), [0, 2], 2, [1, 3]),
+    (slice(None), torch.tensor([0, 1]), None, torch.tensor([1, 2])),
+    (slice(0, 1), 2, torch.tensor([1, 2]), 1),
+]
+
+
+@pytest.mark.parametrize("index", BETWEEN, ids=range(len(BETWEEN)))
+def test_a_number_between_index_tensors_is_no_gap(index: Any) -> None:
+    """PyTorch takes the number first; what index tensors look up stands where they are, and not in front."""
+    mesh, full = mw.Mesh({"a": 3}), torch.arange(5 * 3 * 4 * 4.0).reshape(5, 3, 4, 4)
+
+    def run(lay: Any, way: str) -> list[torch.Tensor]:
+        x = lay(full.clone()).requires_grad_()
+        y = x * 1
+        if way == "read":
+            y = y[index]
+        elif way == "write":
+            y[index] = 7.0
+        else:
+            y[index] *= 3
+        (g,) = torch.autograd.grad((y * y).sum(), x)
+        return [mw.unshard(t).detach() if isinstance(t, mw.DistTensor) else t.detach() for t in (y, g)]
+
+    def every() -> list[Any]:
+        layouts = [mw.Replicate(), *[mw.Shard(d) for d in range(4)]]
+        made = {(p, way): run(lambda t, p=p: mw.shard_tensor(t, mesh, [p]), way) for p in layouts for way in WAYS}
+        return list(made.items())
+
+    for (_, way), got in mw.simulate(every, mesh)[0]:
+        for a, b in zip(got, run(lambda t: t, way), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+WAYS = ("read", "write", "change")

@@ -128,7 +128,7 @@ def _place(made: Index, shapes: list[tuple[int, ...]], constant: list[int]) -> N
     made.sizes |= sizes_of(out, shape)
     for i in constant:
         made.whole |= set(letters[i])  # a list in the call is the same on every rank
-    adjacent = len(set(made.positions)) == 1 and made.looked == list(range(made.looked[0], made.looked[-1] + 1))
+    adjacent = len(set(made.positions)) == 1  # a number between them is taken first, and is no gap
     made.block = math.prod(shape)
     at = made.positions[0] if adjacent else 0
     made.result[at:at] = out

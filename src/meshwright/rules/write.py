@@ -281,8 +281,7 @@ def _own_part(
                 shelf_at[len(local)] = shelf
             local.append(a if isinstance(a, Tensor) else torch.tensor(a, device=x.device))
         d += 1
-    adjacent = looked == list(range(looked[0], looked[-1] + 1)) if looked else True
-    at = places[0] if places and adjacent and len(set(places)) == 1 else 0
+    at = places[0] if len(set(places)) == 1 else 0
     value, width = _narrowed(value, cuts, at, [local[i].shape for i in looked])
     if not shelf_at:
         return tuple(local), value
