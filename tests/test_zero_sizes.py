@@ -265,3 +265,20 @@ def test_a_batch_norm_learns_nothing_of_nothing(shape: tuple[int, ...], dim: int
         return [mw.unshard(t).tolist() for t in (norm.running_mean, norm.running_var)]
 
     assert mw.simulate(run, mw.Mesh({"x": 2}))[0] == [[0.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 1), (4, 1, 3), (1, 3, 2), (4, 2, 2)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_second_derivatives_of_cumprod_are_there_on_all_ranks_or_on_none(shape: tuple[int, ...], dim: int) -> None:
+    """Along a dim of one its derivative is a constant, on ranks without a row too: they would wait alone."""
+    base = torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+
+    def run(x: Any) -> Any:
+        (g,) = torch.autograd.grad((x.cumprod(dim) + x * x).sum(), x, create_graph=True)
+        return torch.autograd.grad((g * g).sum(), x)[0]
+
+    mesh = mw.Mesh({"a": 3})
+    for split in range(3):
+        place = mw.Shard(split)
+        got = mw.simulate(lambda: mw.unshard(run(mw.shard_tensor(base, mesh, [place]).requires_grad_())), mesh)[0]  # noqa: B023
+        torch.testing.assert_close(got, run(base.clone().requires_grad_()))

@@ -316,12 +316,14 @@ def cumprod(x: Arg, dim: int, **kwargs: Any) -> Rule:
     """Along a whole dim."""
 
     def local(ctx: Local) -> LocalFn | None:
-        if math.prod(ctx.in_shape()) > 1 or math.prod(x.shape) <= 1:
+        if math.prod(ctx.in_shape()) > 1 or math.prod(x.shape) <= 1 or x.shape[dim] == 1:
             return None
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             made = torch.cumprod(x, *args, **kwargs)
-            return made + nothing((), x.exp())  # of one element PyTorch's derivative is a constant
+            return made + nothing(
+                (), x.exp()
+            )  # of one element, as along a dim of one, PyTorch's derivative is a constant
 
         return run
 
