@@ -197,16 +197,17 @@ def _llama(where: Where) -> tuple[nn.Module, torch.Tensor]:
 def _plain_step(where: Where, compiled: bool) -> tuple[Callable[[], Any], int, int]:
     model, ids = _llama(where)
     called: Any = torch.compile(model) if compiled else model
-    optimizer = _adamw(model, fused=True)
-
-    def step() -> Any:
-        loss = loss_of(called, ids, ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = partial(_trained, called, _adamw(model, fused=True), ids)
     return step, ids.numel(), sum(p.numel() for p in model.parameters())
+
+
+def _trained(model: Any, optimizer: torch.optim.Optimizer, ids: Any) -> Any:
+    """A step; its loss."""
+    loss = loss_of(model, ids, ids)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 def _eager_step(where: Where) -> tuple[Callable[[], Any], int, int]:
@@ -215,15 +216,7 @@ def _eager_step(where: Where) -> tuple[Callable[[], Any], int, int]:
     model = mw.shard_module(plain, mesh)
     optimizer = mw.shard_optimizer(_adamw(model, fused=True))
     laid = mw.shard_tensor(ids, mesh, {"dp": mw.Shard(0)})
-
-    def step() -> Any:
-        loss = loss_of(model, laid, laid)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step, ids.numel(), count
+    return partial(_trained, model, optimizer, laid), ids.numel(), count
 
 
 def _captured_step(where: Where, **options: Any) -> tuple[Callable[[], Any], int, int]:

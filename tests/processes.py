@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.compat import EXPORTER
+
 # A server that has imported torch forks each rank: fast, and safe where this process runs threads.
 CONTEXT = multiprocessing.get_context("forkserver")
 # With what captured steps and test files import: 2.4 s for each rank otherwise.
-EXPORTING = ["torch.export", "torch._dynamo", "torch._functorch.aot_autograd", "networkx"]
 CONTEXT.set_forkserver_preload(
-    ["torch.distributed", *EXPORTING, "pytest", "meshwright.collective", "meshwright.compile"]
+    ["torch.distributed", *EXPORTER, "networkx", "pytest", "meshwright.collective", "meshwright.compile"]
 )
 
 

@@ -87,3 +87,15 @@ def same_values(model: nn.Module, reference: nn.Module, *, grads: bool = False, 
             assert a is b, name
             continue
         torch.testing.assert_close(mw.unshard(a), b, msg=lambda text, n=name: f"{n}: {text}", **tolerance)
+
+
+class Weights(nn.Module):
+    """What is saved and loaded: tied tensors, several dtypes, a number, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6).bfloat16()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.register_buffer("count", torch.arange(5))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from shard_networks import Weights
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,14 +34,10 @@ ONE, BOTH, THREE = mw.Mesh({"dp": 1}), mw.Mesh({"dp": 2, "tp": 2}), mw.Mesh({"tp
 TP: dict[str, Any] = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}}
 
 
-class Net(nn.Module):
+class Net(Weights):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6).bfloat16()
-        self.scale, self.none = nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.empty(0, 3))
-        self.register_buffer("count", torch.arange(5))
+        self.none = nn.Parameter(torch.empty(0, 3))
         self.register_buffer("turned", torch.randn(5, 3, 2).permute(2, 0, 1))
 
 

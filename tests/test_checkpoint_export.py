@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from safetensors.torch import load_file
+from shard_networks import Weights
 from typer.testing import CliRunner
 
 import meshwright as mw
@@ -20,14 +21,10 @@ from meshwright.cli import app
 MESH = mw.Mesh({"dp": 2, "tp": 2})
 
 
-class Net(nn.Module):
+class Net(Weights):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6).bfloat16()
-        self.scale, self.none = nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.empty(0, 3))
-        self.register_buffer("count", torch.arange(5))
+        self.none = nn.Parameter(torch.empty(0, 3))
 
 
 def export(*words: Any) -> Any:

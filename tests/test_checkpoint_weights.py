@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
+from shard_networks import Weights
 
 import meshwright as mw
 from meshwright import runtime
@@ -28,20 +29,10 @@ PLANS: dict[str, tuple[mw.Mesh, dict[str, Any]]] = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6).bfloat16()
-        self.scale = nn.Parameter(torch.tensor(3.0))
-        self.register_buffer("count", torch.arange(5))
-
-
 def built(plan: str, seed: int) -> nn.Module:
     mesh, how = PLANS[plan]
     torch.manual_seed(seed)
-    model = Net()
+    model = Weights()
     if plan == "rows":
         how = {"placements": {n: {"tp": mw.Shard(0)} for n, t in model.state_dict().items() if t.ndim}}
     return mw.shard_module(model, mesh, **how)
@@ -91,7 +82,7 @@ def test_from_checkpoints_and_other_dtypes(tmp_path: Path) -> None:
     def run() -> None:
         model = built("dp-tp", 1)
         mw.Checkpoints(tmp_path).save(1, model=model).wait()
-        other = mw.shard_module(Net().double(), BOTH, TP)
+        other = mw.shard_module(Weights().double(), BOTH, TP)
         mw.load_weights(other, tmp_path)
         assert torch.equal(mw.unshard(other.down.weight), mw.unshard(model.down.weight).double())
         with pytest.raises(CheckpointError, match=r"there are no weights at .*none: model\.safetensors, "):
@@ -101,7 +92,7 @@ def test_from_checkpoints_and_other_dtypes(tmp_path: Path) -> None:
 
 
 def test_another_model(tmp_path: Path) -> None:
-    tensors = {n: t.clone() for n, t in Net().state_dict().items() if n != "head.weight"}
+    tensors = {n: t.clone() for n, t in Weights().state_dict().items() if n != "head.weight"}
 
     def run(strict: bool = True) -> None:
         model = built("dp-tp", 1)
@@ -135,7 +126,7 @@ def test_another_model(tmp_path: Path) -> None:
 
 def test_tied_here_and_apart_there(tmp_path: Path) -> None:
     """Both names may be there, with the same values; other values are not left out without a word."""
-    tensors = {n: t.clone() for n, t in Net().state_dict().items()}
+    tensors = {n: t.clone() for n, t in Weights().state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
     for found in mw.simulate(lambda: whole(mw.load_weights(built("dp-tp", 2), tmp_path)), BOTH):
         assert all(torch.equal(found[n], t) for n, t in tensors.items())
@@ -143,7 +134,7 @@ def test_tied_here_and_apart_there(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"head\.weight is tied to another tensor here, and has values"):
         mw.simulate(lambda: mw.load_weights(built("dp-tp", 2), tmp_path), BOTH)
-    mw.load_weights(Net(), tmp_path, strict=False)
+    mw.load_weights(Weights(), tmp_path, strict=False)
 
 
 class Conjugated(nn.Module):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+# What PyTorch imports when the first step is captured: a process that forks ranks has it before, once for all of them.
+EXPORTER = ("torch.export", "torch._dynamo", "torch._functorch.aot_autograd")
 TESTED = ("2.13", "2.15")  # the oldest and the newest PyTorch that the demo and tests have passed on
 
 # Name here: (where it is, what it is for).

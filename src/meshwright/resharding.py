@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import torch
+
 from . import convert
 from .convert import ConversionStep
 from .cost import passes, step_bytes
@@ -68,6 +70,11 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
     assert here is dst, (here, dst)
     forward = sum(step_bytes(s) for s in steps)
     return ConversionPlan(src, dst, tuple(steps), forward, sum(step_bytes(s.transpose()) for s in steps))
+
+
+def in_dtype(conversion: ConversionPlan, dtype: torch.dtype) -> ConversionPlan:
+    """The plan of the same conversion of values of another dtype."""
+    return plan(conversion.src.with_(dtype=dtype), conversion.dst.with_(dtype=dtype))
 
 
 def _decided(spec: Spec) -> Spec:

@@ -16,7 +16,7 @@ from ..raw import bare
 from ..tensor import DistTensor
 from .agree import attempt, mesh_of, prepared
 from .arrays import bytes_of
-from .contents import Roles, model_tensors, stored_spec
+from .contents import ModelTensors, Roles, model_tensors, stored_spec
 from .dcp import METADATA, DcpFiles
 from .hugging_face import INDEX, SINGLE
 from .loading import DIFFERENT, SAME, Reader, choice, read_targets, specs_of
@@ -59,11 +59,10 @@ def load_weights(
     what = f"load weights from {path}"
     source = attempt(mesh, what, lambda: source_of(path))
     try:
-        targets = prepared(
+        targets, twins = prepared(
             mesh, what, lambda: _targets(model, source, strict, mesh),
-            lambda made: {"strict=": strict, "the files": source.mark(), **specs_of(made)}, DIFFERENT, SAME,
+            lambda made: {"strict=": strict, "the files": source.mark(), **specs_of(made[0])}, DIFFERENT, SAME,
         )  # fmt: skip
-        twins = _twins(model, source, mesh) if strict else []
         read_targets([*targets, *(twin for _, twin in twins)], source, mesh, what)
         attempt(mesh, what, lambda: _compare(twins))
     finally:
@@ -103,8 +102,11 @@ def _listed(index: Path) -> list[str]:
     return names
 
 
-def _targets(model: nn.Module, source: Source, strict: bool, mesh: Mesh) -> list[Target]:
-    """The tensors of a model that are there, as what they are called there."""
+Twins = list[tuple[Tensor, Target]]
+
+
+def _targets(model: nn.Module, source: Source, strict: bool, mesh: Mesh) -> tuple[list[Target], Twins]:
+    """The tensors of a model that are there, as what they are called there; where none may be left out, their twins."""
     found = model_tensors(model)
     if isinstance(source, DcpFiles):
         source.choose(found.tensors)
@@ -121,12 +123,12 @@ def _targets(model: nn.Module, source: Source, strict: bool, mesh: Mesh) -> list
     extra = [n for n in source.shapes if n not in taken]
     if strict and (missing or extra):
         raise CheckpointError(f"{misnamed(missing, extra)}; strict=False leaves both out")
-    return made
+    return made, _twins(found, source, mesh) if strict else []
 
 
-def _twins(model: nn.Module, source: Source, mesh: Mesh) -> list[tuple[Tensor, Target]]:
+def _twins(found: ModelTensors, source: Source, mesh: Mesh) -> Twins:
     """Of tied tensors, what is there by a further name of its own: this rank's part, and the same part of that."""
-    found, made = model_tensors(model), []
+    made = []
     for other, first in found.aliases.items():
         there, own = (source.aliases.get(n, n) for n in (other, first))
         if there != own and there in source.shapes and own in source.shapes:
@@ -137,7 +139,7 @@ def _twins(model: nn.Module, source: Source, mesh: Mesh) -> list[tuple[Tensor, T
     return made
 
 
-def _compare(twins: list[tuple[Tensor, Target]]) -> None:
+def _compare(twins: Twins) -> None:
     for held, twin in twins:
         if bytes_of(held.cpu()) != bytes_of(twin.local.cpu()):
             raise CheckpointError(

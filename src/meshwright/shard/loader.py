@@ -305,6 +305,8 @@ class ShardedLoader:
             if isinstance(t, DistTensor):
                 return
             shapes[path] = tuple(t.shape)
+            if self.mesh.size == 1:
+                return
             free: set[int] = set()
             if self.padding is not None and self.padding.applies(t):
                 free.add(self.padding.dim % t.ndim)

@@ -88,7 +88,8 @@ def shard_module(
         LayoutError: a placement for a dim that the parameter does not have.
         DesyncError: ranks that pass different models or placements.
     """
-    _check_model(model, [] if sync else [n for n, v in (("stored_over=", stored_over), ("precision=", precision)) if v])
+    _check_model(model)
+    _check_sync(sync, stored_over, precision)
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
     names, stored, casts = _laid(model, mesh, placements or {}, around, stored_over, precision)
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
@@ -101,8 +102,7 @@ def shard_module(
     if stored or casts:
         axes = {id(params[name]): axis for name, axis in stored.items()}
         zero.install(model, mesh, synced, axes, {id(params[n]): d for n, d in casts.items()}, regather=regather)
-    others = synced.cover(params, bucket_bytes)
-    model.__dict__.update(_gradient_sync=synced, _others_sync=others)
+    model.__dict__.update(_gradient_sync=synced, _others_sync=synced.cover(params, bucket_bytes))
     return model
 
 
@@ -154,12 +154,17 @@ def _cast(names: Names, casts: Casts) -> dict[str, Dtypes]:
     return found
 
 
-def _check_model(model: nn.Module, alone: list[str]) -> None:
-    """Raises ShardError for what is no module, or one whose tensors somebody else lays out or synchronises; for
-    options that are ``alone``, without the synchronisation that they need."""
-    if alone:
-        itself = "; mw.compile_step takes precision= itself" if alone[0] == "precision=" else ""
-        raise ShardError(f"{alone[0]} needs the synchronisation of gradients: leave out sync=False{itself}")
+def _check_sync(sync: bool, stored_over: Any, precision: Any) -> None:
+    """Raises ShardError for options that do nothing without the synchronisation of gradients."""
+    fix = "needs the synchronisation of gradients: leave out sync=False"
+    if stored_over and not sync:
+        raise ShardError(f"stored_over= {fix}")
+    if precision and not sync:
+        raise ShardError(f"precision= {fix}; mw.compile_step takes precision= itself")
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises ShardError for what is no module, or one whose tensors somebody else lays out or synchronises."""
     if not isinstance(model, nn.Module):
         raise ShardError(
             f"shard_module takes an nn.Module, not {type(model).__name__}: shard the modules of a list one by one, or "

@@ -170,7 +170,8 @@ def _dtypes(names: Names, params: Mapping[str, str], chosen: Mapping[str, Precis
                     f"{found[first].compute} and {said.compute}, reduced in {found[first].reduce} and {said.reduce}: "
                     "end with globs that say the same of both"
                 )
-    return {first: said for first, said in found.items() if any(chosen.get(n) for n in params if params[n] == first)}
+    named = {params[name] for name in chosen}
+    return {first: said for first, said in found.items() if first in named}
 
 
 def _inside(name: str, module: str) -> bool:

@@ -15,7 +15,7 @@ from ..dispatch import BRING, disabled, link
 from ..errors import ShardError
 from ..layout import chunk_bounds
 from ..raw import bare
-from ..resharding import ConversionPlan
+from ..resharding import ConversionPlan, in_dtype
 from ..resharding import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
@@ -209,7 +209,7 @@ class _Bring:
         with torch.no_grad():
             value = convert.apply(steps.steps, t) if value is None else value
         dtype = reduce_dtype(self.p)
-        wide = plan_conversion(steps.src.with_(dtype=dtype), steps.dst.with_(dtype=dtype)).steps
+        wide = in_dtype(steps, dtype).steps
         made: tuple[Tensor] = _Gather.apply(self.unit, [self.p], [bare(value)], wide, self.p)
         return made[0]
 
@@ -244,7 +244,7 @@ class _Gather(torch.autograd.Function):
                     g = convert.back(ctx.steps, g.to(reduce_dtype(p)), ctx.cause)
             spec = seen_spec(p).grad().with_(dtype=reduce_dtype(p))  # the forward may have been what decided the types
             how, whole = _wanted(node), stored_axis(p) is None
-            # Hooks of the user are autograd's business: they get the gradient as it is stored.
+            # Hooks of the user are autograd's business: they get the gradient as its parameter lies, in ``reduce``.
             native = torch.is_grad_enabled() or p.__dict__["_after"] or _hooked(p)
             if g is not None and (how == "returned" or (how == "kept" and (native or whole))):
                 target = p._spec.with_(undecided=0).grad()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright import collective, errors, runtime
+from meshwright import collective, compat, errors, runtime
 from meshwright.errors import MeshwrightError, RankFailedError
 from meshwright.launchers import Launch
 
@@ -91,8 +91,7 @@ def _context(captured: bool) -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    exporting = ["torch.export", "torch._dynamo", "torch._functorch.aot_autograd"] if captured else []
-    context.set_forkserver_preload(["__main__", __name__, *exporting])
+    context.set_forkserver_preload(["__main__", __name__, *(compat.EXPORTER if captured else ())])
     return context
 
 

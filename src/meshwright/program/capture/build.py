@@ -290,7 +290,7 @@ def _of_batch(given: Any, name: str) -> Any:
 def _laid(
     model: nn.Module, captured: Captured, completed: Completed, mesh: Mesh, plan: Plan, casts: Casts
 ) -> tuple[Assignment, dict[str, Spec], dict[str, Layout]]:
-    everywhere = mesh.everywhere
+    everywhere, names = mesh.everywhere, Names(model)
     specs: dict[str, Spec] = {}
     params: dict[str, Spec] = {}
     for source in captured.sources:
@@ -301,7 +301,7 @@ def _laid(
         # What carries no gradient fits whatever it meets; parameters get their types from their first use.
         specs[source.node] = Spec(source.fake.shape, source.fake.dtype, layout, undecided=everywhere)
         if source.kind in ("param", "buffer"):
-            own = Names(model).tensors[source.name].dtype if source.name in casts.dtypes else source.fake.dtype
+            own = names.tensors[source.name].dtype if source.name in casts.dtypes else source.fake.dtype
             params[source.name] = specs[source.node].with_(dtype=own)
     placed = dict(params)
     for name, t in model.named_parameters():
@@ -313,12 +313,12 @@ def _laid(
         for s in captured.sources
         if s.kind == "param" and (s.name in stored or s.name in casts.dtypes)
     }
-    names = {id(p): n for n, p in model.named_parameters()}
+    name_of = {id(p): n for n, p in model.named_parameters()}
     by_name = {s.name: s.node for s in captured.sources if s.node in by_node}
     units = {
-        by_name[names[id(p)]]: str(i)
+        by_name[name_of[id(p)]]: str(i)
         for i, (_, members) in reversed(list(enumerate(units_of(model))))
-        for m in members for p in m._parameters.values() if names.get(id(p)) in by_name
+        for m in members for p in m._parameters.values() if name_of.get(id(p)) in by_name
     }  # fmt: skip
     reduced = {n: d.reduce for n, d in casts.dtypes.items() if n in placed and d.reduce is not placed[n].dtype}
     laid = Assignment(specs, by_node, completed.constraints, completed.origins, units, reduced)

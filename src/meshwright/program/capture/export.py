@@ -152,7 +152,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = _StepModule(model, loss_fn, batch)
     fakes, tied = _fake_state(step, mode, device, dtypes or {})
-    leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    leaves, names = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)], _leaf_names(batch)
     given = [_fake_of(t, mode, device) for t in leaves]
     regions: dict[str, Path] = {}
     with (
@@ -176,8 +176,8 @@ def capture(
             sources.append(Source(node.name, kind, tied.get(name, name), fake, strides=_held(step, str(spec.target))))
         elif spec.kind is InputKind.USER_INPUT:
             i = len([s for s in sources if s.kind == "batch"])
-            name, where = _leaf_names(batch)[i], _strides(leaves[i])
-            sources.append(Source(node.name, "batch", name, given[i], leaf=step.tensors[i], strides=where))
+            where = _strides(leaves[i])
+            sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i], strides=where))
         else:
             value = _constant(exported, step, node, str(spec.target))
             twin = own.get(_pointer(value))

@@ -20,7 +20,7 @@ from ...dispatch import BRING, link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Replicate, Spec
 from ...mesh import Mesh
-from ...resharding import ConversionPlan
+from ...resharding import ConversionPlan, in_dtype
 from ...resharding import plan as plan_conversion
 from ...shard.packing import chunk_dim, cut_over
 from ...shard.precision import put
@@ -240,8 +240,7 @@ class _Partition:
             def brought(t: Tensor, steps: ConversionPlan, value: Tensor | None) -> Tensor:
                 with torch.no_grad():
                     value = convert.apply(steps.steps, t) if value is None else value
-                more = plan_conversion(steps.src.with_(dtype=wide), steps.dst.with_(dtype=wide)).steps
-                return convert.bring(local, value, wide, (*back.steps, *more))
+                return convert.bring(local, value, wide, (*back.steps, *in_dtype(steps, wide).steps))
 
             made.__dict__[BRING] = brought
         link([local, made])
