@@ -311,6 +311,7 @@ def unusual(kind: str, passes: Sequence[Any]) -> float:
 
 @pytest.mark.thin(3)
 @pytest.mark.processes
+@pytest.mark.thin(3)  # each kind and each list of passes once
 @pytest.mark.parametrize("passes", [(), (DataParallelOptimization(bucket_bytes=1 << 20),)], ids=["plain", "optimized"])
 @pytest.mark.parametrize("kind", ["hooks", "penalty"])
 def test_hooks_and_double_backward(kind: str, passes: Any) -> None:
@@ -377,9 +378,13 @@ def grads_of(step: CompiledStep) -> list[Any]:
 
 
 @pytest.mark.processes
-def test_groups_of_different_size() -> None:
-    assert max(run_processes(experts, 4, ())) < 1e-9
-    assert max(run_processes(experts, 4, [DataParallelOptimization(bucket_bytes=1 << 20)])) < 1e-9
+@pytest.mark.parametrize(
+    "passes",
+    [[DataParallelOptimization(bucket_bytes=1 << 20)], pytest.param([], marks=pytest.mark.long)],
+    ids=["optimized", "plain"],
+)
+def test_groups_of_different_size(passes: list[Any]) -> None:
+    assert max(run_processes(experts, 4, passes)) < 1e-9
 
 
 def several_shapes() -> Any:
