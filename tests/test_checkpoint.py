@@ -531,9 +531,9 @@ def test_a_manifest_of_another_version_or_damaged(tmp_path: Path) -> None:
     store.save(0, model=model).wait()
     path = next(tmp_path.rglob("manifest.json"))
     whole = path.read_text()
-    body = whole.partition(",\n")[2][:-2].replace('"version": 1', '"version": 99')
+    body = whole.partition(",\n")[2][:-2].replace('"version": 2', '"version": 99')
     path.write_text(f'{{"crc32": {zlib.crc32(body.encode())},\n{body}}}\n')
-    with pytest.raises(CheckpointError, match=r"of version 99, .* of version 1 was expected"):
+    with pytest.raises(CheckpointError, match=r"of version 99, .* of version 2 was expected"):
         store.load(model=model)
     for text in (whole.replace("weight", "weighs"), whole[:-9], "", "{}"):
         path.write_text(text)

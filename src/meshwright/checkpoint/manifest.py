@@ -19,7 +19,7 @@ from ..mesh import Mesh, mesh_data, mesh_from
 from . import files
 from .files import Line
 
-FORMAT, VERSION = "meshwright checkpoint", 1
+FORMAT, VERSION = "meshwright checkpoint", 2
 NAME, UNFINISHED = "manifest.json", "manifest.json.tmp"
 _FOLDER = re.compile(r"step-(\d{8,})-(\d{5,})-([0-9a-f]{4})")
 
