@@ -70,9 +70,9 @@ def test_the_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:
     for step in range(1, 4):
         fill(model, float(step))
         last = store.save(step, model=model)
-    copies = {n: t.data_ptr() for n, t in store._staging.items()}
     fill(model, 9.0)
     last.wait()
+    copies = {n: t.data_ptr() for n, t in store._staging.items()}
     other = nn.Linear(4, 2)
     fill(other, 4.0)
     store.save(4, model=other).wait()

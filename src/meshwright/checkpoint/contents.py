@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from .values import encoded
 
 Tensor = torch.Tensor
 OPTIMIZER, OTHERS = "optimizer/", "other/"  # how names of tensors begin that are none of the model's
-RANDOM, GRADIENT = OTHERS + "random", OTHERS + "gradient/"
+RANDOM, GRADIENT, EXTRA = OTHERS + "random", OTHERS + "gradient/", OTHERS + "extra/"
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,14 @@ class Contents:
     values: dict[str, Any] = field(default_factory=dict)
 
     def put(self, name: str, t: Tensor) -> str:
-        """Take a tensor."""
+        """Take a tensor.  Returns what it is called: something else than ``name`` where that is taken."""
         if t.is_meta:
             raise CheckpointError(f"{name} is on the meta device and has no values to save")
         if not isinstance(t, DistTensor) and t.layout is not torch.strided:
             raise CheckpointError(f"{name} is a {t.layout} tensor: only dense tensors can be saved")
         if as_stored(t.dtype)[0] not in NAMES:
             raise CheckpointError(f"{name} is {t.dtype}, which a checkpoint cannot hold")
+        name = next(n for i in itertools.count() if (n := f"{name}~{i}" if i else name) not in self.specs)
         self.specs[name] = stored_spec(t, self.mesh, name)
         self.tensors[name] = t
         return name
@@ -153,7 +155,7 @@ def gather(roles: Roles, mesh: Mesh, gradients: bool) -> Contents:
         for name, t in found.tensors.items():
             made.put(name, t)
         made.aliases.update(found.aliases)
-        made.values["model"] = {n: encoded(v, OTHERS + n, made.put) for n, v in found.extra.items()}
+        made.values["model"] = {n: encoded(v, EXTRA + n, made.put) for n, v in found.extra.items()}
         made.values["config"] = configurations(roles.model)
         names = found.names
         if gradients:
@@ -283,7 +285,7 @@ def configurations(model: nn.Module) -> dict[str, str]:
 def _optimizer(one: Optimizer, names: Mapping[int, str], made: Contents) -> dict[str, Any]:
     groups = group_names(one, names)
     options = [
-        {k: encoded(v, f"{OTHERS}{kind_of(one)}.{k}/{i}", made.put) for k, v in g.items() if k != "params"}
+        {k: encoded(v, f"{OTHERS}option/{kind_of(one)}.{k}/{i}", made.put) for k, v in g.items() if k != "params"}
         for i, g in enumerate(one.param_groups)
     ]
     states = {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
 import sys
 import threading
 import zlib
@@ -47,15 +49,30 @@ def save(
     Raises:
         CheckpointError, DesyncError: on every rank; nothing was written.
     """
+    _same_call(mesh, step, roles, gradients)
     contents = prepared(mesh, "save", lambda: gather(roles, mesh, gradients), partial(_lines, step), DIFFERENT, SEEDS)
     generators = host_generators()
-    name, same = _named(folder, step, contents, zlib.crc32(repr(generators).encode()))
+    name, subject, same = _named(folder, step, contents, zlib.crc32(repr(generators).encode()))
     if same:
         contents.values["generators"] = generators
     path = folder / name
     parts = own_parts(contents, path)
     manifest = Manifest(step, mesh, contents.specs, contents.aliases, contents.values)
-    return Save(path, keep, manifest, parts, staging)
+    return Save(path, keep, manifest, parts, staging, subject)
+
+
+def _same_call(mesh: Mesh, step: int, roles: Roles, gradients: bool) -> None:
+    """Ranks were given the same, before what they gather has them communicate."""
+
+    def check() -> None:
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise CheckpointError(f"save: step={step!r}: a whole number of at least 0 was expected")
+        if not isinstance(gradients, bool):
+            raise CheckpointError(f"save: gradients={gradients!r}: True or False was expected")
+
+    given = {"step": step, "gradients=": gradients, **roles.kinds()}
+    given["micro-step of program="] = None if roles.program is None else roles.program.micro_step
+    prepared(mesh, "save", check, lambda made: given, DIFFERENT, SEEDS)
 
 
 def _lines(step: int, contents: Contents) -> dict[str, object]:
@@ -71,13 +88,16 @@ def _lines(step: int, contents: Contents) -> dict[str, object]:
     return lines
 
 
-def _named(folder: Path, step: int, contents: Contents, generators: int) -> tuple[str, bool]:
+def _named(folder: Path, step: int, contents: Contents, generators: int) -> tuple[str, str, bool]:
     """The name of the folder of a save, which the first rank gives; it is made where the disk is waited for.
+
+    And a word that no save has had, whatever its folder is called.
 
     In the same exchange samples of what several ranks hold are compared; and whether all bring the same digest of the
     generators beside torch's, which need not be.
     """
     mesh, name, error, same = contents.mesh, "", "", True
+    subject = secrets.token_hex(16)
     if runtime.RT.rank == mesh.ranks[0]:
         try:
             name = new_folder(folder, step).name
@@ -87,8 +107,8 @@ def _named(folder: Path, step: int, contents: Contents, generators: int) -> tupl
         here = mesh.coordinate(runtime.RT.rank)
         split = {n: t for n, t in contents.tensors.items() if isinstance(t, DistTensor)}
         shared = {n: (t.spec.layout, bare(t)) for n, t in split.items() if replica(t.spec, here)[1] > 1}
-        told = everyone((name, error, facts_of(shared, whole=False), generators), mesh)
-        name, error, *_ = told[0]
+        told = everyone((name, error, facts_of(shared, whole=False), generators, subject), mesh)
+        name, error, *_, subject = told[0]
         same = len({one[3] for one in told}) == 1
         went = collective.differing({rank: one[2] for rank, one in zip(mesh.ranks, told, strict=True)})[0]
         if went:
@@ -97,7 +117,7 @@ def _named(folder: Path, step: int, contents: Contents, generators: int) -> tupl
             )
     if error:
         raise CheckpointError(f"save to {folder}: {error}")
-    return name, same
+    return name, subject, same
 
 
 def own_parts(contents: Contents, path: Path) -> list[Part]:
@@ -125,12 +145,14 @@ class Save:
     """
 
     def __init__(
-        self, path: Path, keep: int | None, manifest: Manifest, parts: list[Part], staging: dict[str, Tensor] | None
-    ) -> None:
+        self, path: Path, keep: int | None, manifest: Manifest, parts: list[Part], staging: dict[str, Tensor] | None,
+        subject: str,
+    ) -> None:  # fmt: skip
         self.path, self.step = path, manifest.step
         self._keep, self._manifest, self._parts = keep, manifest, parts
-        self._rank, self._post = runtime.RT.rank, collective.Post(manifest.mesh, f"checkpoint/{path.name}")
-        self._error, self._told = "", False
+        self._rank, self._post = runtime.RT.rank, collective.Post(manifest.mesh, f"checkpoint/{subject}")
+        self._error, self._told, self._unable = "", False, ""
+        self._staging, self._copies = {} if staging is None else staging, dict[str, Tensor]()
         self._thread: threading.Thread | None = None
         if self._post.simulated:  # its rank has the only thread that may run, and meets the others in it
             self._finish()
@@ -138,11 +160,15 @@ class Save:
         if staging is None:
             self._run()
             return
-        copies = {p.name: staged(p.value, staging.get(p.name)) for p in parts}
-        staging.clear()
-        staging.update(copies)
-        self._parts = [replace(p, value=copies[p.name]) for p in parts]
+        held = dict(staging)
+        staging.clear()  # until it was written, the memory is nobody else's
+        try:
+            self._copies = {p.name: staged(p.value, held.get(p.name)) for p in parts}
+            self._parts = [replace(p, value=self._copies[p.name]) for p in parts]
+        except Exception as error:  # the others must hear of it
+            self._unable = f"what is saved cannot be copied: {why(error)}; save(..., wait=True) needs no copy"
         self._thread = threading.Thread(target=self._run, name=f"meshwright saves step {self.step}")
+        _UNDER_WAY[self._rank, os.path.realpath(path.parent)] = self
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -158,6 +184,8 @@ class Save:
             self._finish()
         except Exception as error:
             self._error = str(error) or type(error).__name__
+        self._staging.update(self._copies)  # for the next one
+        self._copies = {}
         if self._error and not threading.main_thread().is_alive():  # nobody is left to be told
             print(f"step {self.step} was not saved: {self._error}", file=sys.stderr)
 
@@ -165,6 +193,8 @@ class Save:
         file = self.path / f"rank-{self._rank:05d}.safetensors"
         report: dict[str, object]
         try:
+            if self._unable:
+                raise CheckpointError(self._unable)
             make_folder(self.path)
             report = {"line": asdict(write_file(file, self._parts)), "file": file.name} if self._parts else {}
         except Exception as error:  # the others must hear of it, whatever it is
@@ -206,8 +236,7 @@ class Save:
         Raises:
             CheckpointError: on every rank; the older checkpoints are whole.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         if self._error:
             self._told = True
             raise CheckpointError(
@@ -216,10 +245,24 @@ class Save:
 
     def settle(self) -> None:
         """:meth:`wait`, but for what was said before."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         if not self._told:
             self.wait()
+
+    def _join(self) -> None:
+        if self._thread is not None and self._thread.ident is not None:  # an interrupt may have come before its start
+            self._thread.join()
+
+
+# The last save that a thread of this process began, by rank and folder; another one to the same folder comes after it.
+_UNDER_WAY: dict[tuple[int, str], Save] = {}
+
+
+def settle(folder: Path) -> None:
+    """Wait for what any :class:`Checkpoints` of this process saves to a folder.  Raises as :meth:`Save.settle`."""
+    last = _UNDER_WAY.get((runtime.RT.rank, os.path.realpath(folder)))
+    if last is not None:
+        last.settle()
 
 
 def why(error: Exception) -> str:
@@ -239,4 +282,4 @@ def staged(value: Tensor, held: Tensor | None) -> Tensor:
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["Save", "save"]
+__all__ = ["Save", "save", "settle"]

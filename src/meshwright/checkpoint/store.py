@@ -15,7 +15,7 @@ from .agree import mesh_of
 from .contents import Roles
 from .loading import load
 from .manifest import saves_in
-from .saving import Save, save
+from .saving import Save, save, settle
 
 
 class Checkpoints:
@@ -80,8 +80,6 @@ class Checkpoints:
             DesyncError: on all ranks: they save different things.
         """
         roles = Roles.of(model, optimizer, scheduler, loader, program)
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise CheckpointError(f"save: step={step!r}: a whole number of at least 0 was expected")
         self._settle()
         staging = None if wait else self._staging
         self._last = save(self.folder, self.keep, step, roles, mesh_of(roles, self.mesh), staging, gradients)
@@ -91,9 +89,9 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """One save is under way at a time; one that failed and was not waited for is said here."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.settle()
+        if self._last is not None:
+            self._last.settle()  # says an error once; where an interrupt ends this, the next one waits again
+        settle(self.folder)
 
     def load(
         self, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ Get = Callable[[str], Tensor]
 # What JSON has no word for is a dict with one key that begins so.
 _MARK = "$"
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, list, dict, set, tuple, str, bool)}
 _PAIRS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 
@@ -36,6 +38,8 @@ def encoded(value: Any, where: str, put: Put) -> Any:
     """
     if isinstance(value, Tensor):
         return {_MARK + "tensor": put(where, value)}
+    if isinstance(value, numpy.number):  # whose arithmetic is not that of Python's numbers
+        return {_MARK + "numpy": [value.dtype.str, value.tobytes().hex()]}
     if isinstance(value, numpy.generic):
         value = value.item()
     if value is None or type(value) in (bool, int, str):
@@ -52,7 +56,16 @@ def encoded(value: Any, where: str, put: Put) -> Any:
         return [encoded(v, f"{where}/{i}", put) for i, v in enumerate(value)]
     for word, kind in _SEQUENCES.items():
         if type(value) is kind:
-            return {_MARK + word: [encoded(v, f"{where}/{i}", put) for i, v in enumerate(value)]}
+            listed = [encoded(v, f"{where}/{i}", put) for i, v in enumerate(value)]
+            if kind in (set, frozenset):  # each process has another order
+                listed.sort(key=json.dumps)
+            bound = value.maxlen if kind is deque else None
+            return {_MARK + word: listed} if bound is None else {_MARK + "bounded": [listed, bound]}
+    if type(value) is defaultdict and value.default_factory is not None:
+        made = getattr(value.default_factory, "__name__", "")
+        if _FACTORIES.get(made) is not value.default_factory:
+            raise CheckpointError(f"{where} is a defaultdict of {value.default_factory!r}, which cannot be saved")
+        return {_MARK + "default": [made, encoded(dict(value), where, put)]}
     if type(value) in (dict, defaultdict) and all(type(k) is str and not k.startswith(_MARK) for k in value):
         return {k: encoded(v, f"{where}/{k}", put) for k, v in value.items()}
     for word, kind in _PAIRS.items():
@@ -82,6 +95,10 @@ def decoded(data: Any, get: Get) -> Any:
         return _SEQUENCES[word](decoded(v, get) for v in given)
     if word in _PAIRS:
         return _PAIRS[word]({decoded(k, get): decoded(v, get) for k, v in given})
+    if word == "bounded":
+        return deque((decoded(v, get) for v in given[0]), given[1])
+    if word == "default":
+        return defaultdict(_FACTORIES[given[0]], decoded(given[1], get))
     made = _PLAIN.get(word)
     if made is None:
         raise CheckpointError(f"the checkpoint has a value of the unknown kind {word!r}: a newer version wrote it")
@@ -93,6 +110,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "complex": lambda pair: complex(*pair),
     "bytes": bytes.fromhex,
     "dtype": dtype_from,
+    "numpy": lambda pair: numpy.frombuffer(bytes.fromhex(pair[1]), pair[0])[0],
 }
 
 __all__ = ["Get", "Put", "decoded", "encoded"]
