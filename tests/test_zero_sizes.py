@@ -282,3 +282,18 @@ def test_second_derivatives_of_cumprod_are_there_on_all_ranks_or_on_none(shape: 
         place = mw.Shard(split)
         got = mw.simulate(lambda: mw.unshard(run(mw.shard_tensor(base, mesh, [place]).requires_grad_())), mesh)[0]  # noqa: B023
         torch.testing.assert_close(got, run(base.clone().requires_grad_()))
+
+
+@pytest.mark.parametrize("placement", [mw.Replicate(), mw.Partial(), mw.Shard(0), mw.Shard(1), mw.Shard(3)], ids=str)
+def test_a_write_after_attention_to_nothing(placement: mw.Placement) -> None:
+    """Nothing is kept for the backward of attention without queries, so what it read may change."""
+
+    def run() -> Any:
+        x = mw.shard_tensor(torch.zeros(2, 3, 0, 3), mw.init_mesh({"a": 3}), [placement]).requires_grad_()
+        y = x * 1.0
+        out = torch.cat([y, F.scaled_dot_product_attention(y, y, y)])
+        y[:1] += 1.0
+        out.sum().backward()
+        return tuple(x.grad.shape)
+
+    assert set(mw.simulate(run, mw.Mesh({"a": 3}))) == {(2, 3, 0, 3)}

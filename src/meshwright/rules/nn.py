@@ -131,6 +131,7 @@ def _attention_local(ctx: Local) -> LocalFn:
     (first, last), keys = (offset[-2], offset[-2] + here[-2]), ctx.inputs[1].shape[-2]
     causal_split = (first, last) != (0, shape[-2])
     at = (*shape[:-1], keys), (*offset[:-1], 0)
+    empty = 0 in here and 0 not in shape  # where all is empty, PyTorch keeps nothing for the backward
 
     def attend(
         query: Tensor,
@@ -147,7 +148,7 @@ def _attention_local(ctx: Local) -> LocalFn:
             # The mask of these rows of the whole: row i sees the keys up to i.
             attn_mask = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device).tril(first)
             is_causal = False
-        if dropout_p > 0.0 or 0 in here:
+        if dropout_p > 0.0 or empty:
             return dropout.attention(
                 at, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
