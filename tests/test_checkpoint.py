@@ -539,6 +539,19 @@ def test_a_manifest_of_another_version_or_damaged(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
             store.load(model=model)
+    edits = [('"tensors"', '"tense"'), ("[2, 2]", "[NaN, -2]"), ('"shape"', '"shapes"'), ('["replicate"]', "[7]")]
+    edits += [
+        ('"ranks": [0]', '"ranks": 0'),
+        ('.safetensors": [', '.safetensors": [1, '),
+        ('"aliases": {}', '"aliases": ['),
+    ]
+    edits += [('"float32"', '"float33"'), ('"model": {}', '"model": ' + "[" * 9999)]
+    for was, now in edits:
+        assert was in whole
+        body = whole.partition(",\n")[2][:-2].replace(was, now)
+        path.write_text(f'{{"crc32": {zlib.crc32(body.encode())},\n{body}}}\n')  # edited by somebody who knows how
+        with pytest.raises(CheckpointError, match=r"is no manifest of a checkpoint"):
+            store.load(model=model)
     path.write_text(whole)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

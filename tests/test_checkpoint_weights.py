@@ -14,7 +14,7 @@ from shard_networks import Weights
 
 import meshwright as mw
 from meshwright import runtime
-from meshwright.checkpoint import pieces
+from meshwright.checkpoint import files, pieces
 from meshwright.errors import CheckpointError, DesyncError
 
 ONE = mw.Mesh({"dp": 1})
@@ -218,3 +218,110 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     mw.simulate(run, BOTH)
     again = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     assert all(torch.equal(t, first.state_dict()[n]) for n, t in again.state_dict().items())
+
+
+class Dying(files.Disk):
+    """Dies before the nth of what changes names on the disk, and does nothing more."""
+
+    def __init__(self, last: int) -> None:
+        self.left = last
+
+    def die(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def create(self, path: Path) -> int:
+        self.die()
+        return super().create(path)
+
+    def rename(self, path: Path, to: Path) -> None:
+        self.die()
+        super().rename(path, to)
+
+    def remove(self, path: Path) -> None:
+        self.die()
+        super().remove(path)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (4, 4), (1, 4), (4, 1), (2, 4)])
+def test_weights_that_are_replaced_are_whole_at_any_time(
+    before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours reads the index first, transformers the single file."""
+
+    def filled(value: float) -> nn.Module:
+        model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(value)
+        return model
+
+    def found(path: Path) -> set[float]:
+        return set(torch.cat([p.flatten() for p in mw.load_weights(filled(0.0), path).parameters()]).tolist())
+
+    size, last, seen = 4 * 4 * 4 * 4, 0, []
+    died = True
+    while died:
+        folder = tmp_path / str(last)
+        mw.save_weights(filled(1.0), folder, shard_bytes=size // before)
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "DISK", Dying(last))
+            try:
+                mw.save_weights(filled(2.0), folder, shard_bytes=size // after)
+                died = False
+            except KeyboardInterrupt:
+                pass
+        seen.append(found(folder))
+        if (folder / "model.safetensors").exists():
+            assert len(found(folder / "model.safetensors")) == 1
+        mw.save_weights(filled(3.0), folder, shard_bytes=size // after)
+        assert found(folder) == {3.0}
+        assert len(list(folder.iterdir())) == after + (after > 1)
+        last += 1
+    assert set(map(frozenset, seen)) == {frozenset([1.0]), frozenset([2.0])}
+    assert seen == sorted(seen, key=sum)
+
+
+def test_an_index_says_which_file_a_tensor_is_in(tmp_path: Path) -> None:
+    """Another file may have one of the same name, of older weights."""
+    new, old = torch.full((2, 2), 1.0), torch.full((2, 2), 2.0)
+    save_file({"weight": new}, tmp_path / "a.safetensors")
+    save_file({"bias": torch.zeros(2), "weight": old}, tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "a.safetensors", "bias": "b.safetensors"}}))
+    assert torch.equal(mw.load_weights(nn.Linear(2, 2), tmp_path).weight, new)
+    index.write_text(json.dumps({"weight_map": {"bias": "b.safetensors", "other": "a.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"weight is in .*a.safetensors and in .*b.safetensors: which is meant"):
+        mw.load_weights(nn.Linear(2, 2), tmp_path)
+    index.write_text(json.dumps({"weight_map": {"weight": "a.safetensors", "bias": "a.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"a\.safetensors lacks bias, which the index says it has"):
+        mw.load_weights(nn.Linear(2, 2), tmp_path)
+
+
+def test_tensors_that_overlap_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"bias": torch.zeros(2), "weight": torch.ones(2, 2)}, path)
+    whole = path.read_bytes()
+    for was, now in ((b"[0,8]", b"[4,12]"), (b"[8,24]", b"[0,16]"), (b"[0,8]", b"[8,16]")):
+        assert was in whole
+        path.write_bytes(whole.replace(was, now + b" " * 0))
+        length = int.from_bytes(whole[:8], "little") + len(now) - len(was)
+        path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
+        with pytest.raises(CheckpointError, match=r"(weight|bias) begins at byte \d+, and what is before it ends at"):
+            mw.load_weights(nn.Linear(2, 2), path)
+
+
+def test_elements_that_are_one_in_memory(tmp_path: Path) -> None:
+    """They are saved; to be filled they need memory of their own."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.arange(3.0).expand(4, 3))
+    store = mw.Checkpoints(tmp_path / "a")
+    store.save(1, model=model).wait()
+    mw.save_weights(model, tmp_path / "b")
+    for load in (lambda: store.load(model=model), lambda: mw.load_weights(model, tmp_path / "b")):
+        with pytest.raises(CheckpointError, match=r"table cannot be filled here: .*\.contiguous\(\)"):
+            load()
+    model.table = torch.zeros(4, 3)
+    store.load(model=model)
+    assert torch.equal(model.table, torch.arange(3.0).expand(4, 3))

@@ -175,7 +175,7 @@ def arrays_of(file: OpenFile) -> dict[str, StoredArray]:
     try:
         table = json.loads(bytes(file.read(8, length)))
         table.pop("__metadata__", None)
-        found, ends = {}, [0]
+        found, spans = {}, []
         for name, entry in table.items():
             kind, shape, (first, last) = (
                 entry["dtype"],
@@ -187,11 +187,16 @@ def arrays_of(file: OpenFile) -> dict[str, StoredArray]:
             if min((0, *shape)) < 0 or first < 0 or last - first != math.prod(shape) * DTYPES[kind].itemsize:
                 raise fail(f"{name} of shape {shape} would be bytes {first} to {last}")
             found[name] = StoredArray(file, 8 + length + first, shape, DTYPES[kind])
-            ends.append(last)
+            spans.append((first, last, name))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise fail(f"its header is not one of safetensors ({error})") from error
-    if max(ends) != file.size - 8 - length:
-        raise fail(f"its tensors end at byte {8 + length + max(ends)}, and it has {file.size}")
+    end = 0
+    for first, last, name in sorted(spans):
+        if first != end:
+            raise fail(f"{name} begins at byte {8 + length + first}, and what is before it ends at {8 + length + end}")
+        end = last
+    if end != file.size - 8 - length:
+        raise fail(f"its tensors end at byte {8 + length + end}, and it has {file.size}")
     return found
 
 

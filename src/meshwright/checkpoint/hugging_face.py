@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from ..raw import bare
 from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor
 from . import files
-from .agree import attempt, mesh_of, prepared
+from .agree import attempt, from_first, mesh_of, prepared
 from .arrays import NAMES, STRETCH, bytes_of, inside, slabs
 from .contents import Roles, configurations, model_tensors, stored_spec
 from .files import header_of
@@ -48,7 +50,8 @@ def save_weights(
     once.  A model of transformers has its configuration written beside.
 
     Args:
-        path: a folder that all ranks share; made if it is not there, its weights are replaced.
+        path: a folder that all ranks share; made if it is not there.  Its weights are replaced: what dies on the way
+            leaves the older ones or these, whole. So of as many files as are there the new ones have other names.
         shard_bytes: how large files may become, where no tensor is larger.
         mesh: as for :class:`Checkpoints`.
 
@@ -65,11 +68,32 @@ def save_weights(
         what, "all ranks must save the same model",
     )  # fmt: skip
     first = runtime.RT.rank == mesh.ranks[0]
-    attempt(mesh, what, lambda: begin(path, plan) if first else None)
-    tensors = model_tensors(model).tensors
+    mark = from_first(mesh, what, lambda: _apart(path, plan), {}, what, "")
     for file in plan:
-        _write(path, file, tensors, mesh, what)
-    attempt(mesh, what, lambda: _finish(path, plan, model) if first else None)
+        file.name = marked(file.name, mark)
+    try:
+        attempt(mesh, what, lambda: begin(path, plan) if first else None)
+        tensors = model_tensors(model).tensors
+        for file in plan:
+            _write(path, file, tensors, mesh, what)
+        attempt(mesh, what, lambda: _finish(path, plan, model) if first else None)
+    except BaseException:
+        if first:  # a disk that is full should not stay so
+            with contextlib.suppress(OSError):
+                for file in plan:
+                    files.DISK.remove(path / file.unfinished)
+        raise
+
+
+def _apart(path: Path, plan: Sequence[WholeFile]) -> str:
+    """A word for names that are not there yet; none where there is no other set of as many files."""
+    taken = len(plan) > 1 and any((path / file.name).exists() for file in plan)
+    return secrets.token_hex(4) if taken else ""
+
+
+def marked(name: str, mark: str) -> str:
+    """The name of one of several files, told apart from those of another set."""
+    return name.replace("model-", f"model-{mark}-", 1) if mark else name
 
 
 @dataclass
@@ -210,15 +234,18 @@ def _synced(file: int, problem: list[OSError]) -> None:
 
 
 def _finish(path: Path, plan: Sequence[WholeFile], model: nn.Module) -> None:
-    """Put the files in their places, and remove those of other weights."""
-    kept = {file.name for file in plan}
-    (path / INDEX).unlink(missing_ok=True)
-    for old in path.glob("model*.safetensors"):
-        if old.name not in kept:
-            old.unlink()
+    """Put the files in their places, and then remove those of other weights: a reader finds one set at any time."""
     for name, text in configurations(model).items():
-        (path / name).write_text(text)
+        (path / f"{name}.tmp").write_text(text)
+        files.DISK.rename(path / f"{name}.tmp", path / name)
     into_place(path, plan)
+    kept = {file.name for file in plan}
+    if len(plan) == 1:
+        files.DISK.remove(path / INDEX)
+    for old in [*path.glob("model*.safetensors"), *path.glob("model*.safetensors.tmp")]:
+        if old.name not in kept:
+            files.DISK.remove(old)
+    files.DISK.sync_folder(path)
 
 
 def into_place(path: Path, plan: Sequence[WholeFile]) -> None:

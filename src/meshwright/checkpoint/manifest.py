@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MeshwrightError
 from ..layout import Spec, spec_data, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
 from . import files
@@ -83,8 +83,24 @@ def read_manifest(folder: Path) -> str:
 
 
 def parsed(text: str, path: Path) -> Manifest:
-    """A manifest from its text.  Raises CheckpointError for one of another version."""
-    data = json.loads(text)
+    """A manifest from its text.  Raises CheckpointError for one of another version, or that is none."""
+    try:
+        return _parsed(json.loads(text), path)
+    except CheckpointError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+        MeshwrightError,
+    ) as error:
+        raise CheckpointError(f"{path} is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
+
+
+def _parsed(data: Any, path: Path) -> Manifest:
     if data["format"] != FORMAT or data["version"] != VERSION:
         raise CheckpointError(
             f"{path} is {data['format']!r} of version {data['version']}, {FORMAT!r} of version {VERSION} was "

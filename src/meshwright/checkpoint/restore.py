@@ -54,6 +54,13 @@ class Target:
     local: Tensor
     counted: Tensor
 
+    def __post_init__(self) -> None:
+        if any(n > 1 and not step for n, step in zip(self.local.shape, self.local.stride(), strict=True)):
+            raise CheckpointError(
+                f"{self.name} cannot be filled here: some of its elements are one in memory (expand); give the model a "
+                "tensor of its own, with .contiguous()"
+            )
+
 
 @dataclass
 class Restore:

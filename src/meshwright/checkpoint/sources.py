@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
+from ..errors import CheckpointError
 from ..layout import Layout, Spec
 from .arrays import OpenFile, StoredArray, arrays_of, digest_of
 from .pieces import Box, read_spec
@@ -59,18 +61,37 @@ class ArrayFiles:
 
 
 class SafetensorFiles(ArrayFiles):
-    """Files of whole tensors."""
+    """Files of whole tensors.
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    Args:
+        index: name of a tensor to the name of the file that it is to be read from.
+
+    Raises:
+        CheckpointError: a file that cannot be read, or has not what it is to have.
+    """
+
+    def __init__(self, paths: Sequence[Path], index: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__()
         self.arrays: dict[str, StoredArray] = {}
         try:
             for path in paths:
-                self.arrays.update(arrays_of(self.open(path)))
+                self._take(path, index)
+            if lost := [name for name in index if name not in self.arrays]:
+                raise CheckpointError(
+                    f"{paths[0].parent / index[lost[0]]} lacks {lost[0]}, which the index says it has"
+                )
         except BaseException:
             self.close()
             raise
         self.shapes = {name: (array.shape, array.dtype) for name, array in self.arrays.items()}
+
+    def _take(self, path: Path, index: Mapping[str, str]) -> None:
+        for name, array in arrays_of(self.open(path)).items():
+            if index.get(name, path.name) != path.name:
+                continue  # of older weights, say
+            if name in self.arrays:
+                raise CheckpointError(f"{name} is in {self.arrays[name].file.path} and in {path}: which is meant?")
+            self.arrays[name] = array
 
     def fill(self, name: str, box: Box, value: Tensor) -> None:
         self.arrays[name].read(box, value)

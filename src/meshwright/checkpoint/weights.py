@@ -73,7 +73,8 @@ def load_weights(
 def source_of(path: Path) -> Source:
     """What reads the tensors at a path.  Raises CheckpointError where there are none."""
     if (path / INDEX).is_file():
-        return SafetensorFiles([path / name for name in _listed(path / INDEX)])
+        index = _index(path / INDEX)
+        return SafetensorFiles([path / name for name in sorted(set(index.values()))], index)
     for single in (path / SINGLE, path):
         if single.is_file():
             return SafetensorFiles([single])
@@ -91,13 +92,13 @@ def source_of(path: Path) -> Source:
     return Reader(folder, parsed(read_manifest(folder), folder))
 
 
-def _listed(index: Path) -> list[str]:
-    """The files that an index names.  Raises CheckpointError."""
+def _index(index: Path) -> dict[str, str]:
+    """The names of tensors to those of the files that an index names.  Raises CheckpointError."""
     try:
-        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        names = {name: str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: it is no index of files ({error})") from error
-    if outside := [name for name in names if Path(name).name != name]:
+    if outside := [name for name in names.values() if Path(name).name != name]:
         raise CheckpointError(f"{index} names {outside[0]!r}, which is not in its folder")
     return names
 
