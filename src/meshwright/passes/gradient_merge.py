@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 _HALF = {torch.bfloat16, torch.float16}
 # With one operand and linear in it: what runs behind such ops may as well run on a sum.
-_LINEAR = {*VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES}
+_LINEAR = {*VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES} - {aten.view.dtype}
 
 
 @register

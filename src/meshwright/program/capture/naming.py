@@ -16,7 +16,7 @@ aten = torch.ops.aten
 _LINEAR = {
     *VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar,
     aten._to_copy.default, operator.getitem,
-}  # fmt: skip
+} - {aten.view.dtype}  # fmt: skip
 
 
 def join(name: str, used: fx.Node, asked: set[fx.Node], spec: Spec) -> None:

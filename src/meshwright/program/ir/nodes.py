@@ -19,11 +19,14 @@ from .memory import Strides, dense, row_major
 
 aten = torch.ops.aten
 
+# What may be a node and looks at the memory of its first input: all of ATen's views of dense tensors, and _unsafe_view.
 VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
     aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
     aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
-    aten.as_strided.default, aten._reshape_alias.default, aten.view_as_real.default,
+    aten.as_strided.default, aten._reshape_alias.default, aten.view_as_real.default, aten.view_as_complex.default,
+    aten.diagonal.default, aten.unfold.default, aten.slice_inverse.default, aten._conj.default, aten._neg_view.default,
+    aten.alias.default, aten.detach.default, aten.lift_fresh.default, aten.view.dtype,
 }  # fmt: skip
 
 
