@@ -17,7 +17,7 @@ from processes import run_processes
 import meshwright as mw
 from meshwright import runtime
 from meshwright.checkpoint import files, saving
-from meshwright.errors import CheckpointError, DesyncError
+from meshwright.errors import CheckpointError, DesyncError, ShardError
 
 MESH = mw.Mesh({"dp": 2})
 
@@ -130,6 +130,51 @@ def test_a_call_that_differs_by_rank(tmp_path: Path) -> None:
     torch.manual_seed(0)
     mw.simulate(run, MESH)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loader_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    def run() -> None:
+        def of(n: int, generator: Any = None) -> Any:
+            data = torch.utils.data.DataLoader([torch.zeros(2)] * n, batch_size=2, shuffle=True, generator=generator)
+            return mw.shard_dataloader(data, MESH)
+
+        torch.manual_seed(0)
+        model = mw.shard_module(filled(1.0), MESH)
+        store = mw.Checkpoints(tmp_path)
+        store.save(0, model=model, loader=of(8)).wait()
+        with torch.no_grad():
+            model.weight.fill_(2.0)
+        own = mw.shard_dataloader(torch.utils.data.DataLoader([0]), MESH)
+        own.loader.state_dict, own.loader.load_state_dict = dict, print  # type: ignore[attr-defined]
+        for other, message in (
+            (of(10), "4 batches when its state was taken and has 5"),
+            (of(8, torch.Generator()), "has 1 generators and had 0"),
+            (own, "of a loader without a state_dict"),
+        ):
+            with pytest.raises(ShardError, match=message):
+                store.load(model=model, loader=other)
+        assert set(mw.unshard(model.weight.detach()).flatten().tolist()) == {2.0}
+
+    mw.simulate(run, MESH)
+
+
+def test_a_folder_that_was_renamed(tmp_path: Path) -> None:
+    store = mw.Checkpoints(tmp_path)
+    path = store.save(1, model=filled(1.0), wait=True).path
+    path.rename(path.with_name(path.name.replace("0001-", "0002-", 1)))
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002-.* has what was saved as step 1: it was copied or renamed"
+    ):
+        store.load(model=filled(0.0))
+
+
+def test_names_of_parameters_stay_those_of_their_group(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    store = mw.Checkpoints(tmp_path)
+    store.save(0, model=model, optimizer=torch.optim.SGD(model.named_parameters())).wait()
+    other = torch.optim.SGD([*model.named_parameters()][::-1], lr=9.0)
+    store.load(model=model, optimizer=other)
+    assert (other.param_groups[0]["param_names"], other.param_groups[0]["lr"]) == (["bias", "weight"], 0.001)
 
 
 # ---------------------------------------------------------------------------------------------- one save at a time

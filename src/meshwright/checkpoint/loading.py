@@ -157,7 +157,12 @@ def _chosen(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> tuple[P
 
     def choose() -> str:
         chosen = choice(folder, step)
-        return "" if chosen is None else f"{chosen.path.name}\n{read_manifest(chosen.path)}"
+        if chosen is None:
+            return ""
+        text = read_manifest(chosen.path)
+        if (saved := parsed(text, chosen.path).step) != chosen.step:
+            raise CheckpointError(f"{chosen.path} has what was saved as step {saved}: it was copied or renamed")
+        return f"{chosen.path.name}\n{text}"
 
     given = {"step=": step, **roles.kinds()}
     found = from_first(mesh, f"load from {folder}", choose, given, DIFFERENT, SAME)

@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..raw import bare
+from ..shard.loader import ShardedLoader
 from ..shard.optimizer import binding_of
 from ..tensor import DistTensor, wrap
 from .agree import close_to
@@ -140,6 +141,8 @@ def _check_class(made: Restore, word: str, one: object, saved: Mapping[str, Any]
 
 
 def _object(made: Restore, one: Any, state: Any) -> None:
+    if isinstance(one, ShardedLoader):
+        one.check_state(state)
     made.steps.append(lambda: one.load_state_dict(state))
 
 
@@ -243,7 +246,7 @@ def _optimizer(made: Restore, one: Optimizer, saved: Mapping[str, Any], found: M
 
     def put() -> None:
         for group, given in zip(one.param_groups, options, strict=True):
-            group.update(given)
+            group.update((key, value) for key, value in given.items() if key != "param_names")  # in another order here
         for p in [p for p in one.state if names[id(p)] not in states]:
             del one.state[p]
         for name, entry in states.items():

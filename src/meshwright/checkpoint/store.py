@@ -110,7 +110,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on all ranks: none of that step, one of another model, one that is damaged.  Unless it is
-                damaged nothing was changed.
+                damaged, or a ``load_state_dict`` of what was given raises, nothing was changed.
+            ShardError: on all ranks: a loader of another length or kind; nothing was changed.
             DesyncError: on all ranks: they load different things; nothing was changed.
         """
         roles = Roles.of(model, optimizer, scheduler, loader, program)

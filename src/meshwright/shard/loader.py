@@ -56,12 +56,16 @@ class LoaderPlace:
         self.generators = tuple(g.get_state() for g in _generators(loader))
         return self
 
-    def start(self, loader: Any) -> None:
-        """Set the generators of a loader to where the pass began."""
+    def own(self, loader: Any) -> list[torch.Generator]:
+        """The generators of a loader.  Raises ShardError where these are not as many."""
         own = _generators(loader)
         if len(own) != len(self.generators):
             raise ShardError(f"shard_dataloader: the loader has {len(own)} generators and had {len(self.generators)}")
-        for generator, state in zip(own, self.generators, strict=True):
+        return own
+
+    def start(self, loader: Any) -> None:
+        """Set the generators of a loader to where the pass began."""
+        for generator, state in zip(self.own(loader), self.generators, strict=True):
             generator.set_state(state)
 
 
@@ -161,16 +165,10 @@ class ShardedLoader:
         Raises:
             ShardError: the state of a loader of another length, or of another kind.
         """
+        self.check_state(state)
         if "own" in state:
-            if not hasattr(self.loader, "load_state_dict"):
-                raise ShardError("shard_dataloader: the state is that of a loader with a state_dict() of its own")
-            self.loader.load_state_dict(state["own"])
+            self.loader.load_state_dict(state["own"])  # type: ignore[attr-defined]
             return
-        if state["length"] != self._length():
-            raise ShardError(
-                f"shard_dataloader: the loader had {state['length']} batches when its state was taken and has "
-                f"{self._length()}: the data and the size of the global batch must be the same"
-            )
         place = LoaderPlace(
             state["batches"], state["epoch"], state["default"], tuple(state["generators"]), state["last"]
         )
@@ -178,6 +176,20 @@ class ShardedLoader:
             self.set_epoch(place.epoch)
         place.start(self.loader)
         self._pending = place if place.batches else None
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ShardError for a state that :meth:`load_state_dict` cannot take."""
+        if ("own" in state) != hasattr(self.loader, "load_state_dict"):
+            there = "with" if "own" in state else "without"
+            raise ShardError(f"shard_dataloader: the state is that of a loader {there} a state_dict() of its own")
+        if "own" in state:
+            return
+        if state["length"] != self._length():
+            raise ShardError(
+                f"shard_dataloader: the loader had {state['length']} batches when its state was taken and has "
+                f"{self._length()}: the data and the size of the global batch must be the same"
+            )
+        LoaderPlace(generators=tuple(state["generators"])).own(self.loader)
 
     def _begin(self) -> Iterator[Any]:
         """A pass over the loader, behind what a state said was given already."""
