@@ -248,8 +248,6 @@ class Dying(files.Disk):
 def test_weights_that_are_replaced_are_whole_at_any_time(
     before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ours reads the index first, transformers the single file."""
-
     def filled(value: float) -> nn.Module:
         model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
         with torch.no_grad():
@@ -273,8 +271,6 @@ def test_weights_that_are_replaced_are_whole_at_any_time(
             except KeyboardInterrupt:
                 pass
         seen.append(found(folder))
-        if (folder / "model.safetensors").exists():
-            assert len(found(folder / "model.safetensors")) == 1
         mw.save_weights(filled(3.0), folder, shard_bytes=size // after)
         assert found(folder) == {3.0}
         assert len(list(folder.iterdir())) == after + (after > 1)
@@ -294,9 +290,28 @@ def test_an_index_says_which_file_a_tensor_is_in(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"bias": "b.safetensors", "other": "a.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"weight is in .*a.safetensors and in .*b.safetensors: which is meant"):
         mw.load_weights(nn.Linear(2, 2), tmp_path)
+    index.write_text(json.dumps({"weight_map": {"weight": "a\0.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"which is not in its folder"):
+        mw.load_weights(nn.Linear(2, 2), tmp_path)
     index.write_text(json.dumps({"weight_map": {"weight": "a.safetensors", "bias": "a.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"a\.safetensors lacks bias, which the index says it has"):
         mw.load_weights(nn.Linear(2, 2), tmp_path)
+
+
+def test_of_one_file_and_an_index_the_one_file_is_read(tmp_path: Path) -> None:
+    """As transformers does."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=4, n_head=1, vocab_size=9, n_positions=4, eos_token_id=1))
+
+    made(1).save_pretrained(tmp_path / "a", max_shard_size=500)
+    made(2).save_pretrained(tmp_path / "b")
+    (tmp_path / "b" / "model.safetensors").rename(tmp_path / "a" / "model.safetensors")
+    ours = mw.load_weights(made(3), tmp_path / "a").state_dict()
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "a").state_dict()
+    assert [n for n, t in theirs.items() if not torch.equal(t, ours[n])] == []
 
 
 def test_tensors_that_overlap_in_a_file(tmp_path: Path) -> None:

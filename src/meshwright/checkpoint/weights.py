@@ -72,12 +72,12 @@ def load_weights(
 
 def source_of(path: Path) -> Source:
     """What reads the tensors at a path.  Raises CheckpointError where there are none."""
+    for single in (path / SINGLE, path):  # of one file and an index transformers takes the one file too
+        if single.is_file():
+            return SafetensorFiles([single])
     if (path / INDEX).is_file():
         index = _index(path / INDEX)
         return SafetensorFiles([path / name for name in sorted(set(index.values()))], index)
-    for single in (path / SINGLE, path):
-        if single.is_file():
-            return SafetensorFiles([single])
     if (path / METADATA).is_file():
         return DcpFiles(path)
     folder = path if (path / NAME).is_file() else None
@@ -98,7 +98,7 @@ def _index(index: Path) -> dict[str, str]:
         names = {name: str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: it is no index of files ({error})") from error
-    if outside := [name for name in names.values() if Path(name).name != name]:
+    if outside := [name for name in names.values() if Path(name).name != name or "\0" in name]:
         raise CheckpointError(f"{index} names {outside[0]!r}, which is not in its folder")
     return names
 
