@@ -117,20 +117,6 @@ def test_torch_itself_goes_on() -> None:
 # ---------------------------------------------------------------------------------------------- idioms
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
-        return -g
-
-
-def own_backward(model: Any, x: Tensor) -> Any:
-    return Reversed.apply(model[0](x)).square().mean()
-
-
 def hooked(model: Any, x: Tensor) -> Any:
     h = model[0](x)
     h.register_hook(lambda g: -g)
@@ -237,7 +223,6 @@ def slopes(model: Any, x: Tensor) -> Any:
         (mapped, "torch.func.vmap"),
         (closed_over, "torch.func.vmap"),
         (forward_mode, "forward_ad.make_dual"),
-        (own_backward, "Function.apply"),
         (hooked, "Tensor.register_hook, which a captured step does not run"),
         (hooked_node, "Tensor.grad_fn"),
         (hooked_many, "register_multi_grad_hook"),

@@ -51,7 +51,7 @@ def test_it_is_named_once():
     def run():
         Scaled.apply(mw.shard_tensor(torch.ones(6, 3), MESH, [mw.Shard(0)]), torch.ones(3))
 
-    with pytest.warns(UserWarning, match=r"Scaled is run on every rank on gathered inputs.*custom op"):
+    with pytest.warns(UserWarning, match=r"Scaled has no rule: its inputs are gathered on every rank.*custom op"):
         mw.simulate(run, MESH)
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from . import compat
 from .compat import CheckpointFrame, apply_function
 from .compat import checkpoint_determinism_checks as _checks
-from .dispatch import disabled, map_tensors, mesh_of, tensors_in
+from .dispatch import AS_OP, disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
 from .generator.dropout import run_alike
 from .layout import Layout, Replicate, Spec
@@ -56,8 +56,7 @@ def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
     if split and cls.__name__ not in _warned:
         _warned.add(cls.__name__)
         warnings.warn(
-            f"the autograd.Function {cls.__name__} is run on every rank on gathered inputs; to divide its work make it "
-            'a custom op (torch.library.custom_op) with a rule: @mw.rule("lib::op")',
+            f"the autograd.Function {cls.__name__} has no rule: its inputs are gathered on every rank. {AS_OP}",
             stacklevel=3,
         )
     made = apply_function(cls, *map_tensors(args, lambda t: whole(t) if isinstance(t, DistTensor) else t))

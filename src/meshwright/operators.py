@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 Tensor = torch.Tensor
 LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+FUNCTIONS = "meshwright_functions::"  # calls of the user's autograd.Functions, in a captured graph
 
 
 def operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> Any:
@@ -45,4 +46,4 @@ class Internal:
 
 internal = Internal
 
-__all__ = ["Internal", "internal", "operator"]
+__all__ = ["FUNCTIONS", "Internal", "internal", "operator"]

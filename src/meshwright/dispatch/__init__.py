@@ -26,12 +26,13 @@ from .execution import BRING, execute, relayout, root, unit_cotangent, wanted
 from .inference import Inference, gathered, infer
 from .keys import key_of, key_part
 from .leaves import any_linked, link, resolve_types
-from .plans import make_rule, plan_call
+from .plans import AS_OP, make_rule, plan_call
 from .results import global_outputs
 from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, resolve_after
 from .views import count_write, refresh, remember_detached, write_through
 
 __all__ = [
+    "AS_OP",
     "BRING",
     "INTO_PLAIN",
     "LISTED",

@@ -17,6 +17,7 @@ from ..choose import Choice, carries_grad, choose
 from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
 from ..layout import Layout, Spec
+from ..operators import FUNCTIONS
 from ..rules import Arg, Local, Native, Rule, Strategy
 from ..rules.core import LocalFn
 from ..rules.dims import on_padded
@@ -26,6 +27,7 @@ from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of
 from .results import Outputs
 
 Tensor = torch.Tensor
+AS_OP = 'To divide its work make it a custom op (torch.library.custom_op) with a rule: @mw.rule("lib::op")'
 Conversions = tuple[tuple[int, resharding.ConversionPlan], ...]
 
 
@@ -256,10 +258,10 @@ class _Planner:
         conversions = _conversions(sources, [Spec(s.shape, s.dtype, whole) for s in sources])
         outputs = (Spec(sources[0].shape, sources[0].dtype, whole),) if op.inplace else ()
         lost = sum(steps.forward_bytes for _, steps in conversions)
-        warning = (
-            f"{op.name} has no rule for these arguments: its inputs are gathered on every rank "
-            f"({lost:.0f} bytes sent per rank here). Give it one: @mw.rule({op.name!r})"
-        )
+        what, instead = f"{op.name} has no rule for these arguments", f"Give it one: @mw.rule({op.name!r})"
+        if op.name.startswith(FUNCTIONS):
+            what, instead = f"the autograd.Function {op.name.removeprefix(FUNCTIONS)} has no rule", AS_OP
+        warning = f"{what}: its inputs are gathered on every rank ({lost:.0f} bytes sent per rank here). {instead}"
         copies = warn and self._moves(conversions) and self.views
         plan = self._converted(conversions, sources, outputs)
         return replace(plan, copies=copies, warning=warning if warn and lost else "")

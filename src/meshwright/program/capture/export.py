@@ -35,6 +35,7 @@ from ...marks import gradients_marked
 from ...runtime import is_users
 from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
+from .custom import functions_as_ops
 from .outside import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
 from .refused import GENERATOR, derived, generators, inference_without_gradients, refused
 from .regions import Path, Regions
@@ -117,7 +118,7 @@ class _StepModule(nn.Module):
             leaves[i] = t
         with (
             noting_attributes(self.assigned), buffers_written(self.model, self.assigned),
-            refused(*derived(), *generators()), inference_without_gradients(),
+            refused(*derived(), *generators()), inference_without_gradients(), functions_as_ops(),
         ):  # fmt: skip
             made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
         flat = pytree.tree_leaves(made)

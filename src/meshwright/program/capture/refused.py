@@ -29,10 +29,6 @@ _HOOK = (
     "which a captured step does not run: give the op a gradient of its own (torch.library.custom_op with "
     "register_autograd), or train eagerly"
 )
-_FUNCTION = (
-    "whose backward a captured step does not see: make it an op with torch.library.custom_op and register_autograd, or "
-    "train eagerly"
-)
 _GRADIENT = (
     "but the gradients of a captured step come behind the loss function: use torch.autograd.grad for gradients that "
     "are part of the loss, and compile_step(gradients=True) to read those of parameters after a step"
@@ -126,7 +122,6 @@ def generators() -> tuple[Refused, ...]:
 
 _MODULE_HOOKS = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
 _DERIVED = (
-    Refused(torch.autograd.Function, "apply", _FUNCTION),
     Refused(Tensor, "register_hook", _HOOK),
     Refused(Tensor, "register_post_accumulate_grad_hook", _HOOK),
     Refused(Tensor, "grad_fn", "whose hooks a captured step does not run: " + _HOOK.partition(": ")[2]),
