@@ -297,3 +297,18 @@ def test_a_write_after_attention_to_nothing(placement: mw.Placement) -> None:
         return tuple(x.grad.shape)
 
     assert set(mw.simulate(run, mw.Mesh({"a": 3}))) == {(2, 3, 0, 3)}
+
+
+@pytest.mark.parametrize("op", ["var", "std", "var_mean"])
+def test_more_correction_than_rows_where_a_rank_has_none(op: str) -> None:
+    """Not a number where all are alike, infinite elsewhere: what a rank without rows adds to it is nothing."""
+    x = torch.tensor([[0.0, 1], [0, 2], [0, 3], [0, 4], [0, 5]], dtype=torch.float64)
+    mesh = mw.Mesh({"a": 4})
+
+    def moment(t: torch.Tensor) -> torch.Tensor:
+        made = getattr(torch, op)(t, dim=0, correction=5)
+        return made[0] if isinstance(made, tuple) else made
+
+    assert moment(x)[1].isposinf()
+    for got in mw.simulate(lambda: mw.unshard(moment(mw.shard_tensor(x, mesh, {"a": mw.Shard(0)}))), mesh):
+        torch.testing.assert_close(got, moment(x), equal_nan=True)

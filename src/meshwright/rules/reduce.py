@@ -168,6 +168,8 @@ def _var(x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, An
     square = off * off if not off.is_complex() else (off * off.conj()).real
     rest = max(count - correction, 0)
     variance = torch.sum(square, dims, keepdim=keepdim)
+    if not rest:  # abs() is not linear: the sum over ranks comes first, of which a part may be zero
+        variance = variance.abs()
     variance = variance / rest if rest else variance / torch.zeros((), dtype=variance.dtype)
     return variance, center if keepdim else center.squeeze(dims)
 
