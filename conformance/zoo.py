@@ -481,7 +481,8 @@ CASES: dict[str, Case] = {
 def columns(model: nn.Module) -> dict[str, Any]:
     """A newcomer's plan: every weight by its first dim."""
     kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-    return {f"{n}.weight": {"tp": mw.Shard(0)} for n, m in model.named_modules() if isinstance(m, kinds)}
+    weights = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, kinds)]
+    return {n: {"tp": mw.Shard(0)} for n in weights if n in dict(model.named_parameters(remove_duplicate=False))}
 
 
 def lone(model: nn.Module) -> dict[str, Any]:
