@@ -166,7 +166,10 @@ class Save:
             self._copies = {p.name: staged(p.value, held.get(p.name)) for p in parts}
             self._parts = [replace(p, value=self._copies[p.name]) for p in parts]
         except Exception as error:  # the others must hear of it
-            self._unable = f"what is saved cannot be copied: {why(error)}; save(..., wait=True) needs no copy"
+            self._parts, self._unable = (
+                [],
+                f"what is saved cannot be copied: {why(error)}; save(..., wait=True) needs no copy",
+            )
         self._thread = threading.Thread(target=self._run, name=f"meshwright saves step {self.step}")
         _UNDER_WAY[self._rank, os.path.realpath(path.parent)] = self
         self._thread.start()
@@ -193,12 +196,11 @@ class Save:
         file = self.path / f"rank-{self._rank:05d}.safetensors"
         report: dict[str, object]
         try:
-            if self._unable:
-                raise CheckpointError(self._unable)
             make_folder(self.path)
             report = {"line": asdict(write_file(file, self._parts)), "file": file.name} if self._parts else {}
         except Exception as error:  # the others must hear of it, whatever it is
             report = {"error": f"{file} cannot be written: {why(error)}"}
+        report = {"error": self._unable} if self._unable else report
         self._parts = []
         words = self._post.collect(json.dumps(report))
         try:
