@@ -37,7 +37,7 @@ from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
 from .custom import functions_as_ops
 from .outside import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
-from .refused import GENERATOR, derived, generators, inference_without_gradients, refused
+from .refused import GENERATOR, derived, generators, inference_without_gradients, refused, without_validation
 from .regions import Path, Regions
 
 aten = torch.ops.aten
@@ -119,6 +119,7 @@ class _StepModule(nn.Module):
         with (
             noting_attributes(self.assigned), buffers_written(self.model, self.assigned),
             refused(*derived(), *generators()), inference_without_gradients(), functions_as_ops(),
+            without_validation(),
         ):  # fmt: skip
             made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
         flat = pytree.tree_leaves(made)

@@ -189,6 +189,11 @@ def inference_without_gradients() -> Iterator[None]:
         yield
 
 
+def without_validation() -> contextlib.AbstractContextManager[None]:
+    """Inside, distributions do not look at the values of their arguments, unless told to: a capture has none."""
+    return replaced(torch.distributions.Distribution, _validate_args=False)
+
+
 @contextlib.contextmanager
 def without_anomaly_mode() -> Iterator[None]:
     """Inside, anomaly mode is off, whatever the step says: it looks at values, which a capture has not."""
@@ -204,4 +209,5 @@ __all__ = [
     "inference_without_gradients",
     "refused",
     "without_anomaly_mode",
+    "without_validation",
 ]
