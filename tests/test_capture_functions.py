@@ -176,6 +176,7 @@ def trained(act: str, plan: str | None) -> Any:
     return [float(step(data(i))) for i in range(3)], {n: mw.unshard(t) for n, t in net.state_dict().items()}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("act", ACTS)
 def test_equals_one_device(act: str, plan: str) -> None:

@@ -7,8 +7,11 @@ import io
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,53 @@ def test_restarts_go_on_where_the_newest_checkpoint_is(tmp_path: Path) -> None:
     found = numbered_losses(first) + numbered_losses(then)
     assert [step for step, _ in found] == [step for step, _ in whole]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in whole], rel=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_machines_that_die_leave_the_losses_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """torchrun on 4, then 3, then 2 machines: each time one is killed, with its rank."""
+    whole = dict(numbered_losses(restarts(1, tmp_path / "whole", 40)))
+    said_by = [tmp_path / f"{i}.txt" for i in range(4)]
+    machines = [machine(tmp_path / "parts", file) for file in said_by]
+
+    def found() -> list[tuple[int, float]]:
+        return [one for file in said_by for one in numbered_losses(file.read_text())]
+
+    def wait(until: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not until():
+            assert time.monotonic() < end, [file.read_text() for file in said_by]
+            time.sleep(0.2)
+
+    try:
+        for step, lost in ((10, 3), (25, 2)):
+            wait(lambda step=step: max((n for n, _ in found()), default=0) >= step)  # type: ignore[misc]
+            ranks = subprocess.run(["pgrep", "-P", str(machines[lost].pid)], capture_output=True, text=True, check=True)
+            for pid in (machines[lost].pid, *map(int, ranks.stdout.split())):
+                os.kill(pid, signal.SIGKILL)
+        wait(lambda: all(m.poll() is not None for m in machines))
+    finally:
+        for m in machines:
+            m.kill()
+    assert [m.returncode for m in machines[:2]] == [0, 0]
+    text = "".join(file.read_text() for file in said_by)
+    assert re.findall(r"on (\d) ranks", text) == ["4", "3", "2"]
+    assert {n for n, _ in found()} == set(whole)
+    for n, loss in found():
+        assert loss == pytest.approx(whole[n], rel=1e-12)
+
+
+def machine(folder: Path, said: Path) -> subprocess.Popen[str]:
+    """One of torchrun's, with one rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:4", "--nproc-per-node", "1"]
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{29600 + os.getpid() % 100}", "--rdzv-id", "one"]
+    options = ["--max-restarts", "8", "--rdzv-conf", "last_call_timeout=3,join_timeout=60"]
+    script = [str(EXAMPLES / "restarts.py"), "--folder", str(folder), "--steps", "40", "--pause", "0.4"]
+    with said.open("w") as out:
+        return subprocess.Popen(
+            [*torchrun, *meet, *options, *script], stdout=out, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
 
 
 def test_every_example_is_run_here() -> None:
