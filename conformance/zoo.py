@@ -481,8 +481,9 @@ CASES: dict[str, Case] = {
 def columns(model: nn.Module) -> dict[str, Any]:
     """A newcomer's plan: every weight by its first dim."""
     kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
+    named = dict(model.named_parameters(remove_duplicate=False))
     weights = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, kinds)]
-    return {n: {"tp": mw.Shard(0)} for n in weights if n in dict(model.named_parameters(remove_duplicate=False))}
+    return {n: {"tp": mw.Shard(0)} for n in weights if n in named}
 
 
 def lone(model: nn.Module) -> dict[str, Any]:

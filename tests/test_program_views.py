@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
+from meshwright.passes import gradient_merge, gradients
+from meshwright.program.capture import naming
 from meshwright.program.ir.nodes import VIEWS
 
 Tensor = torch.Tensor
@@ -46,6 +48,11 @@ class Looking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ self.w + self.look(self.v)).square().mean()
+
+
+@pytest.mark.parametrize("linear", [naming._LINEAR, gradient_merge._LINEAR, gradients._UNARY])
+def test_what_may_be_exchanged_with_a_sum_are_all_views_but_those_of_bits(linear: set[object]) -> None:
+    assert VIEWS - linear == {torch.ops.aten.view.dtype}
 
 
 @pytest.mark.parametrize("look", LOOKS)

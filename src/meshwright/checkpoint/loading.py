@@ -157,19 +157,17 @@ def _chosen(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> tuple[P
 
     def choose() -> str:
         chosen = choice(folder, step)
-        if chosen is None:
-            return ""
-        text = read_manifest(chosen.path)
-        if (saved := parsed(text, chosen.path).step) != chosen.step:
-            raise CheckpointError(f"{chosen.path} has what was saved as step {saved}: it was copied or renamed")
-        return f"{chosen.path.name}\n{text}"
+        return "" if chosen is None else f"{chosen.path.name}\n{chosen.step}\n{read_manifest(chosen.path)}"
 
     given = {"step=": step, **roles.kinds()}
     found = from_first(mesh, f"load from {folder}", choose, given, DIFFERENT, SAME)
     if not found:
         return None
-    name, _, text = found.partition("\n")
-    return folder / name, parsed(text, folder / name)
+    name, number, text = found.split("\n", 2)
+    path, manifest = folder / name, parsed(text, folder / name)
+    if manifest.step != int(number):
+        raise CheckpointError(f"{path} has what was saved as step {manifest.step}: it was copied or renamed")
+    return path, manifest
 
 
 def choice(folder: Path, step: int | None) -> SaveFolder | None:

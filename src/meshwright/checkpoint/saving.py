@@ -10,7 +10,6 @@ import sys
 import threading
 import zlib
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,7 +49,7 @@ def save(
         CheckpointError, DesyncError: on every rank; nothing was written.
     """
     _same_call(mesh, step, roles, gradients)
-    contents = prepared(mesh, "save", lambda: gather(roles, mesh, gradients), partial(_lines, step), DIFFERENT, SEEDS)
+    contents = prepared(mesh, "save", lambda: gather(roles, mesh, gradients), _lines, DIFFERENT, SEEDS)
     generators = host_generators()
     name, subject, same = _named(folder, step, contents, zlib.crc32(repr(generators).encode()))
     if same:
@@ -75,10 +74,9 @@ def _same_call(mesh: Mesh, step: int, roles: Roles, gradients: bool) -> None:
     prepared(mesh, "save", check, lambda made: given, DIFFERENT, SEEDS)
 
 
-def _lines(step: int, contents: Contents) -> dict[str, object]:
+def _lines(contents: Contents) -> dict[str, object]:
     """What all ranks must save alike."""
-    lines: dict[str, object] = {"step": step}
-    lines.update({name: repr(spec) for name, spec in contents.specs.items()})
+    lines: dict[str, object] = {name: repr(spec) for name, spec in contents.specs.items()}
     lines.update({f"the other name {name}": of for name, of in contents.aliases.items()})
     lines.update({word: json.dumps(value) for word, value in contents.values.items()})
     if contents.mesh.size > 1:
@@ -166,10 +164,8 @@ class Save:
             self._copies = {p.name: staged(p.value, held.get(p.name)) for p in parts}
             self._parts = [replace(p, value=self._copies[p.name]) for p in parts]
         except Exception as error:  # the others must hear of it
-            self._parts, self._unable = (
-                [],
-                f"what is saved cannot be copied: {why(error)}; save(..., wait=True) needs no copy",
-            )
+            self._parts = []
+            self._unable = f"what is saved cannot be copied: {why(error)}; save(..., wait=True) needs no copy"
         self._thread = threading.Thread(target=self._run, name=f"meshwright saves step {self.step}")
         _UNDER_WAY[self._rank, os.path.realpath(path.parent)] = self
         self._thread.start()
@@ -188,7 +184,7 @@ class Save:
         except Exception as error:
             self._error = str(error) or type(error).__name__
         self._staging.update(self._copies)  # for the next one
-        self._copies = {}
+        self._staging, self._copies = {}, {}  # whoever remembers this save keeps no memory of its size
         if self._error and not threading.main_thread().is_alive():  # nobody is left to be told
             print(f"step {self.step} was not saved: {self._error}", file=sys.stderr)
 

@@ -17,8 +17,8 @@ from ..collective import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STARTS
 from ..errors import PassError
 from ..program.ir.inplace import follow, returned, storages, written
 from ..program.ir.nodes import (
+    LINEAR_VIEWS,
     UPDATE,
-    VIEWS,
     Value,
     ancestors,
     annotate,
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 _HALF = {torch.bfloat16, torch.float16}
 # With one operand and linear in it: what runs behind such ops may as well run on a sum.
-_LINEAR = {*VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES} - {aten.view.dtype}
+_LINEAR = {*LINEAR_VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES}
 
 
 @register

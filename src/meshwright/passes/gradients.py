@@ -19,13 +19,13 @@ import torch.fx as fx
 from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
 from ..layout import Shard, Spec
 from ..program.ir.inplace import storages, written
-from ..program.ir.nodes import VIEWS, checked_value, draws, info_of, is_mutating, is_sum, value_of
+from ..program.ir.nodes import LINEAR_VIEWS, checked_value, draws, info_of, is_mutating, is_sum, value_of
 from ..program.ir.program import Program
 
 aten = torch.ops.aten
 
 SCALES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
-_UNARY = {*VIEWS, aten.clone.default, aten._to_copy.default}
+_UNARY = {*LINEAR_VIEWS, aten.clone.default, aten._to_copy.default}
 
 
 @dataclass(frozen=True)

@@ -323,9 +323,8 @@ def cumprod(x: Arg, dim: int, **kwargs: Any) -> Rule:
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             made = torch.cumprod(x, *args, **kwargs)
-            return made + nothing(
-                (), x.exp()
-            )  # of one element, as along a dim of one, PyTorch's derivative is a constant
+            # Of one element, as along a dim of one, PyTorch's derivative is a constant.
+            return made + nothing((), x.exp())
 
         return run
 

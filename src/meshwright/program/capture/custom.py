@@ -35,17 +35,14 @@ class _Calls(threading.local):
 
 
 _CALLS = _Calls()
-
-
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class _Call:
     """One call: what it was given beside tensors, and how what it returned is made of tensors."""
 
-    def __init__(self, cls: Any, args: tuple[Any, ...], where: str) -> None:
-        leaves, self.tree = pytree.tree_flatten(args)
-        self.cls, self.where = cls, where
+    def __init__(self, cls: Any, leaves: list[Any], tree: Any, where: str) -> None:
+        self.cls, self.tree, self.where = cls, tree, where
         self.fixed = [None if isinstance(x, Tensor) else x for x in leaves]
         self.at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.made: Callable[[list[Tensor]], Any] = lambda tensors: tensors
@@ -95,24 +92,20 @@ def _op(cls: Any) -> Any:
     return _OPS[name]
 
 
-def _as_op(cls: Any, args: tuple[Any, ...]) -> Any:
-    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
-    call = _Call(cls, args, runtime.user_line())
-    _CALLS.made.append(call)
-    made = _op(cls)(tensors, len(_CALLS.made) - 1, repr(call))
-    return call.made(made)
-
-
 @contextlib.contextmanager
 def functions_as_ops() -> Iterator[None]:
     """Inside, the user's calls of ``Function.apply`` are ops; torch's own go on."""
     original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        users = runtime.is_users(sys._getframe(1).f_code.co_filename)
-        if not users or kwargs or not any(isinstance(x, Tensor) for x in pytree.tree_leaves(args)):
+        leaves, tree = pytree.tree_flatten(args)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if not tensors or kwargs or not runtime.is_users(sys._getframe(1).f_code.co_filename):
             return original(cls, *args, **kwargs)
-        return _as_op(cls, args)
+        call = _Call(cls, leaves, tree, runtime.user_line())
+        _CALLS.made.append(call)
+        made = _op(cls)(tensors, len(_CALLS.made) - 1, repr(call))
+        return call.made(made)
 
     _CALLS.made = []
     with replaced(torch.autograd.Function, apply=classmethod(apply)):

@@ -9,14 +9,14 @@ import torch.fx as fx
 
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
-from ..ir.nodes import VIEWS, ancestors, annotate, info_of, reduces, value_of
+from ..ir.nodes import LINEAR_VIEWS, ancestors, annotate, info_of, reduces, value_of
 
 aten = torch.ops.aten
 
 _LINEAR = {
-    *VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar,
-    aten._to_copy.default, operator.getitem,
-} - {aten.view.dtype}  # fmt: skip
+    *LINEAR_VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor,
+    aten.mul.Scalar, aten._to_copy.default, operator.getitem,
+}  # fmt: skip
 
 
 def join(name: str, used: fx.Node, asked: set[fx.Node], spec: Spec) -> None:

@@ -28,6 +28,7 @@ VIEWS = {
     aten.diagonal.default, aten.unfold.default, aten.slice_inverse.default, aten._conj.default, aten._neg_view.default,
     aten.alias.default, aten.detach.default, aten.lift_fresh.default, aten.view.dtype,
 }  # fmt: skip
+LINEAR_VIEWS = VIEWS - {aten.view.dtype}  # numbers of another dtype in the same bits
 
 
 @dataclass(frozen=True, slots=True)
