@@ -50,7 +50,10 @@ def test_a_record_has_op_line_bytes_and_reason():
         return str(why)
 
     for text in on_ranks(run):
-        assert "relu argument 0 [8, 6]: all_reduce over x, 576 bytes (<x: Partial()> -> <x: Replicate()>)" in text
+        assert (
+            "relu argument 0 [8, 6]: all_reduce over x, 576 bytes of float64 (<x: Partial()> -> <x: Replicate()>)"
+            in text
+        )
         assert "1 implied conversions; ran in all: 1 all_reduce (576 bytes)" in text
 
 

@@ -352,7 +352,7 @@ def test_text_is_narrow_and_folds_repeated_layers() -> None:
         assert max(map(len, lines)) <= 72
         assert "dp=2 × tp=2" in lines[0]
     assert len(few.text().splitlines()) == len(many.text().splitlines())
-    assert "9 × gradient of blocks.*.mlp.up.weight [192×48] 18.4 kB each" in many.text()
+    assert "9 × gradient of blocks.*.mlp.up.weight float32[192×48] 18.4 kB each" in many.text()
     assert f"{many.counts.total} collectives; in all" in str(many)
 
 

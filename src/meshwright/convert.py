@@ -33,7 +33,8 @@ class ConversionStep:
 
     Kinds: ``retype`` (no data changes), ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``,
     ``slice`` (own part of a replicated value), ``keep_one`` (value on the first rank, elsewhere what changes nothing
-    in the reduction), ``pad`` (own shard within the same), ``scale`` (between a sum and an average).
+    in the reduction), ``pad`` (own shard within the same), ``scale`` (between a sum and an average), ``cast`` (to
+    another dtype: of steps as they run, see :func:`lowered`).
     """
 
     kind: str
@@ -45,6 +46,11 @@ class ConversionStep:
     def moves(self) -> bool:
         """Whether data crosses between ranks: over axes of one rank none does."""
         return self.kind in collective.KINDS and any(self.src.mesh.sizes[a] > 1 for a in self.axes)
+
+    @property
+    def adds(self) -> bool:
+        """Whether what several ranks hold is added up."""
+        return self.moves and _op(self.src, self) in collective.ADDS
 
     def transpose(self) -> ConversionStep:
         """The step that the backward of this one runs."""
@@ -115,6 +121,32 @@ def kind_of(a: Placement, b: Placement) -> str:
     if isinstance(b, Shard):
         return "all_to_all"
     return "all_gather" if isinstance(b, Replicate) else "pad"
+
+
+@lru_cache(maxsize=2048)
+def lowered(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
+    """The steps as they run: a value whose parts are summed in a wider dtype (``Spec.summed``) is cast in front of the
+    first sum and behind the last one, so that it is rounded once."""
+    sums = [i for i, s in enumerate(steps) if s.adds]
+    if not sums or (dtype := steps[sums[0]].src.summed) is steps[sums[0]].src.dtype:
+        return steps
+    first, last = steps[sums[0]], steps[sums[-1]]
+    wide = [
+        ConversionStep(s.kind, s.axes, s.src.with_(dtype=dtype), s.dst.with_(dtype=dtype))
+        for s in steps[sums[0] : sums[-1] + 1]
+    ]
+    before, after = (
+        ConversionStep("cast", (), first.src, wide[0].src),
+        ConversionStep("cast", (), wide[-1].dst, last.dst),
+    )
+    return (*steps[: sums[0]], before, *wide, after, *steps[sums[-1] + 1 :])
+
+
+def run_all(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
+    """Execute steps in order on this rank's local tensor (no autograd)."""
+    for step in lowered(steps):
+        local = run(step, local)
+    return local
 
 
 def run(step: ConversionStep, local: Tensor) -> Tensor:
@@ -253,6 +285,10 @@ def _retype(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     return _same
 
 
+def _cast(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    return lambda t: t.to(step.dst.dtype)
+
+
 def _same(t: Tensor) -> Tensor:
     return t
 
@@ -260,6 +296,7 @@ def _same(t: Tensor) -> Tensor:
 _PREPARE: dict[str, Callable[[ConversionStep, tuple[int, ...]], Runner]] = {
     "retype": _retype,
     "scale": _retype,
+    "cast": _cast,
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
@@ -295,12 +332,8 @@ def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
                 local = function.apply(local, part)
             return local
         with torch.no_grad():
-            for step in steps:
-                local = run(step, local)
-        return local
-    for step in steps:
-        local = run(step, local)
-    return local
+            return run_all(steps, local)
+    return run_all(steps, local)
 
 
 def _nothing_here(step: ConversionStep) -> bool:
@@ -337,10 +370,7 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
         ctx.steps, ctx.cause = steps, runtime.RT.cause
-        out = local
-        for step in steps:
-            out = run(step, out)
-        return _apart(out, local)
+        return _apart(run_all(steps, local), local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -428,7 +458,7 @@ class _Weighted(torch.autograd.Function):
         op, group = _op(step.src, step), collective.group(step.src.mesh, step.axes)
         if op == "avg":
             ctx.save_for_backward(local.new_tensor(1 / group.size))
-            return _apart(run(step, local), local)
+            return _apart(run_all(steps, local), local)
         if op is None:  # made a product
             ctx.save_for_backward(1 - run(step, torch.zeros_like(local)))
             return _apart(run(step, local), local)

@@ -10,7 +10,7 @@ import math
 from functools import lru_cache
 
 from .collective import KINDS
-from .convert import ConversionStep
+from .convert import ConversionStep, lowered
 from .layout import Shard, Spec
 
 
@@ -31,9 +31,14 @@ def passes(kind: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=2048)
 def step_bytes(step: ConversionStep) -> float:
-    """Bytes that each rank sends for one step."""
+    """Bytes that each rank sends for one step as it runs."""
     before, after = passes(step.kind)
     if not before and not after:
         return 0.0
     n = math.prod(step.src.mesh.sizes[a] for a in step.axes)
     return (n - 1) / n * (before * held_bytes(step.src) + after * held_bytes(step.dst))
+
+
+def bytes_of(steps: tuple[ConversionStep, ...]) -> float:
+    """Bytes that each rank sends for a sequence of steps, in the dtypes in which they run."""
+    return sum(step_bytes(s) for s in lowered(steps))

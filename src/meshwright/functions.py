@@ -28,7 +28,7 @@ from .compat import checkpoint_determinism_checks as _checks
 from .dispatch import AS_OP, disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
 from .generator.dropout import run_alike
-from .layout import Layout, Replicate, Spec
+from .layout import Layout, Replicate, Spec, widest
 from .raw import bare
 from .tensor import OPEN, DistTensor, whole, within, wrap
 
@@ -60,11 +60,12 @@ def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
             stacklevel=3,
         )
     made = apply_function(cls, *map_tensors(args, lambda t: whole(t) if isinstance(t, DistTensor) else t))
-    everywhere = mesh.everywhere
+    sums = widest(t._spec for t in tensors if isinstance(t, DistTensor))
     with disabled():
         for t in tensors_in(made):
             if type(t) is torch.Tensor:
-                wrap(t, Spec(t.shape, t.dtype, Layout(mesh), undecided=0 if t.requires_grad else everywhere))
+                undecided = 0 if t.requires_grad else mesh.everywhere
+                wrap(t, Spec(t.shape, t.dtype, Layout(mesh), undecided=undecided, sums=sums))
     return made
 
 

@@ -5,14 +5,16 @@ Nothing is looked up unless somebody listens: finding the user's line walks the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from . import resharding, runtime
-from .convert import ConversionStep
+from .convert import ConversionStep, lowered
 from .cost import step_bytes
 from .errors import ExplicitError
 from .layout import Layout
@@ -29,6 +31,7 @@ class Record:
 
     ``src``, ``dst``: layouts before and after; of several tensors at once, which have none together, a word.
     ``use``: the op that asked with its rule; ranks that use one value in it for their parts make its gradient Partial.
+    ``dtypes``, ``sums``: for each of ``kinds`` the dtype of what it sends, and of how many ranks it adds up the parts.
     """
 
     op: str
@@ -45,20 +48,19 @@ class Record:
     phase: str = "forward"
     asked: bool = False
     use: str = ""
+    dtypes: tuple[str, ...] = ()
+    sums: tuple[int, ...] = ()
 
     def transposed(self, steps: tuple[ConversionStep, ...]) -> Record:
         """Record of the backward of the same conversion, which runs ``steps``; listed where they move data."""
-        moving = [s for s in steps if s.moves]
-        axes = dict.fromkeys(s.src.mesh.axes[a] for s in moving for a in s.axes)
-        nbytes = sum(step_bytes(s) for s in moving)
+        moving = [s for s in lowered(steps) if s.moves]
         summed = self.use and any(s.kind in _SUMMED for s in moving)
         made = replace(
             self,
-            kinds=tuple(s.kind for s in moving),
-            axes=tuple(axes),
+            **_sent(moving),
             src=steps[0].src.layout,
             dst=steps[-1].dst.layout,
-            bytes=nbytes,
+            bytes=sum(step_bytes(s) for s in moving),
             backward_bytes=0.0,
             reason="its gradient: " + (_USED + self.use if summed else self.reason),
             phase="backward",
@@ -70,18 +72,33 @@ class Record:
     def __str__(self) -> str:
         return (
             f"{self.line}: {self.op} argument {self.argument} {list(self.shape)}: {' + '.join(self.kinds)} over "
-            f"{','.join(self.axes)}, {self.bytes:.0f} bytes ({self.src} -> {self.dst}): {self.reason}"
+            f"{','.join(self.axes)}, {self.bytes:.0f} bytes{in_dtypes(self.dtypes)} ({self.src} -> {self.dst}): "
+            f"{self.reason}"
         )
 
 
 def make(op: str, argument: int, plan: resharding.ConversionPlan, reason: str) -> Record:
     """Record of one plan that is about to be executed."""
-    moving = [s for s in plan.steps if s.moves]
-    axes = dict.fromkeys(plan.src.mesh.axes[a] for s in moving for a in s.axes)
+    sent = _sent([s for s in lowered(plan.steps) if s.moves])
     return Record(
-        op, argument, tuple(s.kind for s in moving), tuple(axes), tuple(plan.src.shape), plan.src.layout,
-        plan.dst.layout, plan.forward_bytes, plan.backward_bytes, user_line(), reason,
+        op, argument, shape=tuple(plan.src.shape), src=plan.src.layout, dst=plan.dst.layout, bytes=plan.forward_bytes,
+        backward_bytes=plan.backward_bytes, line=user_line(), reason=reason, **sent,
     )  # fmt: skip
+
+
+def _sent(moving: Sequence[ConversionStep]) -> dict[str, Any]:
+    """What a record says of its collectives, from the steps that move data as they run."""
+    return {
+        "kinds": tuple(s.kind for s in moving),
+        "axes": tuple(dict.fromkeys(s.src.mesh.axes[a] for s in moving for a in s.axes)),
+        "dtypes": tuple(str(s.src.dtype).removeprefix("torch.") for s in moving),
+        "sums": tuple(math.prod(s.src.mesh.sizes[a] for a in s.axes) if s.adds else 0 for s in moving),
+    }
+
+
+def in_dtypes(dtypes: Sequence[str]) -> str:
+    """Of what bytes are, in words; empty where that is not known."""
+    return f" of {' and '.join(dict.fromkeys(dtypes))}" if any(dtypes) else ""
 
 
 def produced(t: torch.Tensor, since: str, inputs: Sequence[torch.Tensor]) -> None:

@@ -17,10 +17,11 @@ from functools import lru_cache
 import torch
 
 from . import convert
+from .collective import ADDS
 from .convert import ConversionStep
-from .cost import passes, step_bytes
+from .cost import bytes_of, passes
 from .errors import ConversionError
-from .layout import REPLICATE, Partial, Placement, Shard, Spec, commute, dual
+from .layout import REPLICATE, Partial, Placement, Shard, Spec, commute, dual, widest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +57,8 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
     """
     if src.shape != dst.shape or src.mesh != dst.mesh:
         raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
-    src, dst = _decided(src), _decided(dst)
+    sums = widest((src, dst))
+    src, dst = _decided(src, sums), _decided(dst, sums)
     if src is dst:
         return ConversionPlan(src, dst, (), 0.0, 0.0)
     steps: list[ConversionStep] = []
@@ -68,18 +70,18 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
         steps.append(convert.between(here, here.with_(layout=layout, reduced=mask), axes))
         here = steps[-1].dst
     assert here is dst, (here, dst)
-    forward = sum(step_bytes(s) for s in steps)
-    return ConversionPlan(src, dst, tuple(steps), forward, sum(step_bytes(s.transpose()) for s in steps))
+    way = tuple(steps)
+    return ConversionPlan(src, dst, way, bytes_of(way), bytes_of(convert.transpose(way)))
 
 
 def in_dtype(conversion: ConversionPlan, dtype: torch.dtype) -> ConversionPlan:
-    """The plan of the same conversion of values of another dtype."""
-    return plan(conversion.src.with_(dtype=dtype), conversion.dst.with_(dtype=dtype))
+    """The plan of the same conversion of values of another dtype, which are summed in that."""
+    return plan(conversion.src.summed_as(dtype), conversion.dst.summed_as(dtype))
 
 
-def _decided(spec: Spec) -> Spec:
-    marked = spec.undecided or spec.copied or spec.known or spec.stored
-    return spec.with_(undecided=0, copied=False, stored=False) if marked else spec
+def _decided(spec: Spec, sums: torch.dtype | None) -> Spec:
+    marked = spec.undecided or spec.copied or spec.known or spec.stored or spec.sums is not sums
+    return spec.with_(undecided=0, copied=False, stored=False, sums=sums) if marked else spec
 
 
 # ---------------------------------------------------------------------------------------------- the search
@@ -106,7 +108,7 @@ def _moves(src: Spec, dst: Spec) -> list[Move]:
         for s in (src, dst)
     )
     try:
-        found = _cheapest(src.mesh.sizes, *ends, len(dims))
+        found = _cheapest(src.mesh.sizes, *ends, len(dims), src.summed.itemsize / src.dtype.itemsize)
     except ConversionError:
         raise ConversionError(f"no sequence of conversions leads from {src!r} to {dst!r}") from None
     return [(axes, (Shard(dims[p.dim]) if isinstance(p, Shard) else p, r)) for axes, (p, r) in found]
@@ -116,12 +118,15 @@ End = tuple[tuple[Placement, bool, int], ...]
 
 
 @lru_cache(maxsize=16384)
-def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int) -> list[Move]:
-    """Dijkstra over all layouts of ``ndim`` dims, with the reductions that occur at the ends, by bytes of both ways."""
+def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: float) -> list[Move]:
+    """Dijkstra over all layouts of ``ndim`` dims, with the reductions that occur at the ends, by bytes of both ways.
+
+    ``wide``: bytes that are sent in a sum for each byte of tensor.
+    """
     ends = dict.fromkeys((p, r) for p, r, _ in (*dst, *src))
     shards = ((Shard(d), False) for d in range(ndim))
     types = list(dict.fromkeys([*ends, (REPLICATE, False), (REPLICATE, True), (Partial(), False), *shards]))
-    table = _prices(tuple(types))
+    table = _prices(tuple(types), wide)
     mixed = not commute(*(p for p, _ in types))
     first, last = (tuple(types.index((p, r)) * _ORDERS + place for p, r, place in end) for end in (src, dst))
     queue: list[tuple[float, int, State]] = [(0.0, 0, first)]
@@ -155,11 +160,13 @@ def _way(came: dict[State, tuple[State, Move]], at: State) -> list[Move]:
     return moves[::-1]
 
 
-Price = tuple[int, int, int]  # index of a type to become; passes of what is held before and after, both ways together
+Price = tuple[
+    int, float, float
+]  # index of a type to become; passes of what is held before and after, both ways together
 
 
 @lru_cache(maxsize=1024)
-def _prices(types: tuple[Type, ...]) -> list[list[Price]]:
+def _prices(types: tuple[Type, ...], wide: float) -> list[list[Price]]:
     """For each type what it may become in one step, by the kinds of the step and of its transpose."""
     table: list[list[Price]] = []
     for p, r in types:
@@ -168,13 +175,20 @@ def _prices(types: tuple[Type, ...]) -> list[list[Price]]:
             if (p, r) == (q, s):
                 continue
             try:
-                there = passes(convert.kind_of(p, q))
+                there = _passes(p, q, wide)
             except ConversionError:
                 continue
             source = (Partial(), False) if isinstance(p, Partial) else (p, r)
-            back = passes(convert.kind_of(dual(q, s)[0], dual(*source)[0]))
+            back = _passes(dual(q, s)[0], dual(*source)[0], wide)
             table[-1].append((i, there[0] + back[1], there[1] + back[0]))
     return table
+
+
+def _passes(p: Placement, q: Placement, wide: float) -> tuple[float, float]:
+    """Of the step from one placement to another: see ``cost.passes``."""
+    before, after = passes(convert.kind_of(p, q))
+    sums = isinstance(p, Partial) and p.op in ADDS
+    return (before * wide, after * wide) if sums else (before, after)
 
 
 def _steps(

@@ -44,13 +44,15 @@ class Counts:
 
     ``table`` maps (kind, axis names) to [count, bytes].  The bytes are those of one rank in the ring model,
     for n ranks: all-gather and reduce-scatter (n-1)/n of the full tensor, all-reduce twice that, all-to-all
-    (n-1)/n of the local tensor, broadcast the tensor.
+    (n-1)/n of the local tensor, broadcast the tensor.  ``narrow`` maps (kind, axis names, dtype, ranks) to the
+    number of those that sum many ranks in few bits (``collective.rounds``).
     """
 
-    __slots__ = ("table",)
+    __slots__ = ("narrow", "table")
 
     def __init__(self) -> None:
         self.table: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+        self.narrow: dict[tuple[str, tuple[str, ...], str, int], int] = {}
 
     def add(self, kind: str, axes: tuple[str, ...], nbytes: int) -> None:
         """Record one collective of ``kind`` over ``axes`` that moves ``nbytes`` bytes."""
@@ -61,10 +63,16 @@ class Counts:
         entry[0] += 1
         entry[1] += nbytes
 
+    def add_narrow(self, kind: str, axes: tuple[str, ...], dtype: torch.dtype, ranks: int) -> None:
+        """Note that one collective sums many ranks in few bits."""
+        key = kind, axes, str(dtype).removeprefix("torch."), ranks
+        self.narrow[key] = self.narrow.get(key, 0) + 1
+
     def copy(self) -> Counts:
         """A snapshot."""
         made = Counts()
         made.table = {key: list(entry) for key, entry in self.table.items()}
+        made.narrow = dict(self.narrow)
         return made
 
     def since(self, before: Counts) -> Counts:
@@ -74,6 +82,7 @@ class Counts:
             count0, nbytes0 = before.table.get(key, (0, 0))
             if count > count0:
                 made.table[key] = [count - count0, nbytes - nbytes0]
+        made.narrow = {k: n for k, c in self.narrow.items() if (n := c - before.narrow.get(k, 0)) > 0}
         return made
 
     def _sum(self, column: int, part: int) -> dict[Any, int]:

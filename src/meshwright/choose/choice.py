@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from ..layout import Layout, Placement, Replicate, Shard, Spec
+from ..layout import Layout, Placement, Replicate, Shard, Spec, widest
 from ..mesh import Mesh
 from ..rules.strategies import Dims, Rule, Strategy
 
@@ -66,18 +66,20 @@ def typed(
             return Layout(mesh, placements, order=_dim_orders(dims, placements, orders), ndim=len(dims))
         return _in_mesh_order(mesh, tuple(placements), len(dims))
 
-    sources, inputs, outputs = [], [], []
+    sources, inputs, outputs, sums = [], [], [], widest(ins)
     for i, spec in enumerate(ins):
         placements = [c.inputs[i] for c in chosen]
         source = want = spec
         if i not in rule.lends:
-            source, mask = _decided(spec, placements, kinds)
-            want = Spec(spec.shape, spec.dtype, layout(rule.inputs[i], placements), mask, source.undecided)
+            source, mask = _decided(spec, placements, kinds, sums)
+            laid = layout(rule.inputs[i], placements)
+            want = Spec(spec.shape, spec.dtype, laid, mask, source.undecided, sums=sums)
         sources.append(source)
         inputs.append(want)
     for k, (shape, dtype) in enumerate(outs):
         types = (reduced, still_open) if carries_grad(dtype) else (0, mesh.everywhere)
-        outputs.append(Spec(shape, dtype, layout(rule.outputs[k], [c.outputs[k] for c in chosen]), *types))
+        laid = layout(rule.outputs[k], [c.outputs[k] for c in chosen])
+        outputs.append(Spec(shape, dtype, laid, *types, sums=sums))
     return Choice(tuple(sources), tuple(inputs), tuple(outputs), tuple(chosen), still_open, total)
 
 
@@ -86,8 +88,13 @@ def _in_mesh_order(mesh: Mesh, placements: tuple[Placement, ...], ndim: int) -> 
     return Layout(mesh, placements, ndim=ndim)
 
 
-def _decided(spec: Spec, placements: Sequence[Placement], kinds: Sequence[str]) -> tuple[Spec, int]:
-    """An operand with what the op decides of it, and on which axes it must be reduced."""
+def _decided(
+    spec: Spec, placements: Sequence[Placement], kinds: Sequence[str], sums: torch.dtype | None
+) -> tuple[Spec, int]:
+    """An operand with what the op decides of it, and on which axes it must be reduced.
+
+    A leaf whose gradient the op makes Partial has that summed as the op has its values summed.
+    """
     reduced, undecided, want = spec.reduced, spec.undecided, 0
     for a, (p, kind) in enumerate(zip(placements, kinds, strict=True)):
         bit = 1 << a
@@ -100,7 +107,7 @@ def _decided(spec: Spec, placements: Sequence[Placement], kinds: Sequence[str]) 
             reduced |= undecided & bit
             want |= bit if isinstance(p, Replicate) else 0
         undecided &= ~bit
-    return spec.with_(reduced=reduced, undecided=undecided), want
+    return spec.with_(reduced=reduced, undecided=undecided, sums=sums if reduced != spec.reduced else None), want
 
 
 def _kind_of_axis(ins: Sequence[Spec], c: Strategy, axis: int, inplace: bool) -> str:

@@ -14,9 +14,11 @@ from functools import cached_property
 from itertools import combinations, permutations, product
 from typing import Any
 
+import torch
+
 from ..cost import held_bytes
 from ..errors import DispatchError
-from ..layout import Partial, Placement, Replicate, Shard, Spec, commute
+from ..layout import Partial, Placement, Replicate, Shard, Spec, commute, wider, widest
 from ..mesh import Mesh
 from ..resharding import plan
 from ..rules.strategies import Dims, Rule, Strategy
@@ -124,6 +126,15 @@ class Search:
     def mesh(self) -> Mesh:
         """The mesh of all specs."""
         return self.ins[0].mesh
+
+    @cached_property
+    def sums(self) -> torch.dtype | None:
+        """The dtype in which what is made of the inputs is summed at least."""
+        return widest(self.ins)
+
+    def wide(self, dtype: torch.dtype) -> float:
+        """Bytes that are sent in a sum over ranks for each byte of a value of this dtype."""
+        return wider(dtype, self.sums).itemsize / dtype.itemsize if self.sums and carries_grad(dtype) else 1.0
 
     def wanted(self, k: int, axis: int) -> Placement | None:
         """What output ``k`` should be on an axis; None where that does not matter."""
@@ -264,11 +275,11 @@ class Search:
                 continue
             held = held_bytes(spec, without=(axis,))
             grad = 1.0 if carries_grad(spec.dtype) and i not in self.constants else 0.0
-            cost += _axis_bytes(spec, axis, want, dependent, grad) * part * held
+            cost += _axis_bytes(spec, axis, want, dependent, grad, self.wide(spec.dtype)) * part * held
             if spec.layout.placements[axis] != want:
                 moved = max(moved, held)
         for k, (nbytes, p) in enumerate(zip(outputs, c.outputs, strict=True)):
-            cost += _distance(p, self.wanted(k, axis), n) * part * nbytes
+            cost += _distance(p, self.wanted(k, axis), n, self.wide(self.outs[k][1])) * part * nbytes
         # One more input Partial is as good as it was; among equals prefer to stay Partial, then to stay put.
         lazy = 0 if any(isinstance(p, Partial) for p in c.inputs) else 1
         return (int(divided and not c.factor), cost, moved, lazy * 1000 + index)
@@ -360,33 +371,34 @@ class Search:
         return round(cost, 3), crowd, max(moved, default=0.0), *moved
 
 
-def _distance(p: Placement, wanted: Placement | None, n: int) -> float:
-    """What one axis of an output still has to pay, in units of (n-1)/n of its bytes."""
+def _distance(p: Placement, wanted: Placement | None, n: int, wide: float) -> float:
+    """What one axis of an output still has to pay, in units of (n-1)/n of its bytes; ``wide`` of these in a sum."""
     if isinstance(p, Partial) and not isinstance(wanted, Partial):
-        return 1 if isinstance(wanted, Shard) else 2  # still to be reduced
+        return wide if isinstance(wanted, Shard) else 2 * wide  # still to be reduced
     if isinstance(p, Shard) and wanted is not None and p != wanted:
         return 1 / n if isinstance(wanted, Shard) else 1
     return 1 if isinstance(wanted, Shard) and isinstance(p, Replicate) else 0  # not divided, though the result will be
 
 
-def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, grad: float) -> float:
-    """Forward and backward bytes to bring one axis to ``want``, in units of (n-1)/n of the gathered bytes."""
+def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, grad: float, wide: float) -> float:
+    """Forward and backward bytes to bring one axis to ``want``, in units of (n-1)/n of the gathered bytes; ``wide`` of
+    these where they are summed."""
     have = spec.layout.placements[axis]
     if isinstance(have, Replicate):
         if isinstance(want, Replicate):
             reduced, undecided = spec.reduced >> axis & 1, spec.undecided >> axis & 1
             # An undecided leaf that becomes reduced has its gradient reduced once, at the leaf.
-            return 2 * grad if dependent and (undecided or not reduced) else 0.0
+            return 2 * wide * grad if dependent and (undecided or not reduced) else 0.0
         return grad if isinstance(want, Shard) and not spec.reduced >> axis & 1 else 0.0
     if isinstance(want, Partial) and want.op != "sum" and have != want:
         # Zeros around it or the like; the shares of its gradient are summed.
         return grad + (2 if isinstance(have, Partial) else 0)
     if isinstance(have, Partial):
         if isinstance(want, Replicate):
-            return 2 + (2 * grad if dependent else 0)
-        return 1 + grad if isinstance(want, Shard) else 0.0
+            return 2 * wide + (2 * wide * grad if dependent else 0)
+        return wide + grad if isinstance(want, Shard) else 0.0
     if isinstance(want, Replicate):
-        return 1 + (grad if dependent else 0)
+        return 1 + (wide * grad if dependent else 0)
     if isinstance(want, Shard):
         return 0.0 if have == want else (1 + grad) / spec.mesh.sizes[axis]
     return grad  # shard to Partial: zeros around it; its transpose gathers nothing but slices

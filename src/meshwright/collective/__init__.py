@@ -27,7 +27,7 @@ from .graph import (
 )
 from .groups import Group, connect, group, override_group
 from .joining import meeting
-from .kinds import Kind
+from .kinds import ADDS, Kind, rounds
 from .ops import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -50,6 +50,7 @@ from .post import Post, leave_with, watch_over
 from .wire import Pending, row_major
 
 __all__ = [
+    "ADDS",
     "ALL_GATHER",
     "ALL_REDUCE",
     "BROADCAST",
@@ -91,6 +92,7 @@ __all__ = [
     "recording",
     "reduce_scatter",
     "reduce_scatter_async",
+    "rounds",
     "row_major",
     "same_values",
     "so_far",

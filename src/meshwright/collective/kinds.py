@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ import torch
 from .wire import resized
 
 Tensor = torch.Tensor
+ADDS = ("sum", "avg")  # reductions that add up
+FEW_RANKS = 8  # a sum over more ranks is warned of where it is made
+BITS = 11  # in fewer bits of significand, the hidden one counted: float16 has them, bfloat16 has 8
+
+
+@lru_cache
+def rounds(dtype: torch.dtype, ranks: int) -> bool:
+    """Whether a sum over this many ranks loses what counts in this dtype."""
+    return ranks > FEW_RANKS and dtype.is_floating_point and 1 - math.log2(torch.finfo(dtype).eps) < BITS
 
 
 @dataclass(frozen=True)
@@ -85,4 +95,4 @@ class Kind:
         return passed if self.whole else (n - 1) * passed // n
 
 
-__all__ = ["Cut", "Kind"]
+__all__ = ["ADDS", "Cut", "Kind", "rounds"]

@@ -16,7 +16,7 @@ from ..errors import CollectiveError
 from ..simulation import Call
 from . import checking
 from .groups import Group
-from .kinds import Cut, Kind
+from .kinds import ADDS, Cut, Kind, rounds
 from .watch import Underway, started
 from .wire import (
     BASIC,
@@ -54,7 +54,8 @@ def counting() -> Iterator[runtime.Counts]:
     try:
         yield made
     finally:
-        made.table = runtime.RT.counts.since(before).table
+        since = runtime.RT.counts.since(before)
+        made.table, made.narrow = since.table, since.narrow
 
 
 def _call(
@@ -68,9 +69,11 @@ def _call(
     return call
 
 
-def _count(kind: Kind, group: Group, before: int, after: int) -> None:
-    """Note what a collective is about to move: bytes of what this rank brings, or of what it ends with."""
+def _count(kind: Kind, group: Group, before: int, after: int, summed: torch.dtype | None = None) -> None:
+    """Note a collective: bytes of what this rank brings, or ends with; ``summed``: the dtype of what is added up."""
     runtime.RT.counts.add(kind.name, group.axes, kind.bytes(before, after, group.size))
+    if summed is not None and rounds(summed, group.size):
+        runtime.RT.counts.add_narrow(kind.name, group.axes, summed, group.size)
 
 
 def _rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
@@ -115,7 +118,7 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
     direct = dtype in REDUCIBLE and op in BASIC
     if not direct:
         carrier(dtype, op)  # complain before any rank acts
-    _count(ALL_REDUCE, group, nbytes, 0)
+    _count(ALL_REDUCE, group, nbytes, 0, dtype if op in ADDS else None)
     call = _call(group, "all_reduce", op, x)
     if group.pg is None:
         out = _rendezvous(group, call, x, lambda parts: _copies(contiguous(reduced(parts, op)), n))
@@ -269,7 +272,7 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
     direct = dtype in REDUCIBLE and op in BASIC
     if not direct:
         carrier(dtype, op)  # complain before any rank acts
-    _count(REDUCE_SCATTER, group, x.nbytes, 0)
+    _count(REDUCE_SCATTER, group, x.nbytes, 0, dtype if op in ADDS else None)
     call = _call(group, "reduce_scatter", op, x, (("dim", dim), ("sizes", tuple(sizes))))
     if group.pg is None:
         return Pending(None, _rendezvous(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))

@@ -10,7 +10,7 @@ import torch
 
 from .. import compat, convert, record, resharding, runtime
 from ..errors import RuleError
-from ..layout import REPLICATE, Layout, Partial, Placements, Spec
+from ..layout import REPLICATE, Layout, Partial, Placements, Spec, widest
 from ..raw import as_plain
 from ..rules import Native
 from .binding import Args, Kwargs
@@ -309,7 +309,7 @@ class Execution:
             self.wrap(target, written_spec(old, made) if made.shape == old.shape else moved)
             lead_root(target, self.tensors)
         else:
-            self.wrap(target, old if made.shape == old.shape else moved)
+            self.wrap(target, old.with_(sums=widest((old, made))) if made.shape == old.shape else moved)
         if plan.promised is not None:
             self.plan = replace(plan, route=plan.promised if result is target else Route.EXECUTE, promised=None)
         return target
@@ -322,9 +322,10 @@ class Execution:
         plan, records = self.plan, runtime.RT.records
         if plan.choice is None:
             whole = Layout(mesh_of(self.tensors, plan.op.name))
+            sums = widest(spec_of(t, whole.mesh) for t in self.tensors)
             for t in made:
                 undecided = 0 if t.requires_grad else whole.mesh.everywhere
-                self.wrap(t, still(t, Spec(t.shape, t.dtype, whole, 0, undecided, plan.copies)))
+                self.wrap(t, still(t, Spec(t.shape, t.dtype, whole, 0, undecided, plan.copies, sums=sums)))
             return result
         ties = plan.choice.open and torch.is_grad_enabled()
         for t, spec in zip(made, plan.outputs, strict=True):
@@ -416,7 +417,7 @@ def wanted(spec: Spec, placements: Placements, order: Any = None) -> Spec:
     layout = Layout(spec.mesh, placements, order=order, ndim=spec.ndim)
     pairs = zip(layout.placements, spec.layout.placements, strict=True)
     kept = sum(1 << a for a, (p, q) in enumerate(pairs) if p == q)
-    return Spec(spec.shape, spec.dtype, layout, spec.reduced & kept)
+    return Spec(spec.shape, spec.dtype, layout, spec.reduced & kept, sums=spec.sums)
 
 
 def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:

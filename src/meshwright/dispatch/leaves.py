@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..layout import Replicate, Spec
+from ..layout import Replicate, Spec, widest
 
 Tensor = torch.Tensor
 _LOCAL: Any = Tensor  # properties of local tensors
@@ -83,6 +83,8 @@ def resolve_types(t: Tensor, spec: Spec, by: str = "") -> None:
         now: Spec = m.__dict__["_spec"]
         mine = decided & now.undecided
         now = now.with_(reduced=now.reduced | (spec.reduced & mine), undecided=now.undecided & ~mine)
+        if mine and not getattr(m, "_is_param", False):  # what parameters' are summed in their precision says
+            now = now.with_(sums=widest((now, spec)))
         m.__dict__["_spec"] = now
         if by and spec.reduced & mine:
             m.__dict__.setdefault("_since", by)

@@ -16,7 +16,7 @@ from .. import resharding, runtime
 from ..choose import Choice, carries_grad, choose
 from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
-from ..layout import Layout, Spec
+from ..layout import Layout, Spec, widest
 from ..operators import FUNCTIONS
 from ..rules import Arg, Local, Native, Rule, Strategy
 from ..rules.core import LocalFn
@@ -240,7 +240,8 @@ class _Planner:
             return Route.EXECUTE
         if plan.known or plan.watched or plan.copies or plan.pieces or plan.replayed:
             return Route.EXECUTE
-        if op.inplace and (plan.back or plan.untyped or plan.outputs[0].shape != self.specs[0].shape):
+        target, made = self.specs[0], plan.outputs[0]
+        if op.inplace and (plan.back or plan.untyped or made.shape != target.shape or made.sums is not target.sums):
             return Route.EXECUTE  # what says anew what the target is cannot be left to the native op
         if not plan.conversions:
             return Route.NATIVE
@@ -256,7 +257,8 @@ class _Planner:
         op, whole = self.op, Layout(self.mesh)
         sources = [s.with_(undecided=0) for s in self.specs]
         conversions = _conversions(sources, [Spec(s.shape, s.dtype, whole) for s in sources])
-        outputs = (Spec(sources[0].shape, sources[0].dtype, whole),) if op.inplace else ()
+        sums = widest(sources)
+        outputs = (Spec(sources[0].shape, sources[0].dtype, whole, sums=sums),) if op.inplace else ()
         lost = sum(steps.forward_bytes for _, steps in conversions)
         what, instead = f"{op.name} has no rule for these arguments", f"Give it one: @mw.rule({op.name!r})"
         if op.name.startswith(FUNCTIONS):
@@ -352,7 +354,8 @@ def _way_back(
 def written_spec(target: Spec, made: Spec) -> Spec:
     """Spec of a tensor after a write that makes ``made``: types that it had are kept, for its views have them too."""
     open_ = target.undecided
-    return target.with_(reduced=target.reduced | (made.reduced & open_), undecided=made.undecided & open_)
+    reduced = target.reduced | (made.reduced & open_)
+    return target.with_(reduced=reduced, undecided=made.undecided & open_, sums=widest((target, made)))
 
 
 def make_rule(op: Op, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Rule | None:

@@ -10,7 +10,7 @@ from .. import runtime
 from ..mesh import Mesh
 from ..program.check.verify import ROLES
 from ..record import Record
-from .core import Collective, Laid, Total, plain, recorded
+from .core import Collective, Laid, Total, Warned, folded, plain, recorded
 from .memory import Memory
 
 
@@ -72,6 +72,22 @@ class Account:
         order = sorted(found.items(), key=lambda e: (ROLES.index(e[0][0]), e[0][1:]))
         return tuple(Total(*key, *entry) for key, entry in order)
 
+    @property
+    def warnings(self) -> tuple[Warned, ...]:
+        """Reductions that sum more than 8 ranks in fewer than 11 bits of significand."""
+        listed = [(n, c) for n, c in folded(self.collectives) if c.narrow]
+        made = [Warned(c.tensor, c.line, c.kind, c.axes, c.dtype, c.narrow, n) for n, c in listed]
+        if self.listed is not None:
+            return tuple(made)
+        others = dict(self.counts.narrow)
+        for r in self.records:
+            for kind, dtype, ranks in zip(r.kinds, r.dtypes, r.sums, strict=True):
+                for key in [k for k in others if (k[0], k[2], k[3]) == (kind, dtype, ranks) and {*k[1]} <= {*r.axes}][
+                    :1
+                ]:
+                    others[key] -= 1
+        return (*made, *(Warned("gradients of parameters", "", *key, n) for key, n in others.items() if n > 0))
+
     # -- as data --------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,6 +97,7 @@ class Account:
             "rank": self.rank if self.mesh is not None else None,
             "update": self.update,
             "notes": list(self.notes),
+            "warnings": [plain(w) for w in self.warnings],
             "collectives": self.counts.kinds,
             "bytes": self.counts.bytes,
             "total_bytes": self.counts.total_bytes,

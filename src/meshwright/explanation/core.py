@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..layout import Layout, Partial, Placement, Shard
-from ..record import Record
+from ..collective import rounds
+from ..layout import Layout, Partial, Placement, Shard, dtype_from
+from ..record import Record, in_dtypes
 
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -29,7 +30,7 @@ class Collective:
         tensor: what moves, for people.
         shape: of the global tensor.
         local: of the tensor that this rank brings; of eager code unknown.
-        dtype: of what moves.
+        dtype: of what moves; of several joined by ``" + "`` where they differ.
         src, dst: layouts before and after; of several tensors at once, which have none together, a word.
         bytes: that this rank moves (ring model): in a program the integer that running it counts.
         axes: the mesh axes over which it runs.
@@ -38,6 +39,7 @@ class Collective:
         reason: why: the rule and what it conflicts with, or the gradient.
         node: name of the node of the program.
         asked: whether the user asked for it by name.
+        narrow: of how many ranks it adds up parts in fewer than 11 bits of significand, if more than 8; else 0.
     """
 
     number: int
@@ -60,12 +62,13 @@ class Collective:
     node: str = ""
     asked: bool = False
     place: int = 0
+    narrow: int = 0
 
     def __str__(self) -> str:
         where = f"{self.line}: " if self.line else ""
         return (
-            f"{where}{self.tensor} {list(self.shape)}: {self.kind} over {','.join(self.axes)}, {self.bytes:.0f} bytes "
-            f"({self.src} -> {self.dst}): {self.reason}"
+            f"{where}{self.tensor} {list(self.shape)}: {self.kind} over {','.join(self.axes)}, {self.bytes:.0f} bytes"
+            f"{in_dtypes([self.dtype])} ({self.src} -> {self.dst}): {self.reason}"
         )
 
 
@@ -114,10 +117,39 @@ class Total:
 def recorded(number: int, r: Record) -> Collective:
     """A conversion of eager code."""
     gradient = "gradient of " if r.phase == "backward" else ""
+    lossy = [n for n, dtype in zip(r.sums, r.dtypes, strict=True) if rounds(dtype_from(dtype), n)]
     return Collective(
         number, r.phase, " + ".join(r.kinds), r.op, r.argument, "", f"{gradient}{r.op} argument {r.argument}", r.shape,
-        (), "", r.src, r.dst, r.bytes, r.axes, (), r.line, r.reason, asked=r.asked, place=number,
+        (), " + ".join(dict.fromkeys(r.dtypes)), r.src, r.dst, r.bytes, r.axes, (), r.line, r.reason, asked=r.asked,
+        place=number, narrow=max(lossy, default=0),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Reductions that sum many ranks in few bits of significand: more than 8, in fewer than 11.
+
+    Attributes:
+        what: what is reduced, in words, and ``line``: where; of eager code that no op implied as the gradients of
+            parameters, and nowhere.
+        kind, axes, dtype: of the collective; ``ranks``: how many parts it adds up; ``count``: how many there are.
+    """
+
+    what: str
+    line: str
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    ranks: int
+    count: int
+
+    def __str__(self) -> str:
+        where = f"{self.line}: " if self.line else ""
+        times = f"{self.count} × " if self.count > 1 else ""
+        return (
+            f"warning: {where}{times}{self.what}: {self.kind} over {','.join(self.axes)} sums {self.ranks} ranks in "
+            f"{self.dtype}: see mw.Precision, reduce= and partial="
+        )
 
 
 # ---------------------------------------------------------------------------------------------- for the views
@@ -133,7 +165,7 @@ def folded(collectives: Iterable[Collective]) -> list[tuple[int, Collective]]:
     found: dict[tuple[Any, ...], list[Collective]] = {}
     for c in collectives:
         key = (
-            c.role, c.kind, starred(c.tensor), c.shape, c.local, c.dtype, c.src, c.dst, c.axes, c.line,
+            c.narrow, c.role, c.kind, starred(c.tensor), c.shape, c.local, c.dtype, c.src, c.dst, c.axes, c.line,
             starred(c.reason), c.asked,
         )  # fmt: skip
         found.setdefault(key, []).append(c)

@@ -31,7 +31,7 @@ class Explanation(Account):
         totals = ", ".join(f"{n} {k} ({self.counts.bytes[k]} bytes)" for k, n in self.counts.kinds.items())
         what = "implied conversions; ran in all" if self.listed is None else "collectives; in all"
         lines.append(f"{len(self.collectives)} {what}: {totals or 'nothing'}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *map(str, self.warnings)])
 
     __repr__ = __str__
 

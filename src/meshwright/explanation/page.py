@@ -169,7 +169,7 @@ def _rows(listed: Iterable[Collective]) -> list[dict[str, Any]]:
     groups: dict[Any, list[Collective]] = {}
     keys = []
     for c in listed:
-        key = (c.role, c.kind, starred(c.tensor), c.shape, c.src, c.dst, c.axes, c.line, starred(c.reason))
+        key = (c.role, c.kind, starred(c.tensor), c.shape, c.dtype, c.src, c.dst, c.axes, c.line, starred(c.reason))
         groups.setdefault(key, []).append(c)
         keys.append((c, key))
     order = {key: i for i, key in enumerate(groups)}

@@ -8,7 +8,7 @@ import torch
 import torch.fx as fx
 
 from .. import runtime
-from ..collective import COLLECTIVES, bytes_of
+from ..collective import ADDS, COLLECTIVES, bytes_of, rounds
 from ..program import Program, value_of
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..record import Record
@@ -53,13 +53,16 @@ def _collective(program: Program, number: int, node: fx.Node, names: dict[str, s
     cause = program.cause(node)
     op, argument, parameter, tensor = _what(info, cause, names)
     nbytes = bytes_of(node.target, given.shape, given.dtype, options)
-    mesh = program.mesh
+    mesh, ranks = program.mesh, math.prod(program.mesh.sizes[program.mesh.axis_index(a)] for a in axes)
+    kind = COLLECTIVES[node.target]
+    added = kind.reduces and kind.named(options[:-2])["op"] in ADDS
     return Collective(
-        number, info.role, COLLECTIVES[node.target].name, op, argument, parameter, tensor,
+        number, info.role, kind.name, op, argument, parameter, tensor,
         given.shape if cause is None else cause.shape, given.shape, _dtype(given.dtype),
         "" if cause is None else cause.src, "" if cause is None else cause.dst, nbytes, axes,
         mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), info.line,
         "" if cause is None else cause.reason, node.name, cause is not None and cause.asked, place,
+        ranks if added and rounds(given.dtype, ranks) else 0,
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ def _sections(why: Account) -> Iterator[tuple[RenderableType, ...]]:
         yield _titled("layouts", _layouts(why))
         yield _titled("where layouts came from", *_origins(why.laid))
     yield _titled("collectives", *_listed(why))
+    yield tuple(_indented(Text(str(w), style="bold red")) for w in why.warnings)
     yield _titled("totals per rank", _totals(why))
     if why.memory is not None:
         yield _titled(f"memory per rank: peak {in_bytes(why.memory.peak)}", *_memory(why.memory))
@@ -141,7 +142,7 @@ def _listed(why: Account) -> Iterator[RenderableType]:
 def _moved(n: int, c: Collective) -> Text:
     made = Text()
     made.append(f"{n} × " if n > 1 else "", style="bold")
-    made.append(f"{c.tensor} [{_by(c.shape)}] ")
+    made.append(f"{c.tensor} {c.dtype}[{_by(c.shape)}] ")
     made.append(in_bytes(c.bytes) + (" each" if n > 1 else ""), style="green")
     made.append(f" at {c.line}" if c.line else "", style="dim")
     since = c.reason.partition(SINCE)[2].partition(", where")[0] if c.parameter else ""

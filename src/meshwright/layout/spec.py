@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -23,6 +23,7 @@ class Spec:
     ``copied`` marks the result of a view that had to be a copy: writing to it would not reach its base.
     ``known`` is set on the spec of a Partial that was reduced: its value is at hand in that spec too.
     ``stored`` marks a parameter for which another tensor may stand in (see ``tensor.standin``).
+    ``sums`` is the least dtype in which what ranks hold is summed, of the value and of its gradient; None: their own.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class Spec:
         "reduced",
         "shape",
         "stored",
+        "sums",
         "undecided",
     )
 
@@ -50,6 +52,7 @@ class Spec:
     copied: bool
     known: Spec | None
     stored: bool
+    sums: torch.dtype | None
     _grad: Spec | None
 
     _made: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
@@ -64,6 +67,7 @@ class Spec:
         copied: bool = False,
         known: Spec | None = None,
         stored: bool = False,
+        sums: torch.dtype | None = None,
     ) -> Spec:
         try:
             layout = layout.with_ndim(len(shape))
@@ -73,7 +77,9 @@ class Spec:
             ) from None
         reduced &= layout.replicated
         undecided &= layout.replicated & ~reduced
-        key = (tuple(shape), dtype, layout, reduced, undecided, copied, known, stored)
+        if sums is not None and not (dtype.is_floating_point or dtype.is_complex):
+            sums = None
+        key = (tuple(shape), dtype, layout, reduced, undecided, copied, known, stored, sums)
         found = cls._made.get(key)
         if found is None:
             if not isinstance(dtype, torch.dtype):
@@ -85,7 +91,7 @@ class Spec:
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
             found.reduced, found.undecided, found.copied = reduced, undecided, copied
-            found.known, found.stored, found._grad = known, stored, None
+            found.known, found.stored, found.sums, found._grad = known, stored, sums, None
             cls._made[key] = found
         return found
 
@@ -93,6 +99,12 @@ class Spec:
     def nbytes(self) -> int:
         """Bytes of the global value."""
         return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def summed(self) -> torch.dtype:
+        """The dtype in which what ranks hold of the value, or of its gradient, is summed: its own, unless ``sums`` is
+        wider."""
+        return self.dtype if self.sums is None else wider(self.dtype, self.sums)
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Shape that the rank at ``coordinate`` holds."""
@@ -123,7 +135,8 @@ class Spec:
     def _make_grad(self) -> Spec:
         pairs = [dual(p, bool(self.reduced >> a & 1)) for a, p in enumerate(self.layout.placements)]
         layout = Layout(self.mesh, [p for p, _ in pairs], order=dict(self.layout.order), ndim=self.ndim)
-        return Spec(self.shape, self.dtype, layout, sum(1 << a for a, (_, reduced) in enumerate(pairs) if reduced))
+        mask = sum(1 << a for a, (_, reduced) in enumerate(pairs) if reduced)
+        return Spec(self.shape, self.dtype, layout, mask, sums=self.sums)
 
     def with_(
         self,
@@ -136,6 +149,7 @@ class Spec:
         copied: bool | None = None,
         known: Spec | None = None,
         stored: bool | None = None,
+        sums: torch.dtype | None = None,
     ) -> Spec:
         """The same spec with some parts replaced; what is known of the value is forgotten unless it is given."""
         return Spec(
@@ -147,15 +161,36 @@ class Spec:
             self.copied if copied is None else copied,
             known,
             self.stored if stored is None else stored,
+            self.sums if sums is None else sums,
         )
+
+    def summed_as(self, dtype: torch.dtype) -> Spec:
+        """The same spec of values of another dtype, which are summed over ranks in that and no other."""
+        flags = (self.reduced, self.undecided, self.copied, None, self.stored)
+        return Spec(self.shape, dtype, self.layout, *flags)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}[{', '.join(map(str, self.shape))}] {self.layout!r}"
+        sums = f", summed in {str(self.sums).removeprefix('torch.')}" if self.summed is not self.dtype else ""
+        return f"{dtype}[{', '.join(map(str, self.shape))}] {self.layout!r}{sums}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        flags = (self.reduced, self.undecided, self.copied, self.known, self.stored)
+        flags = (self.reduced, self.undecided, self.copied, self.known, self.stored, self.sums)
         return Spec, (tuple(self.shape), self.dtype, self.layout, *flags)
+
+
+def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The least dtype that has the values of both, of which PyTorch knows none for 8 bits."""
+    return b if a.itemsize == 1 else a if b.itemsize == 1 else torch.promote_types(a, b)
+
+
+def widest(specs: Iterable[Spec]) -> torch.dtype | None:
+    """The dtype in which what is made of values of these specs is summed at least; None: its own."""
+    found: torch.dtype | None = None
+    for s in specs:
+        if s.sums is not None and s.sums is not found:
+            found = s.sums if found is None else wider(found, s.sums)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- in files
@@ -165,7 +200,8 @@ def spec_data(spec: Spec) -> dict[str, Any]:
     """A spec as files have it, without its mesh: dicts, lists, words and numbers."""
     made: dict[str, Any] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
     flags = {k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))}
-    return made | layout_data(spec.layout) | flags
+    sums = {} if spec.sums is None else {"sums": str(spec.sums).removeprefix("torch.")}
+    return made | layout_data(spec.layout) | flags | sums
 
 
 def layout_data(layout: Layout) -> dict[str, Any]:
@@ -185,7 +221,8 @@ def spec_from(data: Mapping[str, Any], mesh: Mesh) -> Spec:
     shape = data["shape"]
     layout = layout_from(data, mesh, len(shape))
     kinds = {k: data.get(k, 0) for k in ("reduced", "undecided")}
-    return Spec(shape, dtype_from(data["dtype"]), layout, copied=data.get("copied", False), **kinds)
+    sums = dtype_from(data["sums"]) if "sums" in data else None
+    return Spec(shape, dtype_from(data["dtype"]), layout, copied=data.get("copied", False), sums=sums, **kinds)
 
 
 def layout_from(data: Mapping[str, Any], mesh: Mesh, ndim: int | None) -> Layout:

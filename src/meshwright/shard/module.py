@@ -146,8 +146,8 @@ def _cast(names: Names, casts: Casts) -> dict[str, Dtypes]:
             have = t.__dict__.get(PRECISION, plain)
             if have != dtypes:
                 raise ShardError(
-                    f"precision: {name} is sharded already, computed in {have.compute} and reduced in {have.reduce}: "
-                    "say precision= where it is sharded first, and the same here"
+                    f"precision: {name} is sharded already, {have}: say precision= where it is sharded first, and the "
+                    "same here"
                 )
         elif dtypes != plain:
             found[name] = dtypes

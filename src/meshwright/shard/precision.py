@@ -31,7 +31,10 @@ class Precision:
 
     Attributes:
         compute: in which ops see parameters, and in which they are gathered; None: as they are stored.
-        reduce: in which gradients are reduced, on every axis, and summed over micro-steps; None: as they are stored.
+        reduce: in which gradients of parameters are reduced, on every axis, and summed over micro-steps; None: as
+            parameters are stored.
+        partial: in which activations that are Partial, and gradients of activations, are summed at least; None: in
+            their own.  What is made of a value inherits this, as what is made of a parameter does; the widest counts.
         inputs: cast floating-point inputs of the model (of the outermost modules that a glob names), and of each
             module with parameters of its own, to its ``compute``.
         outputs: cast floating-point outputs of the model (of the outermost modules that a glob names) to this.
@@ -42,11 +45,12 @@ class Precision:
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    partial: torch.dtype | None = None
     inputs: bool = True
     outputs: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("compute", "reduce", "outputs"):
+        for name in ("compute", "reduce", "partial", "outputs"):
             value = getattr(self, name)
             if value is not None and value not in _KNOWN:
                 kinds = ", ".join(map(str, _KNOWN))
@@ -63,10 +67,15 @@ PRECISION_WANTED = (
 
 
 class Dtypes(NamedTuple):
-    """Of one parameter: the dtype in which ops see it, and that in which its gradient is reduced."""
+    """Of one parameter: the dtype in which ops see it, that in which its gradient is reduced, and that in which what is
+    made of it is summed over ranks at least."""
 
     compute: torch.dtype
     reduce: torch.dtype
+    partial: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return f"computed in {self.compute}, reduced in {self.reduce}, Partial in {self.partial or 'its own'}"
 
 
 def compute_dtype(p: Tensor) -> torch.dtype:
@@ -79,6 +88,12 @@ def reduce_dtype(p: Tensor) -> torch.dtype:
     """In which the gradient of a parameter is reduced."""
     found: Dtypes | None = p.__dict__.get(PRECISION)
     return p.dtype if found is None else found.reduce
+
+
+def partial_dtype(p: Tensor) -> torch.dtype | None:
+    """In which what ops make of a parameter is summed over ranks at least; None: its own."""
+    found: Dtypes | None = p.__dict__.get(PRECISION)
+    return None if found is None else found.partial
 
 
 def put(own: Tensor, seen: Tensor) -> None:
@@ -163,11 +178,10 @@ def _dtypes(names: Names, params: Mapping[str, str], chosen: Mapping[str, Precis
     for name, first in params.items():
         t, policy = names.tensors[first], chosen.get(name, Precision())
         if t.is_floating_point():
-            said = Dtypes(policy.compute or t.dtype, policy.reduce or t.dtype)
+            said = Dtypes(policy.compute or t.dtype, policy.reduce or t.dtype, policy.partial)
             if found.setdefault(first, said) != said:
                 raise ShardError(
-                    f"precision: {first} and {name} are one parameter (tied), and would be computed in "
-                    f"{found[first].compute} and {said.compute}, reduced in {found[first].reduce} and {said.reduce}: "
+                    f"precision: {first} and {name} are one parameter (tied), and would be {found[first]}, and {said}: "
                     "end with globs that say the same of both"
                 )
     named = {params[name] for name in chosen}
@@ -257,6 +271,7 @@ __all__ = [
     "casts_of",
     "check_autocast",
     "compute_dtype",
+    "partial_dtype",
     "put",
     "reduce_dtype",
 ]

@@ -20,7 +20,7 @@ from ..resharding import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
 from .packing import split_dim
-from .precision import PRECISION, Dtypes, put, reduce_dtype
+from .precision import PRECISION, Dtypes, partial_dtype, put, reduce_dtype
 from .saved import Saver, may_save_references
 from .units import Unit, in_backward, is_cast, seen_spec, stored_axis
 
@@ -175,7 +175,7 @@ class Seen:
             for i, t in zip(learning, out, strict=True):
                 made[i] = t
         for i, (p, t) in enumerate(zip(unit.params, made, strict=True)):
-            spec = seen_spec(p, i in learning)
+            spec = seen_spec(p, i in learning).with_(sums=partial_dtype(p))
             wrap(t, spec)
             if i in learning and is_cast(p):
                 t.__dict__[BRING] = _Bring(unit, p)

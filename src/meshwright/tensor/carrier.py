@@ -390,7 +390,7 @@ def _resized(spec: Spec, shape: torch.Size) -> Spec:
     """The same placements for global values of another shape; a rank's part is no such shape."""
     if len(shape) != spec.ndim or any(spec.local_shape(c) == tuple(shape) for c in spec.mesh.coordinates()):
         return spec
-    return Spec(shape, spec.dtype, spec.layout)
+    return Spec(shape, spec.dtype, spec.layout, sums=spec.sums)
 
 
 def local_of(value: Tensor, spec: Spec) -> Tensor:

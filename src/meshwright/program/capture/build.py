@@ -299,10 +299,12 @@ def _laid(
         if layout.partial and source.kind != "batch":
             raise LayoutError(f"{source.name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
         # What carries no gradient fits whatever it meets; parameters get their types from their first use.
-        specs[source.node] = Spec(source.fake.shape, source.fake.dtype, layout, undecided=everywhere)
+        told = casts.dtypes.get(source.name)
+        sums = None if told is None else told.partial
+        specs[source.node] = Spec(source.fake.shape, source.fake.dtype, layout, undecided=everywhere, sums=sums)
         if source.kind in ("param", "buffer"):
-            own = names.tensors[source.name].dtype if source.name in casts.dtypes else source.fake.dtype
-            params[source.name] = specs[source.node].with_(dtype=own)
+            own = source.fake.dtype if told is None else names.tensors[source.name].dtype
+            params[source.name] = specs[source.node].summed_as(own)
     placed = dict(params)
     for name, t in model.named_parameters():
         if name not in placed and name not in captured.tied:  # a parameter that the loss does not need

@@ -211,7 +211,7 @@ class _Partition:
     def _read(self, node: fx.Node) -> Tensor:
         local = self.by_node[node.name]
         stored, seen = self.laid.stored.get(node.name), self.laid.specs[node.name]
-        if stored is None or (stored.layout == seen.layout and stored.dtype is seen.dtype):
+        if stored is None or (stored.layout == seen.layout and stored.dtype is seen.dtype and seen.sums is None):
             return local
         if id(local) not in self.gathered:
             made = self._seen(local, stored, seen, node.name)
@@ -228,7 +228,7 @@ class _Partition:
         open_ = local.__dict__["_spec"].undecided
         wide = self.wide.get(id(local), local.dtype)
         ends = stored.with_(undecided=0, reduced=0), seen.with_(reduced=moved, undecided=0)
-        plan, back = (plan_conversion(*(s.with_(dtype=d) for s in ends)) for d in (seen.dtype, wide))
+        plan, back = (plan_conversion(*(s.summed_as(d) for s in ends)) for d in (seen.dtype, wide))
         why = "the parameter is stored split and seen whole by the ops"
         with record.asked(name, plan, why), self.recorder.noting(gather=name):
             with torch.no_grad():
@@ -301,7 +301,7 @@ class _Partition:
     def _reduced(self, name: str, p: Tensor, grad: Tensor) -> Tensor:
         spec: Spec = p.__dict__["_spec"]
         grad = grad.to(self.wide.get(id(p), spec.dtype))
-        have = spec.grad().with_(dtype=grad.dtype)
+        have = spec.grad().summed_as(grad.dtype)
         want = Spec(spec.shape, grad.dtype, self.chunks.get(name, spec).layout)
         steps = plan_conversion(have, want)
         axes = [a for a, p in zip(self.mesh.axes, have.layout.placements, strict=True) if isinstance(p, Partial)]

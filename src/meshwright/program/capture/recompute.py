@@ -230,7 +230,11 @@ def _again(cause: Record, nodes: list[fx.Node]) -> Record:
     made = replace(cause, reason="run again for the backward: " + cause.reason, phase=RECOMPUTATION)
     if kinds.issuperset(cause.kinds):
         return made
-    return replace(made, kinds=tuple(k for k in cause.kinds if k in kinds), src="", dst="")
+    kept = [i for i, k in enumerate(cause.kinds) if k in kinds]
+    sent: dict[str, Any] = {
+        name: tuple(v[i] for i in kept if v) for name in ("kinds", "dtypes", "sums") for v in [getattr(cause, name)]
+    }
+    return replace(made, **sent, src="", dst="")
 
 
 def _sweep(graph: fx.Graph) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...collective import ALL_REDUCE, COLLECTIVES, Kind, differing, mesh_text
+from ...collective import ADDS, ALL_REDUCE, COLLECTIVES, Kind, differing, mesh_text
 from ...collective.graph import KEEP_ONE
 from ...errors import DesyncError, ProgramError
 from ...layout import REDUCE_OPS, Layout, Partial, Placement, Shard, Spec
@@ -202,7 +202,10 @@ def _check_collectives(program: Program) -> None:
         number = info_of(node).cause
         if number is not None:
             op = str(kind.named(options)["op"]) if kind.reduces else ""
-            _check_cause(where, kind, op, options, names, program.causes[number])
+            cause = program.causes[number]
+            _check_cause(where, kind, op, options, names, cause)
+            if op in ADDS and value is not None:
+                _check_summed(where, kind, value, cause)
             served.setdefault(number, []).append((kind.name, op))
     _check_served(program, served)
 
@@ -254,6 +257,17 @@ def _check_cause(where: str, kind: Kind, op: str, options: Sequence[Any], axes: 
         raise ProgramError(f"{where} reduces by {op}; {what} is a reduction by {' and '.join(sorted(ops))}")
     if len(cause.kinds) == 1:
         _check_dims(where, kind, options, axes, src, dst, what)
+
+
+def _check_summed(where: str, kind: Kind, value: Value, cause: Record) -> None:
+    """What is summed, against the dtype in which the conversion that it serves is to sum."""
+    have = str(value.dtype).removeprefix("torch.")
+    want = {d for k, d in zip(cause.kinds, cause.dtypes, strict=False) if k == kind.name}
+    if want and have not in want:
+        raise ProgramError(
+            f"{where} sums in {have}; the conversion {cause.src} -> {cause.dst} of {cause.op} sums in "
+            f"{' and '.join(sorted(want))}"
+        )
 
 
 def _check_dims(
