@@ -17,6 +17,7 @@ from meshwright.explanation import explain_program
 from meshwright.layout import spec_data, spec_from
 from meshwright.program import Plan, build
 from meshwright.program.check.verify import verify
+from meshwright.program.ir.nodes import annotate, info_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TP = mw.Mesh({"tp": 4})
@@ -327,7 +328,7 @@ def test_captured_steps_sum_alike_and_a_program_that_does_not_is_refused():
             narrow, (after,) = node.args[0].args[0], node.users
             node.replace_input_with(node.args[0], narrow)
             after.replace_all_uses_with(node)
-            node.meta = after.meta | {k: v for k, v in node.meta.items() if k not in ("val",)}
+            annotate(node, value=info_of(after).value)
             program.graph.erase_node(after)
             break
     with pytest.raises(ProgramError, match=r"sums in bfloat16; the conversion .* sums in float32"):
