@@ -79,6 +79,33 @@ def test_gathers_and_scatters_are_counted() -> None:
     mw.simulate(fn, DP)
 
 
+def test_what_no_backward_reads_is_not_gathered_for_it() -> None:
+    """Not ahead of use either: an embedding in front of the blocks, one between them."""
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.between = nn.Embedding(16, 8), nn.Embedding(16, 8)
+            self.into, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.out(self.into(self.first(ids)) + self.between(ids))
+
+    def fn() -> None:
+        torch.manual_seed(0)
+        model = mw.shard_module(Tables(), DP, stored_over="dp")
+        for _ in range(3):
+            made = model(split(IDS % 16, DP))
+            with collective.counting() as counts:
+                made.sum().backward()
+        weights = model.into.weight.numel() + model.out.weight.numel()
+        biases = model.into.bias.numel() + model.out.bias.numel()
+        assert counts.kinds["all_gather"] == 2
+        assert counts.bytes["all_gather"] == (weights + biases) * 4 // 2
+
+    mw.simulate(fn, DP)
+
+
 def test_without_regathering_the_backward_gathers_nothing() -> None:
     def fn() -> None:
         model = mw.shard_module(net(), DP, stored_over="dp", regather=False)

@@ -7,6 +7,7 @@ row is the reverse. The idea is that of FSDP2 (Zhao et al., 2023; Feng et al., T
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -125,6 +126,7 @@ def cut_over(spec: Spec, axis: int, dim: int) -> Spec:
     return spec.with_(layout=spec.layout.replace(axis, Shard(dim)), reduced=0, undecided=0)
 
 
+@functools.lru_cache(4096)  # of parameters, of which there are few
 def whole_over(spec: Spec, axis: int) -> Layout:
     """The layout of a spec with one axis no longer cutting it."""
     return spec.layout.replace(axis, REPLICATE)

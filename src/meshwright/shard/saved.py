@@ -21,6 +21,7 @@ class Gathered(Protocol):
     """Parameters that can be gathered again."""
 
     params: list[DistTensor]
+    again: bool  # a reference to one of them was saved
 
     def regathered(self) -> list[Tensor]:
         """The whole parameters, for the backward."""
@@ -76,6 +77,7 @@ class Saver:
             self.keep()
             i, _, version = self.at[t.untyped_storage().data_ptr()]
             state, kept = state_of(self.unit.params[i]), None if self.again else bare(t)
+            self.unit.again |= self.again
             return Saved(self.unit, i, version, state, kept, Tensor.size(t), t.stride(), t.storage_offset())
 
     def unpack(self, saved: Any) -> Tensor:

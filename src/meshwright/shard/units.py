@@ -91,9 +91,9 @@ class Zero:
             self.order[way.cursor].start()
 
     def before(self, unit: Unit) -> Unit | None:
-        """The unit whose backward comes after that of ``unit``."""
+        """The unit whose parameters are gathered after those of ``unit`` in a backward: an embedding's are not."""
         place = self.order.index(unit) if unit in self.order else 0
-        return self.order[place - 1] if place else None
+        return next((u for u in reversed(self.order[:place]) if u.again), None)
 
     def ahead(self) -> dict[Unit, Any]:
         """Gathers under way: those of the backward that runs in this thread, else of its forward."""
@@ -120,17 +120,19 @@ class Zero:
             for p in members:
                 hold(p, None)
             with torch.no_grad(), disabled():
-                packing = self.packing(axis, members, [g.shape for g in grads])
+                packing = self.packing(axis, members)
                 specs = [p._spec.with_(reduced=0, undecided=0, stored=False) for p in members]
                 others = tuple(a for a in axes if a != axis)
                 started.append(Scattering(members, grads, specs, packing, axis, others))
         return started
 
-    def packing(self, axis: int, params: Sequence[DistTensor], shapes: Sequence[Sequence[int]]) -> Packing:
-        """How these parameters travel together."""
+    def packing(self, axis: int, params: Sequence[DistTensor]) -> Packing:
+        """How these parameters, and what they are brought as gradients, travel together."""
         key = (axis, *((id(p), p._spec.shape, p._spec.layout) for p in params))
         found = self.packings.get(key)
         if found is None:
+            here = self.mesh.coordinate(runtime.RT.rank)
+            shapes = [p._spec.with_(layout=whole_over(p._spec, axis)).local_shape(here) for p in params]
             found = Packing(shapes, [split_dim(p._spec, axis) for p in params], self.mesh.sizes[axis])
             self.packings[key] = found
         return found
@@ -193,6 +195,7 @@ class Unit:
         self._start()
 
     def _start(self) -> None:
+        self.again = False  # autograd has saved a reference to its parameters, which gathers them for the backward
         self.index = {id(p): i for i, p in enumerate(self.params)}
         for p, axis, dtypes in zip(self.params, self.axes, self.casts, strict=True):
             if axis is not None:
@@ -248,12 +251,9 @@ class Unit:
         return [(axis, members) for (axis, _), members in groups.items()]
 
     def _send(self, axis: int, members: list[DistTensor]) -> tuple[list[DistTensor], Packing, Any]:
-        mesh = self.zero.mesh
-        here = mesh.coordinate(runtime.RT.rank)
-        shapes = [p._spec.with_(layout=whole_over(p._spec, axis)).local_shape(here) for p in members]
-        packing = self.zero.packing(axis, members, shapes)
+        packing, group = self.zero.packing(axis, members), collective.group(self.zero.mesh, (axis,))
         row = packing.pack_row([bare(p) for p in members], compute_dtype(members[0]))
-        return members, packing, collective.all_gather_async(row, 0, packing.sizes, collective.group(mesh, (axis,)))
+        return members, packing, collective.all_gather_async(row, 0, packing.sizes, group)
 
     def check_autocast(self) -> None:
         """Raises ShardError where autocast would compute in another dtype than the parameters' precision says."""
