@@ -27,11 +27,12 @@ class DataParallel(Alone):
     axis = "dp"
     batch: dict[str, mw.Placement] = {"dp": mw.Shard(0)}  # noqa: RUF012
     stored_over: str | None = None
+    precision: mw.Precision | None = None
 
     def wrapped(self, model: nn.Module) -> Any:
         """The model, laid out."""
         self.mesh = mw.init_mesh({self.axis: dist.get_world_size()})
-        return mw.shard_module(model, self.mesh, self.layouts(), stored_over=self.stored_over)
+        return mw.shard_module(model, self.mesh, self.layouts(), stored_over=self.stored_over, precision=self.precision)
 
     def layouts(self) -> dict[str, Any]:
         """Of the weights."""
@@ -80,6 +81,7 @@ class CapturedDataParallel:
 
     name = CAPTURED_DP
     stored_over: str | None = None
+    precision: mw.Precision | None = None
     option = ""
 
     def setup(self, make: Make) -> None:
@@ -107,7 +109,7 @@ class CapturedDataParallel:
                 passes.append(f"gradient-merge:k_steps={len(batches)}")
             self.compiled = mw.compile_step(
                 self.model, lambda m, b: m(*b), self.optimizer, placed[0], mesh=self.mesh, passes=passes,
-                stored_over=self.stored_over,
+                stored_over=self.stored_over, precision=self.precision,
             )  # fmt: skip
         for batch in placed:
             loss = self.compiled(batch)

@@ -92,10 +92,13 @@ class FullyShard(Alone):
         """Parameters are given back after the forward."""
         from torch.distributed.fsdp import fully_shard
 
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, reshard_after_forward=True)
-        fully_shard(model, reshard_after_forward=True)
+        for unit in (*model.blocks, model):  # type: ignore[misc]
+            fully_shard(unit, reshard_after_forward=True, **self.options())
         return model
+
+    def options(self) -> dict[str, Any]:
+        """More of ``fully_shard``."""
+        return {}
 
     def synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """As it is told before the micro-batch."""

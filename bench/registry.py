@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from .core import Benchmark
 
 # Each has BENCHMARKS; a new one needs no more than its name here.
-MODULES = ("ops", "block", "optimizers", "steps", "memory", "wire", "capture", "replay", "lengths", "checkpoint")
+MODULES = (
+    *("ops", "block", "optimizers", "steps", "memory", "wire", "capture", "replay", "lengths", "checkpoint"),
+    "precision",
+)
 
 
 def benchmarks() -> list[Benchmark]:

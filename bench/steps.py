@@ -24,7 +24,7 @@ def problem(effort: Effort, micro_batches: int) -> tuple[Any, list[Batch]]:
     return make, batches(micro_batches, 4, seq, vocabulary, effort.seed)
 
 
-def set_up(contenders: Sequence[Any], make: Any, data: list[Batch]) -> None:
+def set_up(contenders: Sequence[Any], make: Any, data: list[Batch], alike: float = ALIKE) -> None:
     """Take the first steps of all.
 
     Raises:
@@ -36,7 +36,7 @@ def set_up(contenders: Sequence[Any], make: Any, data: list[Batch]) -> None:
         losses = [float(contender.step(data)) for _ in range(3)]
         expected = expected or losses
         error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-        assert error < ALIKE, f"{contender.name}: losses {losses}, of {contenders[0].name} {expected}"
+        assert error < alike, f"{contender.name}: losses {losses}, of {contenders[0].name} {expected}"
 
 
 ALL = (*peers.PEERS, *ours.OURS)
@@ -47,6 +47,11 @@ def measure(effort: Effort, *, micro_batches: int, kinds: Sequence[Callable[[], 
     contenders = [kind() for kind in kinds]
     make, data = problem(effort, micro_batches)
     set_up(contenders, make, data)
+    return timed(contenders, data, effort)
+
+
+def timed(contenders: list[Any], data: list[Batch], effort: Effort) -> Samples:
+    """Milliseconds of a step of each, ``wall`` and ``cpu``, in turn."""
     found: Samples = {case: {c.name: [] for c in contenders} for case in ("wall", "cpu")}
     rng = effort.rng()
     for _ in range(effort.pick(24, 3, 1)):

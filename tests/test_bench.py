@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from processes import run_processes
 
 from bench import __main__ as bench_main
-from bench import block, capture, ops, optimizers, ours, peers, replay, report, steps, wire
+from bench import block, capture, curves, ops, optimizers, ours, peers, replay, report, steps, wire
 from bench.__main__ import main
 from bench.core import DTENSOR, LOCAL, OURS, Benchmark, Effort, Row, Samples, fake_group
 from bench.models import batches, maker
@@ -102,6 +103,23 @@ def test_steps_on_processes() -> None:
 def test_checkpoints_on_processes() -> None:
     first, _ = run_processes(measured, 2, "checkpoint")  # which compares what is loaded with what was saved
     assert len(checked("checkpoint", first)) == 6
+
+
+@pytest.mark.processes
+def test_precisions_on_processes() -> None:
+    first, _ = run_processes(measured, 2, "precision-step")  # which compares the losses
+    assert len(checked("precision-step", first)) == 10
+    sent = first["bytes of all_gather"]
+    assert 0 < sent[ours.ZERO3][0] <= sent[peers.FSDP2][0]
+    assert first["bytes of reduce_scatter"][ours.ZERO3] == first["bytes of reduce_scatter"][peers.FSDP2]
+    assert first["bytes of all_reduce"] == {peers.FSDP2: [0.0], ours.ZERO3: [8.0], ours.CAPTURED_ZERO3: [8.0]}
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_memory_of_precisions_on_processes() -> None:
+    first, _ = run_processes(measured, 2, "precision-memory")
+    assert len(checked("precision-memory", first)) == 2
 
 
 @pytest.mark.processes
@@ -215,6 +233,15 @@ def test_reads_and_compares_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| 2.000 | worse |" in capsys.readouterr().out
     assert main(["--table", str(tmp_path / "b")]) == 1
     assert "| missed |" in capsys.readouterr().out
+
+
+def test_curves_are_smoothed_and_drawn(tmp_path: Path) -> None:
+    found = curves.losses(replace(curves.CONFIG, steps=2, layers=1, hidden=8, seq=4, batch=2))
+    assert len(found) == 2
+    assert curves.smoothed([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    assert curves.final([9.0, *[1.0, 3.0] * 50])[0] == 2.0
+    curves.draw(tmp_path / "images" / "x.png", {"float32": found, "bfloat16": found})
+    assert (tmp_path / "images" / "x.png").stat().st_size > 1000
 
 
 def test_captures_by_layers() -> None:

@@ -181,6 +181,8 @@ def test_passes_that_come_with_the_package_are_known_without_it() -> None:
         ("--data short.txt", r"short\.txt, 5 bytes: too few for windows of --seq 64"),
         ("--data short.txt nowhere.txt", r"nowhere\.txt: there is no such file"),
         ("--plot loss.xyz", r"--plot loss\.xyz: unknown kind of picture.*\.png"),
+        ("--log .", r"--log \. cannot be written \(Is a directory\): give another path"),
+        ("--log empty.txt/run.jsonl", r"--log empty\.txt/run\.jsonl cannot be written \("),
         ("--plot empty.txt/loss.png", r"--plot .* cannot be written \(.*--no-plot"),
     ],
 )

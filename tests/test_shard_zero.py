@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from shard_networks import TP, Block, batches, loss_of, net, same_values, traine
 
 import meshwright as mw
 from meshwright import collective
+from meshwright.shard import backward, units
 
 DP = mw.Mesh({"dp": 2})
 THREE = mw.Mesh({"dp": 3})
@@ -104,6 +107,58 @@ def test_what_no_backward_reads_is_not_gathered_for_it() -> None:
         assert counts.bytes["all_gather"] == (weights + biases) * 4 // 2
 
     mw.simulate(fn, DP)
+
+
+@pytest.mark.parametrize("precision", [None, mw.Precision(compute=torch.bfloat16)])
+def test_what_was_gathered_is_gone_after_the_forward(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the backward is still to come: what autograd saved is a reference."""
+    gathered = threading.local()  # of a rank
+    gather = units.Unit.gather
+
+    def noted(unit: Any) -> list[torch.Tensor]:
+        made = gather(unit)
+        gathered.refs += map(weakref.ref, made)
+        return made
+
+    monkeypatch.setattr(units.Unit, "gather", noted)
+
+    def fn() -> None:
+        gathered.refs = []
+        net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        model = mw.shard_module(net, DP, stored_over="dp", precision=precision)
+        loss = model(mw.shard_tensor(torch.ones(4, 4), DP, {"dp": mw.Shard(0)})).sum()
+        assert gathered.refs
+        assert all(ref() is None for ref in gathered.refs)
+        loss.backward()
+
+    mw.simulate(fn, DP)
+
+
+def test_whole_gradients_are_those_of_two_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank keeps its parts of what has been scattered."""
+    whole: set[Any] = set()
+    most = 0
+
+    class Watched(backward.Scattering):
+        def __init__(self, *args: Any) -> None:
+            nonlocal most
+            super().__init__(*args)
+            whole.add(self)
+            most = max(most, len(whole))
+
+        def settle(self) -> None:
+            super().settle()
+            whole.discard(self)
+
+    monkeypatch.setattr(units, "Scattering", Watched)
+
+    def fn() -> None:
+        model = mw.shard_module(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), DP, stored_over="dp")
+        model(mw.shard_tensor(torch.ones(4, 4), DP, {"dp": mw.Shard(0)})).sum().backward()
+
+    mw.simulate(fn, DP)
+    assert not whole
+    assert most == 2 * 2  # on each of two ranks
 
 
 def test_without_regathering_the_backward_gathers_nothing() -> None:

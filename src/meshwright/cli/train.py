@@ -16,6 +16,7 @@ from rich.text import Text
 from meshwright.errors import MeshError, MeshwrightError, RankFailedError
 from meshwright.launchers import Launch
 from meshwright.train.config import OUTPUT, TrainConfig
+from meshwright.train.log import sinks_of
 from meshwright.train.plot import can_draw, check_path, draw
 from meshwright.train.text import load_text
 
@@ -58,6 +59,7 @@ def train(
         no_plot = no_plot or not (can_draw() or said(context, "plot"))
         if first and not no_plot:
             check_path(plot)
+        sinks = sinks_of(config) if first else []
     except MeshwrightError as error:
         if first:
             complain(error)
@@ -65,8 +67,12 @@ def train(
 
     from meshwright.train.show import Show
 
-    show = Show(config, terminal(as_json))
-    _run(config, joined, show)
+    show = Show(config, terminal(as_json), sinks)
+    try:
+        _run(config, joined, show)
+    finally:
+        for sink in sinks:
+            sink.close()
     if not first:
         return
     if not no_plot:

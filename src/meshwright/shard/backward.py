@@ -223,6 +223,9 @@ class Backward:
     def _close(self, group: Contributors, p: DistTensor) -> None:
         group.open.discard(id(p))
         if not group.open and self.sync.enabled and self.sync.scatter is not None:
+            with torch.no_grad(), disabled():
+                for earlier in self.in_flight[:-1]:  # else whole gradients of all units are there in the end
+                    earlier.settle()
             self.in_flight += self.sync.scatter(group.complete)
 
     # -- the end --------------------------------------------------------------------------------------

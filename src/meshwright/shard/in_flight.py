@@ -25,6 +25,9 @@ class InFlight:
         for p in params:
             hold(p, _Seat(self, p.__dict__.get("_held")))
 
+    def settle(self) -> None:
+        """Wait, if what is kept until somebody reads it is smaller then.  Dispatch must be disabled."""
+
     def arrived(self, k: int) -> Tensor:
         """The reduced gradient of the ``k``-th parameter, after a wait.  Dispatch must be disabled."""
         raise NotImplementedError
@@ -115,12 +118,16 @@ class Scattering(InFlight):
         self.pending = collective.reduce_scatter_async(flat, 0, packing.sizes, "sum", self.group)
         super().__init__(params, specs)
 
-    def arrived(self, k: int) -> Tensor:
+    def settle(self) -> None:
+        """Keep this rank's chunks, in place of whole gradients."""
         if not self.chunks:
             row = self.pending.wait()
             if self.others is not None:
                 collective.all_reduce(row, "sum", self.others, out_of_place=False)
             self.chunks = self.packing.chunks(row, self.group.index)
+
+    def arrived(self, k: int) -> Tensor:
+        self.settle()
         return self.chunks[k]
 
 

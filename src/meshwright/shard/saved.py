@@ -104,10 +104,15 @@ class Saver:
 
     def pop(self) -> None:
         """No longer (and not at all, below hooks of others that are still there)."""
-        self.at = {}
+        # What autograd saved has this object, which is not to hold on to what was gathered.
+        self.at, self.keep = {}, _nothing
         top = compat.top_saved_tensors_default_hooks(True)
         if top is not None and getattr(top[0], "__self__", None) is self:
             compat.pop_saved_tensors_default_hooks()
+
+
+def _nothing() -> None:
+    """Nothing is kept: the forward is over."""
 
 
 __all__ = ["Saver", "may_save_references"]

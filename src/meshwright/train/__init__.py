@@ -11,7 +11,8 @@ Read it in this order:
     loop      one training step on a mesh, and the loop around it
     verify    the same training on one device, and the comparison
     launch    processes: our own, or those of a launcher
-    show      what the terminal shows;  plot: the picture of the loss
+    usage     memory and arithmetic that steps take
+    show      what the terminal shows;  plot: the picture of the loss;  log: what is written of each step
 
 The command line is ``meshwright.cli.train``.  What that needs to say what is wrong with options or files (``options``,
 ``config``, ``text``) does without PyTorch.

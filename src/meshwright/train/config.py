@@ -232,6 +232,14 @@ class TrainConfig(StepConfig):
         f"differences: {'; '.join(f'{n} {loss:.0e} and {grad:.0e}' for n, (loss, grad) in TOLERANCES.items())}.  "
         "Exit code 1 beyond.",
     )  # fmt: skip
+    log: str | None = option(
+        None, "--log", OUTPUT, "Write a line of JSON about the run, and one about each step, to this file.",
+        metavar="FILE",
+    )  # fmt: skip
+    tensorboard: str | None = option(
+        None, "--tensorboard", OUTPUT, "Write loss, speed and memory of each step to this folder, for TensorBoard.",
+        metavar="DIR",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Raises OptionError, MeshError or PassError, naming the option and what would be right."""

@@ -17,6 +17,7 @@ import meshwright as mw
 from meshwright import collective, runtime
 from meshwright.collective import Fact
 from meshwright.errors import DataError
+from meshwright.explanation import memory_of
 from meshwright.shard.loader import shard_dataloader
 
 from .config import TrainConfig
@@ -24,6 +25,7 @@ from .data import Corpus, Windows, load_corpus
 from .model import GPT, loss_of
 from .options import OptionError
 from .plan import plan_for
+from .usage import Usage
 from .verify import Verdict, Verifier
 
 # Told what happens, on the first rank only: ("start" | "step" | "end", values that pickle).
@@ -84,7 +86,10 @@ class Trainer:
 
     Attributes:
         model: gradients of the last step are in ``parameter.grad`` between :meth:`backward` and :meth:`update`.
+        norm: of the gradients of the last step, before clipping; None where nobody has computed it, or in a program.
     """
+
+    norm: Tensor | None = None
 
     def __init__(self, config: TrainConfig, mesh: mw.Mesh, corpus: Corpus) -> None:
         self.config, self.mesh = config, mesh
@@ -127,7 +132,7 @@ class Trainer:
                 loss.backward()
             losses.append(loss.detach())
         if config.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+            self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         return sum(losses[1:], losses[0])
 
     def update(self) -> None:
@@ -139,6 +144,15 @@ class Trainer:
     def parts(self) -> dict[str, Any]:
         """What is in checkpoints."""
         return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
+
+    def told(self) -> dict[str, float]:
+        """Numbers of the last step beside its loss; called by every rank."""
+        told = {"lr": float(self.optimizer.param_groups[0]["lr"])}
+        return told if self.norm is None else {**told, "grad_norm": float(self.norm)}
+
+    def predicted(self) -> int | None:
+        """Bytes that this rank will hold at most in a step, where that is known."""
+        return None
 
     def finish(self) -> None:
         """Wait for the device; else the clock would tell how fast kernels are launched."""
@@ -180,6 +194,10 @@ class StaticTrainer(Trainer):
         total: Tensor = sum(losses[1:], losses[0]) / config.accumulate
         return total
 
+    def predicted(self) -> int | None:
+        """Of the program."""
+        return memory_of(self.step.program).peak
+
     def parts(self) -> dict[str, Any]:
         """What is in checkpoints."""
         return {"program": self.step, **super().parts()}
@@ -209,12 +227,14 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
     """
     corpus = agreed_corpus(config, mesh)
     first = runtime.RT.rank == mesh.ranks[0]
+    usage = Usage(config)
     trainer = (StaticTrainer if config.static else Trainer)(config, mesh, corpus)
     verifier = Verifier(config, corpus, first) if config.verify else None
     store, begin = _opened(config, trainer)
     tell = emit if first else _nothing
     tell("start", {**_described(trainer, corpus), "begin": begin})
 
+    size = sum(p.numel() for p in trainer.model.parameters())
     history: list[float] = []
     seconds: list[float] = []
     traffic, saved = Traffic(), None
@@ -228,7 +248,8 @@ def train(config: TrainConfig, mesh: mw.Mesh, emit: Emit) -> Summary:
             trainer.update()
         history.append(loss)
         seconds.append(traffic.seconds)
-        told = {"step": step, "loss": loss, "seconds": traffic.seconds, **differences}
+        told = {"step": step, "loss": loss, **trainer.told(), "seconds": traffic.seconds, **differences}
+        told |= usage.told(traffic.seconds, size)
         tell("step", {**told, "collectives": traffic.kinds, "bytes": traffic.bytes})
         if store is not None and _is_saved(config, step + 1):
             saved = store.save(step + 1, **trainer.parts())
@@ -305,7 +326,8 @@ def _described(trainer: Trainer, corpus: Corpus) -> dict[str, Any]:
         )
     step = getattr(trainer, "step", None)
     passes = [str(record) for record in step.passes] if step is not None else []
-    return {"parameters": rows, "source": corpus.source, "passes": passes}
+    told = {"parameters": rows, "source": corpus.source, "passes": passes}
+    return told | {"predicted_bytes": trainer.predicted()}
 
 
 __all__ = ["Emit", "StaticTrainer", "Summary", "Traffic", "Trainer", "Verdict", "agreed_corpus", "step_seed", "train"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .config import TrainConfig
+from .log import Sink
 from .verify import Verdict
 
 LINES = 10  # lines about progress where there is no terminal to draw a bar on
@@ -23,20 +25,27 @@ WIDE = 100  # columns
 
 
 class Show:
-    """Listens to the events of a run (see ``loop.Emit``) and keeps what the plot and ``--json`` need."""
+    """Listens to the events of a run (see ``loop.Emit``) and keeps what the plot and ``--json`` need.
 
-    def __init__(self, config: TrainConfig, console: Console) -> None:
-        self.config, self.console = config, console
+    Args:
+        sinks: are told the same.
+    """
+
+    def __init__(self, config: TrainConfig, console: Console, sinks: Sequence[Sink] = ()) -> None:
+        self.config, self.console, self.sinks = config, console, sinks
         self.steps: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         self.verdict: Verdict | None = None
         self._rate = 0.0
+        self._predicted = ""
         self._bar: Progress | None = None
         self._warned: set[str] = set()
 
     def __call__(self, kind: str, values: dict[str, Any]) -> None:
         """One event."""
         {"start": self._start, "step": self._step, "end": self._end, "warning": self._warning}[kind](values)
+        for sink in self.sinks:
+            sink(kind, values)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -47,6 +56,8 @@ class Show:
     # -- start ----------------------------------------------------------------------------------------
 
     def _start(self, values: dict[str, Any]) -> None:
+        predicted = values.get("predicted_bytes")
+        self._predicted = f" ({in_bytes(predicted)} predicted)" if predicted else ""
         self.console.print(self._headline(values))
         for text in values["passes"]:
             self.console.print(Text(text), soft_wrap=True)
@@ -105,10 +116,12 @@ class Show:
 
     def _step(self, values: dict[str, Any]) -> None:
         self.steps.append(values)
-        rate = self.config.tokens_per_step / values["seconds"]
+        rate = values["tokens_per_s"]
         self._rate = rate if len(self.steps) < 3 else SMOOTHING * self._rate + (1 - SMOOTHING) * rate
         n = sum(values["collectives"].values())
         text = f"loss {values['loss']:.4f}  {self._rate:,.0f} tokens/s"
+        text += f"  {values['flops_share']:.0%} of peak FLOPs" if "flops_share" in values else ""
+        text += f"  peak {in_bytes(values['peak_bytes'])}{self._predicted}" if "peak_bytes" in values else ""
         text += f"  {n} collectives {in_bytes(values['bytes'])}/step"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, text=text)
