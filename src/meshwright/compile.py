@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -17,7 +17,7 @@ from .layout import Placements
 from .mesh import Mesh
 from .passes import Pass, PassManager
 from .program import LossScale, Plan
-from .program.capture.build import SEEN, Globs, build, checked_mesh
+from .program.capture.build import SEEN, Globs, build, checked_mesh, conditions_of
 from .program.capture.export import LossFn, batch_sources
 from .program.capture.fakes import named_in
 from .program.capture.local import HandWritten, StepFn, record_step
@@ -29,6 +29,9 @@ from .shard.module import lay_module
 from .shard.optimizer import shard_optimizer
 from .shard.precision import PRECISION_WANTED, Precisions
 from .step import CaptureSource, CompiledStep, Recorded
+
+if TYPE_CHECKING:
+    from .program.capture.conditions import Conditions
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class _OfDevice(CaptureSource):
         captured = made.captured
         leaves = {s.name: s.leaf for s in batch_sources(captured.sources)}
         return Recorded(made.program, leaves, captured.out_tree, captured.module, captured.places, made)
+
+    def conditions(self, batch: Any, dims: Mapping[int, Sequence[int]]) -> Conditions:
+        return conditions_of(self.model, self.loss_fn, batch, self.mesh, self.plan, dims)
 
     def prepare(self, recorded: Recorded) -> None:
         """Lay the model on the mesh; the optimizer follows."""

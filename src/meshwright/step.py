@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -24,10 +24,15 @@ from .program.capture.remains import forgotten
 from .program.capture.scale import SCALE
 from .program.check.agree import CAPTURED, REBUILD, numbers, program_facts
 from .program.ir.program import Program
+from .program.ir.sizes import Unlike
 from .program.run.bind import BACKENDS, Carrier, Ready
 from .program.run.guard import Guard, modes
+from .program.run.lengths import Lengths
 from .program.run.peers import Peers
 from .shard.kinds import own_work
+
+if TYPE_CHECKING:
+    from .program.capture.conditions import Conditions
 
 Tensor = torch.Tensor
 _MANY = 8  # shapes of batches
@@ -80,6 +85,14 @@ class CaptureSource:
             again: it was captured before.
         """
         raise NotImplementedError
+
+    def conditions(self, batch: Any, dims: Mapping[int, Sequence[int]]) -> Conditions:
+        """What sizes of batches must fulfil, so that one program serves many; steps by hand do not say.
+
+        Args:
+            dims: of the batch's tensors, by number, those of which the sizes vary.
+        """
+        raise Unlike(f"{self.name} does not say what it does with sizes")
 
     def prepare(self, recorded: Recorded) -> None:
         """Make model and optimizer what the first capture wants them to be."""
@@ -134,8 +147,10 @@ class CompiledStep:
         signature = self._signature(pytree.tree_leaves(example_batch))
         self._first, self._captured[signature[:-1]] = signature[-1], 1
         self._named = False
+        self._lengths = Lengths(self.mesh)
         self._peers = Peers(self.mesh, self.carrier, whole=not source.by_hand)
-        self._install(pytree.tree_leaves(example_batch), self._bound(recorded))
+        leaves = pytree.tree_leaves(example_batch)
+        self._install(leaves, self._bound(recorded, leaves))
 
     # -- compiling ------------------------------------------------------------------------------------
 
@@ -150,18 +165,48 @@ class CompiledStep:
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
         return made
 
-    def _bound(self, made: Recorded) -> Ready:
-        return Ready(made.program, self.carrier, made.leaves, made.tree, made.places)
+    def _bound(self, made: Recorded, leaves: Sequence[Any]) -> Ready:
+        """A capture, ready to run; others that differ in sizes may follow from it."""
+        self._how = made.leaves, made.tree
+        ready = Ready(made.program, self.carrier, self._how, made.places)
+        if self.carrier.backend is None:
+            shapes = tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
+            batch = pytree.tree_unflatten(list(leaves), self._tree)
+            self._lengths.captured(self._key(leaves), shapes, ready, lambda dims: self._source.conditions(batch, dims))
+        return ready
+
+    def _of_many(self, leaves: Sequence[Any]) -> Ready | None:
+        """From the program for many sizes, where there is one for this batch."""
+        shapes = tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
+        found = self._lengths.at(self._key(leaves), shapes)
+        if found is None:
+            return None
+        many, variables, like = found
+        with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
+            made = Ready(many.sizes.at(variables), self.carrier, self._how, like.places, (many.code, variables))
+            facts.append(Fact("a program for many sizes", variables))
+        made.given = [x.to("meta") if isinstance(x, Tensor) else x for x in leaves]
+        return made
+
+    def _key(self, leaves: Sequence[Any]) -> Any:
+        """What a program is made for, but sizes."""
+        return (*self._state(), tuple([(x.ndim, x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves]))
 
     @property
     def program(self) -> Program:
         """This rank's program for the batches of the last call; of merged micro-steps the one that updates."""
-        return self._current.program
+        ready = self._current
+        if ready.many:  # the graph in use is that of another size: captured for this one, to be looked at
+            given = pytree.tree_unflatten(ready.given, self._tree)
+            with torch.inference_mode(False), torch.enable_grad(), forgotten():
+                made = self._source.record(given, self.training, True).program
+            ready.program, ready.many = self._transform(made) if self.training else made, False
+        return ready.program
 
     @property
     def passes(self) -> tuple[Any, ...]:
         """What each pass did to :attr:`program`, in order: a :class:`~meshwright.passes.PassRecord` each."""
-        return self.program.passes
+        return self._current.program.passes
 
     def explain(self) -> Explanation:
         """Every collective of the step and why, where layouts came from, bytes and memory."""
@@ -251,18 +296,23 @@ class CompiledStep:
                     "step is then captured again)"
                 )
         if found is None:
-            self._count(signature)
-        return self._install(leaves, self._bound(self._recorded(batch)))
+            made = self._of_many(leaves)
+            if made is not None:
+                return self._install(leaves, made)
+            self._count(signature, leaves)
+        return self._install(leaves, self._bound(self._recorded(batch), leaves))
 
-    def _count(self, signature: Any) -> None:
+    def _count(self, signature: Any, leaves: Sequence[Any]) -> None:
         """Name it once that lengths vary: each new one is captured, which takes many times what a step does."""
         self._captured[signature[:-1]] += 1
         if self._captured[signature[:-1]] == _MANY and not self._named:
             self._named = True
+            why = self._lengths.why(self._key(leaves))
             warnings.warn(
                 f"this step was captured for {_MANY} shapes of batches, and is captured again for each new one, which "
-                f"takes far longer than a step; the {self.most_programs} programs used last are kept. If lengths vary, "
-                "pad them to a few sizes: mw.shard_dataloader(..., pad_to=[128, 256, 512], pad_value={...})",
+                f"takes far longer than a step{': ' + why if why else ''}; the {self.most_programs} programs used last "
+                "are kept. If lengths vary, pad them to a few sizes: mw.shard_dataloader(..., pad_to=[128, 256, 512], "
+                "pad_value={...})",
                 stacklevel=runtime.users_level(),
             )
 
@@ -389,7 +439,7 @@ class CompiledStep:
         self._micro = micro
 
     def __repr__(self) -> str:
-        return f"<CompiledStep of {type(self.model).__name__}: {self.program!r}>"
+        return f"<CompiledStep of {type(self.model).__name__}: {self._current.program!r}>"
 
 
 def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scale: Mapping[str, Tensor]) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -35,6 +35,9 @@ from .partition import Assignment, partition
 from .refused import without_anomaly_mode
 from .scale import LossScale
 from .update import Update, update_of
+
+if TYPE_CHECKING:
+    from .conditions import Conditions
 
 Tensor = torch.Tensor
 Globs = Mapping[str, Placements]
@@ -171,6 +174,25 @@ def _build(
         loss_scale=plan.loss_scale,
     )  # fmt: skip
     return Built(captured, completed, laid, made, stored, seen, update)
+
+
+def conditions_of(
+    model: nn.Module, loss_fn: LossFn | None, batch: Any, mesh: Mesh, plan: Plan, dims: Mapping[int, Sequence[int]]
+) -> Conditions:
+    """What sizes of batches must fulfil, so that the step does what it was captured to do.
+
+    Args:
+        dims: of the tensors of a batch, by their number, those of which the size is open.
+
+    Raises:
+        Unlike: what the step does with sizes is not what a program of many can do.
+        CaptureError: as :func:`build`.
+    """
+    from .conditions import conditions  # and sympy, which takes long to import
+
+    casts = _casts(model, mesh, plan)
+    with no_collection(), without_anomaly_mode(), writing_nothing(), _hooks(model, mesh, plan, casts):
+        return conditions(model, loss_fn, batch, mesh.device, {n: d.compute for n, d in casts.dtypes.items()}, dims)
 
 
 def _check_scaled(model: nn.Module, optimizer: Any, update: Update | None) -> None:

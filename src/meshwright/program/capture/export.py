@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import operator
 import os
 import re
 import traceback
@@ -17,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -36,6 +35,7 @@ from ...runtime import is_users
 from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
 from .custom import functions_as_ops
+from .outs import copy_into_out
 from .outside import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
 from .refused import GENERATOR, derived, generators, inference_without_gradients, refused, without_validation
 from .regions import Path, Regions
@@ -100,7 +100,7 @@ class Captured:
         return self.module.graph
 
 
-class _StepModule(nn.Module):
+class StepModule(nn.Module):
     """Model and loss as one module; takes the leaves of a batch."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None, batch: Any) -> None:
@@ -152,20 +152,15 @@ def capture(
     """
     _check_batch(batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    step = _StepModule(model, loss_fn, batch)
-    fakes, tied = _fake_state(step, mode, device, dtypes or {})
+    step = StepModule(model, loss_fn, batch)
+    fakes, tied = fake_state(step, mode, device, dtypes or {})
     leaves, names = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)], _leaf_names(batch)
-    given = [_fake_of(t, mode, device) for t in leaves]
-    regions: dict[str, Path] = {}
-    with (
-        _swapped(step, fakes), _naming_the_line(model), _quiet(), _noting_users_frames(), gradients_marked(),
-        preserve_node_meta(), Regions(partial(_annotated, regions)).noted(),
-    ):  # fmt: skip
-        exported = torch.export.export(step, tuple(given), strict=False)
+    given = [fake_of(t, mode, device) for t in leaves]
+    exported, regions = export(step, model, fakes, given)
     for graph in [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]:
         _check_nodes(model, graph)
         _check_mapped(graph)
-        _copy_into_out(graph)
+        copy_into_out(graph)
     sources: list[Source] = []
     own = {
         _pointer(t): n for n, t in (*step.named_buffers(), *step.named_parameters()) if not isinstance(t, DistTensor)
@@ -187,7 +182,7 @@ def capture(
                 kind = "param" if isinstance(fakes[twin], nn.Parameter) else "buffer"
                 sources.append(Source(node.name, kind, tied.get(twin[6:], twin[6:]), fakes[twin]))
                 continue
-            sources.append(Source(node.name, "constant", str(spec.target), _fake_of(value, mode, device), value))
+            sources.append(Source(node.name, "constant", str(spec.target), fake_of(value, mode, device), value))
     forget_attributes(step, step.assigned, {s.name for s in sources if s.kind == "constant"})
     (output,) = exported.graph.find_nodes(op="output")
     returned = exported.call_spec.out_spec
@@ -195,6 +190,24 @@ def capture(
         exported.graph_module, tuple(sources), tuple(output.args[0]), None if returned.is_leaf() else returned,
         tied, regions, mode, _places(step.loss_fn, model, sources),
     )  # fmt: skip
+
+
+def export(
+    step: StepModule, model: nn.Module, fakes: dict[str, Tensor], given: Sequence[Tensor], dynamic: Any = None
+) -> tuple[Any, dict[str, Path]]:
+    """What ``torch.export`` makes of a step, and its checkpointed calls.
+
+    Args:
+        fakes: name of each parameter and buffer to its stand-in.
+        given: the leaves of a batch.
+        dynamic: of each leaf, its dims of which the size is open.
+    """
+    regions: dict[str, Path] = {}
+    with (
+        _swapped(step, fakes), _naming_the_line(model), _quiet(), _noting_users_frames(), gradients_marked(),
+        preserve_node_meta(), Regions(partial(_annotated, regions)).noted(),
+    ):  # fmt: skip
+        return torch.export.export(step, tuple(given), strict=False, dynamic_shapes=dynamic), regions
 
 
 def _places(loss_fn: LossFn | None, model: nn.Module, sources: Sequence[Source]) -> tuple[Place, ...]:
@@ -207,7 +220,7 @@ def _places(loss_fn: LossFn | None, model: nn.Module, sources: Sequence[Source])
     return found
 
 
-def _constant(exported: Any, step: _StepModule, node: fx.Node, name: str) -> Tensor:
+def _constant(exported: Any, step: StepModule, node: fx.Node, name: str) -> Tensor:
     """The tensor that the graph takes as a constant.  Raises CaptureError for what is none of the user's."""
     value = attribute(step, name)
     if value is None:
@@ -227,7 +240,7 @@ def _constant(exported: Any, step: _StepModule, node: fx.Node, name: str) -> Ten
 # ---------------------------------------------------------------------------------------------- stand-ins
 
 
-def _fake_of(t: Tensor, mode: FakeTensorMode, device: str, dtype: torch.dtype | None = None) -> Tensor:
+def fake_of(t: Tensor, mode: FakeTensorMode, device: str, dtype: torch.dtype | None = None) -> Tensor:
     shape, dtype, strides = tuple(t.shape), dtype or t.dtype, _strides(t)
     with mode, disabled():
         return torch.empty_strided(shape, dense(shape, strides), dtype=dtype, device=device)
@@ -246,7 +259,7 @@ def _held(step: nn.Module, name: str) -> Strides | None:
     return _strides(t) if isinstance(t, DistTensor) or not isinstance(t, nn.Parameter) else None
 
 
-def _fake_state(
+def fake_state(
     step: nn.Module, mode: FakeTensorMode, device: str, dtypes: Dtypes
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every name of a parameter or buffer to its stand-in (tied ones share it), and tied names to first names."""
@@ -257,7 +270,7 @@ def _fake_state(
     given = (*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False))
     for name, t in given:
         if id(t) not in made:
-            fake = _fake_of(t, mode, device, dtypes.get(name.removeprefix("model.")))
+            fake = fake_of(t, mode, device, dtypes.get(name.removeprefix("model.")))
             made[id(t)] = nn.Parameter(fake, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else fake
             first[id(t)] = name
         elif first[id(t)] != name:
@@ -295,57 +308,6 @@ def _leaf_names(batch: Any) -> list[str]:
             keys = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
             found.append(".".join(("batch", *keys)))
     return found
-
-
-# ---------------------------------------------------------------------------------------------- calls with out=
-
-
-def _copy_into_out(graph: fx.Graph) -> None:
-    """``add(x, y, out=z)`` becomes ``copy_(z, add(x, y))``, so that rules need not know of ``out``."""
-    for node in list(graph.nodes):
-        plain, outs = _without_out(node.target)
-        if plain is None:
-            continue
-        given = [node.kwargs[k] for k in outs]
-        with graph.inserting_before(node):
-            made = _called(node, plain, node.args, {k: a for k, a in node.kwargs.items() if k not in outs})
-            several = (
-                [made] if len(outs) == 1 else [_called(node, operator.getitem, (made, i)) for i, _ in enumerate(outs)]
-            )
-            for i, (target, value) in enumerate(zip(given, several, strict=True)):
-                if target.meta["val"].shape != value.meta["val"].shape:  # an empty one, which gets what there is
-                    given[i] = value
-                    at = list(graph.nodes).index(node)
-                    later = set(list(graph.nodes)[at + 1 :])
-                    target.replace_all_uses_with(value, delete_user_cb=later.__contains__)
-                else:
-                    _called(node, aten.copy_.default, (target, value))
-        for user in list(node.users) if len(outs) > 1 else ():
-            user.replace_all_uses_with(given[user.args[1]])
-            graph.erase_node(user)
-        node.replace_all_uses_with(given[0])
-        graph.erase_node(node)
-
-
-def _called(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-    """A call in the place of a node, and what it gives."""
-    node = like.graph.call_function(target, args, kwargs)
-    given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    node.meta = {**like.meta, "val": target(*given[0], **given[1])}
-    return node
-
-
-@lru_cache(maxsize=1024)
-def _without_out(target: Any) -> tuple[Any, tuple[str, ...]]:
-    """The overload that gives new tensors, and the names under which ``target`` takes those to write to; else None."""
-    arguments = target._schema.arguments if isinstance(target, compat.OpOverload) else ()
-    outs = tuple(a.name for a in arguments if a.is_out)
-    rest = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-    for name in target.overloadpacket.overloads() if outs else ():
-        other = getattr(target.overloadpacket, name)
-        if [(a.name, str(a.type)) for a in other._schema.arguments] == rest:
-            return other, outs
-    return None, ()
 
 
 # ---------------------------------------------------------------------------------------------- lines and errors
@@ -399,7 +361,7 @@ def _noting_users_frames() -> Iterator[None]:
     By itself it keeps those of methods called ``forward``, and then nothing tells the lines of a loss function.
     """
     held = TracerBase._filter_traceback_frames
-    own = _StepModule.forward.__code__.co_filename
+    own = StepModule.forward.__code__.co_filename
 
     def users(tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
         inside = max((i for i, f in enumerate(frames) if f.filename == own), default=-1) + 1

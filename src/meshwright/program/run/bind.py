@@ -25,10 +25,13 @@ from ..ir.inplace import written
 from ..ir.memory import laid, same
 from ..ir.nodes import Value, checked_value, info_of
 from ..ir.program import Input, Program
+from ..ir.sizes import Variables, value_at
 from .inductor import with_inductor
-from .runner import Runner, compile_program
+from .runner import Compiled, Runner
 
 Tensor = torch.Tensor
+
+Code = Sequence[Compiled]  # of a program; where it is merged, of what accumulates and of the update alone besides
 
 BACKENDS: dict[str | None, Callable[[Program], Program]] = {None: lambda program: program, "inductor": with_inductor}
 
@@ -63,11 +66,20 @@ class Bound:
     Args:
         leaves: name of a batch input to its place among the leaves of a batch.
         tree: how the loss and what came with it were returned; None for a loss alone.
+        compiled: the code of a program for many sizes, and the variables at which this one is.
     """
 
-    def __init__(self, program: Program, carrier: Carrier, leaves: Mapping[str, int], tree: Any) -> None:
+    def __init__(
+        self,
+        program: Program,
+        carrier: Carrier,
+        leaves: Mapping[str, int],
+        tree: Any,
+        compiled: tuple[Compiled, Variables] | None = None,
+    ) -> None:
         self.program, self.carrier, self.tree = program, carrier, tree
-        self.run: Runner = compile_program(BACKENDS[carrier.backend](program))
+        code, variables = compiled or (Compiled(BACKENDS[carrier.backend](program)), ())
+        self.run: Runner = code.at(variables)
         self.batch: list[tuple[int, int, Spec | None, Value]] = []  # place among the inputs, leaf of the batch, what
         self.numbers: list[tuple[int, Tensor]] = []  # group of the optimizer, its learning rate
         self.owned: list[_Owned] = []
@@ -84,7 +96,7 @@ class Bound:
         tensors = dict((*carrier.model.named_parameters(), *carrier.model.named_buffers()))
         for i, (given, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
             if given.kind == "batch":
-                self.batch.append((i, leaves[given.name], given.spec, checked_value(node)))
+                self.batch.append((i, leaves[given.name], given.spec, value_at(checked_value(node), variables)))
                 self.inputs.append(None)
             elif given.kind == "accumulator":
                 self.inputs.append(self._sum(given, node))
@@ -293,29 +305,36 @@ def _replaced(o: _Owned, t: Any) -> Tensor:
 class Ready:
     """The programs of a step for one shape of batches, in the order in which calls run them.
 
+    Args:
+        how: leaves and tree, as of :class:`Bound`.
+        many: the code of a program for many sizes, and the variables at which this one is.
+
     Attributes:
         program: the program that updates.
         cycle: what the calls between two updates run; the last one updates.
         flush: the update alone; None where each call updates.
+        many: whether :attr:`program` has the graph of another size; ``given`` are then leaves of a batch of this one.
     """
 
     def __init__(
         self,
         program: Program,
         carrier: Carrier,
-        leaves: Mapping[str, int],
-        tree: Any = None,
+        how: tuple[Mapping[str, int], Any],
         places: Sequence[Place] = (),
+        many: tuple[Code, Variables] | None = None,
     ) -> None:
-        self.program, self.places = program, places
+        self.program, self.places, self.many = program, places, many is not None
+        self.given: list[Any] = []
         self.cycle: list[Bound] = []
         self.flush: Bound | None = None
         self.sums = {i.name: i.spec for i in program.inputs if i.kind == "accumulator"}
+        whole, *parts = [None] * 3 if many is None else [(code, many[1]) for code in many[0]]
         merged = program.merged
         if merged is not None:
-            self.cycle = [Bound(merged.accumulate, carrier, leaves, tree)] * (merged.k_steps - 1)
-            self.flush = Bound(merged.flush, carrier, {}, None)
-        self.cycle.append(Bound(program, carrier, leaves, tree))
+            self.cycle = [Bound(merged.accumulate, carrier, *how, parts[0])] * (merged.k_steps - 1)
+            self.flush = Bound(merged.flush, carrier, {}, None, parts[1])
+        self.cycle.append(Bound(program, carrier, *how, whole))
         self._bound = (*dict.fromkeys(self.cycle), *((self.flush,) if self.flush is not None else ()))
 
     def follow(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -16,11 +16,13 @@ from ... import collective, compat
 from ...collective import COLLECTIVES, STARTS, WAIT_OP
 from ...dispatch import autocast
 from ...errors import ProgramError
+from ...mesh import Mesh
 from ...runtime import PROGRAM
 from ..ir.inplace import storages
-from ..ir.memory import LAID, laid, same
-from ..ir.nodes import Value, is_mutating, value_of
+from ..ir.memory import LAID, Strides, laid, same
+from ..ir.nodes import checked_value, is_mutating, value_of
 from ..ir.program import Program
+from ..ir.sizes import Size, Variables
 
 Tensor = torch.Tensor
 Runner = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -33,42 +35,74 @@ def compile_program(program: Program) -> Runner:
 
     Parameters, buffers and states are updated in place.  Process groups are made here, so all ranks call it together.
     """
-    odd: dict[str, tuple[int, ...]] = {}  # nodes whose kernel gave other strides than its stand-in said
+    return Compiled(program).at(())
 
-    def laid_as_recorded(t: Tensor, name: str, value: Value) -> Tensor:
-        if same(value.shape, t.stride(), value.strides):
-            return t
-        odd[name] = value.strides
-        return laid(t, value.strides)
 
-    body: Runner = _compiled(program, lambda node: (laid_as_recorded, node.name, value_of(node)))
-    first = True
+class Compiled:
+    """A program as Python code, which is made once for batches of all sizes.
 
-    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        # Below autograd, but no inference tensors: users may go on computing with what comes out.
-        nonlocal body, first
-        if autocast.active():  # its casts are nodes
-            with torch.autocast(program.mesh.device, enabled=False):
-                return run(inputs)
-        with torch.no_grad(), compat.AutoDispatchBelowAutograd():
-            made = body(inputs)
-            if first:
+    Args:
+        variables: of how many variables the sizes in it are.
+    """
+
+    def __init__(self, program: Program, variables: int = 0) -> None:
+        self.program, self.variables = program, variables
+        self._bodies: dict[frozenset[str] | None, Callable[..., list[Tensor]]] = {}
+        self._odd: set[str] = set()  # nodes whose kernel gave other strides than its stand-in said
+        self._body(None)
+
+    def at(self, variables: Variables) -> Runner:
+        """For one size."""
+        odd: frozenset[str] | None = None
+
+        def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+            # Below autograd, but no inference tensors: users may go on computing with what comes out.
+            nonlocal odd
+            if autocast.active():  # its casts are nodes
+                with torch.autocast(self.program.mesh.device, enabled=False):
+                    return run(inputs)
+            with torch.no_grad(), compat.AutoDispatchBelowAutograd():
+                if odd is not None:
+                    return self._bodies[odd](inputs, *variables)
                 # Which kernels do so depends on strides and shapes only: what the first run has seen holds for all.
-                body = _compiled(program, lambda node: (laid, odd[node.name]) if node.name in odd else None)
-                first = False
-        return made
+                self._odd = set()
+                made = self._body(None)(inputs, *variables)
+                odd = frozenset(self._odd)
+                self._body(odd)
+            return made
 
-    return run
+        return run
+
+    def _body(self, odd: frozenset[str] | None) -> Callable[..., list[Tensor]]:
+        """The code; without ``odd`` it finds out."""
+        found = self._bodies.get(odd)
+        if found is None:
+            watch = self._looked_at if odd is None else lambda n: self._laid(n) if n.name in odd else None
+            found = self._bodies[odd] = _compiled(self.program, watch, self.variables)
+        return found
+
+    def _looked_at(self, node: fx.Node) -> tuple[Any, ...] | None:
+        value = value_of(node)
+        return None if value is None else (self._as_recorded, node.name, tuple(value.shape), value.strides)
+
+    def _laid(self, node: fx.Node) -> tuple[Any, ...]:
+        return laid, checked_value(node).strides
+
+    def _as_recorded(self, t: Tensor, name: str, shape: tuple[int, ...], strides: Strides) -> Tensor:
+        if same(shape, t.stride(), strides):
+            return t
+        self._odd.add(name)
+        return laid(t, strides)
 
 
 Watch = Callable[[fx.Node], "tuple[Any, ...] | None"]
 
 
-def _compiled(program: Program, watch: Watch) -> Runner:
-    source, names = python_of(program, watch)
+def _compiled(program: Program, watch: Watch, variables: int) -> Callable[..., list[Tensor]]:
+    source, names = python_of(program, watch, variables)
     scope: dict[str, Any] = {}
     exec(compile(source, f"{PROGRAM}{program.rank}>", "exec"), names, scope)
-    body: Runner = scope["step"]
+    body: Callable[..., list[Tensor]] = scope["step"]
     return body
 
 
@@ -82,19 +116,20 @@ def _makes(node: fx.Node) -> bool:
     return not is_mutating(node) and all(value.storage not in storages(n) for n in node.all_input_nodes)
 
 
-def python_of(program: Program, watch: Watch = lambda node: None) -> tuple[str, dict[str, Any]]:
-    """Source of ``step(inputs)`` and the names that it uses.
+def python_of(program: Program, watch: Watch = lambda node: None, variables: int = 0) -> tuple[str, dict[str, Any]]:
+    """Source of ``step(inputs)``, or ``step(inputs, u0, u1)``, and the names that it uses.
 
     All names in it are made here: those of the nodes may come from a file.
 
     Args:
         watch: of a node that makes memory, a function that its tensor goes through, and further arguments; or None.
+        variables: of how many variables the sizes in it are.
     """
     names: dict[str, Any] = {}
     nodes = {n: f"v{i}" for i, n in enumerate(program.graph.nodes)}
     bound: dict[Any, str] = {}
     last = last_uses(program.graph)
-    lines = ["def step(inputs):"]
+    lines = [f"def step({', '.join(['inputs', *(f'u{i}' for i in range(variables))])}):"]
     given = [nodes[n] for n in program.placeholders]
     lines.append(f"    ({', '.join(given)},) = inputs" if given else "    pass")
     for node in program.graph.nodes:
@@ -132,9 +167,10 @@ def _call(node: fx.Node, nodes: dict[fx.Node, str], names: dict[str, Any], bound
     if node.target is operator.getitem:
         return f"{_text(node.args[0], nodes, names)}[{_text(node.args[1], nodes, names)}]"
     if node.target in COLLECTIVES:
-        x, *rest = node.args
-        name = _bind(("collective", node.target, _hashable(rest)), lambda: _collective(node.target, rest), names, bound)
-        return f"{name}({_text(x, nodes, names)})"
+        *given, axes, mesh = node.args
+        name = _bind(node.target, lambda: _collective(node.target), names, bound)
+        group = _bind(("group", axes), lambda: collective.group_of(cast("str", axes), cast("Mesh", mesh)), names, bound)
+        return f"{name}({', '.join([*(_text(a, nodes, names) for a in given), group])})"
     if node.target is LAID.default:
         names["laid"] = laid
         return f"laid({', '.join(_text(a, nodes, names) for a in node.args)})"
@@ -162,18 +198,12 @@ def _callable(target: Any) -> Any:
     return target._op if isinstance(target, compat.OpOverload) else target
 
 
-def _collective(target: Any, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
-    """A collective with its group looked up; one that only starts gives what ``wait`` is called on."""
-    *options, axes, mesh = rest
-    group = collective.group_of(axes, mesh)
+def _collective(target: Any) -> Callable[..., Any]:
+    """What runs a collective, given its group; one that only starts gives what ``wait`` is called on."""
     kind = COLLECTIVES[target]
     way = kind.start if target in STARTS.values() else kind.run
     assert way is not None
-    return lambda x: way(x, *options, group)
-
-
-def _hashable(a: Any) -> Any:
-    return tuple(_hashable(x) for x in a) if isinstance(a, (list, tuple)) else a
+    return way
 
 
 def _text(a: Any, nodes: dict[fx.Node, str], names: dict[str, Any]) -> str:
@@ -185,6 +215,8 @@ def _text(a: Any, nodes: dict[fx.Node, str], names: dict[str, Any]) -> str:
         return f"[{inner}]" if isinstance(a, list) else f"({inner}{',' if len(a) == 1 else ''})"
     if a is None or type(a) in (bool, int, str):
         return repr(a)
+    if isinstance(a, Size):
+        return a.source()
     if isinstance(a, float) and a == a and abs(a) != float("inf"):
         return repr(a)
     name = f"value_{len(names)}"

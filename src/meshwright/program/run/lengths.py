@@ -1,0 +1,200 @@
+"""Batches of many sizes: after captures that differ in sizes alone, one program serves the sizes that come next."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, cast
+
+from ... import collective
+from ...errors import CaptureError
+from ...mesh import Mesh
+from ..ir.program import Program
+from ..ir.sizes import Fit, ManySizes, Unlike, Variables, many_sizes
+from .bind import Code, Ready
+from .runner import Compiled
+
+if TYPE_CHECKING:
+    from ..capture.conditions import Conditions
+
+Shapes = tuple[tuple[int, ...], ...]
+Dim = tuple[int, int]  # number of a tensor of the batch, and its dim
+Ask = Callable[[Mapping[int, Sequence[int]]], "Conditions"]
+
+FEWEST = 3  # captures: two that differ and one that agrees
+MOST = 8
+_LARGER = 4  # times what was seen: there other layouts may be the cheaper ones
+
+
+@dataclass
+class Many:
+    """A program for batches of many sizes, and for which.
+
+    Attributes:
+        base: sizes at which the variables are 0.
+        steps: of each variable, between two sizes that it serves.
+        places: of each variable, the dims that have its size.
+        ends: of each variable, the least and the largest size that was captured.
+    """
+
+    sizes: ManySizes
+    base: Shapes
+    steps: tuple[int, ...]
+    places: Sequence[Sequence[Dim]]
+    ends: Sequence[tuple[int, int]]
+    conditions: Conditions
+
+    @cached_property
+    def code(self) -> Code:
+        """What runs it, for all sizes."""
+        parts = (self.sizes, *(self.sizes.merged or ()))
+        return [Compiled(p.program, len(self.places)) for p in parts]
+
+    def variables(self, shapes: Shapes) -> Variables | None:
+        """Those of a batch; None where it is not served."""
+        made, expected = [], [list(s) for s in self.base]
+        for places, step, (least, largest) in zip(self.places, self.steps, self.ends, strict=True):
+            i, d = places[0]
+            n = shapes[i][d]
+            steps, rest = divmod(n - self.base[i][d], step)
+            if rest or not least <= n <= _LARGER * largest:
+                return None
+            made.append(steps)
+            for i, d in places:
+                expected[i][d] = n
+        served = tuple(map(tuple, expected)) == shapes and self.conditions.hold(shapes)
+        return tuple(made) if served else None
+
+
+@dataclass
+class _Seen:
+    """What was captured of a step that differs in sizes alone.
+
+    Attributes:
+        ready: the one captured last: whether it still fits the model says whether all do.
+        asked: dims that vary to what sizes must fulfil, for each way that the code may take, or to why none can.
+        many: of one remainder, or one way of the code, each.
+        why: what stands against one program for all.
+    """
+
+    ready: Ready
+    programs: dict[Shapes, Program] = field(default_factory=dict)
+    asked: dict[str, list[Conditions | Unlike]] = field(default_factory=dict)
+    many: list[Many] = field(default_factory=list)
+    why: str = ""
+
+    def conditions(self, ask: Ask, last: Shapes, dims: Mapping[int, Sequence[int]]) -> Conditions:
+        """What sizes must fulfil, asked once for the dims that vary and the way of the code at the last ones."""
+        asked = self.asked.setdefault(repr(dims), [])
+        for found in asked:
+            if isinstance(found, Unlike):
+                raise found
+            if found.hold(last):
+                return found
+        if len(asked) == MOST:
+            raise Unlike("the code branches on sizes in many ways")
+        try:
+            asked.append(ask(dims))
+        except (Unlike, CaptureError) as error:
+            asked.append(Unlike(str(error)))
+            raise Unlike(str(error)) from error
+        return cast("Conditions", asked[-1])
+
+
+class Lengths:
+    """Programs of a step by what else than sizes they are made for."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._seen: dict[Any, _Seen] = {}
+
+    def captured(self, key: Any, shapes: Shapes, ready: Ready, ask: Ask) -> None:
+        """Note a capture, and make one program of several where that can be; all ranks call it together.
+
+        Args:
+            key: what else the program is made for.
+            shapes: of the batch's tensors.
+            ask: what sizes must fulfil, given the dims (of tensors, by number) that differ.
+        """
+        seen = self._seen[key] = self._seen.pop(key) if key in self._seen else _Seen(ready)
+        while len(self._seen) > MOST:
+            del self._seen[next(iter(self._seen))]
+        if len(seen.programs) == MOST:
+            seen.programs.clear()
+        seen.ready, seen.programs[shapes] = ready, ready.program
+        if len(seen.programs) < FEWEST:
+            return
+        made, seen.why = None, ""
+        try:
+            made = one_for_all(seen.programs, shapes, self.mesh.size, partial(seen.conditions, ask, shapes))
+        except Unlike as error:
+            seen.why = str(error)
+        if self.mesh.size > 1:
+            mine = repr(made and (made.steps, made.places, made.ends))
+            if len(set(collective.all_gather_object(mine, collective.group(self.mesh)))) > 1:
+                made = None
+        if made is not None:
+            seen.many = [*[m for m in seen.many if made.variables(m.base) is None], made][-MOST:]
+
+    def why(self, key: Any) -> str:
+        """What stands against one program for all sizes; empty if nothing is known to."""
+        return self._seen[key].why if key in self._seen else ""
+
+    def at(self, key: Any, shapes: Shapes) -> tuple[Many, Variables, Ready] | None:
+        """The program for a batch, its variables there and what was captured last; None if none serves it."""
+        seen = self._seen.get(key)
+        for many in () if seen is None else seen.many:
+            variables = many.variables(shapes)
+            if seen is not None and variables is not None:
+                if seen.ready.follow():
+                    return many, variables, seen.ready
+                del self._seen[key]
+                break
+        return None
+
+
+def one_for_all(programs: Mapping[Shapes, Program], last: Shapes, parts: int, ask: Ask) -> Many:
+    """One program in place of several that were captured.
+
+    Args:
+        programs: shapes of the batch's tensors to the program for them.
+        last: the shapes of the one captured last, which the others are compared with.
+        parts: into how many a mesh may cut a size.
+        ask: what sizes must fulfil, given the dims that differ.
+
+    Raises:
+        Unlike: no program serves those of one remainder, or too few were captured.
+    """
+    shapes = sorted(programs, key=lambda s: s != last)
+    dims = [(i, d) for i, s in enumerate(last) for d, n in enumerate(s) if any(o[i][d] != n for o in shapes)]
+    held: dict[tuple[int, ...], list[Dim]] = {}
+    for i, d in dims:
+        held.setdefault(tuple(s[i][d] for s in shapes), []).append((i, d))
+    if len(held) > 2:
+        raise Unlike(f"{len(held)} sizes vary by themselves")
+    conditions = ask({i: [d for j, d in dims if j == i] for i, _ in dims})
+    why, numbers = Unlike("more batches of other sizes are needed"), range(1, parts + 1)
+    divisors = [n * conditions.divisor for n in numbers if parts % n == 0]
+    places = [of[0] for of in held.values()]
+    for steps in sorted(itertools.product(divisors, repeat=len(places)), key=math.prod):
+        points: dict[Shapes, Variables] = {}
+        for s in filter(conditions.hold, shapes):
+            point = [divmod(s[i][d] - last[i][d], step) for (i, d), step in zip(places, steps, strict=True)]
+            if not any(rest for _, rest in point):
+                points[s] = tuple(n for n, _ in point)
+        if len(points) < FEWEST or last not in points:
+            continue
+        try:
+            sizes = many_sizes([programs[s] for s in points], Fit(list(points.values())))
+        except Unlike as error:
+            why = error
+            continue
+        seen = [[s[i][d] for s in points] for i, d in places]
+        return Many(sizes, last, steps, list(held.values()), [(min(n), max(n)) for n in seen], conditions)
+    raise why
+
+
+__all__ = ["Lengths", "Many", "one_for_all"]
