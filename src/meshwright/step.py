@@ -18,7 +18,7 @@ from .errors import ProgramError
 from .explanation import Explanation, explain_program
 from .mesh import Mesh
 from .program.capture.build import Built, Plan
-from .program.capture.optimizers import check_unscaled, parts_of
+from .program.capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
 from .program.capture.outside import Place
 from .program.capture.remains import forgotten
 from .program.capture.scale import SCALE
@@ -357,7 +357,7 @@ class CompiledStep:
         numbers = numbers_of(self.optimizer)
         if numbers != self._numbers:
             raise ProgramError(
-                f"the optimizer was changed after the step was captured: it had {_difference(self._numbers, numbers)}. "
+                f"the optimizer was changed after the step was captured: it had {difference(self._numbers, numbers)}. "
                 "The learning rate may change; for anything else capture the step again"
             )
 
@@ -462,35 +462,6 @@ def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scal
                 f"is {t.dtype} of shape {tuple(t.shape)}: load it on the mesh and layouts that it was saved on"
             )
     return micro
-
-
-def numbers_of(optimizer: Any) -> list[dict[str, Any]]:
-    """What of an optimizer is a constant of a program."""
-    # What is no option of the optimizer's is a note of somebody else: initial_lr, max_lr, a name.
-    groups = [g for one in parts_of(optimizer) for g in one.param_groups]
-    params = [{"params": [id(p) for p in g["params"]]} for g in groups]
-    return [a | b for a, b in zip(params, options_of(optimizer), strict=True)]
-
-
-def options_of(optimizer: Any) -> list[dict[str, Any]]:
-    """The options of each parameter group, but the learning rate."""
-    return [
-        {k: v for k, v in g.items() if k != "lr" and k in one.defaults}
-        for one in parts_of(optimizer)
-        for g in one.param_groups
-    ]
-
-
-def _difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
-    if len(old) != len(new):
-        return f"{len(old)} parameter groups and has {len(new)}"
-    for i, (a, b) in enumerate(zip(old, new, strict=True)):
-        if a["params"] != b["params"]:
-            return f"{len(a['params'])} parameters in group {i} and has {len(b['params'])}, or others"
-        for k in a:
-            if a[k] != b.get(k):
-                return f"{k}={a[k]!r} in group {i} and has {b.get(k)!r}"
-    return "other options"
 
 
 def _tuples(batch: Any) -> Any:

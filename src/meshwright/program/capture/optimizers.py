@@ -112,4 +112,34 @@ def check_unscaled(optimizer: Any) -> None:
             )
 
 
-__all__ = ["Given", "Optimizers", "as_one", "check_unscaled", "parts_of"]
+def numbers_of(optimizer: Any) -> list[dict[str, Any]]:
+    """What of an optimizer is a constant of a program."""
+    # What is no option of the optimizer's is a note of somebody else: initial_lr, max_lr, a name.
+    groups = [g for one in parts_of(optimizer) for g in one.param_groups]
+    params = [{"params": [id(p) for p in g["params"]]} for g in groups]
+    return [a | b for a, b in zip(params, options_of(optimizer), strict=True)]
+
+
+def options_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The options of each parameter group, but the learning rate."""
+    return [
+        {k: v for k, v in g.items() if k != "lr" and k in one.defaults}
+        for one in parts_of(optimizer)
+        for g in one.param_groups
+    ]
+
+
+def difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
+    """In what an optimizer's numbers differ, in words."""
+    if len(old) != len(new):
+        return f"{len(old)} parameter groups and has {len(new)}"
+    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        if a["params"] != b["params"]:
+            return f"{len(a['params'])} parameters in group {i} and has {len(b['params'])}, or others"
+        for k in a:
+            if a[k] != b.get(k):
+                return f"{k}={a[k]!r} in group {i} and has {b.get(k)!r}"
+    return "other options"
+
+
+__all__ = ["Given", "Optimizers", "as_one", "check_unscaled", "difference", "numbers_of", "options_of", "parts_of"]

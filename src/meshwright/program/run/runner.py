@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -16,7 +16,6 @@ from ... import collective, compat
 from ...collective import COLLECTIVES, STARTS, WAIT_OP
 from ...dispatch import autocast
 from ...errors import ProgramError
-from ...mesh import Mesh
 from ...runtime import PROGRAM
 from ..ir.inplace import storages
 from ..ir.memory import LAID, Strides, laid, same
@@ -169,7 +168,7 @@ def _call(node: fx.Node, nodes: dict[fx.Node, str], names: dict[str, Any], bound
     if node.target in COLLECTIVES:
         *given, axes, mesh = node.args
         name = _bind(node.target, lambda: _collective(node.target), names, bound)
-        group = _bind(("group", axes), lambda: collective.group_of(cast("str", axes), cast("Mesh", mesh)), names, bound)
+        group = _bind(("group", axes), lambda: _group(str(axes), str(mesh)), names, bound)
         return f"{name}({', '.join([*(_text(a, nodes, names) for a in given), group])})"
     if node.target is LAID.default:
         names["laid"] = laid
@@ -204,6 +203,10 @@ def _collective(target: Any) -> Callable[..., Any]:
     way = kind.start if target in STARTS.values() else kind.run
     assert way is not None
     return way
+
+
+def _group(axes: str, mesh: str) -> collective.Group:
+    return collective.group_of(axes, mesh)
 
 
 def _text(a: Any, nodes: dict[fx.Node, str], names: dict[str, Any]) -> str:
