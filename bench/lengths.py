@@ -45,6 +45,24 @@ def ours(hidden: int, mesh: mw.Mesh) -> Step:
     return step
 
 
+def captured(hidden: int, mesh: mw.Mesh) -> Step:
+    """The same captured, with an update, after the three captures of which it makes one program."""
+    model = block(hidden)
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x, None).square().mean()
+
+    def batch(length: int) -> torch.Tensor:
+        return torch.randn(BATCH, length, hidden)
+
+    lengths = FIRST // 4, FIRST // 2, 3 * FIRST // 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = mw.compile_step(model, loss, optimizer, batch(lengths[0]), mesh=mesh, layouts=LAYOUTS)
+    for length in lengths:
+        made(batch(length))
+    return lambda length: made(batch(length))
+
+
 def dtensor(hidden: int) -> Step:
     """The same of DTensor."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -108,10 +126,10 @@ def grown(step: Step, count: int) -> list[float]:
     return [resident() - before]
 
 
-def simulated(ranks: int, fn: Callable[[Step], Any], hidden: int) -> Any:
+def simulated(ranks: int, fn: Callable[[Step], Any], hidden: int, make: Callable[[int, mw.Mesh], Step] = ours) -> Any:
     """``fn`` of the step, on each of so many simulated ranks; what the first gives."""
     mesh = mw.Mesh({"tp": ranks})
-    return mw.simulate(lambda: fn(ours(hidden, mesh)), mesh, timeout=3600)[0]
+    return mw.simulate(lambda: fn(make(hidden, mesh)), mesh, timeout=3600)[0]
 
 
 DTENSORS = "DTensor, one of 2 ranks"
@@ -124,6 +142,9 @@ def measure(effort: Effort) -> Samples:
     found: Samples = {}
     for ranks in (1, 2):
         found[f"simulated ranks: {ranks}"] = simulated(ranks, lambda step: timed(step, lengths), hidden)
+        found[f"captured, simulated ranks: {ranks}"] = simulated(
+            ranks, lambda step: timed(step, lengths), hidden, captured
+        )
     with fake_group(2):
         found[DTENSORS] = timed(dtensor(hidden), lengths)
     count = effort.pick(1000, 40, 4)
@@ -138,7 +159,10 @@ def rows(samples: Samples) -> Iterator[Row]:
         if "memory" in taken:
             yield Row(f"memory of the second {case.removeprefix('growth, MiB, ')}, MiB", taken["memory"][0])
         elif case != DTENSORS:
-            yield Row(f"a step of a new length / a known one, {case}", ratio(samples, case, "new", "known"), 1.5, peers)
+            others = {} if case.startswith("captured") else peers
+            yield Row(
+                f"a step of a new length / a known one, {case}", ratio(samples, case, "new", "known"), 1.5, others
+            )
 
 
 BENCHMARKS = [Benchmark("lengths", "ms", measure, rows)]
