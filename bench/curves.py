@@ -21,8 +21,9 @@ from meshwright.train.loop import train
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "precision.png"
 CONFIG = TrainConfig(
-    mesh=(("dp", 2),), stored_over="dp", static=True, passes=("data-parallel-optimization",), steps=2000, batch=8
-)
+    mesh=(("dp", 2),), stored_over="dp", static=True, passes=("data-parallel-optimization",), steps=2000, batch=8,
+    lr=1e-3,
+)  # fmt: skip
 LAST, APART = 100, 5e-3
 COLORS = {"float32": "#e08214", "bfloat16": "#2a6fbb"}
 
