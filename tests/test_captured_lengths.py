@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,13 @@ def captured(model: nn.Module, batch: Any, mesh: mw.Mesh, plan: Plan, passes: Se
     return PassManager(passes)(build(model, None, optimizer, batch, mesh, plan, rank=rank).program)
 
 
+@dataclass
+class Captured:
+    """What a program for many sizes is made of."""
+
+    program: Program
+
+
 def shapes_of(batch: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(t.shape) for t in batch)
 
@@ -113,9 +121,9 @@ def many_of(model: nn.Module, sizes: Sequence[tuple[int, int]], how: str, rank: 
     """The program for many sizes that captures at these give."""
     mesh, plan, passes = PLANS[how]
     batches = [tokens(*s) for s in sizes]
-    programs = {shapes_of(b): captured(model, b, mesh, plan, passes, rank) for b in batches}
+    captures: Any = {shapes_of(b): Captured(captured(model, b, mesh, plan, passes, rank)) for b in batches}
     ask = partial(conditions_of, model, None, batches[-1], mesh, plan)
-    return one_for_all(programs, shapes_of(batches[-1]), mesh.size, ask)
+    return one_for_all(captures, shapes_of(batches[-1]), mesh.size, ask)
 
 
 def plain(a: Any, variables: tuple[int, ...]) -> Any:
@@ -210,6 +218,35 @@ class Branching(nn.Module):
         return y.square().mean()
 
 
+def test_what_comes_with_the_loss_varies_too() -> None:
+    """Its size, and on one side of a branch its number."""
+    lengths = [16, 24, 32, 48, 56, 44, 20, 50, 28, 60]
+
+    def loss(model: nn.Module, x: Tensor) -> Any:
+        y = model(x)
+        return (y.square().mean(), y.sum(-1)) if x.shape[1] < 40 else (y.square().mean(), y.sum(-1), y.mean(-1))
+
+    def run() -> list[tuple[bool, list[tuple[int, ...]]]]:
+        model = nn.Linear(HIDDEN, HIDDEN)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mw.compile_step(model, loss, optimizer, torch.ones(4, 16, HIDDEN), mesh=PAIR, batch=BATCH)
+        made = []
+        for n in lengths:
+            x = torch.randn(4, n, HIDDEN)
+            want = loss(model, mw.shard_tensor(x, PAIR, [S0], check=False))
+            found = step(x)
+            assert all(torch.equal(mw.unshard(a), mw.unshard(b)) for a, b in zip(found, want, strict=True))
+            made.append((step._current.many, [tuple(t.shape) for t in found[1:]]))
+        assert step.program.outputs[1].spec.shape == (4, lengths[-1])
+        return made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for made in mw.simulate(run, PAIR):
+            assert [shapes for _, shapes in made] == [[(4, n)] * (1 + (n >= 40)) for n in lengths]
+            assert [many for many, _ in made[6:]] == [True] * 4
+
+
 @pytest.mark.parametrize("how", ["branch", "remainder", "state", "int", "range", "tensor", "root", "least", "half"])
 def test_code_that_looks_at_the_length(how: str) -> None:
     """Losses are those of one device at every length, whatever the code does with it."""
@@ -242,3 +279,40 @@ def test_code_that_looks_at_the_length(how: str) -> None:
     for made, many in found:
         assert made == pytest.approx([w.item() for w in want], rel=1e-12)
         assert (many > 0) == (how in {"branch", "remainder", "state", "half"})
+
+
+def test_the_model_changes_between_lengths() -> None:
+    """Memory of parameters replaced, weights loaded, some frozen, evaluation: as a step that captures each length."""
+
+    def run(anew: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(0.5), nn.Linear(HIDDEN, HIDDEN)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        made: list[float] = []
+
+        def captured() -> Any:
+            loss = lambda m, x: m(x).square().mean()  # noqa: E731
+            return mw.compile_step(model, loss, optimizer, torch.ones(4, 16, HIDDEN).double(), mesh=PAIR, batch=BATCH)
+
+        step = captured()
+        for i, n in enumerate([16, 24, 32, 20, 28, 40, 44, 48, 52, 56, 60, 18, 22, 26]):
+            if anew:
+                step._lengths = type(step._lengths)(PAIR)  # forgets what it saw
+            if i == 4:
+                weight = model[0].weight
+                weight.data = weight.data.clone()
+            if i == 5:  # another order in memory
+                turned = model[2].weight.data.t().clone(memory_format=torch.contiguous_format).t()
+                model[2].weight.data = turned
+            if i == 9:
+                model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
+            if i == 10:
+                model[0].bias.requires_grad_(False)
+            step.train(i not in {8, 11})
+            made.append(step(torch.full((4, n, HIDDEN), 0.1 * i).double()).item())
+        return made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, want = (mw.simulate(lambda anew=anew: run(anew), PAIR) for anew in (False, True))
+    assert found == want

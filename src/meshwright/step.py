@@ -167,8 +167,7 @@ class CompiledStep:
 
     def _bound(self, made: Recorded, leaves: Sequence[Any]) -> Ready:
         """A capture, ready to run; others that differ in sizes may follow from it."""
-        self._how = made.leaves, made.tree
-        ready = Ready(made.program, self.carrier, self._how, made.places)
+        ready = Ready(made.program, self.carrier, (made.leaves, made.tree), made.places)
         if self.carrier.backend is None:
             shapes = tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
             batch = pytree.tree_unflatten(list(leaves), self._tree)
@@ -178,14 +177,17 @@ class CompiledStep:
     def _of_many(self, leaves: Sequence[Any]) -> Ready | None:
         """From the program for many sizes, where there is one for this batch."""
         shapes = tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
-        found = self._lengths.at(self._key(leaves), shapes)
+        found = self._lengths.serving(self._key(leaves), shapes)
         if found is None:
             return None
-        many, variables, like = found
+        many, variables = found
         with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
-            made = Ready(many.sizes.at(variables), self.carrier, self._how, like.places, (many.code, variables))
-            facts.append(Fact("a program for many sizes", variables))
-        made.given = [x.to("meta") if isinstance(x, Tensor) else x for x in leaves]
+            made = many.ready(variables)
+            facts.append(Fact("a program for many sizes", (shapes, made is None)))
+        if made is None:
+            self._lengths.forget(self._key(leaves))
+        else:
+            made.given = [x.to("meta") if isinstance(x, Tensor) else x for x in leaves]
         return made
 
     def _key(self, leaves: Sequence[Any]) -> Any:

@@ -70,7 +70,7 @@ def conditions(
     by_name = {n.name: n.meta["val"] for n in exported.graph.nodes if n.op == "placeholder"}
     env = next(t.fake_mode.shape_env for t in values if isinstance(t, FakeTensor))
     expressions = {e for t in values for e in _expressions(t)}
-    guards = () if env is None else tuple(g.expr.subs(env.replacements) for g in env.guards)
+    guards = () if env is None else tuple({g.expr.subs(env.replacements) for g in env.guards} - {sympy.true})
     divisor = math.prod({d for e in expressions for d in _divisors(e)})
     sizes = [tuple(map(_expression, by_name[n].shape)) for n in names]
     if all(e.is_Integer for es in sizes for e in es):

@@ -324,7 +324,8 @@ class Ready:
         places: Sequence[Place] = (),
         many: tuple[Code, Variables] | None = None,
     ) -> None:
-        self.program, self.places, self.many = program, places, many is not None
+        self.program, self.carrier, self.how, self.places = program, carrier, how, places
+        self.many = many is not None
         self.given: list[Any] = []
         self.cycle: list[Bound] = []
         self.flush: Bound | None = None
@@ -336,6 +337,10 @@ class Ready:
             self.flush = Bound(merged.flush, carrier, {}, None, parts[1])
         self.cycle.append(Bound(program, carrier, *how, whole))
         self._bound = (*dict.fromkeys(self.cycle), *((self.flush,) if self.flush is not None else ()))
+
+    def at(self, program: Program, code: Code, variables: Variables) -> Ready:
+        """The same for other sizes, by a program for many."""
+        return Ready(program, self.carrier, self.how, self.places, (code, variables))
 
     def follow(self) -> bool:
         """As :meth:`Bound.follow`, for all; False, too, where the step now finds other tensors outside of its model."""

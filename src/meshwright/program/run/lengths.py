@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 from ... import collective
 from ...errors import CaptureError
 from ...mesh import Mesh
-from ..ir.program import Program
 from ..ir.sizes import Fit, ManySizes, Unlike, Variables, many_sizes
 from .bind import Code, Ready
 from .runner import Compiled
@@ -38,6 +37,7 @@ class Many:
         steps: of each variable, between two sizes that it serves.
         places: of each variable, the dims that have its size.
         ends: of each variable, the least and the largest size that was captured.
+        like: the capture at ``base``; all that it is besides sizes, this is too.
     """
 
     sizes: ManySizes
@@ -46,6 +46,11 @@ class Many:
     places: Sequence[Sequence[Dim]]
     ends: Sequence[tuple[int, int]]
     conditions: Conditions
+    like: Ready
+
+    def ready(self, variables: Variables) -> Ready | None:
+        """Bound for one size; None where the model lies in memory as the program cannot take it."""
+        return self.like.at(self.sizes.at(variables), self.code, variables) if self.like.follow() else None
 
     @cached_property
     def code(self) -> Code:
@@ -74,14 +79,12 @@ class _Seen:
     """What was captured of a step that differs in sizes alone.
 
     Attributes:
-        ready: the one captured last: whether it still fits the model says whether all do.
         asked: dims that vary to what sizes must fulfil, for each way that the code may take, or to why none can.
         many: of one remainder, or one way of the code, each.
         why: what stands against one program for all.
     """
 
-    ready: Ready
-    programs: dict[Shapes, Program] = field(default_factory=dict)
+    captures: dict[Shapes, Ready] = field(default_factory=dict)
     asked: dict[str, list[Conditions | Unlike]] = field(default_factory=dict)
     many: list[Many] = field(default_factory=list)
     why: str = ""
@@ -119,17 +122,17 @@ class Lengths:
             shapes: of the batch's tensors.
             ask: what sizes must fulfil, given the dims (of tensors, by number) that differ.
         """
-        seen = self._seen[key] = self._seen.pop(key) if key in self._seen else _Seen(ready)
+        seen = self._seen[key] = self._seen.pop(key, _Seen())
         while len(self._seen) > MOST:
             del self._seen[next(iter(self._seen))]
-        if len(seen.programs) == MOST:
-            seen.programs.clear()
-        seen.ready, seen.programs[shapes] = ready, ready.program
-        if len(seen.programs) < FEWEST:
+        if len(seen.captures) == MOST:
+            seen.captures.clear()
+        seen.captures[shapes] = ready
+        if len(seen.captures) < FEWEST:
             return
         made, seen.why = None, ""
         try:
-            made = one_for_all(seen.programs, shapes, self.mesh.size, partial(seen.conditions, ask, shapes))
+            made = one_for_all(seen.captures, shapes, self.mesh.size, partial(seen.conditions, ask, shapes))
         except Unlike as error:
             seen.why = str(error)
         if self.mesh.size > 1:
@@ -143,24 +146,24 @@ class Lengths:
         """What stands against one program for all sizes; empty if nothing is known to."""
         return self._seen[key].why if key in self._seen else ""
 
-    def at(self, key: Any, shapes: Shapes) -> tuple[Many, Variables, Ready] | None:
-        """The program for a batch, its variables there and what was captured last; None if none serves it."""
-        seen = self._seen.get(key)
-        for many in () if seen is None else seen.many:
+    def serving(self, key: Any, shapes: Shapes) -> tuple[Many, Variables] | None:
+        """The program for a batch, and the variables there; None if none serves it."""
+        for many in self._seen[key].many if key in self._seen else ():
             variables = many.variables(shapes)
-            if seen is not None and variables is not None:
-                if seen.ready.follow():
-                    return many, variables, seen.ready
-                del self._seen[key]
-                break
+            if variables is not None:
+                return many, variables
         return None
 
+    def forget(self, key: Any) -> None:
+        """What was captured no longer is what the model holds."""
+        del self._seen[key]
 
-def one_for_all(programs: Mapping[Shapes, Program], last: Shapes, parts: int, ask: Ask) -> Many:
+
+def one_for_all(captures: Mapping[Shapes, Ready], last: Shapes, parts: int, ask: Ask) -> Many:
     """One program in place of several that were captured.
 
     Args:
-        programs: shapes of the batch's tensors to the program for them.
+        captures: shapes of the batch's tensors to what was captured for them.
         last: the shapes of the one captured last, which the others are compared with.
         parts: into how many a mesh may cut a size.
         ask: what sizes must fulfil, given the dims that differ.
@@ -168,7 +171,7 @@ def one_for_all(programs: Mapping[Shapes, Program], last: Shapes, parts: int, as
     Raises:
         Unlike: no program serves those of one remainder, or too few were captured.
     """
-    shapes = sorted(programs, key=lambda s: s != last)
+    shapes = sorted(captures, key=lambda s: s != last)
     dims = [(i, d) for i, s in enumerate(last) for d, n in enumerate(s) if any(o[i][d] != n for o in shapes)]
     held: dict[tuple[int, ...], list[Dim]] = {}
     for i, d in dims:
@@ -188,12 +191,13 @@ def one_for_all(programs: Mapping[Shapes, Program], last: Shapes, parts: int, as
         if len(points) < FEWEST or last not in points:
             continue
         try:
-            sizes = many_sizes([programs[s] for s in points], Fit(list(points.values())))
+            sizes = many_sizes([captures[s].program for s in points], Fit(list(points.values())))
         except Unlike as error:
             why = error
             continue
         seen = [[s[i][d] for s in points] for i, d in places]
-        return Many(sizes, last, steps, list(held.values()), [(min(n), max(n)) for n in seen], conditions)
+        ends = [(min(n), max(n)) for n in seen]
+        return Many(sizes, last, steps, list(held.values()), ends, conditions, captures[last])
     raise why
 
 
