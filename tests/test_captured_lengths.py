@@ -22,7 +22,7 @@ from meshwright.program.capture.build import conditions_of
 from meshwright.program.ir.nodes import Value, info_of
 from meshwright.program.ir.program import Program
 from meshwright.program.ir.sizes import Size, value_at
-from meshwright.program.run.lengths import Many, one_for_all
+from meshwright.program.run.lengths import Many, _subsets, one_for_all
 
 Tensor = torch.Tensor
 PAIR, SQUARE = mw.Mesh({"dp": 2}), mw.Mesh({"dp": 2, "tp": 2})
@@ -184,6 +184,20 @@ def test_two_sizes_vary() -> None:
         assert_same(many.sizes.at(variables), captured(model, tokens(b, n), mesh, plan, passes, 0), variables)
     assert many.variables(((5, 16), (5, 16))) is None  # no two ranks have a part of the same size
     assert many.variables(((4, 16), (4, 17))) is None  # lengths that never differed
+
+
+def test_an_odd_batch_among_lengths() -> None:
+    """The last batch of an epoch is smaller; lengths are served all the same."""
+    sizes = [(4, 16), (2, 24), (4, 32), (4, 40)]
+    mesh, plan, passes = PLANS["dp"]
+    model, batches = Pooled(), [tokens(*s) for s in sizes]
+    captures: Any = {shapes_of(b): Captured(captured(model, b, mesh, plan, passes, 0)) for b in batches}
+    last = shapes_of(batches[-1])
+    _, *subsets = _subsets(captures, last)
+    assert [len(s) for s in subsets] == [1, 3]
+    many = one_for_all(subsets[1], last, mesh.size, partial(conditions_of, model, None, batches[-1], mesh, plan))
+    assert many.variables(shapes_of(tokens(4, 17))) == (-23,)
+    assert many.variables(shapes_of(tokens(2, 17))) is None
 
 
 class Branching(nn.Module):

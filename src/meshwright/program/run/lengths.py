@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -131,10 +131,12 @@ class Lengths:
         if len(seen.captures) < FEWEST:
             return
         made, seen.why = None, ""
-        try:
-            made = one_for_all(seen.captures, shapes, self.mesh.size, partial(seen.conditions, ask, shapes))
-        except Unlike as error:
-            seen.why = str(error)
+        for alike in _subsets(seen.captures, shapes):
+            try:
+                made = one_for_all(alike, shapes, self.mesh.size, partial(seen.conditions, ask, shapes))
+                break
+            except Exception as error:  # nothing is lost but time, and the other ranks wait for this one
+                seen.why = str(error) if isinstance(error, Unlike) else f"{type(error).__name__}: {error}"
         if self.mesh.size > 1:
             mine = repr(made and (made.steps, made.places, made.ends))
             if len(set(collective.all_gather_object(mine, collective.group(self.mesh)))) > 1:
@@ -159,6 +161,25 @@ class Lengths:
         del self._seen[key]
 
 
+def _varying(captures: Iterable[Shapes], last: Shapes) -> list[list[Dim]]:
+    """The dims that vary, those together that vary in the same way."""
+    held: dict[tuple[int, ...], list[Dim]] = {}
+    for i, sizes in enumerate(last):
+        for d, n in enumerate(sizes):
+            if any(s[i][d] != n for s in captures):
+                held.setdefault(tuple(s[i][d] for s in captures), []).append((i, d))
+    return list(held.values())
+
+
+def _subsets(captures: Mapping[Shapes, Ready], last: Shapes) -> Iterator[Mapping[Shapes, Ready]]:
+    """All captures, then those that differ from the last one in one size alone: an epoch's last batch is smaller."""
+    yield captures
+    varying = _varying(captures, last)
+    for own in varying if len(varying) > 1 else ():
+        others = [of[0] for of in varying if of is not own]
+        yield {s: r for s, r in captures.items() if all(s[i][d] == last[i][d] for i, d in others)}
+
+
 def one_for_all(captures: Mapping[Shapes, Ready], last: Shapes, parts: int, ask: Ask) -> Many:
     """One program in place of several that were captured.
 
@@ -172,16 +193,15 @@ def one_for_all(captures: Mapping[Shapes, Ready], last: Shapes, parts: int, ask:
         Unlike: no program serves those of one remainder, or too few were captured.
     """
     shapes = sorted(captures, key=lambda s: s != last)
-    dims = [(i, d) for i, s in enumerate(last) for d, n in enumerate(s) if any(o[i][d] != n for o in shapes)]
-    held: dict[tuple[int, ...], list[Dim]] = {}
-    for i, d in dims:
-        held.setdefault(tuple(s[i][d] for s in shapes), []).append((i, d))
-    if len(held) > 2:
-        raise Unlike(f"{len(held)} sizes vary by themselves")
-    conditions = ask({i: [d for j, d in dims if j == i] for i, _ in dims})
-    why, numbers = Unlike("more batches of other sizes are needed"), range(1, parts + 1)
+    varying, why = _varying(shapes, last), Unlike("more batches of other sizes are needed")
+    if len(varying) > 2:
+        raise Unlike(f"{len(varying)} sizes vary by themselves")
+    if len(shapes) < FEWEST:
+        raise why
+    dims = sorted(itertools.chain(*varying))
+    conditions, numbers = ask({i: [d for j, d in dims if j == i] for i, _ in dims}), range(1, parts + 1)
     divisors = [n * conditions.divisor for n in numbers if parts % n == 0]
-    places = [of[0] for of in held.values()]
+    places = [of[0] for of in varying]
     for steps in sorted(itertools.product(divisors, repeat=len(places)), key=math.prod):
         points: dict[Shapes, Variables] = {}
         for s in filter(conditions.hold, shapes):
@@ -197,7 +217,7 @@ def one_for_all(captures: Mapping[Shapes, Ready], last: Shapes, parts: int, ask:
             continue
         seen = [[s[i][d] for s in points] for i, d in places]
         ends = [(min(n), max(n)) for n in seen]
-        return Many(sizes, last, steps, list(held.values()), ends, conditions, captures[last])
+        return Many(sizes, last, steps, varying, ends, conditions, captures[last])
     raise why
 
 
