@@ -22,10 +22,10 @@ from meshwright.program.capture.build import conditions_of
 from meshwright.program.ir.nodes import Value, info_of
 from meshwright.program.ir.program import Program
 from meshwright.program.ir.sizes import Size, value_at
-from meshwright.program.run.lengths import Many, _subsets, one_for_all
+from meshwright.program.run.lengths import Capture, Many, _subsets, one_for_all
 
 Tensor = torch.Tensor
-PAIR, SQUARE = mw.Mesh({"dp": 2}), mw.Mesh({"dp": 2, "tp": 2})
+ALONE, PAIR, SQUARE = mw.Mesh({"dp": 1}), mw.Mesh({"dp": 2}), mw.Mesh({"dp": 2, "tp": 2})
 S0, S1 = mw.Shard(0), mw.Shard(1)
 HIDDEN = 8
 
@@ -106,9 +106,17 @@ def captured(model: nn.Module, batch: Any, mesh: mw.Mesh, plan: Plan, passes: Se
     return PassManager(passes)(build(model, None, optimizer, batch, mesh, plan, rank=rank).program)
 
 
-@dataclass
-class Captured:
+def capture_of(model: nn.Module, batch: Any, how: str, rank: int) -> Any:
     """What a program for many sizes is made of."""
+    mesh, plan, passes = PLANS[how]
+    built = build(model, None, torch.optim.AdamW(model.parameters()), batch, mesh, plan, rank=rank)
+    ready: Any = Bound(PassManager(passes)(built.program))
+    return Capture(ready, built.captured.module, ())
+
+
+@dataclass
+class Bound:
+    """In place of a program that is bound."""
 
     program: Program
 
@@ -119,9 +127,9 @@ def shapes_of(batch: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 def many_of(model: nn.Module, sizes: Sequence[tuple[int, int]], how: str, rank: int = 0) -> Many:
     """The program for many sizes that captures at these give."""
-    mesh, plan, passes = PLANS[how]
+    mesh, plan, _ = PLANS[how]
     batches = [tokens(*s) for s in sizes]
-    captures: Any = {shapes_of(b): Captured(captured(model, b, mesh, plan, passes, rank)) for b in batches}
+    captures: Any = {shapes_of(b): capture_of(model, b, how, rank) for b in batches}
     ask = partial(conditions_of, model, None, batches[-1], mesh, plan)
     return one_for_all(captures, shapes_of(batches[-1]), mesh.size, ask)
 
@@ -189,9 +197,9 @@ def test_two_sizes_vary() -> None:
 def test_an_odd_batch_among_lengths() -> None:
     """The last batch of an epoch is smaller; lengths are served all the same."""
     sizes = [(4, 16), (2, 24), (4, 32), (4, 40)]
-    mesh, plan, passes = PLANS["dp"]
+    mesh, plan, _ = PLANS["dp"]
     model, batches = Pooled(), [tokens(*s) for s in sizes]
-    captures: Any = {shapes_of(b): Captured(captured(model, b, mesh, plan, passes, 0)) for b in batches}
+    captures: Any = {shapes_of(b): capture_of(model, b, "dp", 0) for b in batches}
     last = shapes_of(batches[-1])
     _, *subsets = _subsets(captures, last)
     assert [len(s) for s in subsets] == [1, 3]
@@ -330,3 +338,52 @@ def test_the_model_changes_between_lengths() -> None:
         warnings.simplefilter("ignore")
         found, want = (mw.simulate(lambda anew=anew: run(anew), PAIR) for anew in (False, True))
     assert found == want
+
+
+CONFIG = {"limit": 6}
+
+
+class Settings:
+    limit = 6
+
+
+@pytest.mark.parametrize("where", ["module", "dict", "class", "closure"])
+@pytest.mark.parametrize(
+    "limit", [lambda n: min(n, 16), lambda n: n + n % 2, lambda n: 3 if n < 20 else 4], ids=["least", "even", "later"]
+)
+def test_numbers_that_follow_the_length(where: str, limit: Callable[[int], int]) -> None:
+    """Set outside of the forward, by the user: in the captures they may look like sizes, or constants."""
+    lengths = [6, 14, 10, 8, 12, 9, 20, 24, 11, 30]
+    batches = [torch.randn(4, n, HIDDEN, dtype=torch.float64) for n in lengths]
+
+    def run(mesh: mw.Mesh | None) -> list[float]:
+        torch.manual_seed(0)
+        model, held = nn.Linear(HIDDEN, HIDDEN).double(), 6
+
+        def loss(m: Any, x: Tensor) -> Tensor:
+            by = {"module": lambda: m.limit, "dict": lambda: CONFIG["limit"], "class": lambda: Settings.limit}
+            return m(x).square().mean() * by.get(where, lambda: held)()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model.limit = 6
+        step: Any = None
+        made = []
+        for n, x in zip(lengths, batches, strict=True):
+            held = model.limit = CONFIG["limit"] = Settings.limit = limit(n)
+            if step is None and mesh is not None:
+                step = mw.compile_step(model, loss, optimizer, x, mesh=mesh, batch=BATCH)
+            if mesh is None:
+                optimizer.zero_grad()
+                value = loss(model, x)
+                value.backward()
+                optimizer.step()
+            else:
+                value = step(x)
+            made.append(value.item())
+        return made
+
+    want = run(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (found,) = mw.simulate(lambda: run(ALONE), ALONE)
+    assert found == pytest.approx(want, rel=1e-12)

@@ -22,9 +22,10 @@ from .program.capture.export import LossFn, batch_sources
 from .program.capture.fakes import named_in
 from .program.capture.local import HandWritten, StepFn, record_step
 from .program.capture.optimizers import as_one, parts_of
-from .program.capture.outside import places
+from .program.capture.outside import numbers, places
 from .program.capture.update import update_of
 from .program.run.guard import check_hooks
+from .program.run.lengths import Read
 from .shard.module import lay_module
 from .shard.optimizer import shard_optimizer
 from .shard.precision import PRECISION_WANTED, Precisions
@@ -61,6 +62,9 @@ class _OfDevice(CaptureSource):
 
     def conditions(self, batch: Any, dims: Mapping[int, Sequence[int]]) -> Conditions:
         return conditions_of(self.model, self.loss_fn, batch, self.mesh, self.plan, dims)
+
+    def reads(self) -> Read:
+        return numbers([self.loss_fn, self.model])
 
     def prepare(self, recorded: Recorded) -> None:
         """Lay the model on the mesh; the optimizer follows."""

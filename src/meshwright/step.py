@@ -27,7 +27,7 @@ from .program.ir.program import Program
 from .program.ir.sizes import Unlike
 from .program.run.bind import BACKENDS, Carrier, Ready
 from .program.run.guard import Guard, modes
-from .program.run.lengths import Lengths
+from .program.run.lengths import Capture, Lengths, Read
 from .program.run.peers import Peers
 from .shard.kinds import own_work
 
@@ -93,6 +93,10 @@ class CaptureSource:
             dims: of the batch's tensors, by number, those of which the sizes vary.
         """
         raise Unlike(f"{self.name} does not say what it does with sizes")
+
+    def reads(self) -> Read:
+        """The numbers that the user's code may read, which a program holds as they were."""
+        return ()
 
     def prepare(self, recorded: Recorded) -> None:
         """Make model and optimizer what the first capture wants them to be."""
@@ -171,7 +175,8 @@ class CompiledStep:
         if self.carrier.backend is None:
             shapes = tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
             batch = pytree.tree_unflatten(list(leaves), self._tree)
-            self._lengths.captured(self._key(leaves), shapes, ready, lambda dims: self._source.conditions(batch, dims))
+            capture = Capture(ready, made.module, self._source.reads())
+            self._lengths.captured(self._key(leaves), shapes, capture, lambda d: self._source.conditions(batch, d))
         return ready
 
     def _of_many(self, leaves: Sequence[Any]) -> Ready | None:
@@ -182,7 +187,7 @@ class CompiledStep:
             return None
         many, variables = found
         with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
-            made = many.ready(variables)
+            made = many.ready(variables, self._source.reads())
             facts.append(Fact("a program for many sizes", (shapes, made is None)))
         if made is None:
             self._lengths.forget(self._key(leaves))

@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+import torch.fx as fx
 import torch.nn as nn
 from torch.export import Dim
 
@@ -18,8 +19,10 @@ from .export import Dtypes, LossFn, StepModule, export, fake_of, fake_state
 
 Tensor = torch.Tensor
 Open = Mapping[int, Sequence[int]]
+Shapes = Sequence[Sequence[int]]
 
 _PLAIN = (sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _DIVIDED = {"CleanDiv", "FloorDiv", "Mod", "PythonMod"}  # PyTorch's own functions
 
 
@@ -31,18 +34,40 @@ class Conditions:
         sizes: of each tensor of a batch, its sizes as expressions.
         guards: on what the code branched.
         divisor: by how much the code divides sizes, in all.
+        calls: its ops, each with its numbers: what of them is a size is an expression.
     """
 
     sizes: tuple[tuple[Any, ...], ...]
     guards: tuple[Any, ...]
     divisor: int
+    calls: tuple[tuple[Any, ...], ...]
 
-    def hold(self, shapes: Sequence[Sequence[int]]) -> bool:
+    def explain(self, captures: Mapping[Shapes, fx.GraphModule]) -> None:
+        """Raises Unlike where numbers of captured graphs differ and do not follow from the sizes.
+
+        Args:
+            captures: the shapes of a batch's tensors to the graph for them.
+        """
+        known = [self._known(shapes) for shapes in captures]
+        graphs = [_calls(module) for module in captures.values()]
+        if any(len(calls) != len(self.calls) for calls in graphs):
+            raise Unlike("with sizes as symbols the code runs other ops")
+        for mine, *theirs in zip(self.calls, *graphs, strict=True):
+            if any(len(call) != len(mine) for call in theirs):
+                raise Unlike(f"with sizes as symbols the code calls {mine[0]} otherwise")
+            for symbol, *numbers in zip(mine, *theirs, strict=True):
+                made = [symbol.subs(k) if isinstance(symbol, sympy.Basic) else symbol for k in known]
+                if len(set(numbers)) > 1 and made != numbers:
+                    raise Unlike(f"the code gives {mine[0]} other numbers for other batches, which are no sizes")
+
+    def _known(self, shapes: Shapes) -> dict[Any, int]:
+        pairs = [(e, n) for es, ns in zip(self.sizes, shapes, strict=True) for e, n in zip(es, ns, strict=True)]
+        return {e: n for e, n in pairs if e.is_Symbol}
+
+    def hold(self, shapes: Shapes) -> bool:
         """Whether they are fulfilled by the shapes of a batch's tensors."""
         pairs = [(e, n) for es, ns in zip(self.sizes, shapes, strict=True) for e, n in zip(es, ns, strict=True)]
-        known: dict[Any, int] = {}
-        if any(e.is_Symbol and known.setdefault(e, n) != n for e, n in pairs):
-            return False
+        known = self._known(shapes)
         return all(e.subs(known) == n for e, n in pairs) and all(g.subs(known) == sympy.true for g in self.guards)
 
 
@@ -75,17 +100,39 @@ def conditions(
     sizes = [tuple(map(_expression, by_name[n].shape)) for n in names]
     if all(e.is_Integer for es in sizes for e in es):
         raise Unlike("the code takes a size as a number (int(x.shape[1]), range(), len())")
-    return Conditions(tuple(sizes), guards, divisor)
+    return Conditions(tuple(sizes), guards, divisor, _calls(exported.graph_module))
+
+
+def _calls(module: fx.GraphModule) -> tuple[tuple[Any, ...], ...]:
+    """The ops of a graph and of the graphs in it, each with its numbers and words."""
+    found = []
+    for graph in [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]:
+        for node in graph.nodes:
+            if (
+                node.op != "call_function"
+                or isinstance(node.meta.get("val"), _SYMBOLIC)
+                or "_assert" in str(node.target)
+            ):
+                continue
+            found.append((str(node.target), *map(_number, pytree.tree_leaves((node.args, node.kwargs)))))
+    return tuple(found)
+
+
+def _number(a: Any) -> Any:
+    if isinstance(a, fx.Node):
+        val = a.meta.get("val")
+        return _expression(val) if isinstance(val, _SYMBOLIC) else "%"
+    return sympy.sympify(a) if type(a) in (int, float) else repr(a)
 
 
 def _expression(n: Any) -> Any:
-    return n.node.expr if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) else sympy.sympify(n)
+    return n.node.expr if isinstance(n, _SYMBOLIC) else sympy.sympify(n)
 
 
 def _expressions(given: Any) -> list[Any]:
     """The sizes that a value of the graph has, or is."""
     sizes = given.shape if isinstance(given, Tensor) else [given]
-    return [_expression(n) for n in sizes if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool))]
+    return [_expression(n) for n in sizes if isinstance(n, _SYMBOLIC)]
 
 
 def _divisors(expression: Any) -> set[int]:

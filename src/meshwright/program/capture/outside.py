@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def _inside(held: Any) -> Iterator[tuple[Any, Any, Any]]:
         for cell in held.__closure__ or ():
             with contextlib.suppress(ValueError):  # not yet assigned
                 yield cell, None, cell.cell_contents
-        for name in _names(held.__code__):
+        for name in sorted(_names(held.__code__)):
             if name in held.__globals__:
                 yield held.__globals__, name, held.__globals__[name]
         yield from ((held.__dict__, k, v) for k, v in ((0, held.__defaults__), (1, held.__kwdefaults__)) if v)
@@ -99,6 +100,33 @@ def _is_users(held: Any) -> bool:
 def _names(code: types.CodeType) -> set[str]:
     """The globals that a function may read, those of functions inside of it included."""
     return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+def numbers(roots: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    """The numbers and words that the functions and modules of a step may read, by name, in one order."""
+    found, seen, stack = [], set[int](), list(roots)
+    while stack and len(seen) < LIMIT:
+        held = stack.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, types.FunctionType) and not runtime.is_users(held.__code__.co_filename):
+            continue
+        inside = [(key, value) for _, key, value in _inside(held)]
+        if isinstance(held, types.FunctionType):  # config.limit, Config.limit
+            named = _names(held.__code__)
+            for value in [v for _, v in inside if isinstance(v, (types.ModuleType, type))]:
+                inside += [(n, vars(value)[n]) for n in sorted(named & vars(value).keys())]
+        for key, value in inside:
+            if isinstance(value, (bool, int, float, complex, str, bytes)):
+                found.append((str(key), repr(value)))
+            elif isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] not in _NOT_READ:
+                stack.append(value)
+    return tuple(found)
+
+
+# Of whose objects nothing is read: loggers, locks, tensors; but of functions and containers what is in them.
+_NOT_READ = {*sys.stdlib_module_names, "torch"} - {"builtins", "types", "functools", "collections"}
 
 
 # ---------------------------------------------------------------------------------------------- attributes
@@ -196,5 +224,6 @@ def forget_attributes(step: nn.Module, assigned: Assigned, read: set[str]) -> No
 
 
 __all__ = [
-    "Assigned", "Gone", "Place", "attribute", "buffers_written", "forget_attributes", "noting_attributes", "places",
+    "Assigned", "Gone", "Place", "attribute", "buffers_written", "forget_attributes", "noting_attributes", "numbers",
+    "places",
 ]  # fmt: skip

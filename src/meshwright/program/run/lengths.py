@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Shapes = tuple[tuple[int, ...], ...]
 Dim = tuple[int, int]  # number of a tensor of the batch, and its dim
+Read = tuple[tuple[str, str], ...]  # names and numbers
 Ask = Callable[[Mapping[int, Sequence[int]]], "Conditions"]
 
 FEWEST = 3  # captures: two that differ and one that agrees
@@ -46,11 +47,14 @@ class Many:
     places: Sequence[Sequence[Dim]]
     ends: Sequence[tuple[int, int]]
     conditions: Conditions
-    like: Ready
+    like: Capture
 
-    def ready(self, variables: Variables) -> Ready | None:
-        """Bound for one size; None where the model lies in memory as the program cannot take it."""
-        return self.like.at(self.sizes.at(variables), self.code, variables) if self.like.follow() else None
+    def ready(self, variables: Variables, read: Read) -> Ready | None:
+        """Bound for one size; None where the code may read other numbers now (``read``), or the model lies in memory
+        as the program cannot take it."""
+        like = self.like.ready
+        served = read == self.like.read and like.follow()
+        return like.at(self.sizes.at(variables), self.code, variables) if served else None
 
     @cached_property
     def code(self) -> Code:
@@ -74,6 +78,21 @@ class Many:
         return tuple(made) if served else None
 
 
+@dataclass(frozen=True)
+class Capture:
+    """One of the captures of which a program for many is made.
+
+    Attributes:
+        ready: its program, bound.
+        module: the graph of global ops.
+        read: the numbers that the user's code may read.
+    """
+
+    ready: Ready
+    module: Any
+    read: Read
+
+
 @dataclass
 class _Seen:
     """What was captured of a step that differs in sizes alone.
@@ -84,7 +103,7 @@ class _Seen:
         why: what stands against one program for all.
     """
 
-    captures: dict[Shapes, Ready] = field(default_factory=dict)
+    captures: dict[Shapes, Capture] = field(default_factory=dict)
     asked: dict[str, list[Conditions | Unlike]] = field(default_factory=dict)
     many: list[Many] = field(default_factory=list)
     why: str = ""
@@ -114,7 +133,7 @@ class Lengths:
         self.mesh = mesh
         self._seen: dict[Any, _Seen] = {}
 
-    def captured(self, key: Any, shapes: Shapes, ready: Ready, ask: Ask) -> None:
+    def captured(self, key: Any, shapes: Shapes, made: Capture, ask: Ask) -> None:
         """Note a capture, and make one program of several where that can be; all ranks call it together.
 
         Args:
@@ -127,22 +146,22 @@ class Lengths:
             del self._seen[next(iter(self._seen))]
         if len(seen.captures) == MOST:
             seen.captures.clear()
-        seen.captures[shapes] = ready
+        seen.captures[shapes] = made
         if len(seen.captures) < FEWEST:
             return
-        made, seen.why = None, ""
+        many, seen.why = None, ""
         for alike in _subsets(seen.captures, shapes):
             try:
-                made = one_for_all(alike, shapes, self.mesh.size, partial(seen.conditions, ask, shapes))
+                many = one_for_all(alike, shapes, self.mesh.size, partial(seen.conditions, ask, shapes))
                 break
             except Exception as error:  # nothing is lost but time, and the other ranks wait for this one
                 seen.why = str(error) if isinstance(error, Unlike) else f"{type(error).__name__}: {error}"
         if self.mesh.size > 1:
-            mine = repr(made and (made.steps, made.places, made.ends))
+            mine = repr(many and (many.steps, many.places, many.ends))
             if len(set(collective.all_gather_object(mine, collective.group(self.mesh)))) > 1:
-                made = None
-        if made is not None:
-            seen.many = [*[m for m in seen.many if made.variables(m.base) is None], made][-MOST:]
+                many = None
+        if many is not None:
+            seen.many = [*[m for m in seen.many if many.variables(m.base) is None], many][-MOST:]
 
     def why(self, key: Any) -> str:
         """What stands against one program for all sizes; empty if nothing is known to."""
@@ -171,8 +190,10 @@ def _varying(captures: Iterable[Shapes], last: Shapes) -> list[list[Dim]]:
     return list(held.values())
 
 
-def _subsets(captures: Mapping[Shapes, Ready], last: Shapes) -> Iterator[Mapping[Shapes, Ready]]:
-    """All captures, then those that differ from the last one in one size alone: an epoch's last batch is smaller."""
+def _subsets(captures: Mapping[Shapes, Capture], last: Shapes) -> Iterator[Mapping[Shapes, Capture]]:
+    """All captures for which the code read the same numbers as for the last one, then those of them that differ from it
+    in one size alone: an epoch's last batch is smaller."""
+    captures = {s: c for s, c in captures.items() if c.read == captures[last].read}
     yield captures
     varying = _varying(captures, last)
     for own in varying if len(varying) > 1 else ():
@@ -180,7 +201,7 @@ def _subsets(captures: Mapping[Shapes, Ready], last: Shapes) -> Iterator[Mapping
         yield {s: r for s, r in captures.items() if all(s[i][d] == last[i][d] for i, d in others)}
 
 
-def one_for_all(captures: Mapping[Shapes, Ready], last: Shapes, parts: int, ask: Ask) -> Many:
+def one_for_all(captures: Mapping[Shapes, Capture], last: Shapes, parts: int, ask: Ask) -> Many:
     """One program in place of several that were captured.
 
     Args:
@@ -207,11 +228,12 @@ def one_for_all(captures: Mapping[Shapes, Ready], last: Shapes, parts: int, ask:
         for s in filter(conditions.hold, shapes):
             point = [divmod(s[i][d] - last[i][d], step) for (i, d), step in zip(places, steps, strict=True)]
             if not any(rest for _, rest in point):
-                points[s] = tuple(n for n, _ in point)
+                points[s] = tuple([n for n, _ in point])
         if len(points) < FEWEST or last not in points:
             continue
         try:
-            sizes = many_sizes([captures[s].program for s in points], Fit(list(points.values())))
+            conditions.explain({s: captures[s].module for s in points})
+            sizes = many_sizes([captures[s].ready.program for s in points], Fit(list(points.values())))
         except Unlike as error:
             why = error
             continue
