@@ -48,6 +48,25 @@ class Net(nn.Module):
         return out
 
 
+class Tokens(nn.Module):
+    """Embedding, blocks, a norm and a head, which may be tied to the embedding."""
+
+    def __init__(self, block: Callable[[], nn.Module], width: int, vocab: int, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
 def net(seed: int = 1) -> Net:
     torch.manual_seed(seed)
     return Net().double()

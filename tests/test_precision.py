@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn as nn
+from shard_networks import Tokens
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -34,20 +35,9 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
+class Net(Tokens):
     def __init__(self, d=8, vocab=11):
-        super().__init__()
-        self.embed = nn.Embedding(vocab, d)
-        self.blocks = nn.ModuleList(Block(d) for _ in range(2))
-        self.norm = nn.LayerNorm(d)
-        self.head = nn.Linear(d, vocab, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        super().__init__(lambda: Block(d), d, vocab)
 
 
 torch.manual_seed(0)

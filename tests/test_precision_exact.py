@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from shard_networks import Tokens
 from torch.func import functional_call
 
 import meshwright as mw
@@ -38,19 +39,9 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class Net(nn.Module):
+class Net(Tokens):
     def __init__(self, tied):
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        super().__init__(Block, WIDTH, VOCAB, tied)
 
 
 torch.manual_seed(0)

@@ -17,7 +17,7 @@ from . import resharding, runtime
 from .convert import ConversionStep, lowered
 from .cost import step_bytes
 from .errors import ExplicitError
-from .layout import Layout
+from .layout import Layout, dtype_name
 from .runtime import user_line
 
 _SUMMED = ("all_reduce", "reduce_scatter")
@@ -91,7 +91,7 @@ def _sent(moving: Sequence[ConversionStep]) -> dict[str, Any]:
     return {
         "kinds": tuple(s.kind for s in moving),
         "axes": tuple(dict.fromkeys(s.src.mesh.axes[a] for s in moving for a in s.axes)),
-        "dtypes": tuple(str(s.src.dtype).removeprefix("torch.") for s in moving),
+        "dtypes": tuple(dtype_name(s.src.dtype) for s in moving),
         "sums": tuple(math.prod(s.src.mesh.sizes[a] for a in s.axes) if s.adds else 0 for s in moving),
     }
 

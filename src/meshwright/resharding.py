@@ -160,9 +160,8 @@ def _way(came: dict[State, tuple[State, Move]], at: State) -> list[Move]:
     return moves[::-1]
 
 
-Price = tuple[
-    int, float, float
-]  # index of a type to become; passes of what is held before and after, both ways together
+# Index of a type to become; passes of what is held before and after, both ways together.
+Price = tuple[int, float, float]
 
 
 @lru_cache(maxsize=1024)

@@ -28,6 +28,7 @@ import torch.distributed.nn.functional
 
 from . import compat
 from .errors import CollectiveError, MeshError
+from .layout import dtype_name
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
 # The main job is user code.
@@ -65,7 +66,7 @@ class Counts:
 
     def add_narrow(self, kind: str, axes: tuple[str, ...], dtype: torch.dtype, ranks: int) -> None:
         """Note that one collective sums many ranks in few bits."""
-        key = kind, axes, str(dtype).removeprefix("torch."), ranks
+        key = kind, axes, dtype_name(dtype), ranks
         self.narrow[key] = self.narrow.get(key, 0) + 1
 
     def copy(self) -> Counts:

@@ -173,16 +173,17 @@ class CompiledStep:
         """A capture, ready to run; others that differ in sizes may follow from it."""
         ready = Ready(made.program, self.carrier, (made.leaves, made.tree), made.places)
         if self.carrier.backend is None:
-            shapes = tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
             batch = pytree.tree_unflatten(list(leaves), self._tree)
             capture = Capture(ready, made.module, self._source.reads())
-            self._lengths.captured(self._key(leaves), shapes, capture, lambda d: self._source.conditions(batch, d))
+            self._lengths.captured(
+                self._key(leaves), _shapes(leaves), capture, lambda d: self._source.conditions(batch, d)
+            )
         return ready
 
     def _of_many(self, leaves: Sequence[Any]) -> Ready | None:
         """From the program for many sizes, where there is one for this batch."""
-        shapes = tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
-        found = self._lengths.serving(self._key(leaves), shapes)
+        key, shapes = self._key(leaves), _shapes(leaves)
+        found = self._lengths.serving(key, shapes)
         if found is None:
             return None
         many, variables = found
@@ -190,7 +191,7 @@ class CompiledStep:
             made = many.ready(variables, self._source.reads())
             facts.append(Fact("a program for many sizes", (shapes, made is None)))
         if made is None:
-            self._lengths.forget(self._key(leaves))
+            self._lengths.forget(key)
         else:
             made.given = [x.to("meta") if isinstance(x, Tensor) else x for x in leaves]
         return made
@@ -469,6 +470,11 @@ def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scal
                 f"is {t.dtype} of shape {tuple(t.shape)}: load it on the mesh and layouts that it was saved on"
             )
     return micro
+
+
+def _shapes(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Of the tensors of a batch."""
+    return tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
 
 
 def _tuples(batch: Any) -> Any:

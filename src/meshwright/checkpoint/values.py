@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from ..errors import CheckpointError
-from ..layout import dtype_from
+from ..layout import dtype_from, dtype_name
 
 Tensor = torch.Tensor
 Put = Callable[[str, Tensor], str]  # takes a tensor under a name; returns how it is called in the checkpoint
@@ -51,7 +51,7 @@ def encoded(value: Any, where: str, put: Put) -> Any:
     if isinstance(value, bytes):
         return {_MARK + "bytes": value.hex()}
     if isinstance(value, torch.dtype):
-        return {_MARK + "dtype": str(value).removeprefix("torch.")}
+        return {_MARK + "dtype": dtype_name(value)}
     if type(value) is list:
         return [encoded(v, f"{where}/{i}", put) for i, v in enumerate(value)]
     for word, kind in _SEQUENCES.items():

@@ -50,6 +50,8 @@ def show(folder: Folder) -> None:
 
 
 def _contents(console: Console, manifest: Manifest) -> None:
+    from meshwright.layout import dtype_name
+
     mesh = manifest.mesh
     size = sum(line.bytes for line in manifest.files.values())
     console.print(
@@ -62,7 +64,7 @@ def _contents(console: Console, manifest: Manifest) -> None:
     for name, spec in manifest.tensors.items():
         tied = f" = {', '.join(names[name])}" if name in names else ""
         shape = "×".join(map(str, spec.shape)) or "one"
-        dtype = str(spec.dtype).removeprefix("torch.")
+        dtype = dtype_name(spec.dtype)
         table.add_row(Text(name + tied), shape, dtype, *(Text(repr(p)) for p in spec.layout.placements))
     console.print(table)
     for file, line in manifest.files.items():

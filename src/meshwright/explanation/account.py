@@ -82,9 +82,8 @@ class Account:
         others = dict(self.counts.narrow)
         for r in self.records:
             for kind, dtype, ranks in zip(r.kinds, r.dtypes, r.sums, strict=True):
-                for key in [k for k in others if (k[0], k[2], k[3]) == (kind, dtype, ranks) and {*k[1]} <= {*r.axes}][
-                    :1
-                ]:
+                alike = (k for k in others if (k[0], k[2], k[3]) == (kind, dtype, ranks) and {*k[1]} <= {*r.axes})
+                if (key := next(alike, None)) is not None:
                     others[key] -= 1
         return (*made, *(Warned("gradients of parameters", "", *key, n) for key, n in others.items() if n > 0))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 import torch.fx as fx
 
 from .. import runtime
 from ..collective import ADDS, COLLECTIVES, bytes_of, rounds
+from ..layout import dtype_name
 from ..program import Program, value_of
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..record import Record
@@ -58,7 +58,7 @@ def _collective(program: Program, number: int, node: fx.Node, names: dict[str, s
     added = kind.reduces and kind.named(options[:-2])["op"] in ADDS
     return Collective(
         number, info.role, kind.name, op, argument, parameter, tensor,
-        given.shape if cause is None else cause.shape, given.shape, _dtype(given.dtype),
+        given.shape if cause is None else cause.shape, given.shape, dtype_name(given.dtype),
         "" if cause is None else cause.src, "" if cause is None else cause.dst, nbytes, axes,
         mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), info.line,
         "" if cause is None else cause.reason, node.name, cause is not None and cause.asked, place,
@@ -101,14 +101,10 @@ def _laid(program: Program) -> tuple[Laid, ...]:
         stored = given.spec.layout
         made.append(
             Laid(
-                given.name, given.kind, tuple(given.spec.shape), _dtype(value.dtype), stored,
+                given.name, given.kind, tuple(given.spec.shape), dtype_name(value.dtype), stored,
                 stored if origin is None else origin.layout, value.shape, math.prod(value.shape) * value.dtype.itemsize,
                 states.get(given.name, 0), "default" if origin is None else origin.source,
                 "" if origin is None else origin.reason, () if origin is None else origin.lost,
             )
         )  # fmt: skip
     return tuple(made)
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

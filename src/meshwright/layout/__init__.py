@@ -22,10 +22,10 @@ from .placement import (
     neutral,
     unreducible,
 )  # fmt: skip
-from .spec import Spec, dtype_from, layout_data, layout_from, spec_data, spec_from, wider, widest
+from .spec import Spec, dtype_from, dtype_name, layout_data, layout_from, spec_data, spec_from, wider, widest
 
 __all__ = [
     "REDUCE_OPS", "REPLICATE", "Layout", "Partial", "Placement", "Placements", "Replicate", "Shard", "Spec",
-    "as_placement", "chunk_bounds", "chunk_sizes", "commute", "dtype_from", "dual", "layout_data",
+    "as_placement", "chunk_bounds", "chunk_sizes", "commute", "dtype_from", "dtype_name", "dual", "layout_data",
     "layout_from", "neutral", "spec_data", "spec_from", "unreducible", "wider", "widest",
 ]  # fmt: skip

@@ -170,8 +170,8 @@ class Spec:
         return Spec(self.shape, dtype, self.layout, *flags)
 
     def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        sums = f", summed in {str(self.sums).removeprefix('torch.')}" if self.summed is not self.dtype else ""
+        dtype = dtype_name(self.dtype)
+        sums = "" if self.summed is self.dtype else f", summed in {dtype_name(self.summed)}"
         return f"{dtype}[{', '.join(map(str, self.shape))}] {self.layout!r}{sums}"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -198,9 +198,9 @@ def widest(specs: Iterable[Spec]) -> torch.dtype | None:
 
 def spec_data(spec: Spec) -> dict[str, Any]:
     """A spec as files have it, without its mesh: dicts, lists, words and numbers."""
-    made: dict[str, Any] = {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
+    made: dict[str, Any] = {"shape": list(spec.shape), "dtype": dtype_name(spec.dtype)}
     flags = {k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))}
-    sums = {} if spec.sums is None else {"sums": str(spec.sums).removeprefix("torch.")}
+    sums = {} if spec.sums is None else {"sums": dtype_name(spec.sums)}
     return made | layout_data(spec.layout) | flags | sums
 
 
@@ -236,6 +236,11 @@ def _placement_from(data: Any) -> Placement:
         return REPLICATE
     kind, argument = data
     return Shard(argument) if kind == "shard" else Partial(argument)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"``: what :func:`dtype_from` reads."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_from(name: str) -> torch.dtype:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,21 +16,10 @@ from typing import IO, Any
 from meshwright.errors import ExtraError
 
 from .config import TrainConfig
-from .options import OptionError
+from .options import writing
 
 KEPT = ("loss", "lr", "seconds", "tokens_per_s", "peak_bytes", "flops_share", "grad_norm")
 Sink = Callable[[str, dict[str, Any]], None]
-
-
-@contextlib.contextmanager
-def _writing(what: str) -> Iterator[None]:
-    """Raises OptionError for what the system refuses inside."""
-    try:
-        yield
-    except OSError as error:
-        raise OptionError(
-            f"{what} cannot be written ({error.strerror or error}): give another path, or leave it out"
-        ) from None
 
 
 class Lines:
@@ -51,7 +40,7 @@ class Lines:
             self.file: IO[str] = path.open("a" if config.resume else "w", encoding="utf-8")
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
-        return _writing(f"--log {self.config.log}")
+        return writing(f"--log {self.config.log}", "leave it out")
 
     def __call__(self, kind: str, values: dict[str, Any]) -> None:
         """One event."""
@@ -91,7 +80,7 @@ class Board:
             Path(self.folder or "").mkdir(parents=True, exist_ok=True)
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
-        return _writing(f"--tensorboard {self.folder}")
+        return writing(f"--tensorboard {self.folder}", "leave it out")
 
     def __call__(self, kind: str, values: dict[str, Any]) -> None:
         """One event."""

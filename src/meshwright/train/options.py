@@ -5,7 +5,8 @@ A new option of a command is one such field; ``meshwright.cli.options`` makes th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,6 +15,17 @@ from meshwright.errors import MeshwrightError
 
 class OptionError(MeshwrightError, ValueError):
     """Options of a command that do not fit together."""
+
+
+@contextlib.contextmanager
+def writing(what: str, instead: str) -> Iterator[None]:
+    """Raises OptionError for what the system refuses inside: another path, or ``instead``."""
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(
+            f"{what} cannot be written ({error.strerror or error}): give another path, or {instead}"
+        ) from None
 
 
 @dataclass(frozen=True)

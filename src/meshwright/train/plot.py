@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import extra
 
-from .options import OptionError
+from .options import OptionError, writing
 
 LOSS, REFERENCE, GRAY = "#2a6fbb", "#e08214", "#666666"
 
@@ -26,16 +26,12 @@ def check_path(path: Path) -> None:
         formats = sorted(made.FigureCanvasBase.get_supported_filetypes())
         if path.suffix.removeprefix(".").lower() not in formats:
             raise OptionError(f"--plot {path}: unknown kind of picture; end the name in one of .{', .'.join(formats)}")
-    try:
+    with writing(f"--plot {path}", "--no-plot"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
             pass
         if not path.stat().st_size:
             path.unlink()
-    except OSError as error:
-        raise OptionError(
-            f"--plot {path} cannot be written ({error.strerror or error}): give another path, or --no-plot"
-        ) from None
 
 
 def draw(path: Path, title: str, steps: Sequence[dict[str, Any]], tolerance: float | None) -> None:

@@ -60,15 +60,18 @@ class Conditions:
                 if len(set(numbers)) > 1 and made != numbers:
                     raise Unlike(f"the code gives {mine[0]} other numbers for other batches, which are no sizes")
 
+    def _pairs(self, shapes: Shapes) -> list[tuple[Any, int]]:
+        return [(e, n) for es, ns in zip(self.sizes, shapes, strict=True) for e, n in zip(es, ns, strict=True)]
+
     def _known(self, shapes: Shapes) -> dict[Any, int]:
-        pairs = [(e, n) for es, ns in zip(self.sizes, shapes, strict=True) for e, n in zip(es, ns, strict=True)]
-        return {e: n for e, n in pairs if e.is_Symbol}
+        return {e: n for e, n in self._pairs(shapes) if e.is_Symbol}
 
     def hold(self, shapes: Shapes) -> bool:
         """Whether they are fulfilled by the shapes of a batch's tensors."""
-        pairs = [(e, n) for es, ns in zip(self.sizes, shapes, strict=True) for e, n in zip(es, ns, strict=True)]
         known = self._known(shapes)
-        return all(e.subs(known) == n for e, n in pairs) and all(g.subs(known) == sympy.true for g in self.guards)
+        return all(e.subs(known) == n for e, n in self._pairs(shapes)) and all(
+            g.subs(known) == sympy.true for g in self.guards
+        )
 
 
 def conditions(

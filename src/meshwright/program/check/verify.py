@@ -18,7 +18,7 @@ import torch.fx as fx
 from ...collective import ADDS, ALL_REDUCE, COLLECTIVES, Kind, differing, mesh_text
 from ...collective.graph import KEEP_ONE
 from ...errors import DesyncError, ProgramError
-from ...layout import REDUCE_OPS, Layout, Partial, Placement, Shard, Spec
+from ...layout import REDUCE_OPS, Layout, Partial, Placement, Shard, Spec, dtype_name
 from ...mesh import Mesh
 from ...record import Record
 from ..ir.inplace import written
@@ -261,7 +261,7 @@ def _check_cause(where: str, kind: Kind, op: str, options: Sequence[Any], axes: 
 
 def _check_summed(where: str, kind: Kind, value: Value, cause: Record) -> None:
     """What is summed, against the dtype in which the conversion that it serves is to sum."""
-    have = str(value.dtype).removeprefix("torch.")
+    have = dtype_name(value.dtype)
     want = {d for k, d in zip(cause.kinds, cause.dtypes, strict=False) if k == kind.name}
     if want and have not in want:
         raise ProgramError(

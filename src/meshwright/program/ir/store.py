@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from ... import compat
 from ...errors import ProgramError
-from ...layout import Layout, Spec, layout_data, spec_data
+from ...layout import Layout, Spec, dtype_name, layout_data, spec_data
 from ...mesh import mesh_data
 from .nodes import Value, info_of, target_name
 from .program import Program
@@ -46,8 +46,7 @@ def save_program(program: Program, path: str | Path) -> None:
             "mesh": mesh_data(program.mesh),
             "rank": program.rank,
             "constants": [
-                [name, str(t.dtype).removeprefix("torch."), t.device.type, list(t.shape), list(t.stride())]
-                for name, t in held.items()
+                [name, dtype_name(t.dtype), t.device.type, list(t.shape), list(t.stride())] for name, t in held.items()
             ],
             **_data(program),
         }
@@ -139,7 +138,7 @@ def encoded(a: Any) -> Any:
         return {"dict": {str(k): encoded(v) for k, v in a.items()}}
     if isinstance(a, Value):
         strides = [] if a.given is None else [list(a.given)]
-        return {"value": [list(a.shape), str(a.dtype).removeprefix("torch."), a.storage, a.nbytes, *strides]}
+        return {"value": [list(a.shape), dtype_name(a.dtype), a.storage, a.nbytes, *strides]}
     if isinstance(a, Spec):
         return {"spec": spec_data(a)}
     if isinstance(a, Layout):
