@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import meshwright as mw
 from meshwright import runtime
-from meshwright.choose import search
+from meshwright.choose import choice, search
 from meshwright.dispatch import plan_call, results
 from meshwright.errors import MeshwrightError
 
@@ -62,19 +63,58 @@ LAID: tuple[Callable[[int, int, int], Any], ...] = (
 )
 
 
+class Planned(torch.overrides.TorchFunctionMode):
+    """Plans the ops that a function is made of, of tensors laid out so; ``wrong``: false ones taken for known."""
+
+    def __init__(self, mesh: mw.Mesh, layout: Callable[[int, int, int], Any], wrong: list[AssertionError]) -> None:
+        super().__init__()
+        self.mesh, self.layout, self.wrong = mesh, layout, wrong
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if tensors and runtime.RT.rank == 0:
+            count = itertools.count()
+            laid = tree_map(lambda t: self.laid(t, next(count)) if isinstance(t, Tensor) else t, (args, kwargs or {}))
+            try:
+                plan_call(func, *laid)
+            except (MeshwrightError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError):
+                pass  # refused
+            except AssertionError as error:
+                self.wrong.append(error)
+        return func(*args, **(kwargs or {}))
+
+    def laid(self, t: Tensor, i: int) -> Tensor:
+        """A tensor of no elements with the spec of the ``i``-th one."""
+        made = torch.empty(0, dtype=t.dtype)
+        placed = [self.layout(i, t.ndim, a) if t.ndim else R for a in range(self.mesh.ndim)]
+        if not t.is_floating_point():
+            placed = [R if isinstance(p, mw.Partial) else p for p in placed]
+        made.__dict__["_spec"] = mw.Spec(t.shape, t.dtype, mw.Layout(self.mesh, placed))
+        return made
+
+
+def samples(op_db: list[Any], most: int) -> Iterator[tuple[Any, Any]]:
+    """Ops and what they are given, in all sizes."""
+    for op in op_db:
+        dtypes = op.supported_dtypes("cpu")
+        dtype = torch.float32 if torch.float32 in dtypes else torch.int64
+        for s in itertools.islice(op.sample_inputs("cpu", dtype) if dtype in dtypes else (), most):
+            given = (s.input, *s.args), s.kwargs
+            if all(t.layout is torch.strided for t in tree_leaves(given) if isinstance(t, Tensor)):
+                yield from ((op.op, resized(given, size)) for size in OTHER_SIZES)
+
+
 def plan_in_many_sizes(op_db: list[Any], most: int, mesh: mw.Mesh, layouts: Any) -> tuple[int, int]:
     """Plan the samples of ops in many sizes, asking PyTorch and searching each time; how many answers and choices were
     taken for known."""
     known = chosen = 0
     wrong: list[AssertionError] = []
-    typed = search.Search.typed
+    compare, of = results.compare, choice.Types.of
 
-    def free(self: Any, strategies: Any, orders: Any, *total: float) -> Any:
+    def sure(self: Any, ins: Any, outs: Any, *total: float) -> Any:
         nonlocal chosen
         chosen += not total
-        return typed(self, strategies, orders, *total)
-
-    compare = results.compare
+        return of(self, ins, outs, *total)
 
     def counted(op: Any, told: Any, asked: Any) -> None:
         nonlocal known
@@ -82,57 +122,16 @@ def plan_in_many_sizes(op_db: list[Any], most: int, mesh: mw.Mesh, layouts: Any)
         compare(op, told, asked)
 
     def run() -> None:
-        for op in op_db:
-            dtypes = op.supported_dtypes("cpu")
-            dtype = torch.float32 if torch.float32 in dtypes else torch.int64
-            for s in itertools.islice(op.sample_inputs("cpu", dtype) if dtype in dtypes else (), most):
-                given = (s.input, *s.args), s.kwargs
-                if any(t.layout is not torch.strided for t in tree_leaves(given) if isinstance(t, Tensor)):
-                    continue
-                for laid, size in itertools.product(layouts, OTHER_SIZES):
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        plan(op.op, resized(given, size), laid)
-
-    def plan(fn: Any, given: Any, layout: Callable[[int, int, int], Any]) -> None:
-        class Planned(torch.overrides.TorchFunctionMode):  # the ops that a function is made of, from global values
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-                if tensors and runtime.RT.rank == 0:
-                    self.spread(func, args, kwargs or {})
-                return func(*args, **(kwargs or {}))
-
-            def spread(self, func: Any, args: Any, kwargs: Any) -> None:
-                count = itertools.count()
-
-                def laid(t: Any) -> Any:
-                    if not isinstance(t, Tensor):
-                        return t
-                    made, i = torch.empty(0, dtype=t.dtype), next(count)
-                    placed = [layout(i, t.ndim, a) if t.ndim else R for a in range(mesh.ndim)]
-                    if not t.is_floating_point():
-                        placed = [R if isinstance(p, mw.Partial) else p for p in placed]
-                    made.__dict__["_spec"] = mw.Spec(t.shape, t.dtype, mw.Layout(mesh, placed))
-                    return made
-
-                try:
-                    plan_call(func, tree_map(laid, args), tree_map(laid, kwargs))
-                except (MeshwrightError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError):
-                    return  # refused
-                except AssertionError as error:
-                    wrong.append(error)
-
-        try:
-            with Planned():
+        for (fn, given), layout in itertools.product(samples(op_db, most), layouts):
+            with warnings.catch_warnings(), contextlib.suppress(Exception), Planned(mesh, layout, wrong):
+                warnings.simplefilter("ignore")
                 fn(*given[0], **given[1])
-        except Exception:
-            return
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "VERIFY", True)
         patch.setattr(results, "compare", counted)
         patch.setattr(search, "VERIFY", True)
-        patch.setattr(search.Search, "typed", free)
+        patch.setattr(choice.Types, "of", sure)
         mw.simulate(run, mesh, timeout=3500)
     assert not {str(error) for error in wrong}
     return known, chosen

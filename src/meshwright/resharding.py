@@ -21,7 +21,7 @@ from .collective import ADDS
 from .convert import ConversionStep
 from .cost import bytes_of, passes
 from .errors import ConversionError
-from .layout import REPLICATE, Partial, Placement, Shard, Spec, commute, dual, widest
+from .layout import REPLICATE, Layout, Partial, Placement, Shard, Spec, commute, dual, widest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,22 +95,29 @@ _SPARE = 2  # dims that neither side splits and that may be split on the way
 
 
 def _moves(src: Spec, dst: Spec) -> list[Move]:
-    """The cheapest way, found for dims by number of appearance: shapes do not matter to it."""
-    used = sorted({*src.layout.dim_axes(), *dst.layout.dim_axes()})
+    """The cheapest way.  Raises ConversionError where there is none."""
     # A dim shorter than the mesh would put more on some ranks than bytes on average tell.
-    spare = [d for d, n in enumerate(src.shape) if n >= src.mesh.size and d not in used][:_SPARE]
-    dims = [*used, *spare]
-    ends = tuple(
-        tuple(
-            (Shard(dims.index(p.dim)) if isinstance(p, Shard) else p, bool(s.reduced >> a & 1), s.layout.place(a))
-            for a, p in enumerate(s.layout.placements)
-        )
-        for s in (src, dst)
-    )
+    used = {*src.layout.dim_axes(), *dst.layout.dim_axes()}
+    spare = tuple([d for d, n in enumerate(src.shape) if n >= src.mesh.size and d not in used][:_SPARE])
+    wide = src.summed.itemsize / src.dtype.itemsize
     try:
-        found = _cheapest(src.mesh.sizes, *ends, len(dims), src.summed.itemsize / src.dtype.itemsize)
+        return _between((src.layout, src.reduced), (dst.layout, dst.reduced), spare, wide)
     except ConversionError:
         raise ConversionError(f"no sequence of conversions leads from {src!r} to {dst!r}") from None
+
+
+@lru_cache(maxsize=4096)
+def _between(src: tuple[Layout, int], dst: tuple[Layout, int], spare: tuple[int, ...], wide: float) -> list[Move]:
+    """The cheapest way, found for dims by number of appearance: shapes do not matter to it."""
+    dims = [*sorted({*src[0].dim_axes(), *dst[0].dim_axes()}), *spare]
+    ends = tuple(
+        tuple(
+            (Shard(dims.index(p.dim)) if isinstance(p, Shard) else p, bool(reduced >> a & 1), layout.place(a))
+            for a, p in enumerate(layout.placements)
+        )
+        for layout, reduced in (src, dst)
+    )
+    found = _cheapest(src[0].mesh.sizes, *ends, len(dims), wide)
     return [(axes, (Shard(dims[p.dim]) if isinstance(p, Shard) else p, r)) for axes, (p, r) in found]
 
 

@@ -45,16 +45,52 @@ def carries_grad(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def typed(
-    rule: Rule,
-    ins: Sequence[Spec],
-    outs: Sequence[Like],
-    chosen: Sequence[Strategy],
-    orders: dict[str, list[int]],
-    *,
-    inplace: bool,
-    total: float,
-) -> Choice:
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What an op makes of one operand: the layout and the type that it must have, and what is decided of it before.
+
+    ``layout``: None where it stays as it is.  ``reduced``: as it is given; ``want``: as the op needs it.
+    """
+
+    layout: Layout | None
+    reduced: int = 0
+    undecided: int = 0
+    want: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Types:
+    """What strategies make of operands and results, whatever their sizes; ``open`` as in :class:`Choice`."""
+
+    strategies: tuple[Strategy, ...]
+    operands: tuple[Operand, ...]
+    layouts: tuple[Layout, ...]
+    reduced: int
+    open: int
+
+    def of(self, ins: Sequence[Spec], outs: Sequence[Like], total: float = 0.0) -> Choice:
+        """The choice for operands of these sizes."""
+        sources, inputs, outputs, sums = [], [], [], widest(ins)
+        for spec, o in zip(ins, self.operands, strict=True):
+            source = want = spec
+            if o.layout is not None:
+                if o.reduced != spec.reduced or o.undecided != spec.undecided or spec.known is not None:
+                    # A leaf whose gradient the op makes Partial has that summed as the op has its values summed.
+                    own = sums if o.reduced != spec.reduced else None
+                    source = spec.with_(reduced=o.reduced, undecided=o.undecided, sums=own)
+                want = Spec(spec.shape, spec.dtype, o.layout, o.want, source.undecided, sums=sums)
+            sources.append(source)
+            inputs.append(want)
+        everywhere = ins[0].mesh.everywhere
+        for (shape, dtype), layout in zip(outs, self.layouts, strict=True):
+            types = (self.reduced, self.open) if carries_grad(dtype) else (0, everywhere)
+            outputs.append(Spec(shape, dtype, layout, *types, sums=sums))
+        return Choice(tuple(sources), tuple(inputs), tuple(outputs), self.strategies, self.open, total)
+
+
+def types(
+    rule: Rule, ins: Sequence[Spec], chosen: Sequence[Strategy], orders: dict[str, list[int]], *, inplace: bool
+) -> Types:
     """Give every replicated axis its type (invariant or reduced), deciding leaves that are still undecided."""
     mesh = ins[0].mesh
     given = [s for i, s in enumerate(ins) if i not in rule.lends]
@@ -66,21 +102,15 @@ def typed(
             return Layout(mesh, placements, order=_dim_orders(dims, placements, orders), ndim=len(dims))
         return _in_mesh_order(mesh, tuple(placements), len(dims))
 
-    sources, inputs, outputs, sums = [], [], [], widest(ins)
+    operands = []
     for i, spec in enumerate(ins):
+        if i in rule.lends:
+            operands.append(Operand(None))
+            continue
         placements = [c.inputs[i] for c in chosen]
-        source = want = spec
-        if i not in rule.lends:
-            source, mask = _decided(spec, placements, kinds, sums)
-            laid = layout(rule.inputs[i], placements)
-            want = Spec(spec.shape, spec.dtype, laid, mask, source.undecided, sums=sums)
-        sources.append(source)
-        inputs.append(want)
-    for k, (shape, dtype) in enumerate(outs):
-        types = (reduced, still_open) if carries_grad(dtype) else (0, mesh.everywhere)
-        laid = layout(rule.outputs[k], [c.outputs[k] for c in chosen])
-        outputs.append(Spec(shape, dtype, laid, *types, sums=sums))
-    return Choice(tuple(sources), tuple(inputs), tuple(outputs), tuple(chosen), still_open, total)
+        operands.append(Operand(layout(rule.inputs[i], placements), *_decided(spec, placements, kinds)))
+    layouts = tuple([layout(dims, [c.outputs[k] for c in chosen]) for k, dims in enumerate(rule.outputs)])
+    return Types(tuple(chosen), tuple(operands), layouts, reduced, still_open)
 
 
 @lru_cache(maxsize=4096)
@@ -88,13 +118,8 @@ def _in_mesh_order(mesh: Mesh, placements: tuple[Placement, ...], ndim: int) -> 
     return Layout(mesh, placements, ndim=ndim)
 
 
-def _decided(
-    spec: Spec, placements: Sequence[Placement], kinds: Sequence[str], sums: torch.dtype | None
-) -> tuple[Spec, int]:
-    """An operand with what the op decides of it, and on which axes it must be reduced.
-
-    A leaf whose gradient the op makes Partial has that summed as the op has its values summed.
-    """
+def _decided(spec: Spec, placements: Sequence[Placement], kinds: Sequence[str]) -> tuple[int, int, int]:
+    """What is reduced and undecided of an operand once the op has decided, and on which axes it must be reduced."""
     reduced, undecided, want = spec.reduced, spec.undecided, 0
     for a, (p, kind) in enumerate(zip(placements, kinds, strict=True)):
         bit = 1 << a
@@ -107,7 +132,7 @@ def _decided(
             reduced |= undecided & bit
             want |= bit if isinstance(p, Replicate) else 0
         undecided &= ~bit
-    return spec.with_(reduced=reduced, undecided=undecided, sums=sums if reduced != spec.reduced else None), want
+    return reduced, undecided, want
 
 
 def _kind_of_axis(ins: Sequence[Spec], c: Strategy, axis: int, inplace: bool) -> str:

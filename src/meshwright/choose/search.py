@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations, permutations, product
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,12 +23,11 @@ from ..mesh import Mesh
 from ..resharding import plan
 from ..rules.strategies import Dims, Rule, Strategy
 from ..runtime import Recent
-from .choice import Choice, Like, Wanted, carries_grad, typed
+from .choice import Choice, Like, Types, Wanted, carries_grad, types
 
-Price = tuple[int, float, float, int]
+Price = tuple[float, float, int]
 _MOST = 128  # combinations of strategies and orders that are priced together
-# Strategies that leave all inputs where they are and cost nothing.  None is better, whatever the sizes.
-_FREE = Recent(4096)
+_SURE = Recent(4096)  # choices than which none is better, whatever the sizes
 VERIFY = False  # search all the same, and compare: of tests
 
 
@@ -58,18 +57,17 @@ def choose(
     if strategies:
         return search.by_axis([[c] for c in strategies])[0]
     kind = search.kind()
-    known = None if kind is None else _FREE.find(kind)
+    known = _SURE.find(kind)
     if known is not None and not VERIFY:
-        return search.typed(known, {})
-    best, thrown = search.by_axis()
-    stays = all(s.layout == t.layout for s, t in zip(best.sources, best.inputs, strict=True))
-    if known is not None and best != search.typed(known, {}):
+        return cast(Types, known).of(ins, outs)
+    best, thrown, sure = search.by_axis()
+    if known is not None and best != known.of(ins, outs):
         raise AssertionError(f"{known} was taken for known, the search gives {best}")
-    if not stays:
-        return best if search.mesh.ndim == 1 else search.together(best, thrown)
+    if search.mesh.ndim > 1 and any(s.layout != t.layout for s, t in zip(best.sources, best.inputs, strict=True)):
+        return search.together(best, thrown)
     factors = [c.factor for c in best.strategies if c.factor]
-    if kind is not None and not best.bytes and len(factors) == len(set(factors)):
-        _FREE.keep(kind, best.strategies)
+    if sure and len(factors) == len(set(factors)):
+        _SURE.keep(kind, search.types(best.strategies, {}))
     return best
 
 
@@ -142,19 +140,23 @@ class Search:
         return None if spec is None else spec.layout.placements[axis]
 
     def kind(self) -> Any:
-        """What a choice that costs nothing hangs on: of sizes whether they are 0 or 1.
+        """What a choice hangs on that is the best in all sizes: of these whether they are 0 or 1, or cut evenly.
 
-        None where a cut may fall within a part of a dim of several factors, which hangs on all of them.
+        Where a cut may fall within a part of a dim of several factors, all of these.
         """
         rule, n = self.rule, self.mesh.size
-        compound = {f for dims in (*rule.inputs, *rule.outputs) for names in dims if len(names) > 1 for f in names}
-        if any(rule.sizes[f] % n for f in compound):
-            return None
-        sizes = tuple([min(size, 2) for size in rule.sizes.values()])
-        given = tuple([(s.layout, s.reduced, s.undecided, carries_grad(s.dtype)) for s in self.ins])
+        uneven = {f for f, size in rule.sizes.items() if size % n}
+        sizes: list[Any] = [min(size, 2) for size in rule.sizes.values()]
+        if uneven:
+            dims = [dim for t in (*rule.inputs, *rule.outputs) for dim in t if len(dim) > 1]
+            sizes += [0 if uneven.isdisjoint(dim) else tuple([rule.sizes[f] for f in dim]) for dim in dims]
+            if rule.moves:
+                sizes += [size % p == 0 for size in rule.sizes.values() for p in _parts(self.mesh.sizes)]
+        ins = [(s.layout, s.reduced, s.undecided, s.dtype, self.wide(s.dtype)) for s in self.ins]
+        outs = [(dtype, self.wide(dtype)) for _, dtype in self.outs]
         reduced = tuple(rule.reduced.items())
         says = (rule.inputs, rule.outputs, rule.whole, reduced, rule.linear, rule.moves, rule.heavy, rule.lends)
-        return (says, sizes, given, self.inplace, frozenset(self.constants))
+        return (says, bool(uneven), *sizes, *ins, *outs, self.inplace, frozenset(self.constants))
 
     @cached_property
     def held(self) -> list[tuple[Dims, Spec]]:
@@ -172,11 +174,11 @@ class Search:
         # A split that cannot stay goes to another dim of its tensor (all-to-all), where that is cut evenly.
         for i, p in enumerate(now):
             for c in rule.instead_of(i, p):
-                if c not in found and c.factor and rule.sizes[c.factor] % self._parts(axis, c.factor) == 0:
+                if c not in found and c.factor and rule.sizes[c.factor] % self._cut(axis, c.factor) == 0:
                     found.append(c)
         return found
 
-    def _parts(self, axis: int, factor: str) -> int:
+    def _cut(self, axis: int, factor: str) -> int:
         """Into how many parts a factor is cut if this axis splits it beside those that split it now."""
         others = (n for a, n in enumerate(self.mesh.sizes) if a != axis and self._splits(a, factor))
         return math.prod(others, start=self.mesh.sizes[axis])
@@ -237,52 +239,89 @@ class Search:
 
     # -- axis by axis ---------------------------------------------------------------------------------
 
-    def by_axis(self, options: Sequence[Sequence[Strategy]] = ()) -> tuple[Choice, list[bool]]:
-        """The choice among ``options`` (what is suggested), and per axis whether work must stay divided there."""
+    def by_axis(self, options: Sequence[Sequence[Strategy]] = ()) -> tuple[Choice, list[bool], bool]:
+        """The choice among ``options`` (what is suggested), per axis whether work must stay divided there, and whether
+        it is the best in all sizes."""
         chosen: list[Strategy] = []
         divides: list[bool] = []
-        total = 0.0
+        total, sure = 0.0, True
         for a in range(self.mesh.ndim):
             candidates = [c for c in (options[a] if options else self.suggested(a)) if self._fits(c, chosen)]
             if not candidates:
                 raise self._inplace_error(a)
             # Work stays divided where that moves nothing forward; for an op that contracts, wherever it can.
             divided = any(c.factor and (self.rule.heavy or not self._moves(c, a)) for c in candidates)
+            if divided:
+                candidates = [c for c in candidates if c.factor]
             held = [self._held_of_output(chosen, a, k) for k in range(len(self.outs))]
-            priced = [self.price(c, a, held, divided, i) for i, c in enumerate(candidates)]
+            priced = [self.price(c, a, held, i) for i, c in enumerate(candidates)]
             best = min(range(len(candidates)), key=priced.__getitem__)
+            sure = sure and all(self._in_all_sizes(candidates[best], c, a, held) for c in candidates)
             divides.append(divided)
-            total += priced[best][1]
+            total += priced[best][0]
             chosen.append(candidates[best])
-        return self.typed(chosen, self._orders(chosen), total), divides
+        return self.typed(chosen, self._orders(chosen), total), divides, sure
 
     def typed(self, chosen: Sequence[Strategy], orders: dict[str, list[int]], total: float = 0.0) -> Choice:
         """The choice that strategies are."""
-        return typed(self.rule, self.ins, self.outs, chosen, orders, inplace=self.inplace, total=total)
+        return self.types(chosen, orders).of(self.ins, self.outs, total)
 
-    def price(self, c: Strategy, axis: int, outputs: Sequence[float], divided: bool = False, index: int = 0) -> Price:
-        """(work thrown away, bytes, largest operand moved, position): smaller is better.
+    def types(self, chosen: Sequence[Strategy], orders: dict[str, list[int]]) -> Types:
+        """The types that strategies give."""
+        return types(self.rule, self.ins, chosen, orders, inplace=self.inplace)
 
-        ``outputs``: bytes that a rank holds of each output but for this axis; ``divided``: work should stay divided;
-        ``index``: place among the candidates, which decides among equals.
+    def price(self, c: Strategy, axis: int, outputs: Sequence[float], index: int = 0) -> Price:
+        """(bytes, largest operand moved, position): smaller is better.
+
+        ``outputs``: bytes that a rank holds of each output but for this axis; ``index``: place among the candidates,
+        which decides among equals.
         """
+        held = [held_bytes(spec, without=(axis,)) for spec in self.ins]
+        sent, moved = self._sent(c, axis)
+        cost = _rounded(sum(s * nbytes for s, nbytes in zip(sent, (*held, *outputs), strict=True)))
+        # One more input Partial is as good as it was; among equals prefer to stay Partial, then to stay put.
+        lazy = 0 if any(isinstance(p, Partial) for p in c.inputs) else 1
+        return (cost, max((held[i] for i in moved), default=0.0), lazy * 1000 + index)
+
+    def _sent(self, c: Strategy, axis: int) -> tuple[list[float], set[int]]:
+        """Bytes sent for each byte that is held of operands and results without this axis; which operands move."""
         n = self.mesh.sizes[axis]
         part = (n - 1) / n
         dependent = any(not isinstance(p, Replicate) for p in c.outputs)
-        cost, moved = 0.0, 0.0
+        sent: list[float] = []
+        moved: set[int] = set()
         for i, (spec, want) in enumerate(zip(self.ins, c.inputs, strict=True)):
             if i in self.rule.lends:
+                sent.append(0.0)
                 continue
-            held = held_bytes(spec, without=(axis,))
             grad = 1.0 if carries_grad(spec.dtype) and i not in self.constants else 0.0
-            cost += _axis_bytes(spec, axis, want, dependent, grad, self.wide(spec.dtype)) * part * held
+            sent.append(_axis_bytes(spec, axis, want, dependent, grad, self.wide(spec.dtype)) * part)
             if spec.layout.placements[axis] != want:
-                moved = max(moved, held)
-        for k, (nbytes, p) in enumerate(zip(outputs, c.outputs, strict=True)):
-            cost += _distance(p, self.wanted(k, axis), n, self.wide(self.outs[k][1])) * part * nbytes
-        # One more input Partial is as good as it was; among equals prefer to stay Partial, then to stay put.
-        lazy = 0 if any(isinstance(p, Partial) for p in c.inputs) else 1
-        return (int(divided and not c.factor), cost, moved, lazy * 1000 + index)
+                moved.add(i)
+        for k, p in enumerate(c.outputs):
+            sent.append(_distance(p, self.wanted(k, axis), n, self.wide(self.outs[k][1])) * part)
+        return sent, moved
+
+    def _in_all_sizes(self, best: Strategy, other: Strategy, axis: int, outputs: Sequence[float]) -> bool:
+        """Whether the better one of two strategies is so whatever the sizes of what has elements.
+
+        What has the same factors is of one size, and of that the bytes of both can be compared.
+        """
+        held = [*(held_bytes(spec, without=(axis,)) for spec in self.ins), *outputs]
+        sizes = [tuple(sorted(f for dim in dims for f in dim)) for dims in (*self.rule.inputs, *self.rule.outputs)]
+        elements = [math.prod(self.rule.sizes[f] for f in factors) for factors in sizes]
+        (sent, moved), (instead, move) = self._sent(best, axis), self._sent(other, axis)
+        totals: dict[tuple[str, ...], list[float]] = {}
+        for factors, n, nbytes, *both in zip(sizes, elements, held, sent, instead, strict=True):
+            if n:
+                total = totals.setdefault(factors, [0.0, 0.0])
+                total[:] = [t + s * nbytes / n for t, s in zip(total, both, strict=True)]
+        pairs = [tuple(map(_rounded, total)) for total in totals.values()]
+        if any(s > t for s, t in pairs):
+            return False
+        # Of equals the one that moves least is taken, and of these the first.
+        large, larger = ({(sizes[i], held[i] / elements[i]) for i in some if elements[i]} for some in (moved, move))
+        return any(s < t for s, t in pairs) or large == larger or not large
 
     def _moves(self, c: Strategy, axis: int) -> bool:
         """Whether a strategy sends data in the forward: only what is replicated changes its placement for nothing."""
@@ -369,6 +408,17 @@ class Search:
             dims = [p.dim + 1 if isinstance(p, Shard) else 0 for p in choice.outputs[0].layout.placements]
             return round(cost, 3), crowd, *dims
         return round(cost, 3), crowd, max(moved, default=0.0), *moved
+
+
+@lru_cache(maxsize=256)
+def _parts(sizes: tuple[int, ...]) -> list[int]:
+    """Into how many parts axes of these sizes may cut a dim."""
+    return sorted({math.prod(some) for k in range(len(sizes)) for some in combinations(sizes, k + 1)})
+
+
+def _rounded(cost: float) -> float:
+    """What is equal but for rounding is equal: of sums of the same terms in another order."""
+    return float(f"{cost:.13g}")
 
 
 def _distance(p: Placement, wanted: Placement | None, n: int, wide: float) -> float:

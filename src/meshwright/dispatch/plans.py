@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -85,6 +85,16 @@ class CallPlan:
     def __post_init__(self) -> None:
         open_ = self.choice is not None and self.choice.open
         object.__setattr__(self, "untyped", 2 if self.decide else int(bool(open_)))
+
+
+class OfInputs(TypedDict):
+    """What a plan says of the inputs of its call."""
+
+    conversions: Conversions
+    known: Conversions
+    decide: tuple[tuple[int, Spec], ...]
+    back: resharding.ConversionPlan | None
+    watched: bool
 
 
 def plan_call(
@@ -184,7 +194,7 @@ class _Planner:
             choice, graded = self._choose(rule, like, op.inplace, strategies)
         except DispatchError:
             choice, graded = self._choose(rule, like, False, strategies)
-        return replace(self._ruled(rule, choice), graded=graded)
+        return self._ruled(rule, choice, graded)
 
     def _choose(
         self, rule: Rule, like: Outputs, inplace: bool, strategies: Sequence[Strategy] | None
@@ -206,7 +216,7 @@ class _Planner:
         others = [[], beside, *([i] for i in beside)] if len(beside) > 1 else [[], beside]
         return choice, any(made([*free, *some]) != choice for some in others)
 
-    def _ruled(self, rule: Rule, choice: Choice) -> CallPlan:
+    def _ruled(self, rule: Rule, choice: Choice, graded: bool) -> CallPlan:
         op, specs, outputs = self.op, self.specs, choice.outputs
         ctx = Local(rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank))
         fn = None if rule.local is None else rule.local(ctx)
@@ -220,35 +230,30 @@ class _Planner:
         stays = choice.inputs[0].layout == choice.sources[0].layout
         smaller = len(outputs) > 1 or (bool(outputs) and outputs[0].shape.numel() < specs[0].shape.numel())
         pieces = len(specs) == 1 and stays and smaller and any(s.layout.partial for s in outputs) and self.views
-        plan = replace(
-            self._converted(conversions, choice.sources, outputs),
-            fn=fn,
-            outputs=tuple(s.with_(copied=True) for s in outputs) if copies else outputs,
-            choice=choice,
-            why=rule.text,
-            copies=copies,
-            pieces=pieces,
-            replayed=not op.inplace and any(s.shape.numel() and 0 in s.local_shape(ctx.here) for s in outputs),
-        )
-        promised = self._promised(plan)
-        return replace(plan, promised=promised, plain=promised is Route.NATIVE)
+        given = self._converted(conversions, choice.sources, outputs)
+        made = tuple([s.with_(copied=True) for s in outputs]) if copies else outputs
+        replayed = not op.inplace and any(s.shape.numel() and 0 in s.local_shape(ctx.here) for s in outputs)
+        whole = (fn is None or self._is_native(fn)) and not (copies or pieces or replayed)
+        promised = self._promised(given, made, bool(choice.open)) if whole else Route.EXECUTE
+        return CallPlan(
+            op, promised=promised, plain=promised is Route.NATIVE, fn=fn, outputs=made, choice=choice, why=rule.text,
+            copies=copies, pieces=pieces, replayed=replayed, graded=graded, **given,
+        )  # fmt: skip
 
-    def _promised(self, plan: CallPlan) -> Route:
-        """The least work that a plan allows."""
-        op = self.op
-        if not (plan.fn is None or self._is_native(plan.fn)) or not plan.outputs or op.custom or self.forgets:
+    def _promised(self, given: OfInputs, outputs: tuple[Spec, ...], open_: bool) -> Route:
+        """The least work that a plan allows which runs the op itself."""
+        op, conversions, untyped = self.op, given["conversions"], open_ or bool(given["decide"])
+        if not outputs or op.custom or self.forgets or given["known"] or self.watched:
             return Route.EXECUTE
-        if plan.known or plan.watched or plan.copies or plan.pieces or plan.replayed:
-            return Route.EXECUTE
-        target, made = self.specs[0], plan.outputs[0]
-        if op.inplace and (plan.back or plan.untyped or made.shape != target.shape or made.sums is not target.sums):
+        target, made = self.specs[0], outputs[0]
+        if op.inplace and (given["back"] or untyped or made.shape != target.shape or made.sums is not target.sums):
             return Route.EXECUTE  # what says anew what the target is cannot be left to the native op
-        if not plan.conversions:
+        if not conversions:
             return Route.NATIVE
         first = self.args[: len(self.specs)]
-        between = not op.inplace and not plan.untyped and len(tensors_in(first)) == len(self.specs)
+        between = not op.inplace and not untyped and len(tensors_in(first)) == len(self.specs)
         between = between and all(isinstance(a, Tensor) for a in first)
-        if all(steps.free for _, steps in plan.conversions):
+        if all(steps.free for _, steps in conversions):
             return Route.RETYPE_THEN_NATIVE if between else Route.NATIVE_WITHOUT_GRAD
         return Route.CONVERT_THEN_NATIVE if between else Route.EXECUTE
 
@@ -265,21 +270,19 @@ class _Planner:
             what, instead = f"the autograd.Function {op.name.removeprefix(FUNCTIONS)} has no rule", AS_OP
         warning = f"{what}: its inputs are gathered on every rank ({lost:.0f} bytes sent per rank here). {instead}"
         copies = warn and self._moves(conversions) and self.views
-        plan = self._converted(conversions, sources, outputs)
-        return replace(plan, copies=copies, warning=warning if warn and lost else "")
+        given = self._converted(conversions, sources, outputs)
+        return CallPlan(op, outputs=outputs, copies=copies, warning=warning if warn and lost else "", **given)
 
-    def _converted(self, conversions: Conversions, sources: Sequence[Spec], outputs: tuple[Spec, ...]) -> CallPlan:
-        """A plan with these conversions of inputs, which were given their types first."""
-        given = enumerate(zip(self.specs, sources, strict=True))
-        return CallPlan(
-            self.op,
-            outputs=outputs,
-            conversions=conversions,
-            known=tuple(self.known),
-            decide=tuple((i, new) for i, (old, new) in given if old is not new),
-            back=_way_back(conversions, self.specs, outputs) if self.op.inplace else None,
-            watched=self.watched,
-        )
+    def _converted(self, conversions: Conversions, sources: Sequence[Spec], outputs: tuple[Spec, ...]) -> OfInputs:
+        """What a plan says of inputs with these conversions, which were given their types first."""
+        decided = enumerate(zip(self.specs, sources, strict=True))
+        return {
+            "conversions": conversions,
+            "known": tuple(self.known),
+            "decide": tuple([(i, new) for i, (old, new) in decided if old is not new]),
+            "back": _way_back(conversions, self.specs, outputs) if self.op.inplace else None,
+            "watched": self.watched,
+        }
 
     def _moves(self, conversions: Conversions) -> bool:
         """Whether the op does not get what the caller holds, so that a view of it does not alias that."""
@@ -295,8 +298,11 @@ class _Planner:
 
 
 def _conversions(sources: Sequence[Spec], targets: Sequence[Spec]) -> Conversions:
-    steps = [resharding.plan(s.with_(undecided=0), t.with_(undecided=0)) for s, t in zip(sources, targets, strict=True)]
-    return tuple((i, c) for i, c in enumerate(steps) if c.steps)
+    made: list[tuple[int, resharding.ConversionPlan]] = []
+    for i, (s, t) in enumerate(zip(sources, targets, strict=True)):
+        if s is not t and (steps := resharding.plan(s.with_(undecided=0), t.with_(undecided=0))).steps:
+            made.append((i, steps))
+    return tuple(made)
 
 
 @contextlib.contextmanager

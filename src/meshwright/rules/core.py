@@ -150,10 +150,23 @@ def _read(
         if len(ins) != len(given):
             raise RuleError(f"notation {line!r} names {len(ins)} inputs, the rule gave {len(given)}")
         return line, [(t, dims) for dims, g in zip(ins, given, strict=True) for t in args_in(g)], outs
-    entries = [(t, _entry(letters)) for t, letters in line.items() if t is not None]
-    made = [_entry(letters) for letters in given]
-    text = f"{', '.join(_shown(dims) for _, dims in entries)} -> {', '.join(map(_shown, made))}"
-    return text, entries, made
+    tensors = [(t, letters) for t, letters in line.items() if t is not None]
+    text, entries, made = _entries(_frozen([letters for _, letters in tensors]), _frozen(given))
+    return text, [(t, entry) for (t, _), entry in zip(tensors, entries, strict=True)], made
+
+
+def _frozen(tensors: Sequence[Letters]) -> tuple[Letters, ...]:
+    def dims(letters: Letters) -> Letters:
+        return letters if isinstance(letters, str) else tuple([d if isinstance(d, str) else tuple(d) for d in letters])
+
+    return tuple(map(dims, tensors))
+
+
+@lru_cache(maxsize=8192)
+def _entries(ins: tuple[Letters, ...], outs: tuple[Letters, ...]) -> tuple[str, list[Entry], list[Entry]]:
+    """The letters of inputs and outputs: as a text, and read."""
+    read, made = ([_entry(letters) for letters in side] for side in (ins, outs))
+    return f"{', '.join(map(_shown, read))} -> {', '.join(map(_shown, made))}", read, made
 
 
 def _entry(letters: Letters) -> Entry:
@@ -239,6 +252,9 @@ def _bound(dims: Entry, t: Arg, width: int, found: dict[str, int], text: str) ->
         if isinstance(dim, int):
             made.append(() if size == 1 else (f"~{dim}",))
             continue
+        made.append(dim)
+        if len(dim) == 1 and found.setdefault(dim[0], size) == size:
+            continue
         unknown = [f for f in dim if f not in found]
         known = math.prod(found[f] for f in dim if f in found)
         if len(unknown) == 1:
@@ -249,7 +265,6 @@ def _bound(dims: Entry, t: Arg, width: int, found: dict[str, int], text: str) ->
             raise RuleError(f"notation {text!r}: give the size of {' or '.join(unknown)}")
         elif known != size:
             raise RuleError(f"notation {text!r}: {' '.join(dim) or '1'} is {known} in one place and {size} in another")
-        made.append(dim)
     return tuple(made)
 
 

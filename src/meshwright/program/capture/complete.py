@@ -310,7 +310,7 @@ class _Completion:
             agree = sum(_agree(*side) for side in zip(known, users, (s.inputs, s.outputs), strict=True))
             priced.append((-agree, search.price(s, axis, held, index=i), s))
         priced.sort(key=lambda p: p[:2])
-        lost = tuple(f"by {s.factor}: {-n} named by the user agree, {p[1]:.0f} bytes" for n, p, s in priced[1:])
+        lost = tuple(f"by {s.factor}: {-n} named by the user agree, {p[0]:.0f} bytes" for n, p, s in priced[1:])
         return priced[0][2], lost
 
     # -- reading the result ---------------------------------------------------------------------------
