@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +87,33 @@ print(mw.unshard(mw.shard_tensor(torch.arange(4.0), mesh, {"dp": mw.Shard(0)}) *
 """
 
 
+# As docs/launchers.md has them, with fewer processes.
+COMMANDS = [
+    ["torchrun", "--nproc-per-node", "2"],
+    ["accelerate", "launch", "--multi_gpu", "--num_processes", "2"],
+    ["mpirun.openmpi", "-n", "2", "--oversubscribe", "python"],
+    ["mpirun.openmpi", "-n", "2", "--host", "localhost:2", "-x", "MASTER_ADDR=localhost", "-x", "MASTER_PORT=29561",
+     "python"],
+    ["mpirun.mpich", "-n", "2", "python"],
+    ["mpirun.mpich", "-n", "2", "-genv", "MASTER_ADDR", "localhost", "-genv", "MASTER_PORT", "29563", "python"],
+]  # fmt: skip
+PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("command", [c for c in COMMANDS if shutil.which(c[0], path=PATH)], ids=" ".join)
+def test_commands_as_written(command: list[str], tmp_path: Path) -> None:
+    """Those of the launchers that are installed."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    own = {k: v for k, v in os.environ.items() if k not in (*TORCHRUN, *SRUN)}
+    own |= {"PATH": PATH, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    made = subprocess.run([*command, str(script)], env=own, capture_output=True, text=True, timeout=200)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.count("[0.0, 2.0, 4.0, 6.0]") == 2
+
+
 @pytest.mark.processes
 def test_processes_of_mpirun() -> None:
     """Two processes with Open MPI's variables, and no others, meet."""
@@ -131,31 +160,3 @@ def test_each_process_of_a_machine_takes_a_gpu_of_its_own(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         _own_device(device, local_rank)
     assert taken == [3, 1]
-
-
-@pytest.mark.long
-def test_ray_train_on_two_nodes(tmp_path: Any) -> None:
-    """A local cluster of two nodes; TorchTrainer has made the process group when a worker begins."""
-    torch_train = pytest.importorskip("ray.train.torch", reason="needs Ray: pip install 'ray[train]'")
-    import ray
-    from ray.cluster_utils import Cluster
-
-    def worker() -> None:
-        mesh = mw.init_mesh({"dp": 2, "tp": 2})
-        x = mw.shard_tensor(torch.arange(4.0), mesh, {"dp": mw.Shard(0), "tp": mw.Shard(0)})
-        ray.train.report({"total": x.sum().item(), "ranks": mesh.size})
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
-    try:
-        cluster.add_node(num_cpus=3)
-        ray.init(address=cluster.address)
-        made = torch_train.TorchTrainer(
-            worker,
-            scaling_config=ray.train.ScalingConfig(num_workers=4, placement_strategy="SPREAD"),
-            run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
-        ).fit()
-        assert made.metrics["total"] == 6
-        assert made.metrics["ranks"] == 4
-    finally:
-        ray.shutdown()
-        cluster.shutdown()

@@ -77,8 +77,8 @@ def _refusal(wrapper: str, instead: str) -> ShardError:
 
 
 _SYNC = (
-    "mw.shard_module synchronises gradients itself; with accelerate, pass only what is not sharded to prepare() "
-    '(mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)}) lays the batches)'
+    "mw.shard_module synchronises gradients itself; with Ray Train leave out prepare_model, with accelerate pass only "
+    'what is not sharded to prepare() (mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)}) lays the batches)'
 )
 _STORED = 'mw.shard_module(model, mesh, ..., stored_over="dp") stores parameters split and gathers them for use'
 
