@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
 import meshwright as mw
@@ -42,8 +49,12 @@ def test_doctor() -> None:
     text = CliRunner().invoke(app, ["doctor", "--names"], env={"COLUMNS": "200"})
     assert text.exit_code == 0, text.output
     assert all(path in text.output for path, _ in compat.PRIVATE.values())
+    assert all(f"from torch {since} on: {what}" in text.output for since, what in compat.DIFFERENT.values())
     found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
     assert {"torch", "backends", "launcher", "processor"} <= {f["what"] for f in found}
+    assert compat.stood_in("2.12.1+cpu") == [
+        "selective_context", "CheckpointFrame", "apply_function", "redispatch_function",
+    ]  # fmt: skip
 
 
 def test_functions_apply() -> None:
@@ -61,3 +72,102 @@ def test_functions_apply() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [2, 2]
     assert mw.Mesh({"a": 2}).size == 2
+
+
+class Seen(TorchFunctionMode):
+    """Goes on into Python functions with ``redispatch``, and notes what they call."""
+
+    def __init__(self, redispatch: Callable[..., Any]) -> None:
+        super().__init__()
+        self.redispatch, self.names = redispatch, list[str]()
+
+    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", str(func)))
+        if len(self.names) > 99:
+            raise RecursionError(self.names[-1])
+        if isinstance(func, types.FunctionType):
+            with self:
+                return self.redispatch(func, types_, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def x() -> torch.Tensor:
+    return torch.arange(12.0).view(3, 4).requires_grad_()
+
+
+# Code that asks for overrides: by itself, as a name of a module, after a decorator, and in functions that it calls.
+REDISPATCHED: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "cross_entropy": (lambda: F.cross_entropy(x(), torch.tensor([0, 1, 2])), ["cross_entropy_loss"]),
+    "dropout": (lambda: F.dropout(x(), 0.5), ["dropout"]),
+    "norm": (lambda: x().norm(), ["norm", "vector_norm"]),
+    "init": (lambda: nn.init.normal_(torch.empty(3)), ["normal_"]),
+    "grad": (lambda: torch.autograd.grad(x().sum(), x(), allow_unused=True), ["sum"]),
+    "rsub": (lambda: 1 - x(), ["rsub"]),
+    "max_pool": (lambda: F.max_pool2d(x()[None], 2), ["max_pool2d"]),
+    "unique": (lambda: x().unique(), ["_unique2"]),
+    "meshgrid": (lambda: torch.meshgrid(x()[0], x()[1], indexing="ij"), ["meshgrid"]),
+    "attention": (lambda: nn.MultiheadAttention(4, 2)(x()[None], x()[None], x()[None]), ["linear", "softmax"]),
+}
+
+
+@pytest.mark.parametrize("name", REDISPATCHED)
+def test_a_function_without_its_own_overrides(name: str) -> None:
+    call, inside = REDISPATCHED[name]
+    torch.manual_seed(0)
+    with Seen(compat._redispatch_function) as own:
+        call()
+    assert [n for n in own.names if n in inside], own.names
+    torch.manual_seed(0)
+    with Seen(compat.redispatch_function) as there:
+        call()
+    assert own.names == there.names  # those of PyTorch where it has such a function
+
+
+def test_a_wrapped_function_without_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    import functools
+
+    original = F.gelu if isinstance(F.gelu, types.FunctionType) else F.dropout
+    runs = []
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        runs.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(F, original.__name__, wrapped)
+    with Seen(compat._redispatch_function):
+        wrapped(x())
+    assert len(runs) == 1
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_fakes_of_threads_that_have_ended() -> None:
+    """What a torch for GPUs, on a machine without one, makes for the first fake mode is not of a simulated rank."""
+    run("""
+import torch
+import meshwright as mw
+from meshwright.compat import FakeTensorMode
+def fakes():
+    with FakeTensorMode():
+        return torch.empty(2).shape
+for _ in range(3):
+    mw.simulate(fakes, mw.Mesh({"a": 2}))
+""")
+
+
+def test_groups_keep_their_order() -> None:
+    run("""
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from datetime import timedelta
+from meshwright import compat
+dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+for make in (compat.in_order(dist.new_group), compat._unsorted()):
+    made = make([3, 2, 0], timedelta(seconds=9), use_local_synchronization=False)
+    assert made.rank() == 1 and dist.get_process_group_ranks(made) == [3, 2, 0], make
+assert dist.get_process_group_ranks(dist.new_group([3, 2, 0])) == [0, 2, 3]
+""")

@@ -6,13 +6,18 @@ asked for, so that a PyTorch without it says which one is missing.
 
 from __future__ import annotations
 
+import builtins
+import functools
 import importlib
 import inspect
 import re
 import warnings
+from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 
 from .errors import MeshwrightError
 
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 
 # What PyTorch imports when the first step is captured: a process that forks ranks has it before, once for all of them.
 EXPORTER = ("torch.export", "torch._dynamo", "torch._functorch.aot_autograd")
-TESTED = ("2.13", "2.15")  # the oldest and the newest PyTorch that the demo and tests have passed on
+TESTED = ("2.10", "2.15")  # the oldest and the newest PyTorch that the demo and tests have passed on
 
 # Name here: (where it is, what it is for).
 PRIVATE: dict[str, tuple[str, str]] = {
@@ -46,7 +51,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
         "torch.utils.checkpoint._allowed_determinism_checks_to_fns",
         "torch.utils.checkpoint",
     ),
-    "CheckpointFrame": ("torch.utils.checkpoint._CheckpointFrame", "torch.utils.checkpoint"),
     "compile_fx": ("torch._inductor.compile_fx.compile_fx", "captured steps compiled by inductor"),
     "current_autograd_node": ("torch._C._current_autograd_node", "which node of the backward runs"),
     "current_graph_task_id": ("torch._C._current_graph_task_id", "which backward runs"),
@@ -64,6 +68,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "DynamicOutputShapeException": ("torch._subclasses.fake_tensor.DynamicOutputShapeException", "captured programs"),
     "eager_transforms": ("torch._functorch.eager_transforms", "torch.func on distributed tensors is refused"),
     "EnableTorchFunction": ("torch._C._EnableTorchFunction", "calls of users' code from inside of an op"),
+    "ensure_device_guard": ("torch._C._ensureCUDADeviceGuardSet", "a torch for GPUs on a machine without one"),
     "engine_run_backward": ("torch.autograd.graph._engine_run_backward", "backward of distributed tensors"),
     "execution_engine": ("torch.autograd.Variable._execution_engine", "what is done when a backward ends"),
     "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", "captured programs"),
@@ -87,6 +92,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "jit_get_schemas_for_operator": ("torch._C._jit_get_schemas_for_operator", "signatures of ops"),
     "len_torch_dispatch_stack": ("torch._C._len_torch_dispatch_stack", "dispatch modes of users"),
     "len_torch_function_stack": ("torch._C._len_torch_function_stack", "function modes of users"),
+    "new_group_with_tag": ("torch.distributed.distributed_c10d._new_group_with_tag", "groups before torch 2.12"),
     "OpOverload": ("torch._ops.OpOverload", "ops by their signature"),
     "OpOverloadPacket": ("torch._ops.OpOverloadPacket", "ops by their name"),
     "peek_interpreter_stack": ("torch._C._functorch.peek_interpreter_stack", "whether torch.func transforms a call"),
@@ -169,6 +175,48 @@ if untested(torch.__version__):
     warnings.warn(untested(torch.__version__), stacklevel=2)
 
 
+# Name here: (the PyTorch from which on it is there, what it is, and what is done before).
+DIFFERENT: dict[str, tuple[str, str]] = {
+    "selective_context": ("2.13", "SelectiveCheckpointContext(op_output=); before, policies are not told"),
+    "CheckpointFrame": (
+        "2.13",
+        "torch.utils.checkpoint._CheckpointFrame.save_inputs; before, an autograd.Function saves them, led there",
+    ),
+    "apply_function": ("2.14", "torch.autograd.Function.apply as a method of C; before, one of Python"),
+    "redispatch_function": (
+        "2.13",
+        "torch.overrides.redispatch_function; before, a copy of the function to which nothing has overrides",
+    ),
+    "in_order": ("2.12", "torch.distributed.new_group(sort_ranks=False); before, a copy of it that does not sort"),
+}
+
+
+def stood_in(version: str) -> list[str]:
+    """The names here that stand in for what this PyTorch has not yet."""
+    return [name for name, (since, _) in DIFFERENT.items() if numbers_of(version) < numbers_of(since)]
+
+
+class _Names(dict[str, Any]):
+    """The names that a copy of a function sees: a few of its own, and all others as its module has them now."""
+
+    def __init__(self, names: dict[str, Any], own: dict[str, Any]) -> None:
+        super().__init__(own, __builtins__=builtins)
+        self.names = names
+
+    def __missing__(self, name: str) -> Any:
+        return self.names[name]
+
+
+def _with_names(fn: Any, own: dict[str, Any], cells: tuple[Any, ...] | None = None) -> Callable[..., Any]:
+    """A copy of ``fn`` to which the names ``own`` mean these values; what it calls is not copied."""
+    names = _Names(fn.__globals__, own)
+    made = FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, cells or fn.__closure__)
+    made.__kwdefaults__ = fn.__kwdefaults__
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- classes of users
+
 # A classmethod of Python up to torch 2.13, and one of C from 2.14 on.
 _apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
@@ -176,3 +224,150 @@ _apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.Function.apply`` as torch has it, whatever has taken its place since."""
     return _apply.__get__(None, cls)(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- overrides
+
+
+def _no_override(*args: Any) -> bool:
+    return False
+
+
+class _Without:
+    """A module in which nothing has overrides."""
+
+    has_torch_function = has_torch_function_unary = has_torch_function_variadic = staticmethod(_no_override)
+
+    def __init__(self, module: Any, **own: Any) -> None:
+        self.__dict__.update(own, module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+_ASKED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _hands_on(fn: FunctionType) -> bool:
+    """Whether the function itself hands the call to overrides, where there are any."""
+    return "handle_torch_function" in fn.__code__.co_names
+
+
+@functools.cache
+def _without_overrides(fn: FunctionType, deep: int = 3) -> Callable[..., Any]:
+    """``fn`` to which nothing has overrides, nor to what hands on in its place, up to so many calls below it."""
+    overrides = _Without(torch.overrides)
+    own: dict[str, Any] = dict.fromkeys(_ASKED, _no_override)
+    own |= {"overrides": overrides, "torch": _Without(torch, overrides=overrides)}
+    if _hands_on(fn):
+        return _with_names(fn, own)
+
+    def below(found: Any) -> Any:
+        return _without_overrides(found, deep - 1) if deep and isinstance(found, FunctionType) else found
+
+    near = {name: fn.__globals__.get(name) for name in fn.__code__.co_names}
+    own |= {n: below(f) for n, f in near.items() if isinstance(f, FunctionType) and f.__module__ == fn.__module__}
+    return _with_names(fn, own, tuple(CellType(below(c.cell_contents)) for c in fn.__closure__ or ()))
+
+
+def _redispatch_function(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """``func``, whose own look for overrides finds none; what it calls is looked at as ever."""
+    while isinstance(func, FunctionType) and not _hands_on(func) and hasattr(func, "__wrapped__"):
+        func = func.__wrapped__  # somebody has wrapped it, and the wrapper has run already
+    if isinstance(func, FunctionType):
+        return _without_overrides(func)(*args, **kwargs)
+    with torch._C.DisableTorchFunction():  # a function of C calls nothing that has overrides
+        return func(*args, **kwargs)
+
+
+redispatch_function: Callable[..., Any] = getattr(torch.overrides, "redispatch_function", _redispatch_function)
+
+# ---------------------------------------------------------------------------------------------- process groups
+
+
+def in_order(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.new_group`` of ranks in the order in which they are given."""
+    if "sort_ranks" in inspect.signature(new_group).parameters:
+        return functools.partial(new_group, sort_ranks=False)
+    return _unsorted()
+
+
+def _unsorted() -> Callable[..., Any]:
+    return _with_names(look_up("new_group_with_tag"), {"sorted": list})
+
+
+# ---------------------------------------------------------------------------------------------- selective checkpoints
+
+
+def selective_context(output: Any) -> Any:
+    """What a policy of ``torch.utils.checkpoint`` is told of an op that ran; older policies ask for no output."""
+    context = torch.utils.checkpoint.SelectiveCheckpointContext
+    if "op_output" in inspect.signature(context).parameters:
+        return context(is_recompute=False, op_output=output)
+    return context(is_recompute=False)
+
+
+# ---------------------------------------------------------------------------------------------- devices
+
+
+@functools.cache
+def hold_device_guard() -> None:
+    """To be called before threads that make fake tensors, by one that outlives them.
+
+    Where torch is built for GPUs and there is none, a fake mode makes something that lies in the memory of the thread
+    that is first to enter one, and every later one reads it: with that thread at its end, the process crashes.
+    """
+    if not torch.cuda.is_available():
+        look_up("ensure_device_guard")()
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+class _Saver:
+    """In place of the ``autograd.Function`` that saves the inputs of a checkpoint: they are the frame's to save.
+
+    ``apply`` gives what the frame is handed as ``input_saver``; what it gives as that is asked for them.
+    """
+
+    saved_tensors = None
+
+    def __init__(self, frame: Any, inputs: tuple[Any, ...], grad: bool) -> None:
+        self.frame, self.inputs, self.grad_fn = frame, inputs, self if grad else None
+
+    @classmethod
+    def apply(cls, dummy: torch.Tensor, *inputs: Any) -> _Saver:
+        return cls(None, inputs, torch.is_grad_enabled())
+
+    def get_args(self, saved: None) -> list[Any]:
+        made: list[Any] = self.frame.get_inputs()
+        return made
+
+
+def _saving_frame(module: Any) -> Any:
+    """The frame of a checkpoint, with the methods that it has from torch 2.13 on."""
+    frame, function = module._CheckpointFrame, getattr(module, "_NoopSaveInputs", None)
+    if function is None:
+        return frame
+
+    def given(self: Any) -> _Saver | None:
+        return None if self.node is _NOTHING else _Saver(self, (), self.node is not None)
+
+    def hand(self: Any, saver: _Saver | None) -> None:
+        self.node = _NOTHING if saver is None else None
+        if saver is not None and saver.grad_fn is not None:
+            self.save_inputs(*saver.inputs)
+
+    def save_inputs(self: Any, *args: Any) -> None:
+        self.node = apply_function(function, torch.empty((0,), requires_grad=True), *args).grad_fn
+
+    def get_inputs(self: Any) -> list[Any]:
+        return list(self.node.get_args(self.node.saved_tensors))
+
+    frame.input_saver, frame.save_inputs, frame.get_inputs = property(given, hand), save_inputs, get_inputs
+    module._NoopSaveInputs = _Saver
+    return frame
+
+
+_NOTHING = object()
+CheckpointFrame = _saving_frame(torch.utils.checkpoint)

@@ -387,6 +387,7 @@ def simulate(fn: Callable[[], Any], mesh: Mesh, *, timeout: float = 60.0, check:
         raise CollectiveError("simulate was called inside simulate: call it from the outermost level only")
     if compat.profiler_enabled():
         raise CollectiveError(_PROFILER)
+    compat.hold_device_guard()
     simulation = Simulation(mesh)
     for rt in simulation.runtimes.values():
         rt.check = check

@@ -19,7 +19,10 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    names: Annotated[bool, typer.Option("--names", help="List the undocumented names of torch that are used.")] = False,
+    names: Annotated[
+        bool,
+        typer.Option("--names", help="List the undocumented names of torch, and what differs between its versions."),
+    ] = False,
 ) -> None:
     """Say what this machine and this installation have, and what to do about the rest.
 
@@ -40,5 +43,7 @@ def doctor(
                 console.print(Text(f"  -> {f.fix}", style="red" if f.broken else "yellow"), soft_wrap=True)
         for name, (path, needed) in compat.PRIVATE.items() if names else ():
             console.print(Text(f"{path}  {needed}  (compat.{name})"), soft_wrap=True)
+        for name, (since, what) in compat.DIFFERENT.items() if names else ():
+            console.print(Text(f"from torch {since} on: {what}  (compat.{name})"), soft_wrap=True)
     if any(f.broken for f in made):
         raise typer.Exit(PROBLEM)

@@ -47,6 +47,8 @@ def findings() -> Iterator[Finding]:
     yield _installed("meshwright", "run from its sources")
     yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Finding("torch", torch.__version__, compat.untested(torch.__version__))
+    older = compat.stood_in(torch.__version__)
+    yield Finding("in place of what newer versions of torch have", ", ".join(older) or "nothing")
     missing = list(_missing())
     found = f"{len(compat.PRIVATE) - len(missing)} of {len(compat.PRIVATE)} found"
     yield Finding("undocumented names of torch", found, "; ".join(missing), bool(missing))

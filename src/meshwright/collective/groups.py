@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import runtime
+from .. import compat, runtime
 from ..errors import CollectiveError
 from ..mesh import Mesh
 from . import words
@@ -148,7 +148,7 @@ def _new_group(parts: tuple[tuple[int, ...], ...], device: str) -> Link:
         elif apart and rank not in ranks:
             continue
         else:
-            pg = dist.new_group(list(ranks), limit, use_local_synchronization=apart, sort_ranks=False)
+            pg = compat.in_order(dist.new_group)(list(ranks), limit, use_local_synchronization=apart)
         if rank in ranks:
             own = pg, ranks
     sockets = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}

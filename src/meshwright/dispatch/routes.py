@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.overrides import redispatch_function
 
 from .. import runtime
+from ..compat import redispatch_function
 from ..rules import Native
 from . import autocast
 from .binding import Args, Kwargs

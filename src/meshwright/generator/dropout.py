@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, redispatch_function
+from torch.overrides import TorchFunctionMode
 
 from .. import runtime
-from ..compat import get_current_function_mode_stack
+from ..compat import get_current_function_mode_stack, redispatch_function
 from . import counter
 
 Tensor = torch.Tensor

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import redispatch_function
 
 from .. import compat
+from ..compat import redispatch_function
 from ..operators import internal, operator
 from .core import Arg, Letters, Local, LocalFn, Rule, composite, notation, rule
 from .dims import with_row

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as eager
-from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy
 
+from ...compat import selective_context
 from ...errors import CaptureError
 from .fakes import replaced
 
@@ -48,7 +49,7 @@ class Region:
         """
         if self.policy is None or func in eager.SAC_IGNORED_OPS:
             return False
-        said = self.policy(SelectiveCheckpointContext(is_recompute=False, op_output=out), func, *args, **kwargs)
+        said = self.policy(selective_context(out), func, *args, **kwargs)
         if said not in _SAVED | _AGAIN:
             raise CaptureError(
                 f"the policy of a selective checkpoint says {said} of {func}: a captured step saves or recomputes"
