@@ -9,6 +9,7 @@ export SHARED
 BIN   := .venv/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/.installed
+OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 
 # Ranks are processes or threads already: more threads inside each operation only fight for the cores.
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -42,13 +43,13 @@ test: setup  ## the tests
 test-long: setup  ## all tests, with whole grids and long sweeps
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal --whole
 
-test-torch:  ## the tests on another PyTorch: make test-torch VERSION=2.15.0 (TESTS=... for some of them)
+test-torch:  ## the tests on other versions: make test-torch VERSION=2.15.0 (PYTHON=python3.13, TESTS=... for some of them)
 	@test -n "$(VERSION)" || { echo "say which: make test-torch VERSION=2.15.0"; exit 2; }
-	$(PYTHON) -m venv .venv-torch-$(VERSION)
-	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
-	.venv-torch-$(VERSION)/bin/python -m pip install $(PIP_ARGS) torch==$(VERSION) -c .venv-torch-$(VERSION)/constraints.txt
-	.venv-torch-$(VERSION)/bin/python -m pip install $(PIP_ARGS) -c .venv-torch-$(VERSION)/constraints.txt -e '.[dev]'
-	$(ONE_THREAD) .venv-torch-$(VERSION)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+	$(PYTHON) -m venv $(OTHER)
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install $(PIP_ARGS) torch==$(VERSION) -c $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install $(PIP_ARGS) -c $(OTHER)/constraints.txt -e '.[dev]'
+	$(ONE_THREAD) $(OTHER)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 lint: setup  ## ruff, mypy and the order of the layers
 	$(BIN)/ruff check .
@@ -82,6 +83,6 @@ conformance-models: setup  ## models of transformers on meshes against one devic
 	$(ONE_THREAD) $(BIN)/python conformance/models.py
 
 clean:  ## remove .venv, caches and outputs
-	rm -rf .venv build dist runs bench/out conformance/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist runs bench/out conformance/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -52,9 +52,7 @@ def test_doctor() -> None:
     assert all(f"from torch {since} on: {what}" in text.output for since, what in compat.DIFFERENT.values())
     found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
     assert {"torch", "backends", "launcher", "processor"} <= {f["what"] for f in found}
-    assert compat.stood_in("2.12.1+cpu") == [
-        "selective_context", "CheckpointFrame", "apply_function", "redispatch_function",
-    ]  # fmt: skip
+    assert compat.stood_in("2.12.1+cpu") == ["around_checkpoints", "apply_function", "redispatch_function"]
 
 
 def test_functions_apply() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    SelectiveCheckpointContext,
     checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
@@ -342,11 +344,15 @@ def peaks(how: str, dropout: float) -> tuple[int, int, int]:
     ("how", "dropout"), [("new", 0.1), *(pytest.param(h, 0.0, marks=pytest.mark.long) for h in ("new", "nested"))]
 )
 def test_the_peak_is_that_of_torch(how: str, dropout: float) -> None:
-    """Within 5 %, of compiled steps and of steps by hand; less than half of what it is without checkpoints."""
+    """Within 5 %, of compiled steps and of steps by hand; less than half of what it is without checkpoints.
+
+    Up to torch 2.11 eager code holds more.
+    """
+    less = 0.05 if "op_output" in inspect.signature(SelectiveCheckpointContext).parameters else 0.1
     eager, *ours = peaks(how, dropout)
     _, *whole = peaks("plain", dropout)
     for peak, most in zip(ours, whole, strict=True):
-        assert abs(peak / eager - 1) < 0.05, (eager, ours)
+        assert -less < peak / eager - 1 < 0.05, (eager, ours)
         assert peak < 0.5 * most
 
 
@@ -416,7 +422,7 @@ def test_contexts_that_a_program_cannot_enter_are_refused() -> None:
         return str(caught.value)
 
     def offload(*_: Any, **__: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_CPU_OFFLOAD
+        return getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", "elsewhere")  # not in torch 2.10
 
     assert "saves or recomputes" in error(functools.partial(create_selective_checkpoint_contexts, offload))
     assert "gives no_grad, inference_mode: a captured" in error(lambda: (torch.no_grad(), torch.inference_mode()))

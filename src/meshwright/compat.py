@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
+from torch.autograd.graph import GradientEdge
+from torch.overrides import handle_torch_function, has_torch_function, is_tensor_like
 
 from .errors import MeshwrightError
 
@@ -177,10 +179,9 @@ if untested(torch.__version__):
 
 # Name here: (the PyTorch from which on it is there, what it is, and what is done before).
 DIFFERENT: dict[str, tuple[str, str]] = {
-    "selective_context": ("2.13", "SelectiveCheckpointContext(op_output=); before, policies are not told"),
-    "CheckpointFrame": (
-        "2.13",
-        "torch.utils.checkpoint._CheckpointFrame.save_inputs; before, an autograd.Function saves them, led there",
+    "around_checkpoints": (
+        "2.15",
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl; before, the function without _impl",
     ),
     "apply_function": ("2.14", "torch.autograd.Function.apply as a method of C; before, one of Python"),
     "redispatch_function": (
@@ -188,6 +189,16 @@ DIFFERENT: dict[str, tuple[str, str]] = {
         "torch.overrides.redispatch_function; before, a copy of the function to which nothing has overrides",
     ),
     "in_order": ("2.12", "torch.distributed.new_group(sort_ranks=False); before, a copy of it that does not sort"),
+    "CheckpointFrame": (
+        "2.12",
+        "torch.utils.checkpoint._CheckpointFrame.save_inputs; before, an autograd.Function saves them, led there",
+    ),
+    "hold_device_guard": (
+        "2.12",
+        "fakes made by threads that end, with a torch for GPUs; before, the first by one that stays",
+    ),
+    "selective_context": ("2.12", "SelectiveCheckpointContext(op_output=); before, policies are not told"),
+    "backward": ("2.11", "torch.autograd.backward asks for overrides; before, a function around it does"),
 }
 
 
@@ -280,6 +291,25 @@ def _redispatch_function(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _have_asked(module: Any, name: str) -> None:
+    """Have a function of PyTorch that takes ``tensors`` first look for their overrides, as newer versions do."""
+    original = getattr(module, name)
+    if _hands_on(original):
+        return
+
+    @functools.wraps(original)
+    def asking(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = (tensors,) if is_tensor_like(tensors) or isinstance(tensors, GradientEdge) else tuple(tensors)
+        asked = tuple(filter(is_tensor_like, listed))
+        if has_torch_function(asked):
+            return handle_torch_function(asking, asked, listed, *args, **kwargs)
+        return original(listed, *args, **kwargs)
+
+    setattr(module, name, asking)
+
+
+_have_asked(torch.autograd, "backward")
+
 redispatch_function: Callable[..., Any] = getattr(torch.overrides, "redispatch_function", _redispatch_function)
 
 # ---------------------------------------------------------------------------------------------- process groups
@@ -296,7 +326,21 @@ def _unsorted() -> Callable[..., Any]:
     return _with_names(look_up("new_group_with_tag"), {"sorted": list})
 
 
-# ---------------------------------------------------------------------------------------------- selective checkpoints
+# ---------------------------------------------------------------------------------------------- checkpoints, captured
+
+
+def around_checkpoints(module: Any, around: Callable[..., Any]) -> dict[str, Any]:
+    """What ``module`` calls to run around a checkpointed call, by name, to be replaced by ``around(context_fn)``."""
+    noop = torch.utils.checkpoint.noop_context_fn
+
+    def spread(fn: Any, preserve_rng_state: bool = True, context_fn: Any = noop, *_: Any, **__: Any) -> Any:
+        return around(context_fn)
+
+    def listed(fn: Any, args: Any, kwargs: Any, *, context_fn: Any = noop, **_: Any) -> Any:
+        return around(context_fn)
+
+    name = "_checkpoint_without_reentrant_generator"
+    return {n: f for n, f in ((name, spread), (name + "_impl", listed)) if hasattr(module, n)}
 
 
 def selective_context(output: Any) -> Any:
@@ -345,7 +389,7 @@ class _Saver:
 
 
 def _saving_frame(module: Any) -> Any:
-    """The frame of a checkpoint, with the methods that it has from torch 2.13 on."""
+    """The frame of a checkpoint, with the methods that it has from torch 2.12 on."""
     frame, function = module._CheckpointFrame, getattr(module, "_NoopSaveInputs", None)
     if function is None:
         return frame
@@ -359,10 +403,11 @@ def _saving_frame(module: Any) -> Any:
             self.save_inputs(*saver.inputs)
 
     def save_inputs(self: Any, *args: Any) -> None:
-        self.node = apply_function(function, torch.empty((0,), requires_grad=True), *args).grad_fn
+        self.node = apply_function(function, torch.empty((0,), requires_grad=True), *args)
 
     def get_inputs(self: Any) -> list[Any]:
-        return list(self.node.get_args(self.node.saved_tensors))
+        node = self.node.grad_fn
+        return list(node.get_args(node.saved_tensors))
 
     frame.input_saver, frame.save_inputs, frame.get_inputs = property(given, hand), save_inputs, get_inputs
     module._NoopSaveInputs = _Saver

@@ -19,7 +19,7 @@ import torch
 import torch.utils.checkpoint as eager
 from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy
 
-from ...compat import selective_context
+from ...compat import around_checkpoints, selective_context
 from ...errors import CaptureError
 from .fakes import replaced
 
@@ -76,10 +76,9 @@ class Regions:
     def noted(self) -> Iterator[None]:
         """Inside, ``torch.utils.checkpoint`` and what is made of it run functions as regions."""
         composable: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
-        name = "_checkpoint_without_reentrant_generator"
         with contextlib.ExitStack() as stack:
             for module in filter(None, (eager, composable)):
-                stack.enter_context(replaced(module, **{name: self._around}))
+                stack.enter_context(replaced(module, **around_checkpoints(module, self._around)))
             stack.enter_context(replaced(CheckpointFunction, apply=self._reentrant))
             yield
 
@@ -93,14 +92,7 @@ class Regions:
         finally:
             self.path = outer
 
-    def _around(
-        self,
-        fn: Any,
-        preserve_rng_state: bool = True,
-        context_fn: Callable[[], Any] = eager.noop_context_fn,
-        *_: Any,
-        **__: Any,
-    ) -> Iterator[None]:
+    def _around(self, context_fn: Callable[[], Any]) -> Iterator[None]:
         """In place of what torch does around a call."""
         with self._region(_policy(context_fn)) if torch.is_grad_enabled() else contextlib.nullcontext():
             yield
