@@ -195,7 +195,7 @@ DIFFERENT: dict[str, tuple[str, str]] = {
     ),
     "hold_device_guard": (
         "2.12",
-        "fakes made by threads that end, with a torch for GPUs; before, the first by one that stays",
+        "fakes of threads that end, in a torch for GPUs; before, one that stays is first",
     ),
     "selective_context": ("2.12", "SelectiveCheckpointContext(op_output=); before, policies are not told"),
     "backward": ("2.11", "torch.autograd.backward asks for overrides; before, a function around it does"),
