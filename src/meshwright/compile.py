@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from . import runtime
 from .collective import together
-from .errors import ProgramError, takes
+from .errors import CaptureError, ProgramError, takes
 from .layout import Placements
 from .mesh import Mesh
 from .passes import Pass, PassManager
@@ -27,9 +27,10 @@ from .program.capture.update import update_of
 from .program.run.guard import check_hooks
 from .program.run.lengths import Read
 from .shard.module import lay_module
-from .shard.optimizer import shard_optimizer
+from .shard.optimizer import binding_of, shard_optimizer
 from .shard.precision import PRECISION_WANTED, Precisions
 from .step import CaptureSource, CompiledStep, Recorded
+from .tensor import DistTensor
 
 if TYPE_CHECKING:
     from .program.capture.conditions import Conditions
@@ -172,8 +173,28 @@ def compile_step(
         clip_grad_norm, gradients, LossScale.of(loss_scale), precision,
     )  # fmt: skip
     mesh, names = checked_mesh(mesh), {id(p): n for n, p in model.named_parameters()}
+    _check_prepared(model, as_one(optimizer), plan)
     source = _OfDevice(model, _one("compile_step", mesh, optimizer), mesh, plan, loss_fn, init, names)
     return CompiledStep(source, example_batch, transform=_manager(passes), backend=backend)
+
+
+def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
+    """What eager code splits by hooks and copies, a captured step splits itself: it must be said to it.
+
+    Raises:
+        CaptureError: it was said to ``shard_module`` or ``shard_optimizer`` alone.
+    """
+    said = [binding_of(o) for o in parts_of(optimizer)] if plan.states_over is None else []
+    if any(b is not None and b.states_over is not None for b in said):
+        word, where = "states_over", "mw.shard_optimizer"
+    elif any(isinstance(p, DistTensor) and p._spec.stored and SEEN not in p.__dict__ for p in model.parameters()):
+        word, where = "stored_over", "mw.shard_module"
+    else:
+        return
+    raise CaptureError(
+        f"{word}= was said to {where}, which prepares eager steps: give it to mw.compile_step({word}=...), and leave "
+        "it out there; or capture the eager step with mw.capture_local"
+    )
 
 
 @takes(

@@ -19,7 +19,9 @@ from ..errors import CheckpointError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..raw import bare
+from ..shard.apart import opaque
 from ..shard.names import Names
+from ..shard.optimizer import binding_of
 from ..tensor import DistTensor
 from .arrays import NAMES
 from .files import as_stored
@@ -122,6 +124,11 @@ class Contents:
         """Take a tensor.  Returns what it is called: something else than ``name`` where that is taken."""
         if t.is_meta:
             raise CheckpointError(f"{name} is on the meta device and has no values to save")
+        if opaque(t):
+            raise CheckpointError(
+                f"{name} is a {type(t).__qualname__}, which holds several tensors: a checkpoint has plain ones. "
+                "Save the model without the optimizer and begin with new states"
+            )
         if not isinstance(t, DistTensor) and t.layout is not torch.strided:
             raise CheckpointError(f"{name} is a {t.layout} tensor: only dense tensors can be saved")
         if as_stored(t.dtype)[0] not in NAMES:
@@ -284,6 +291,9 @@ def configurations(model: nn.Module) -> dict[str, str]:
 
 def _optimizer(one: Optimizer, names: Mapping[int, str], made: Contents) -> dict[str, Any]:
     groups = group_names(one, names)
+    binding = binding_of(one)
+    if binding is not None and (refused := binding.apart.refusal("a checkpoint")):
+        raise CheckpointError(refused)
     options = [
         {k: encoded(v, f"{OTHERS}option/{kind_of(one)}.{k}/{i}", made.put) for k, v in g.items() if k != "params"}
         for i, g in enumerate(one.param_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from ..errors import CheckpointError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..raw import bare
+from ..shard.kinds import builtin
 from ..shard.loader import ShardedLoader
 from ..shard.optimizer import binding_of
 from ..tensor import DistTensor, wrap
@@ -262,6 +264,8 @@ def _states(
 ) -> dict[str, Any]:
     """The states of a parameter, with memory for their tensors: what is there, where that fits."""
     before = one.state.get(p, {})
+    if isinstance(p, DistTensor) and not builtin(one) and not binding.state_spec(p).layout.is_replicated():
+        _per_element(made, one, p, entry)
 
     def get(key: str, name: str) -> Tensor:
         stored = made.manifest.tensors[name]
@@ -279,6 +283,22 @@ def _states(
         return wrap(t, spec) if stored.ndim and isinstance(p, DistTensor) and stored.shape == p.spec.shape else t
 
     return {key: decoded(data, partial(get, key)) for key, data in entry.items()}
+
+
+def _per_element(made: Restore, one: Optimizer, p: DistTensor, entry: Any) -> None:
+    """Raises CheckpointError for states of which this rank's part is not a part of the values."""
+
+    def get(name: str) -> Tensor:
+        stored = made.manifest.tensors[name]
+        if math.prod(stored.shape) != 1 and stored.shape != p.spec.shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(stored.shape)}, the parameter {tuple(p.spec.shape)}: a state of "
+                f"{type(one).__name__} that is not one value per element cannot be cut for a parameter whose states "
+                "are split. Load the model without the optimizer and begin with new states"
+            )
+        return torch.empty(0)
+
+    decoded(entry, get)
 
 
 def _fits(held: Tensor, spec: Spec) -> bool:

@@ -13,8 +13,11 @@ _PLAIN = {float, int, bool, NoneType}
 
 
 def numbers_of(opt: Optimizer) -> list[dict[str, Any]]:
-    """Of each parameter group its numbers (learning rate, weight decay...), and how many states there are so far."""
-    states = sum(map(len, opt.state.values()))
+    """Of each parameter group its numbers (learning rate, weight decay...), and how many parameters have states so far.
+
+    Not how many states: of parts of other sizes an optimizer may keep others.
+    """
+    states = sum(map(bool, opt.state.values()))
     return [
         {"states": states}
         | {

@@ -28,6 +28,7 @@ from ..layout import Partial, Spec
 from ..raw import get_grad, set_grad
 from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, in_slot, wrap
+from .apart import Apart
 from .kinds import builtin, check_class, hooks_of, mixes, name_of
 from .numbers import numbers_of
 from .states import Chunks, Shadow, check_state, held_state, own_spec
@@ -57,6 +58,7 @@ class OptimizerBinding:
         self.elementwise, self.reshards, self.states_over = elementwise, reshards, states_over
         self.chunks = Chunks(states_over, ()) if states_over is not None else None
         self.shadow: Shadow | None = None
+        self.apart = Apart()
         self.known: list[int] = []
         self.lies: dict[int, tuple[Spec, Spec]] = {}  # of a parameter and of its states
         self.params: list[DistTensor] = []
@@ -74,6 +76,7 @@ class OptimizerBinding:
         if _check_loaded not in opt._optimizer_load_state_dict_pre_hooks.values():
             opt.register_load_state_dict_pre_hook(_check_loaded)
             opt.register_load_state_dict_post_hook(_hold_states)
+            opt.register_state_dict_pre_hook(_check_whole)
 
     def follow(self, opt: Optimizer) -> None:
         """Look at the parameters (again): some may have been added."""
@@ -192,6 +195,8 @@ class OptimizerBinding:
             if lies[0] is not p._spec:  # type: ignore[attr-defined]
                 lies = self.lies[id(p)] = (p._spec, self.state_spec(p))  # type: ignore[attr-defined,arg-type]
             spec = lies[1]
+            if self.apart.holds(opt, p, entry, spec):  # type: ignore[arg-type]
+                continue
             for k, v in entry.items():
                 if v.__class__ is not DistTensor:
                     if not isinstance(v, Tensor) or not v.dim():
@@ -213,8 +218,9 @@ class OptimizerBinding:
         """States that a step has made become DistTensors."""
         if self._seen(opt):  # a step writes to what is there
             return
+        self.apart.judge(opt, self.lies)
         for p, entry in opt.state.items():
-            if id(p) in self.lies:
+            if id(p) in self.lies and id(p) not in self.apart.found:
                 for v in entry.values():
                     if v.__class__ is Tensor and v.dim():
                         spec = self.lies[id(p)][1]
@@ -425,6 +431,12 @@ def _check_loaded(opt: Optimizer, state_dict: dict[str, Any]) -> None:
 def _hold_states(opt: Optimizer) -> None:
     """States that are there, whole or of any layout, become DistTensors that lie as their parameters' states do."""
     opt.__dict__["_meshwright"]._hold_states(opt)
+
+
+def _check_whole(opt: Optimizer) -> None:
+    """Refuse to give states as whole that are a rank's own."""
+    if refused := opt.__dict__["_meshwright"].apart.refusal("state_dict()"):
+        raise ShardError(refused)
 
 
 __all__ = ["OptimizerBinding", "binding_of", "shard_optimizer"]
