@@ -25,6 +25,17 @@ def operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], 
     return getattr(torch.ops.meshwright, name)
 
 
+# Functions of PyTorch, made of several ops, that a step under capture has as one call: each to what to call instead.
+KEPT: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def kept_whole(schema: str, fn: Callable[..., Any]) -> Any:
+    """An operator that is what ``fn`` makes of ops, and stays one call where these are traced."""
+    name = LIBRARY.define(schema)
+    LIBRARY.impl(name, fn, "CompositeImplicitAutograd")
+    return getattr(torch.ops.meshwright, name)
+
+
 class Internal:
     """A function as an op of its own: with distributed arguments, the rule of its name decides.
 
@@ -46,4 +57,4 @@ class Internal:
 
 internal = Internal
 
-__all__ = ["FUNCTIONS", "Internal", "internal", "operator"]
+__all__ = ["FUNCTIONS", "KEPT", "Internal", "internal", "kept_whole", "operator"]

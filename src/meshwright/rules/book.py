@@ -107,6 +107,7 @@ f(2,4,6,8), i(2,6,8) | nll_loss2d
 f(4,6), f(4,6), f(4) | cosine_embedding_loss
 f(4,6), i(4,6) | multilabel_margin_loss
 f(4,6), f(4), i(4), None, -100, False | class_sums
+f(4,6), f(8,6), None, i(4), None, -100, 2, False | head_sums
 f(2,4), f(4), i(4), -100 | class_loss
 i(4), None, -100 | target_weights
 f(4,6), (1,), True | extremum

@@ -15,7 +15,7 @@ import torch
 from .. import compat
 from ..compat import redispatch_function
 from ..operators import internal, operator
-from .core import Arg, Letters, Local, LocalFn, Rule, composite, notation, rule
+from .core import Arg, Letters, Local, LocalFn, Rule, notation, rule
 from .dims import with_row
 from .index import Shelf
 from .loss import MEAN, NONE, SUM, by_rows, weighed
@@ -72,11 +72,7 @@ def _by_parts(
         total, count = class_loss(*_exchanged(self, target, classes, ignore_index), target, ignore_index)
         return (total / count).to(self.dtype)
     loss = _split_classes(self, target, weight, ignore_index, label_smoothing, classes)
-    if reduction == NONE:
-        return loss
-    if reduction == SUM:
-        return loss.sum()
-    return loss.sum() / target_weights(target, weight, ignore_index).sum()
+    return reduced(loss, reduction, target, weight, ignore_index)
 
 
 def _soft_targets(
@@ -103,20 +99,38 @@ def _split_classes(
     x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, classes: int
 ) -> Tensor:
     sums, top = _exchanged(x, target, classes, ignore_index, weight, bool(label_smoothing))
-    log_sum = sums[0].log() + top
-    loss = target_weights(target, weight, ignore_index) * (log_sum - sums[1])
-    if label_smoothing:
-        total = x.shape[classes] if weight is None else weight.to(loss.dtype).sum()
-        loss = (1 - label_smoothing) * loss + (label_smoothing / x.shape[classes]) * (total * log_sum - sums[2])
-    # Not a product with 0: where all rows are ignored the gradient of the mean is no number, and theirs is 0.
-    loss = torch.where(target != ignore_index, loss, 0.0)
+    loss = losses(
+        sums[0].log() + top, sums[1:], x.shape[classes], target, weight, ignore_index, label_smoothing
+    )  # fmt: skip
     return loss.to(x.dtype)
+
+
+def losses(
+    log_sum: Tensor, sums: Tensor, classes: int, target: Tensor, weight: Tensor | None, ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:  # fmt: skip
+    """Per row: the loss, from the log of the sum of exp(logits), the logit of the target and the sum of the logits."""
+    loss = target_weights(target, weight, ignore_index) * (log_sum - sums[0])
+    if label_smoothing:
+        total = classes if weight is None else weight.to(loss.dtype).sum()
+        loss = (1 - label_smoothing) * loss + (label_smoothing / classes) * (total * log_sum - sums[1])
+    # Not a product with 0: where all rows are ignored the gradient of the mean is no number, and theirs is 0.
+    return torch.where(target != ignore_index, loss, 0.0)
+
+
+def reduced(loss: Tensor, reduction: int, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Losses of rows, reduced over them."""
+    if reduction == NONE:
+        return loss
+    if reduction == SUM:
+        return loss.sum()
+    return loss.sum() / target_weights(target, weight, ignore_index).sum()
 
 
 # ---------------------------------------------------------------------------------------------- internal ops
 
 
-def _own_class(target: Tensor, shelf: Shelf, ignore_index: int) -> tuple[Tensor, Tensor]:
+def own_class(target: Tensor, shelf: Shelf, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Whether a target is one of this rank's classes, and its place there: 0 where it is elsewhere or ignored, out of
     range where it is nowhere."""
     place, away = shelf.find(target)
@@ -124,7 +138,7 @@ def _own_class(target: Tensor, shelf: Shelf, ignore_index: int) -> tuple[Tensor,
     return counted & ~away, torch.where(counted, place, 0)
 
 
-def _picked(x: Tensor, classes: int, place: Tensor) -> Tensor:
+def of_class(x: Tensor, classes: int, place: Tensor) -> Tensor:
     """One number per row, of the class at ``place``.  Raises IndexError as the fused losses do."""
     try:
         return x.gather(classes, place.unsqueeze(classes)).squeeze(classes)
@@ -170,7 +184,7 @@ def _class_sums(
     x: Tensor, top: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, spread: bool, shelf: Shelf
 ) -> Tensor:
     classes = 0 if x.ndim == 1 else 1
-    own, place = _own_class(target, shelf, ignore_index)
+    own, place = own_class(target, shelf, ignore_index)
     empty = not x.numel()
     if empty:  # one class that counts for nothing: the graph is that of the other ranks, to any order
         x = with_row(x, classes) + top.unsqueeze(classes)
@@ -191,7 +205,7 @@ class _ClassSums(torch.autograd.Function):
         ctx: Any, x: Tensor, top: Tensor, own: Tensor, place: Tensor, weight: Tensor | None, spread: bool
     ) -> Tensor:
         sums = _EXP_SUM(x, top)
-        picked = _picked(x, -1, place).to(sums.dtype)
+        picked = of_class(x, -1, place).to(sums.dtype)
         parts = [sums, torch.where(own, picked, 0.0)]
         if spread:
             parts.append(x.sum(-1, dtype=sums.dtype) if weight is None else x.to(sums.dtype) @ weight.to(sums.dtype))
@@ -293,7 +307,7 @@ def _target_weights_rule(target: Arg, weight: Arg | None, ignore_index: int) -> 
 def _target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, shelf: Shelf) -> Tensor:
     if weight is None:
         return (target != ignore_index).to(torch.int64)
-    own, place = _own_class(target, shelf, ignore_index)
+    own, place = own_class(target, shelf, ignore_index)
     return torch.where(own, shelf.stocked(weight, 0)[place], 0.0)
 
 
@@ -339,19 +353,9 @@ def _pick(
     ignore_index: int = -100,
 ) -> Tensor:
     classes = 0 if x.ndim == 1 else 1
-    own, place = _own_class(target, shelf, ignore_index)
-    picked = -_picked(shelf.stocked(x, classes), classes, place)
+    own, place = own_class(target, shelf, ignore_index)
+    picked = -of_class(shelf.stocked(x, classes), classes, place)
     if weight is not None:
         picked = picked * shelf.stocked(weight, 0)[place]
     picked = torch.where(own, picked, 0.0)
     return picked if reduction == NONE else picked.sum()
-
-
-@composite("F.linear_cross_entropy")
-def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, options: Any = None, **named: Any
-) -> Tensor:
-    """A linear layer, then the cross entropy.  ``options`` say how one device goes over the rows in pieces; here the
-    logits are split instead."""
-    fn: Any = torch.nn.functional.linear_cross_entropy
-    return redispatch_function(fn, (type(input),), (input, linear_weight, target), named)

@@ -2,7 +2,8 @@
 
 The op has no kernel but the call itself (PyTorch's CompositeImplicitAutograd), so where the graph is run on what lies
 on a rank, autograd meets the user's backward, and what both do is recorded.  Like any op without a rule it runs on
-gathered inputs on every rank, as eager code does (``meshwright.functions``).
+gathered inputs on every rank, as eager code does (``meshwright.functions``).  Functions of PyTorch that have a rule of
+their own beside those of the ops that they are made of stay whole too.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ... import runtime
 from ...compat import apply_function, pytree
 from ...errors import CaptureError
-from ...operators import FUNCTIONS
+from ...operators import FUNCTIONS, KEPT
 from .fakes import replaced
 
 Tensor = torch.Tensor
@@ -112,4 +114,11 @@ def functions_as_ops() -> Iterator[None]:
         yield
 
 
-__all__ = ["functions_as_ops"]
+class Kept(TorchFunctionMode):
+    """Inside, functions of PyTorch that are to stay one call do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return KEPT.get(func, func)(*args, **(kwargs or {}))
+
+
+__all__ = ["Kept", "functions_as_ops"]

@@ -34,7 +34,7 @@ from ...marks import gradients_marked
 from ...runtime import is_users
 from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
-from .custom import functions_as_ops
+from .custom import Kept, functions_as_ops
 from .outs import copy_into_out
 from .outside import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
 from .refused import GENERATOR, derived, generators, inference_without_gradients, refused, without_validation
@@ -205,7 +205,7 @@ def export(
     regions: dict[str, Path] = {}
     with (
         _swapped(step, fakes), _naming_the_line(model), _quiet(), _noting_users_frames(), gradients_marked(),
-        preserve_node_meta(), Regions(partial(_annotated, regions)).noted(),
+        preserve_node_meta(), Regions(partial(_annotated, regions)).noted(), Kept(),
     ):  # fmt: skip
         return torch.export.export(step, tuple(given), strict=False, dynamic_shapes=dynamic), regions
 
