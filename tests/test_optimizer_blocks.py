@@ -234,7 +234,7 @@ def test_split_parameters_are_the_callers_word(kind: Any) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_captured(way: str) -> None:
-    """Its update runs behind the program, on this rank's parts; ZeRO is said to the captured step; ZeRO-3 is refused."""
+    """Its update runs behind the program, on parts; the captured step is told of ZeRO; ZeRO-3 is refused."""
     mesh, sharding, _ = WAYS[way]
     zero = {"zero-1": {"states_over": "dp"}, "zero-3": {"stored_over": "dp"}}.get(way, {})
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..compat import redispatch_function
 from ..operators import internal, operator
 from .core import Arg, Letters, Local, LocalFn, Rule, notation, rule
 from .dims import with_row

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import redispatch_function
 
+from ..compat import redispatch_function
 from ..layout import Shard, Spec, chunk_bounds
 from ..operators import KEPT, internal, kept_whole, operator
 from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
