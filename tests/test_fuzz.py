@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from conformance.fuzz import Leaf, Program, campaign, draw_program, judge, run_seed, shrink
-from meshwright import convert
+from meshwright import conversions, convert
 from meshwright.cli import app
 
 F64 = torch.float64
@@ -66,7 +66,7 @@ def test_refusals_defects_and_disagreement_are_told_apart(monkeypatch: pytest.Mo
 def test_one_rank_that_raises_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     before = convert._all_gather
 
-    def fails(step: convert.ConversionStep, here: tuple[int, ...]) -> object:
+    def fails(step: conversions.ConversionStep, here: tuple[int, ...]) -> object:
         if here == (1,):
             raise ValueError("one rank only")
         return before(step, here)

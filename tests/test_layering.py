@@ -24,6 +24,7 @@ LAYERS = (
         "collective",
         "generator",
         "rules",
+        "conversions",
         "convert",
         "cost",
         "resharding",

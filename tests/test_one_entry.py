@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright import collective, convert
+from meshwright import collective, conversions, convert
 from meshwright.collective import graph, ops
 from meshwright.errors import ProgramError
 from meshwright.passes import PassManager
@@ -41,8 +41,9 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         d, sizes = convert._dim(step.src, axis), convert._lengths(step.src, axis, here)
         return lambda t: _ring(t, d, sizes, group)
 
-    known = convert.kind_of
-    monkeypatch.setattr(convert, "kind_of", lambda a, b: "ring_gather" if known(a, b) == "all_gather" else known(a, b))
+    known = conversions.kind_of
+    named = {"all_gather": "ring_gather"}
+    monkeypatch.setattr(conversions, "kind_of", lambda a, b: named.get(known(a, b), known(a, b)))
     monkeypatch.setitem(convert._PREPARE, "ring_gather", prepared)
     yield
     for table in (ops.KINDS, graph.OPERATORS):

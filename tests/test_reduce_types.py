@@ -11,7 +11,7 @@ import torch
 from compare import FOUR, GRID, S0, R, on_ranks, same
 
 import meshwright as mw
-from meshwright import convert
+from meshwright import conversions
 from meshwright.cost import step_bytes
 from meshwright.errors import ConversionError, LayoutError
 from meshwright.layout import REDUCE_OPS, Layout, Partial, Replicate, Shard, Spec, commute, unreducible
@@ -220,7 +220,7 @@ def everything(mesh, shape):
                 if k > 1 and len({spec.reduced >> a & 1 for a in axes}) > 1:
                     continue
                 try:
-                    step = convert.between(spec, target, axes)
+                    step = conversions.between(spec, target, axes)
                 except ConversionError:
                     continue
                 steps.append((target, step_bytes(step) + step_bytes(step.transpose())))

@@ -34,7 +34,7 @@ if TYPE_CHECKING or not _COMMAND:
     )
     from .errors import RankFailedError
     from .generator import reproducible_random
-    from .layout import Layout, Partial, Replicate, Shard, Spec
+    from .layout import Float8, Layout, Partial, Replicate, Shard, Spec
     from .mesh import Mesh
     from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
     from .simulation import simulate
@@ -98,6 +98,7 @@ __all__ = [
     "Checkpoints",
     "DistTensor",
     "Explanation",
+    "Float8",
     "Layout",
     "LossScale",
     "Mesh",

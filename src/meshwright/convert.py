@@ -1,10 +1,7 @@
-"""One-step conversions between layouts, and their transposes.
+"""One-step conversions between layouts, run: on values, and differentiably.
 
-A *step* changes what one mesh axis (or several flattened ones) does to a tensor and keeps its value.  Its
-backward is the step between the dual types, the other way round: with ``Spec.grad`` as the dual (``Shard`` is
-its own, invariant ``Replicate`` is its own, reduced ``Replicate`` and ``Partial`` are each other's), the
-transpose of ``A -> B`` is ``B.grad() -> A.grad()``.  The whole table of the design page follows from that line;
-the idea is Xu et al., GSPMD, and JAX's varying/unreduced types.
+A *step* changes what one mesh axis (or several flattened ones) does to a tensor and keeps its value.  Its backward is
+the step between the dual types, the other way round (see ``conversions``).
 
 A Partial that is reduced otherwise than by a sum has parts with different shares of the gradient: those shares sum
 up to it, so its dual is ``Partial(sum)``.  What the share of a part is, ``_Weighted`` alone knows.
@@ -13,133 +10,18 @@ up to it, so its dual is ``Partial(sum)``.  What the share of a part is, ``_Weig
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from . import collective, runtime
+from .conversions import ConversionStep, lowered, op_of, replicated, transpose
 from .errors import ConversionError
-from .layout import REPLICATE, Partial, Placement, Replicate, Shard, Spec, chunk_bounds, neutral
+from .layout import Partial, Replicate, Shard, Spec, chunk_bounds, neutral, wire_name
 from .raw import as_plain
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ConversionStep:
-    """One conversion: ``kind`` over ``axes`` from ``src`` to ``dst``.
-
-    Kinds: ``retype`` (no data changes), ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``,
-    ``slice`` (own part of a replicated value), ``keep_one`` (value on the first rank, elsewhere what changes nothing
-    in the reduction), ``pad`` (own shard within the same), ``scale`` (between a sum and an average), ``cast`` (to
-    another dtype: of steps as they run, see :func:`lowered`).
-    """
-
-    kind: str
-    axes: tuple[int, ...]
-    src: Spec
-    dst: Spec
-
-    @property
-    def moves(self) -> bool:
-        """Whether data crosses between ranks: over axes of one rank none does."""
-        return self.kind in collective.KINDS and any(self.src.mesh.sizes[a] > 1 for a in self.axes)
-
-    @property
-    def adds(self) -> bool:
-        """Whether what several ranks hold is added up."""
-        return self.moves and _op(self.src, self) in collective.ADDS
-
-    def transpose(self) -> ConversionStep:
-        """The step that the backward of this one runs."""
-        return _transpose(self)
-
-    def __repr__(self) -> str:
-        axes = ",".join(self.src.mesh.axes[a] for a in self.axes)
-        return f"{self.kind}[{axes}] {self.src.layout!r} -> {self.dst.layout!r}"
-
-
-@lru_cache(maxsize=2048)
-def _transpose(step: ConversionStep) -> ConversionStep:
-    # The shares of the parts are constants of the forward, so but for them a reduction is transposed as a sum is.
-    src = step.src.dual()
-    if _op(step.src, step):
-        mask = sum(1 << a for a in step.axes)
-        src = _replicated(src, step.axes).with_(reduced=src.reduced | mask)
-    return between(step.dst.dual(), src, step.axes)
-
-
-def _op(spec: Spec, step: ConversionStep) -> str | None:
-    """By what the axes of a step are reduced in one of its specs."""
-    p = spec.layout.placements[step.axes[0]]
-    return p.op if isinstance(p, Partial) else None
-
-
-def _replicated(spec: Spec, axes: tuple[int, ...]) -> Spec:
-    layout = spec.layout
-    for a in axes:
-        layout = layout.replace(a, REPLICATE)
-    return spec.with_(layout=layout)
-
-
-def between(src: Spec, dst: Spec, axes: tuple[int, ...]) -> ConversionStep:
-    """The step from ``src`` to ``dst``, which differ on ``axes`` only.  Raises ConversionError if there is none."""
-    kinds = {_kind(src, dst, a) for a in axes}
-    if len(kinds) > 1:
-        kinds.discard("retype")
-    if len(kinds) != 1:
-        raise ConversionError(f"no single step leads from {src!r} to {dst!r}: it would mix {sorted(kinds)}")
-    return ConversionStep(kinds.pop(), axes, src, dst)
-
-
-def _kind(src: Spec, dst: Spec, axis: int) -> str:
-    a, b = src.layout.placements[axis], dst.layout.placements[axis]
-    return kind_of(a, b)
-
-
-def kind_of(a: Placement, b: Placement) -> str:
-    """The kind of step that leads from one placement to another.  Raises ConversionError if there is none."""
-    if isinstance(a, Replicate):
-        if isinstance(b, Replicate):
-            return "retype"
-        if isinstance(b, Shard):
-            return "slice"
-        # The same value everywhere is its own average and extremum, but not its own sum.
-        return "keep_one" if b.op in ("sum", "product") else "retype"
-    if isinstance(a, Partial):
-        if isinstance(b, Replicate):
-            return "all_reduce"
-        if isinstance(b, Shard):
-            return "reduce_scatter"
-        if a.op == b.op:
-            return "retype"
-        if {a.op, b.op} == {"sum", "avg"}:
-            return "scale"
-        raise ConversionError(f"a Partial({a.op!r}) cannot become a Partial({b.op!r}) without being reduced")
-    if isinstance(b, Shard):
-        return "all_to_all"
-    return "all_gather" if isinstance(b, Replicate) else "pad"
-
-
-@lru_cache(maxsize=2048)
-def lowered(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
-    """The steps as they run: a value whose parts are summed in a wider dtype (``Spec.summed``) is cast in front of the
-    first sum and behind the last one, so that it is rounded once."""
-    sums = [i for i, s in enumerate(steps) if s.adds]
-    if not sums or (dtype := steps[sums[0]].src.summed) is steps[sums[0]].src.dtype:
-        return steps
-    first, last = steps[sums[0]], steps[sums[-1]]
-    wide = [
-        ConversionStep(s.kind, s.axes, s.src.with_(dtype=dtype), s.dst.with_(dtype=dtype))
-        for s in steps[sums[0] : sums[-1] + 1]
-    ]
-    before, after = (
-        ConversionStep("cast", (), first.src, wide[0].src),
-        ConversionStep("cast", (), wide[-1].dst, last.dst),
-    )
-    return (*steps[: sums[0]], before, *wide, after, *steps[sums[-1] + 1 :])
 
 
 def run_all(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
@@ -199,7 +81,7 @@ def _scale(step: ConversionStep) -> float:
 
 
 def _reduce_op(step: ConversionStep) -> str:
-    op = _op(step.src, step)
+    op = op_of(step.src, step)
     assert op is not None
     return "sum" if op == "avg" else op
 
@@ -227,6 +109,23 @@ def _reduce_scatter(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     op, group = _reduce_op(step), collective.group(step.src.mesh, step.axes)
     d, sizes = _dim(step.dst, axis), _lengths(step.dst, axis, here)
     return lambda t: collective.reduce_scatter(t, d, sizes, op, group)
+
+
+def _wire_all_reduce(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    op, group, wire = _reduce_op(step), collective.group(step.src.mesh, step.axes), _wire(step)
+    return lambda t: collective.wire_all_reduce(t, op, wire, group)
+
+
+def _wire_reduce_scatter(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    (axis,) = step.axes
+    op, group, wire = _reduce_op(step), collective.group(step.src.mesh, step.axes), _wire(step)
+    d, sizes = _dim(step.dst, axis), _lengths(step.dst, axis, here)
+    return lambda t: collective.wire_reduce_scatter(t, op, d, sizes, wire, group)
+
+
+def _wire(step: ConversionStep) -> str:
+    assert step.src.wire is not None
+    return wire_name(step.src.wire)
 
 
 def _all_gather(step: ConversionStep, here: tuple[int, ...]) -> Runner:
@@ -258,7 +157,7 @@ def _slice(step: ConversionStep, here: tuple[int, ...]) -> Runner:
 
 def _keep_one(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     first = all(here[a] == 0 for a in step.axes)
-    ones = _op(step.dst, step) == "product"
+    ones = op_of(step.dst, step) == "product"
     if collective.recording():
         if ones:
             return lambda t: collective.keep_one(t, first) + collective.keep_one(torch.ones_like(t), not first)
@@ -273,7 +172,7 @@ def _pad(step: ConversionStep, here: tuple[int, ...]) -> Runner:
 
     # constant_pad_nd takes (before, after) of the last dim first.
     around = [0, 0] * (len(shape) - d - 1) + [lo, shape[d] - hi]
-    value = neutral(_op(step.dst, step) or "sum", step.dst.dtype)
+    value = neutral(op_of(step.dst, step) or "sum", step.dst.dtype)
 
     def pad(t: Tensor) -> Tensor:
         return torch.constant_pad_nd(t, around, value)
@@ -299,6 +198,8 @@ _PREPARE: dict[str, Callable[[ConversionStep, tuple[int, ...]], Runner]] = {
     "cast": _cast,
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
+    "wire_all_reduce": _wire_all_reduce,
+    "wire_reduce_scatter": _wire_reduce_scatter,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "slice": _slice,
@@ -312,7 +213,7 @@ def weighted(step: ConversionStep) -> bool:
     """Whether the parts of the result or of what is reduced have shares of the gradient: see :class:`_Weighted`."""
     if step.kind == "retype":
         return False
-    return _op(step.src, step) not in (None, "sum") or _op(step.dst, step) == "product"
+    return op_of(step.src, step) not in (None, "sum") or op_of(step.dst, step) == "product"
 
 
 def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
@@ -355,15 +256,6 @@ def _runs(steps: tuple[ConversionStep, ...]) -> tuple[tuple[tuple[ConversionStep
         else:
             parts.append((step,))
     return tuple((part, _Weighted if weighted(part[0]) else _Convert) for part in parts)
-
-
-@lru_cache(maxsize=2048)
-def transpose(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
-    """The steps that the backward of ``steps`` runs, in its order.
-
-    Each is the transpose of one forward step, but steps over several axes of one kind may be one.
-    """
-    return tuple(step.transpose() for step in reversed(steps))
 
 
 class _Convert(torch.autograd.Function):
@@ -455,7 +347,7 @@ class _Weighted(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
         (step,) = steps
         ctx.steps, ctx.cause = steps, runtime.RT.cause
-        op, group = _op(step.src, step), collective.group(step.src.mesh, step.axes)
+        op, group = op_of(step.src, step), collective.group(step.src.mesh, step.axes)
         if op == "avg":
             ctx.save_for_backward(local.new_tensor(1 / group.size))
             return _apart(run_all(steps, local), local)
@@ -471,11 +363,11 @@ class _Weighted(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (step,) = ctx.steps
         (share,) = ctx.saved_tensors
-        if torch.is_grad_enabled() and _op(step.src, step) == "product":
+        if torch.is_grad_enabled() and op_of(step.src, step) == "product":
             raise ConversionError("a reduction by product has no second derivative here: gather the factors first")
         back = transpose(ctx.steps)
         with runtime.serving(ctx.cause and ctx.cause.transposed(back)):
-            made = apply(back, grad * share) if _op(step.src, step) is None else apply(back, grad) * share
+            made = apply(back, grad * share) if op_of(step.src, step) is None else apply(back, grad) * share
         return made, None
 
 
@@ -495,4 +387,4 @@ def _share_of_product(local: Tensor, group: Any) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _reduced_everywhere(step: ConversionStep) -> ConversionStep:
-    return ConversionStep("all_reduce", step.axes, step.src, _replicated(step.src, step.axes))
+    return ConversionStep("all_reduce", step.axes, step.src, replicated(step.src, step.axes))

@@ -10,8 +10,8 @@ import math
 from functools import lru_cache
 
 from .collective import KINDS
-from .convert import ConversionStep, lowered
-from .layout import Shard, Spec
+from .conversions import ConversionStep, lowered
+from .layout import Shard, Spec, bytes_each
 
 
 def held_bytes(spec: Spec, *, without: tuple[int, ...] = ()) -> float:
@@ -36,7 +36,9 @@ def step_bytes(step: ConversionStep) -> float:
     if not before and not after:
         return 0.0
     n = math.prod(step.src.mesh.sizes[a] for a in step.axes)
-    return (n - 1) / n * (before * held_bytes(step.src) + after * held_bytes(step.dst))
+    src, dst = step.src, step.dst
+    sent = 1.0 if src.wire is None or not KINDS[step.kind].wired else bytes_each(src.wire) / src.dtype.itemsize
+    return (n - 1) / n * (before * sent * held_bytes(src) + after * held_bytes(dst))
 
 
 def bytes_of(steps: tuple[ConversionStep, ...]) -> float:

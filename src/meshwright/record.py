@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from . import resharding, runtime
-from .convert import ConversionStep, lowered
+from .conversions import ConversionStep, lowered
 from .cost import step_bytes
 from .errors import ExplicitError
-from .layout import Layout, dtype_name
+from .layout import Layout, wire_name
 from .runtime import user_line
 
-_SUMMED = ("all_reduce", "reduce_scatter")
 SINCE = "; it is Partial since "
 _USED = "each rank uses the value for its own part of "
 
@@ -31,7 +30,8 @@ class Record:
 
     ``src``, ``dst``: layouts before and after; of several tensors at once, which have none together, a word.
     ``use``: the op that asked with its rule; ranks that use one value in it for their parts make its gradient Partial.
-    ``dtypes``, ``sums``: for each of ``kinds`` the dtype of what it sends, and of how many ranks it adds up the parts.
+    ``dtypes``, ``sums``: for each of ``kinds`` the dtype of what it sends, and of how many ranks it adds up the parts
+    in that.
     """
 
     op: str
@@ -54,7 +54,7 @@ class Record:
     def transposed(self, steps: tuple[ConversionStep, ...]) -> Record:
         """Record of the backward of the same conversion, which runs ``steps``; listed where they move data."""
         moving = [s for s in lowered(steps) if s.moves]
-        summed = self.use and any(s.kind in _SUMMED for s in moving)
+        summed = self.use and any(s.reduces for s in moving)
         made = replace(
             self,
             **_sent(moving),
@@ -91,8 +91,8 @@ def _sent(moving: Sequence[ConversionStep]) -> dict[str, Any]:
     return {
         "kinds": tuple(s.kind for s in moving),
         "axes": tuple(dict.fromkeys(s.src.mesh.axes[a] for s in moving for a in s.axes)),
-        "dtypes": tuple(dtype_name(s.src.dtype) for s in moving),
-        "sums": tuple(math.prod(s.src.mesh.sizes[a] for a in s.axes) if s.adds else 0 for s in moving),
+        "dtypes": tuple(wire_name(s.travels) for s in moving),
+        "sums": tuple(math.prod(s.src.mesh.sizes[a] for a in s.axes) if s.rounds else 0 for s in moving),
     }
 
 
@@ -125,7 +125,7 @@ def implicit(
     """
     if not moves and runtime.RT.records is None:
         return
-    partial = any(s.kind in _SUMMED for s in plan.steps)
+    partial = any(s.reduces for s in plan.steps)
     use = op + (f" ({why})" if why else " (no rule: gathered)")
     if moves:
         reason = "a Partial value is reduced before " if partial else "operands are brought to one layout for "

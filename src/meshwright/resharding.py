@@ -1,7 +1,7 @@
 """From one layout to another: the cheapest sequence of steps, forward and backward bytes together.
 
-``plan`` searches (Dijkstra) over all sequences of steps of ``convert``: each axis may split any dim on the way, or be
-replicated.  Bytes are in proportion to the tensor's, so a way is found once for all shapes.  The plan is data;
+``plan`` searches (Dijkstra) over all sequences of steps of ``conversions``: each axis may split any dim on the way, or
+be replicated.  Bytes are in proportion to the tensor's, so a way is found once for all shapes.  The plan is data;
 ``convert.apply`` executes it.
 """
 
@@ -16,12 +16,12 @@ from functools import lru_cache
 
 import torch
 
-from . import convert
+from . import conversions
 from .collective import ADDS
-from .convert import ConversionStep
+from .conversions import ConversionStep
 from .cost import bytes_of, passes
 from .errors import ConversionError
-from .layout import REPLICATE, Layout, Partial, Placement, Shard, Spec, commute, dual, widest
+from .layout import REPLICATE, Layout, Partial, Placement, Shard, Spec, Wires, bytes_each, commute, dual, widest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,8 +57,8 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
     """
     if src.shape != dst.shape or src.mesh != dst.mesh:
         raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
-    sums = widest((src, dst))
-    src, dst = _decided(src, sums), _decided(dst, sums)
+    sums, wires = widest((src, dst)), src.wires
+    src, dst = _decided(src, sums, wires), _decided(dst, sums, wires)
     if src is dst:
         return ConversionPlan(src, dst, (), 0.0, 0.0)
     steps: list[ConversionStep] = []
@@ -67,11 +67,11 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
         layout, mask = here.layout, here.reduced
         for a in axes:
             layout, mask = layout.replace(a, placement), mask & ~(1 << a) | (reduced << a)
-        steps.append(convert.between(here, here.with_(layout=layout, reduced=mask), axes))
+        steps.append(conversions.between(here, here.with_(layout=layout, reduced=mask), axes))
         here = steps[-1].dst
     assert here is dst, (here, dst)
     way = tuple(steps)
-    return ConversionPlan(src, dst, way, bytes_of(way), bytes_of(convert.transpose(way)))
+    return ConversionPlan(src, dst, way, bytes_of(way), bytes_of(conversions.transpose(way)))
 
 
 def in_dtype(conversion: ConversionPlan, dtype: torch.dtype) -> ConversionPlan:
@@ -79,9 +79,9 @@ def in_dtype(conversion: ConversionPlan, dtype: torch.dtype) -> ConversionPlan:
     return plan(conversion.src.summed_as(dtype), conversion.dst.summed_as(dtype))
 
 
-def _decided(spec: Spec, sums: torch.dtype | None) -> Spec:
-    marked = spec.undecided or spec.copied or spec.known or spec.stored or spec.sums is not sums
-    return spec.with_(undecided=0, copied=False, stored=False, sums=sums) if marked else spec
+def _decided(spec: Spec, sums: torch.dtype | None, wires: Wires) -> Spec:
+    marked = spec.undecided or spec.copied or spec.known or spec.stored or spec.sums is not sums or spec.wires != wires
+    return spec.with_(undecided=0, copied=False, stored=False, sums=sums, wires=wires) if marked else spec
 
 
 # ---------------------------------------------------------------------------------------------- the search
@@ -99,15 +99,15 @@ def _moves(src: Spec, dst: Spec) -> list[Move]:
     # A dim shorter than the mesh would put more on some ranks than bytes on average tell.
     used = {*src.layout.dim_axes(), *dst.layout.dim_axes()}
     spare = tuple([d for d, n in enumerate(src.shape) if n >= src.mesh.size and d not in used][:_SPARE])
-    wide = src.summed.itemsize / src.dtype.itemsize
+    there, back = ((src.summed.itemsize if w is None else bytes_each(w)) / src.dtype.itemsize for w in src.wires)
     try:
-        return _between((src.layout, src.reduced), (dst.layout, dst.reduced), spare, wide)
+        return _between((src.layout, src.reduced), (dst.layout, dst.reduced), spare, (there, back))
     except ConversionError:
         raise ConversionError(f"no sequence of conversions leads from {src!r} to {dst!r}") from None
 
 
 @lru_cache(maxsize=4096)
-def _between(src: tuple[Layout, int], dst: tuple[Layout, int], spare: tuple[int, ...], wide: float) -> list[Move]:
+def _between(src: tuple[Layout, int], dst: tuple[Layout, int], spare: tuple[int, ...], wide: Wide) -> list[Move]:
     """The cheapest way, found for dims by number of appearance: shapes do not matter to it."""
     dims = [*sorted({*src[0].dim_axes(), *dst[0].dim_axes()}), *spare]
     ends = tuple(
@@ -121,14 +121,15 @@ def _between(src: tuple[Layout, int], dst: tuple[Layout, int], spare: tuple[int,
     return [(axes, (Shard(dims[p.dim]) if isinstance(p, Shard) else p, r)) for axes, (p, r) in found]
 
 
+Wide = tuple[float, float]
 End = tuple[tuple[Placement, bool, int], ...]
 
 
 @lru_cache(maxsize=16384)
-def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: float) -> list[Move]:
+def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide) -> list[Move]:
     """Dijkstra over all layouts of ``ndim`` dims, with the reductions that occur at the ends, by bytes of both ways.
 
-    ``wide``: bytes that are sent in a sum for each byte of tensor.
+    ``wide``: bytes that are sent in a sum for each byte of tensor, forward and backward.
     """
     ends = dict.fromkeys((p, r) for p, r, _ in (*dst, *src))
     shards = ((Shard(d), False) for d in range(ndim))
@@ -172,7 +173,7 @@ Price = tuple[int, float, float]
 
 
 @lru_cache(maxsize=1024)
-def _prices(types: tuple[Type, ...], wide: float) -> list[list[Price]]:
+def _prices(types: tuple[Type, ...], wide: Wide) -> list[list[Price]]:
     """For each type what it may become in one step, by the kinds of the step and of its transpose."""
     table: list[list[Price]] = []
     for p, r in types:
@@ -181,18 +182,18 @@ def _prices(types: tuple[Type, ...], wide: float) -> list[list[Price]]:
             if (p, r) == (q, s):
                 continue
             try:
-                there = _passes(p, q, wide)
+                there = _passes(p, q, wide[0])
             except ConversionError:
                 continue
             source = (Partial(), False) if isinstance(p, Partial) else (p, r)
-            back = _passes(dual(q, s)[0], dual(*source)[0], wide)
+            back = _passes(dual(q, s)[0], dual(*source)[0], wide[1])
             table[-1].append((i, there[0] + back[1], there[1] + back[0]))
     return table
 
 
 def _passes(p: Placement, q: Placement, wide: float) -> tuple[float, float]:
     """Of the step from one placement to another: see ``cost.passes``."""
-    before, after = passes(convert.kind_of(p, q))
+    before, after = passes(conversions.kind_of(p, q))
     sums = isinstance(p, Partial) and p.op in ADDS
     return (before * wide, after * wide) if sums else (before, after)
 

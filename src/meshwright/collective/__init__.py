@@ -20,6 +20,7 @@ from .graph import (
     Emitter,
     bytes_of,
     group_of,
+    group_size,
     keep_one,
     mesh_of_text,
     mesh_text,
@@ -48,6 +49,7 @@ from .ops import (
 )
 from .post import Post, leave_with, watch_over
 from .wire import Pending, row_major
+from .wired import scatter_sum_async, sum_async, wire_all_reduce, wire_reduce_scatter
 
 __all__ = [
     "ADDS",
@@ -83,6 +85,7 @@ __all__ = [
     "digests",
     "group",
     "group_of",
+    "group_size",
     "keep_one",
     "leave_with",
     "meeting",
@@ -95,7 +98,11 @@ __all__ = [
     "rounds",
     "row_major",
     "same_values",
+    "scatter_sum_async",
     "so_far",
+    "sum_async",
     "together",
     "watch_over",
+    "wire_all_reduce",
+    "wire_reduce_scatter",
 ]

@@ -19,7 +19,7 @@ from ..errors import CollectiveError
 from ..mesh import Mesh, parse_mesh
 from ..operators import operator
 from ..simulation import Call
-from . import ops
+from . import ops, wired
 from .groups import Group, group
 from .kinds import Kind
 
@@ -47,6 +47,12 @@ def group_of(axes: str, mesh: str) -> Group:
     """This rank's group over the named axes (``"dp,tp"``)."""
     on = mesh_of_text(mesh)
     return group(on, tuple(on.axis_index(a) for a in axes.split(",")))
+
+
+def group_size(axes: str, mesh: str) -> int:
+    """How many ranks are in a group over the named axes."""
+    on = mesh_of_text(mesh)
+    return math.prod(on.axis_size(a) for a in axes.split(","))
 
 
 # ---------------------------------------------------------------------------------------------- operators
@@ -91,7 +97,10 @@ def add(kind: Kind) -> None:
         STARTS[made.default] = started.default
 
 
-for _kind in (ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.ALL_TO_ALL, ops.BROADCAST):
+for _kind in (
+    ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.ALL_TO_ALL, ops.BROADCAST, wired.WIRE_ALL_REDUCE,
+    wired.WIRE_REDUCE_SCATTER,
+):  # fmt: skip
     add(_kind)
 
 
@@ -117,10 +126,9 @@ def bytes_of(target: Any, shape: Sequence[int], dtype: torch.dtype, options: Seq
     """
     kind = COLLECTIVES[target]
     *own, axes, mesh = options
-    on = mesh_of_text(mesh)
-    n = math.prod(on.axis_size(a) for a in axes.split(","))
-    before, after = (math.prod(s) * dtype.itemsize for s in (shape, kind.shape(shape, own)))
-    return kind.bytes(before, after, n)
+    n = group_size(axes, mesh)
+    after = math.prod(kind.shape(shape, own)) * dtype.itemsize
+    return kind.bytes(kind.sent(shape, dtype, own), after, n)
 
 
 # ---------------------------------------------------------------------------------------------- recording
@@ -183,6 +191,7 @@ __all__ = [
     "Emitter",
     "bytes_of",
     "group_of",
+    "group_size",
     "keep_one",
     "mesh_of_text",
     "mesh_text",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..layout import Wire, wire_bytes, wire_from
 from .wire import resized
 
 Tensor = torch.Tensor
@@ -42,7 +43,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of collective.  Of its options, ``op`` is a reduction and ``index`` this rank's place in the group.
+    """A kind of collective.
+
+    Of its options, ``op`` is a reduction, ``index`` this rank's place in the group, and ``wire`` the name of the format
+    in which parts travel to be added up.
 
     Attributes:
         name: ``"all_reduce"``...
@@ -88,6 +92,28 @@ class Kind:
             sizes = by_name[cut.sizes]
             made = tuple(resized(made, by_name[cut.dim], sum(sizes) if cut.joins else sizes[by_name["index"]]))
         return made
+
+    def format(self, dtype: torch.dtype, options: Sequence[Any]) -> Wire:
+        """In what a tensor of this dtype travels: in the option ``wire``, where there is one."""
+        wire = self.named(options).get("wire")
+        return dtype if wire is None else wire_from(wire)
+
+    def sent(self, shape: Sequence[int], dtype: torch.dtype, options: Sequence[Any]) -> int:
+        """Bytes of what a rank brings as it travels; parts that are cut from it are encoded each by itself."""
+        wire, said = self.format(dtype, options), self.named(options)
+        cuts = () if wire is dtype else self.cuts
+        parts = [resized(shape, said[c.dim], n) for c in cuts for n in said[c.sizes]] or [tuple(shape)]
+        return sum(wire_bytes(wire, math.prod(part)) for part in parts)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank gets a part of what is reduced."""
+        return self.reduces and bool(self.cuts)
+
+    @property
+    def wired(self) -> bool:
+        """Whether what is added up travels in a format of its own, and is added up in float32."""
+        return "wire" in self.names
 
     def bytes(self, before: int, after: int, n: int) -> int:
         """Bytes that pass each of ``n`` ranks, from those of what it brings and of what it ends with."""

@@ -45,6 +45,9 @@ class Pending:
     def __init__(self, work: Any, result: Any, finish: Callable[[Any], Any] | None = None) -> None:
         self._work, self._result, self._finish = work, result, finish
 
+    def advance(self) -> None:
+        """Start what is to come after the first of several collectives; where there is one there is nothing to do."""
+
     def wait(self) -> Tensor:
         """Block until the result is there (on a GPU: until the stream waits for it) and return it."""
         work, finish = self._work, self._finish

@@ -8,7 +8,7 @@ import torch.fx as fx
 
 from .. import runtime
 from ..collective import ADDS, COLLECTIVES, bytes_of, rounds
-from ..layout import dtype_name
+from ..layout import dtype_name, wire_name
 from ..program import Program, value_of
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..record import Record
@@ -55,10 +55,10 @@ def _collective(program: Program, number: int, node: fx.Node, names: dict[str, s
     nbytes = bytes_of(node.target, given.shape, given.dtype, options)
     mesh, ranks = program.mesh, math.prod(program.mesh.sizes[program.mesh.axis_index(a)] for a in axes)
     kind = COLLECTIVES[node.target]
-    added = kind.reduces and kind.named(options[:-2])["op"] in ADDS
+    added = kind.reduces and not kind.wired and kind.named(options[:-2])["op"] in ADDS
     return Collective(
         number, info.role, kind.name, op, argument, parameter, tensor,
-        given.shape if cause is None else cause.shape, given.shape, dtype_name(given.dtype),
+        given.shape if cause is None else cause.shape, given.shape, wire_name(kind.format(given.dtype, options[:-2])),
         "" if cause is None else cause.src, "" if cause is None else cause.dst, nbytes, axes,
         mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), info.line,
         "" if cause is None else cause.reason, node.name, cause is not None and cause.asked, place,

@@ -22,10 +22,12 @@ from .placement import (
     neutral,
     unreducible,
 )  # fmt: skip
-from .spec import Spec, dtype_from, dtype_name, layout_data, layout_from, spec_data, spec_from, wider, widest
+from .spec import Spec, Wires, dtype_from, dtype_name, layout_data, layout_from, spec_data, spec_from, wider, widest
+from .wire import CASTS, Float8, Wire, block_of, bytes_each, wire_bytes, wire_from, wire_name
 
 __all__ = [
-    "REDUCE_OPS", "REPLICATE", "Layout", "Partial", "Placement", "Placements", "Replicate", "Shard", "Spec",
-    "as_placement", "chunk_bounds", "chunk_sizes", "commute", "dtype_from", "dtype_name", "dual", "layout_data",
-    "layout_from", "neutral", "spec_data", "spec_from", "unreducible", "wider", "widest",
+    "CASTS", "REDUCE_OPS", "REPLICATE", "Float8", "Layout", "Partial", "Placement", "Placements", "Replicate", "Shard",
+    "Spec", "Wire", "Wires", "as_placement", "block_of", "bytes_each", "chunk_bounds", "chunk_sizes", "commute",
+    "dtype_from", "dtype_name", "dual", "layout_data", "layout_from", "neutral", "spec_data", "spec_from",
+    "unreducible", "wider", "widest", "wire_bytes", "wire_from", "wire_name",
 ]  # fmt: skip

@@ -12,6 +12,10 @@ from ..errors import LayoutError
 from ..mesh import Mesh
 from .layout import Layout
 from .placement import REPLICATE, Partial, Placement, Shard, dual, unreducible
+from .wire import Wire, wire_from, wire_name
+
+Wires = tuple[Wire | None, Wire | None]
+_AS_IT_IS: Wires = (None, None)
 
 
 class Spec:
@@ -24,6 +28,8 @@ class Spec:
     ``known`` is set on the spec of a Partial that was reduced: its value is at hand in that spec too.
     ``stored`` marks a parameter for which another tensor may stand in (see ``tensor.standin``).
     ``sums`` is the least dtype in which what ranks hold is summed, of the value and of its gradient; None: their own.
+    ``wires`` are the formats in which what ranks hold travels where it is summed, of the value (``wire``) and of its
+    gradient (``grad_wire``), which swaps them; None: as it is.
     """
 
     __slots__ = (
@@ -40,6 +46,7 @@ class Spec:
         "stored",
         "sums",
         "undecided",
+        "wires",
     )
 
     layout: Layout
@@ -53,6 +60,7 @@ class Spec:
     known: Spec | None
     stored: bool
     sums: torch.dtype | None
+    wires: Wires
     _grad: Spec | None
 
     _made: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
@@ -68,6 +76,7 @@ class Spec:
         known: Spec | None = None,
         stored: bool = False,
         sums: torch.dtype | None = None,
+        wires: Wires = _AS_IT_IS,
     ) -> Spec:
         try:
             layout = layout.with_ndim(len(shape))
@@ -79,7 +88,7 @@ class Spec:
         undecided &= layout.replicated & ~reduced
         if sums is not None and not (dtype.is_floating_point or dtype.is_complex):
             sums = None
-        key = (tuple(shape), dtype, layout, reduced, undecided, copied, known, stored, sums)
+        key = (tuple(shape), dtype, layout, reduced, undecided, copied, known, stored, sums, wires)
         found = cls._made.get(key)
         if found is None:
             if not isinstance(dtype, torch.dtype):
@@ -91,9 +100,19 @@ class Spec:
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
             found.reduced, found.undecided, found.copied = reduced, undecided, copied
-            found.known, found.stored, found.sums, found._grad = known, stored, sums, None
+            found.known, found.stored, found.sums, found.wires, found._grad = known, stored, sums, wires, None
             cls._made[key] = found
         return found
+
+    @property
+    def wire(self) -> Wire | None:
+        """The format in which what ranks hold of the value travels where it is summed; None: as it is."""
+        return self.wires[0]
+
+    @property
+    def grad_wire(self) -> Wire | None:
+        """The same of its gradient."""
+        return self.wires[1]
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +155,7 @@ class Spec:
         pairs = [dual(p, bool(self.reduced >> a & 1)) for a, p in enumerate(self.layout.placements)]
         layout = Layout(self.mesh, [p for p, _ in pairs], order=dict(self.layout.order), ndim=self.ndim)
         mask = sum(1 << a for a, (_, reduced) in enumerate(pairs) if reduced)
-        return Spec(self.shape, self.dtype, layout, mask, sums=self.sums)
+        return Spec(self.shape, self.dtype, layout, mask, sums=self.sums, wires=self.wires[::-1])
 
     def with_(
         self,
@@ -150,6 +169,7 @@ class Spec:
         known: Spec | None = None,
         stored: bool | None = None,
         sums: torch.dtype | None = None,
+        wires: Wires | None = None,
     ) -> Spec:
         """The same spec with some parts replaced; what is known of the value is forgotten unless it is given."""
         return Spec(
@@ -162,20 +182,23 @@ class Spec:
             known,
             self.stored if stored is None else stored,
             self.sums if sums is None else sums,
+            self.wires if wires is None else wires,
         )
 
     def summed_as(self, dtype: torch.dtype) -> Spec:
         """The same spec of values of another dtype, which are summed over ranks in that and no other."""
         flags = (self.reduced, self.undecided, self.copied, None, self.stored)
-        return Spec(self.shape, dtype, self.layout, *flags)
+        return Spec(self.shape, dtype, self.layout, *flags, wires=self.wires)
 
     def __repr__(self) -> str:
         dtype = dtype_name(self.dtype)
         sums = "" if self.summed is self.dtype else f", summed in {dtype_name(self.summed)}"
-        return f"{dtype}[{', '.join(map(str, self.shape))}] {self.layout!r}{sums}"
+        formats = zip(("sent as", "gradient sent as"), self.wires, strict=True)
+        wire = "".join(f", {how} {wire_name(w)}" for how, w in formats if w is not None)
+        return f"{dtype}[{', '.join(map(str, self.shape))}] {self.layout!r}{sums}{wire}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        flags = (self.reduced, self.undecided, self.copied, self.known, self.stored, self.sums)
+        flags = (self.reduced, self.undecided, self.copied, self.known, self.stored, self.sums, self.wires)
         return Spec, (tuple(self.shape), self.dtype, self.layout, *flags)
 
 
@@ -201,7 +224,8 @@ def spec_data(spec: Spec) -> dict[str, Any]:
     made: dict[str, Any] = {"shape": list(spec.shape), "dtype": dtype_name(spec.dtype)}
     flags = {k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))}
     sums = {} if spec.sums is None else {"sums": dtype_name(spec.sums)}
-    return made | layout_data(spec.layout) | flags | sums
+    wires = {"wires": [w and wire_name(w) for w in spec.wires]} if any(spec.wires) else {}
+    return made | layout_data(spec.layout) | flags | sums | wires
 
 
 def layout_data(layout: Layout) -> dict[str, Any]:
@@ -222,7 +246,9 @@ def spec_from(data: Mapping[str, Any], mesh: Mesh) -> Spec:
     layout = layout_from(data, mesh, len(shape))
     kinds = {k: data.get(k, 0) for k in ("reduced", "undecided")}
     sums = dtype_from(data["sums"]) if "sums" in data else None
-    return Spec(shape, dtype_from(data["dtype"]), layout, copied=data.get("copied", False), sums=sums, **kinds)
+    own, gradient = (w and wire_from(w) for w in data.get("wires", _AS_IT_IS))
+    copied, dtype = data.get("copied", False), dtype_from(data["dtype"])
+    return Spec(shape, dtype, layout, copied=copied, sums=sums, wires=(own, gradient), **kinds)
 
 
 def layout_from(data: Mapping[str, Any], mesh: Mesh, ndim: int | None) -> Layout:

@@ -11,8 +11,8 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
-from ..layout import chunk_sizes
+from ..collective import COLLECTIVES, group_size
+from ..layout import bytes_each, chunk_sizes
 from ..program.ir.nodes import VIEWS, checked_value, info_of
 from .gradients import Gradients, SentGradient
 
@@ -90,7 +90,7 @@ _UNFUSIBLE = "a reduce-scatter of the step's own, into other parts"
 
 def fusible(r: SentGradient) -> bool:
     """Whether a reduction can share a buffer with others."""
-    if r.kind is ALL_REDUCE:
+    if not r.kind.scatters:
         return True
     value, (_, _, dim, sizes, *_) = checked_value(r.gradient), r.node.args
     return list(sizes) == chunk_sizes(value.shape[dim], len(sizes))  # type: ignore[arg-type, index]
@@ -187,8 +187,9 @@ def _first_members(listed: list[SentGradient], wire: list[float], most: float) -
 
 
 def _wire_bytes(r: SentGradient) -> float:
-    value = checked_value(r.gradient)
-    return bytes_of(r.node.target, (r.nbytes // value.dtype.itemsize,), value.dtype, r.node.args[1:])
+    dtype, (*options, axes, mesh) = checked_value(r.gradient).dtype, r.node.args[1:]
+    before = r.nbytes / dtype.itemsize * bytes_each(r.kind.format(dtype, options))
+    return r.kind.bytes(round(before), 0, group_size(str(axes), str(mesh)))
 
 
 # ---------------------------------------------------------------------------------------------- time

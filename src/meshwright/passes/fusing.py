@@ -12,13 +12,13 @@ import torch
 import torch.fx as fx
 
 from .. import compat
-from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, WAIT_OP, bytes_of
+from ..collective import COLLECTIVES, STARTS, WAIT_OP, bytes_of
 from ..program.ir.inplace import storages
 from ..program.ir.nodes import VIEWS, Value, annotate, call, checked_value, info_of, value_of
 from ..program.ir.packed import PACK
 from ..program.ir.program import Program
 from ..record import Record
-from ..shard.packing import Packing
+from ..shard.packing import Packing, aligned
 from .buckets import FusedBucket
 from .gradients import Gradients, SentGradient, is_view
 from .slicing import new_storage
@@ -69,7 +69,7 @@ class Fusing:
     def run(self, bucket: FusedBucket) -> None:
         """Let the reductions of a bucket run as one."""
         members = bucket.members
-        if members[0].kind is REDUCE_SCATTER:
+        if members[0].kind.scatters:
             if len(members) == 1:
                 self._scatter(members[0])
             else:
@@ -123,7 +123,9 @@ class Fusing:
         at = min(self.gradients.place[n] for n in origins)
         first = self.gradients.order[max(at, self.gradients.inputs)]
         options = {"dtype": value.dtype, "device": torch.device(self._program.mesh.device)}
-        return self._ahead(first, aten.empty.memory_format, ([count],), options, made)
+        # What lies between gradients is encoded with them, where several elements are together.
+        gaps = members[0].step > 1 and count != sum(_numel(r.gradient) for r in members)
+        return self._ahead(first, aten.zeros.default if gaps else aten.empty.memory_format, ([count],), options, made)
 
     def _write(self, r: SentGradient, buffer: fx.Node, offset: int, place: int) -> None:
         """Have a gradient written into its part of the buffer: by what makes it, or copied."""
@@ -208,11 +210,11 @@ class Fusing:
     def _scatter_together(self, members: Sequence[SentGradient]) -> None:
         """Reduce-scatters of several gradients as one: each rank gets a row with its chunks of all."""
         place, first = self._place(members), members[0].node
-        _, op, _, sizes, index, axes, mesh = first.args
+        _, op, _, sizes, index, *rest = first.args
         n = len(sizes)  # type: ignore[arg-type]
         values = [checked_value(r.gradient) for r in members]
         dims = [int(r.node.args[2]) for r in members]  # type: ignore[arg-type]
-        packing = Packing([v.shape for v in values], dims, n)
+        packing = Packing([v.shape for v in values], dims, n, members[0].step)
         buffer = self._buffer(members, n * packing.row)
         for r, dim, offset in zip(members, dims, packing.offsets, strict=True):
             args = (buffer, r.gradient, dim, n, offset)
@@ -220,9 +222,7 @@ class Fusing:
         self.storage += 1
         dtype = checked_value(buffer).dtype
         row = Value((packing.row,), dtype, self.storage, packing.row * dtype.itemsize)
-        started = self._behind(
-            place, STARTS[first.target], (buffer, op, 0, packing.sizes, index, axes, mesh), row, first
-        )
+        started = self._behind(place, STARTS[first.target], (buffer, op, 0, packing.sizes, index, *rest), row, first)
         annotate(started, sync=", ".join(r.name for r in members), cause=self._cause(members, started))
         self._wait(started, members, packing.offsets)
 
@@ -252,13 +252,8 @@ class Fusing:
 
 def _offsets(members: Sequence[SentGradient]) -> tuple[list[int], int]:
     """At which element of a buffer each gradient begins, and how many elements the buffer has."""
-    made, end = [], 0
-    for r in members:
-        value = checked_value(r.gradient)
-        step = ALIGNED // value.dtype.itemsize
-        made.append(-(-end // step) * step)
-        end = made[-1] + math.prod(value.shape)
-    return made, end
+    step = math.lcm(ALIGNED // checked_value(members[0].gradient).dtype.itemsize, members[0].step)
+    return aligned([_numel(r.gradient) for r in members], step)
 
 
 def _numel(node: fx.Node) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx as fx
 
-from ..collective import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, STARTS
+from ..collective import COLLECTIVES, STARTS
 from ..errors import PassError
 from ..program.ir.inplace import follow, returned, storages, written
 from ..program.ir.nodes import (
@@ -239,7 +239,8 @@ class _Merge:
 
         A part of one that was scattered is small, and under way until the backward ends.
         """
-        under_way = COLLECTIVES.get(gradient.target) is REDUCE_SCATTER
+        kind = COLLECTIVES.get(gradient.target)
+        under_way = kind is not None and kind.scatters
         with graph.inserting_after(end if under_way and end is not None else gradient):
             made = call(graph, aten.add_.Tensor, (place, gradient), info_of(gradient).beside(checked_value(place)))
         if self.alpha != 1.0:
@@ -354,7 +355,7 @@ def _unsent(node: fx.Node, whole_sums: bool) -> fx.Node:
         if len(before.users) > 1 or before.op != "call_function":
             break
         if is_sum(at):
-            if not whole_sums and COLLECTIVES[at.target] is not ALL_REDUCE:
+            if not whole_sums and COLLECTIVES[at.target].scatters:
                 break
             found = before
         at = before

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..collective import COLLECTIVES, REDUCE_SCATTER, STARTS, Kind
-from ..layout import Shard, Spec
+from ..collective import COLLECTIVES, STARTS, Kind
+from ..layout import Shard, Spec, block_of, wire_from
 from ..program.ir.inplace import storages, written
 from ..program.ir.nodes import LINEAR_VIEWS, checked_value, draws, info_of, is_mutating, is_sum, value_of
 from ..program.ir.program import Program
@@ -55,8 +55,16 @@ class SentGradient:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What reductions that may share one collective have in common: kind, dtype, op, axes, mesh and unit."""
-        return (self.kind, checked_value(self.gradient).dtype, self.node.args[1], *self.node.args[-2:], self.unit)
+        """What reductions that may share one collective have in common: kind, dtype, op, wire, axes, mesh and unit."""
+        said = self.kind.named(self.node.args[1:-2])
+        dtype = checked_value(self.gradient).dtype
+        return (self.kind, dtype, said["op"], said.get("wire"), *self.node.args[-2:], self.unit)
+
+    @property
+    def step(self) -> int:
+        """Elements that are encoded together on the wire: at multiples of it gradients begin in a buffer."""
+        wire = self.group[3]
+        return 1 if wire is None else block_of(wire_from(wire))
 
 
 def scale_of(node: fx.Node) -> float | None:
@@ -208,7 +216,7 @@ def is_reduction(node: fx.Node) -> bool:
         return False
     if info_of(node).sync or any(info_of(n).grad_of for n in chain_up(node.args[0])):
         return True
-    return COLLECTIVES[node.target] is REDUCE_SCATTER and bool(grad_below(node))
+    return COLLECTIVES[node.target].scatters and bool(grad_below(node))
 
 
 def grad_below(node: fx.Node) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch.fx as fx
 
-from ..collective import ALL_REDUCE, COLLECTIVES, bytes_of
+from ..collective import COLLECTIVES, bytes_of
 from ..program.ir.inplace import follow
 from ..program.ir.nodes import annotate, info_of, is_sum, value_of
 from ..program.ir.program import Program
@@ -17,15 +17,15 @@ def flattened(program: Program) -> tuple[Program, int]:
     """The program, whose graph is changed, with one all-reduce where several in a row sum a gradient; how many went."""
     causes, count = list(program.causes), 0
     for node in list(program.graph.nodes):
-        while COLLECTIVES.get(node.target) is ALL_REDUCE and is_reduction(node):
+        while is_reduction(node) and not COLLECTIVES[node.target].scatters:
             inner = _inner(node)
             if inner is None:
                 break
             inner.replace_all_uses_with(inner.all_input_nodes[0])
-            _, op, axes, mesh = node.args
-            names = set(f"{axes},{inner.args[2]}".split(","))
+            *given, axes, mesh = node.args
+            names = set(f"{axes},{inner.args[-2]}".split(","))
             together = ",".join(a for a in program.mesh.axes if a in names)
-            node.args = (node.args[0], op, together, mesh)
+            node.args = (*given, together, mesh)
             value, cause = value_of(node), program.cause(node)
             if cause is not None and value is not None:
                 moved = bytes_of(node.target, value.shape, value.dtype, node.args[1:])
@@ -42,8 +42,8 @@ def _inner(node: fx.Node) -> fx.Node | None:
     """The sum over other axes of which a sum is the only reader, through ops that may change places with it."""
     at = node.args[0]
     while isinstance(at, fx.Node) and len(at.users) == 1:
-        if at.target is node.target and at.args[1] == node.args[1] and is_sum(at):
-            own, other = (set(str(n.args[2]).split(",")) for n in (node, at))
+        if at.target is node.target and at.args[1:-2] == node.args[1:-2] and is_sum(at):
+            own, other = (set(str(n.args[-2]).split(",")) for n in (node, at))
             return at if own.isdisjoint(other) and not info_of(at).grad_of else None
         if not is_linear(at):
             return None

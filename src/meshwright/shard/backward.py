@@ -14,7 +14,7 @@ import torch
 from .. import collective, compat, convert
 from ..dispatch import disabled
 from ..errors import ShardError
-from ..layout import Spec
+from ..layout import Spec, block_of
 from ..mesh import Mesh
 from ..raw import bare, get_grad, set_grad
 from ..resharding import plan as plan_conversion
@@ -26,7 +26,6 @@ from .precision import reduce_dtype
 
 Tensor = torch.Tensor
 _engine: Any = compat.execution_engine
-_unflatten = compat.C_NN.unflatten_dense_tensors
 
 
 class Synced(Protocol):
@@ -153,6 +152,7 @@ class Backward:
     def _launch(self, k: int) -> None:
         """Take the gradients of a bucket from their parameters and start their reduction."""
         self.launched = k + 1
+        self._advance_sums()
         bucket = self.plan.buckets[k]
         with torch.no_grad(), disabled():
             grads: list[Tensor] = []
@@ -173,22 +173,25 @@ class Backward:
             if grads:
                 self.in_flight.append(self._start(bucket, members, grads))
 
+    def _advance_sums(self) -> None:
+        """Start the second collective of reductions that have two, where all ranks do."""
+        with torch.no_grad(), disabled():
+            for earlier in self.in_flight:
+                earlier.advance()
+
     def _start(self, bucket: Bucket, members: list[int], grads: list[Tensor]) -> InFlight:
         """Start the reduction of gradients that were taken from their parameters."""
         mesh = self.sync.mesh
         params, specs = [self.sync.params[i] for i in members], [self.plan.synced[i] for i in members]
         if bucket.scatter is not None:
             axis = bucket.scatter
-            packing = Packing([Tensor.size(g) for g in grads], [split_dim(s, axis) for s in specs], mesh.sizes[axis])
+            dims, step = [split_dim(s, axis) for s in specs], block_of(bucket.wire)
+            packing = Packing([Tensor.size(g) for g in grads], dims, mesh.sizes[axis], step)
             others = tuple(a for a in bucket.axes if a != axis)
             return Scattering(params, [bare(g) for g in grads], specs, packing, axis, others)
         group = collective.group(mesh, bucket.axes)
-        if len(grads) == 1:
-            return Reduction(params, specs, grads, collective.all_reduce_async(grads[0], "sum", group))
-        flat = bucket.buffer(grads)
-        views = _unflatten(flat, grads)
-        torch._foreach_copy_(views, grads)
-        return Reduction(params, specs, views, collective.all_reduce_async(flat, "sum", group))
+        flat, views = (grads[0], grads) if len(grads) == 1 else bucket.filled(grads)
+        return Reduction(params, specs, views, collective.sum_async(flat, group, bucket.wire))
 
     # -- stored parameters ----------------------------------------------------------------------------
 
@@ -224,6 +227,7 @@ class Backward:
         group.open.discard(id(p))
         if not group.open and self.sync.enabled and self.sync.scatter is not None:
             with torch.no_grad(), disabled():
+                self._advance_sums()
                 for earlier in self.in_flight[:-1]:  # else whole gradients of all units are there in the end
                     earlier.settle()
             self.in_flight += self.sync.scatter(group.complete)
@@ -245,6 +249,7 @@ class Backward:
             self._launch(self.launched)
         if sync.scatter is not None:  # contributions that other backwards left
             self.in_flight += sync.scatter([sync.params[i] for i in sorted(sync.apart)])
+        self._advance_sums()
         answers = sync.compare()
         late = self._late()
         for p in sync.params:

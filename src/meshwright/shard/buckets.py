@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..layout import Shard, Spec
+from ..layout import Shard, Spec, Wire, block_of
 from ..tensor import DistTensor
+from .packing import aligned
 from .precision import reduce_dtype
 
 Tensor = torch.Tensor
+# What gradients that travel together have alike, but for the axes: that which is scattered over, dtype and wire.
+Alike = tuple[int | None, torch.dtype, Wire | None]
 STORED = "_stored_over"  # in the dict of a parameter: the axis that it is stored over (see zero)
 
 
@@ -23,23 +26,31 @@ def bits(mask: int) -> tuple[int, ...]:
 
 
 class Bucket:
-    """Gradients that travel together: same axes, same dtype.
+    """Gradients that travel together: same axes, same dtype, same wire.
 
     The flat buffer is kept from one backward to the next, and reused when nobody holds a view of it any more.
     """
 
-    __slots__ = ("axes", "dtype", "flat", "members", "scatter")
+    __slots__ = ("axes", "dtype", "flat", "members", "scatter", "wire")
 
-    def __init__(
-        self, axes: tuple[int, ...], members: Sequence[int], dtype: torch.dtype, scatter: int | None = None
-    ) -> None:
-        self.axes, self.members, self.dtype = axes, tuple(members), dtype
-        self.scatter = scatter  # the axis that is reduce-scattered over, if one is
+    def __init__(self, members: Sequence[int], axes: tuple[int, ...], alike: Alike) -> None:
+        self.axes, self.members = axes, tuple(members)
+        self.scatter, self.dtype, self.wire = alike  # the axis that is reduce-scattered over, if one is
         self.flat: Tensor | None = None
 
-    def buffer(self, grads: Sequence[Tensor]) -> Tensor:
-        """A flat tensor with room for ``grads`` that nobody else looks at."""
-        size, like = sum(Tensor.numel(g) for g in grads), grads[0]
+    def filled(self, grads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """A flat tensor with ``grads`` in it, and views of it of their shapes."""
+        sizes = [Tensor.numel(g) for g in grads]
+        offsets, end = aligned(sizes, block_of(self.wire))
+        flat = self._buffer(end, grads[0])
+        if end > sum(sizes):
+            flat.zero_()  # what lies between would be encoded with the rest
+        views = [flat[o : o + n].view(Tensor.size(g)) for o, n, g in zip(offsets, sizes, grads, strict=True)]
+        torch._foreach_copy_(views, grads)
+        return flat, views
+
+    def _buffer(self, size: int, like: Tensor) -> Tensor:
+        """A flat tensor that nobody else looks at."""
         flat = self.flat
         if flat is None or flat.numel() < size or flat.device != like.device:
             flat = self.flat = like.new_empty(size, dtype=self.dtype)
@@ -93,17 +104,16 @@ class Buckets:
             axes = tuple(a for a in bits(spec.reduced) if spec.mesh.sizes[a] > 1)
             # Sizes of the first rank, so that uneven shards cannot make the ranks divide differently.
             size = math.prod(spec.local_shape((0,) * spec.mesh.ndim)) * dtype.itemsize
-            scatter = self._scatter(i, axes)
-            key = (axes, scatter, dtype)
+            key = (axes, (self._scatter(i, axes), dtype, spec.grad_wire))
             if size >= bucket_bytes or not axes or i in apart:
-                made.append(Bucket(axes, [i], dtype, scatter))
+                made.append(Bucket([i], *key))
                 continue
             open_.setdefault(key, []).append(i)
             filled[key] = filled.get(key, 0) + size
             if filled[key] >= bucket_bytes:
-                made.append(Bucket(axes, open_.pop(key), dtype, scatter))
+                made.append(Bucket(open_.pop(key), *key))
                 del filled[key]
-        made += [Bucket(axes, members, dtype, scatter) for (axes, scatter, dtype), members in open_.items()]
+        made += [Bucket(members, *key) for key, members in open_.items()]
         # A bucket is complete when its last gradient is there: launch in that order.
         place = {i: k + len(order) * (i in apart) for k, i in enumerate(order)}
         return sorted(made, key=lambda b: max(place[i] for i in b.members))
@@ -114,7 +124,8 @@ class Buckets:
         if chunk is not None:
             for a in axes:
                 if isinstance(chunk.layout.placements[a], Shard):
-                    self.synced[i] = Spec(self.specs[i].shape, self.specs[i].dtype, chunk.layout)
+                    own = self.specs[i]
+                    self.synced[i] = Spec(own.shape, own.dtype, chunk.layout, wires=own.wires)
                     return a
         return None
 

@@ -20,6 +20,8 @@ Tensor = torch.Tensor
 class InFlight:
     """One collective with the gradients of some parameters, each of which holds it in the place of its gradient."""
 
+    pending: collective.Pending
+
     def __init__(self, params: Sequence[DistTensor], specs: Sequence[Spec]) -> None:
         self.specs = {id(p): (k, spec) for k, (p, spec) in enumerate(zip(params, specs, strict=True))}
         for p in params:
@@ -27,6 +29,10 @@ class InFlight:
 
     def settle(self) -> None:
         """Wait, if what is kept until somebody reads it is smaller then.  Dispatch must be disabled."""
+
+    def advance(self) -> None:
+        """Start what is to come after the first of several collectives; all ranks must do so in one order."""
+        self.pending.advance()
 
     def arrived(self, k: int) -> Tensor:
         """The reduced gradient of the ``k``-th parameter, after a wait.  Dispatch must be disabled."""
@@ -114,8 +120,9 @@ class Scattering(InFlight):
         self.packing, self.chunks = packing, list[Tensor]()
         self.group = collective.group(mesh, (axis,))
         self.others = collective.group(mesh, others) if others else None
+        self.wire = specs[0].grad_wire
         flat = packing.pack(grads)
-        self.pending = collective.reduce_scatter_async(flat, 0, packing.sizes, "sum", self.group)
+        self.pending = collective.scatter_sum_async(flat, packing.sizes, self.group, self.wire)
         super().__init__(params, specs)
 
     def settle(self) -> None:
@@ -123,7 +130,7 @@ class Scattering(InFlight):
         if not self.chunks:
             row = self.pending.wait()
             if self.others is not None:
-                collective.all_reduce(row, "sum", self.others, out_of_place=False)
+                collective.sum_async(row, self.others, self.wire).wait()
             self.chunks = self.packing.chunks(row, self.group.index)
 
     def arrived(self, k: int) -> Tensor:

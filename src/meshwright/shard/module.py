@@ -122,6 +122,9 @@ def _laid(
         stored = _stored(names, mesh, plan, stored_over)
         casts = casts_of(model, names, precision)
         cast = _cast(names, casts)
+        for name, dtypes in casts.dtypes.items():
+            if name in plan:
+                plan[name] = plan[name].with_(wires=(None, dtypes.wire))
         hooks = [hooked(modules, globs, what) for what, globs in constraints.items()]
         facts += [*facts_of(names, plan), *(Fact(f"precision {part!r}") for part in casts.parts())]
     for name, spec in plan.items():
@@ -141,9 +144,9 @@ def _cast(names: Names, casts: Casts) -> dict[str, Dtypes]:
     found = {}
     for name, dtypes in casts.dtypes.items():
         t = names.tensors[name]
-        plain = Dtypes(t.dtype, t.dtype)
+        plain = Dtypes(t.dtype, t.dtype, wire=dtypes.wire)  # the wire is in its spec
         if isinstance(t, DistTensor):
-            have = t.__dict__.get(PRECISION, plain)
+            have = t.__dict__.get(PRECISION, plain)._replace(wire=t._spec.grad_wire)
             if have != dtypes:
                 raise ShardError(
                     f"precision: {name} is sharded already, {have}: say precision= where it is sharded first, and the "
@@ -293,7 +296,8 @@ def _stored(
             )
         dim = chunk_dim(spec, axis)
         if dim is not None:
-            plan[name] = Spec(spec.shape, spec.dtype, spec.layout.replace(axis, Shard(dim)), undecided=mesh.everywhere)
+            layout, everywhere = spec.layout.replace(axis, Shard(dim)), mesh.everywhere
+            plan[name] = Spec(spec.shape, spec.dtype, layout, undecided=everywhere, wires=spec.wires)
             found[name] = axis
     return found
 

@@ -25,15 +25,15 @@ class Packing:
         shapes: shapes of the whole tensors.
         dims: the dim along which each is cut, in ``torch.chunk`` parts.
         n: number of ranks.
+        step: elements that are encoded together on the wire: at multiples of it chunks begin.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], dims: Sequence[int], n: int) -> None:
+    def __init__(self, shapes: Sequence[Sequence[int]], dims: Sequence[int], n: int, step: int = 1) -> None:
         self.shapes, self.dims, self.n = [tuple(s) for s in shapes], list(dims), n
-        self.offsets: list[int] = []
-        self.row = 0  # elements in a row
-        for shape, dim in zip(self.shapes, self.dims, strict=True):
-            self.offsets.append(self.row)
-            self.row += math.prod(self.chunk_shape(shape, dim, 0))
+        longest = [math.prod(self.chunk_shape(s, d, 0)) for s, d in zip(self.shapes, self.dims, strict=True)]
+        self.offsets, end = aligned(longest, step)
+        self.row = -(-end // step) * step  # elements in a row
+        self.gaps = step > 1 and self.n * self.row != sum(map(math.prod, self.shapes))
 
     def chunk_shape(self, shape: tuple[int, ...], dim: int, rank: int) -> tuple[int, ...]:
         """Shape of the chunk of one rank."""
@@ -63,8 +63,8 @@ class Packing:
         return packed, cut
 
     def pack(self, wholes: Sequence[Tensor]) -> Tensor:
-        """A new flat buffer that holds the tensors."""
-        flat = wholes[0].new_empty(self.n * self.row)
+        """A new flat buffer that holds the tensors, and zeros between them where those would be encoded too."""
+        flat = (wholes[0].new_zeros if self.gaps else wholes[0].new_empty)(self.n * self.row)
         self.place(flat.view(self.n, self.row), wholes)
         return flat
 
@@ -96,6 +96,15 @@ class Packing:
             chunk = self.chunk_shape(shape, dim, rank)
             made.append(row[offset : offset + math.prod(chunk)].view(chunk))
         return made
+
+
+def aligned(sizes: Sequence[int], step: int) -> tuple[list[int], int]:
+    """At which element of a buffer each of some tensors begins, multiples of ``step``, and where the last one ends."""
+    made, end = [], 0
+    for size in sizes:
+        made.append(-(-end // step) * step)
+        end = made[-1] + size
+    return made, end
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
@@ -139,4 +148,4 @@ def split_dim(spec: Spec, axis: int) -> int:
     return p.dim
 
 
-__all__ = ["Packing", "chunk_dim", "cut_over", "split_dim", "whole_over"]
+__all__ = ["Packing", "aligned", "chunk_dim", "cut_over", "split_dim", "whole_over"]

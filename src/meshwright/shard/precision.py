@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import ShardError
+from ..layout import CASTS, Float8, Wire, wire_name
 from .names import Names, matching
 
 Tensor = torch.Tensor
@@ -27,12 +28,15 @@ _KNOWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a model computes, and reduces its gradients.
+    """In which dtypes a model computes, and reduces its gradients, and in what those travel.
 
     Attributes:
         compute: in which ops see parameters, and in which they are gathered; None: as they are stored.
         reduce: in which gradients of parameters are reduced, on every axis, and summed over micro-steps; None: as
             parameters are stored.
+        wire: in what gradients of parameters travel to be reduced, on every axis: ``torch.bfloat16``, ``torch.float16``
+            or a :class:`Float8`; they are summed in float32 where they arrive.  None: a reduction of the backend's, in
+            ``reduce``.
         partial: in which activations that are Partial, and gradients of activations, are summed at least; None: in
             their own.  What is made of a value inherits this, as what is made of a parameter does; the widest counts.
         inputs: cast floating-point inputs of the model (of the outermost modules that a glob names), and of each
@@ -40,7 +44,7 @@ class Precision:
         outputs: cast floating-point outputs of the model (of the outermost modules that a glob names) to this.
 
     Raises:
-        ShardError: what is none of float16, bfloat16, float32 and float64.
+        ShardError: what is none of float16, bfloat16, float32 and float64; a wire that is no format.
     """
 
     compute: torch.dtype | None = None
@@ -48,6 +52,7 @@ class Precision:
     partial: torch.dtype | None = None
     inputs: bool = True
     outputs: torch.dtype | None = None
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "partial", "outputs"):
@@ -55,6 +60,10 @@ class Precision:
             if value is not None and value not in _KNOWN:
                 kinds = ", ".join(map(str, _KNOWN))
                 raise ShardError(f"mw.Precision: {name}={value!r}: one of {kinds} was expected, or None")
+        if self.wire is not None and self.wire not in CASTS and not isinstance(self.wire, Float8):
+            raise ShardError(
+                f"mw.Precision: wire={self.wire!r}: {', '.join(map(str, CASTS))} or mw.Float8() was expected, or None"
+            )
         if not isinstance(self.inputs, bool):
             raise ShardError(f"mw.Precision: inputs={self.inputs!r}: True or False was expected")
 
@@ -67,15 +76,17 @@ PRECISION_WANTED = (
 
 
 class Dtypes(NamedTuple):
-    """Of one parameter: the dtype in which ops see it, that in which its gradient is reduced, and that in which what is
-    made of it is summed over ranks at least."""
+    """Of one parameter: the dtypes in which ops see it, in which its gradient is reduced, and in which what is made of
+    it is summed over ranks at least; and in what its gradient travels, as its spec says too."""
 
     compute: torch.dtype
     reduce: torch.dtype
     partial: torch.dtype | None = None
+    wire: Wire | None = None
 
     def __str__(self) -> str:
-        return f"computed in {self.compute}, reduced in {self.reduce}, Partial in {self.partial or 'its own'}"
+        sent = "" if self.wire is None else f", sent as {wire_name(self.wire)}"
+        return f"computed in {self.compute}, reduced in {self.reduce}, Partial in {self.partial or 'its own'}{sent}"
 
 
 def compute_dtype(p: Tensor) -> torch.dtype:
@@ -178,7 +189,7 @@ def _dtypes(names: Names, params: Mapping[str, str], chosen: Mapping[str, Precis
     for name, first in params.items():
         t, policy = names.tensors[first], chosen.get(name, Precision())
         if t.is_floating_point():
-            said = Dtypes(policy.compute or t.dtype, policy.reduce or t.dtype, policy.partial)
+            said = Dtypes(policy.compute or t.dtype, policy.reduce or t.dtype, policy.partial, policy.wire)
             if found.setdefault(first, said) != said:
                 raise ShardError(
                     f"precision: {first} and {name} are one parameter (tied), and would be {found[first]}, and {said}: "

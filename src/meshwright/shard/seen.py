@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import compat, convert, runtime
-from ..convert import ConversionStep
+from ..conversions import ConversionStep
 from ..dispatch import BRING, disabled, link
 from ..errors import ShardError
 from ..layout import chunk_bounds

@@ -13,7 +13,7 @@ import torch.nn as nn
 from .. import collective, compat, runtime
 from ..dispatch import disabled
 from ..errors import ShardError
-from ..layout import Spec
+from ..layout import Spec, block_of
 from ..mesh import Mesh
 from ..raw import bare
 from ..tensor import DistTensor, held, hold
@@ -113,27 +113,27 @@ class Zero:
         for p in params:
             g = held(p)
             if g is not None and g._spec.layout.partial:
-                groups.setdefault((p.__dict__[STORED], partial_axes(g._spec), g.dtype), []).append(p)
+                groups.setdefault((p.__dict__[STORED], partial_axes(g._spec), g.dtype, p._spec.grad_wire), []).append(p)
         started: list[InFlight] = []
-        for (axis, axes, _), members in groups.items():
+        for (axis, axes, *_), members in groups.items():
             grads = [bare(g) for g in map(held, members) if g is not None]
             for p in members:
                 hold(p, None)
             with torch.no_grad(), disabled():
-                packing = self.packing(axis, members)
+                packing = self.packing(axis, members, block_of(members[0]._spec.grad_wire))
                 specs = [p._spec.with_(reduced=0, undecided=0, stored=False) for p in members]
                 others = tuple(a for a in axes if a != axis)
                 started.append(Scattering(members, grads, specs, packing, axis, others))
         return started
 
-    def packing(self, axis: int, params: Sequence[DistTensor]) -> Packing:
-        """How these parameters, and what they are brought as gradients, travel together."""
-        key = (axis, *((id(p), p._spec.shape, p._spec.layout) for p in params))
+    def packing(self, axis: int, params: Sequence[DistTensor], step: int = 1) -> Packing:
+        """How these parameters, or what they are brought as gradients, travel together."""
+        key = (axis, step, *((id(p), p._spec.shape, p._spec.layout) for p in params))
         found = self.packings.get(key)
         if found is None:
             here = self.mesh.coordinate(runtime.RT.rank)
             shapes = [p._spec.with_(layout=whole_over(p._spec, axis)).local_shape(here) for p in params]
-            found = Packing(shapes, [split_dim(p._spec, axis) for p in params], self.mesh.sizes[axis])
+            found = Packing(shapes, [split_dim(p._spec, axis) for p in params], self.mesh.sizes[axis], step)
             self.packings[key] = found
         return found
 
@@ -161,7 +161,7 @@ def seen_spec(p: DistTensor, learning: bool = True) -> Spec:
     layout, split = (spec.layout, 0) if axis is None else (whole_over(spec, axis), 1 << axis)
     if not learning:
         return Spec(spec.shape, dtype, layout, undecided=spec.mesh.everywhere)
-    return Spec(spec.shape, dtype, layout, spec.reduced | split, spec.undecided)
+    return Spec(spec.shape, dtype, layout, spec.reduced | split, spec.undecided, wires=spec.wires)
 
 
 class Unit:

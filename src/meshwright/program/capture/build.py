@@ -322,8 +322,10 @@ def _laid(
             raise LayoutError(f"{source.name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
         # What carries no gradient fits whatever it meets; parameters get their types from their first use.
         told = casts.dtypes.get(source.name)
-        sums = None if told is None else told.partial
-        specs[source.node] = Spec(source.fake.shape, source.fake.dtype, layout, undecided=everywhere, sums=sums)
+        sums, wire = (None, None) if told is None else (told.partial, told.wire)
+        specs[source.node] = Spec(
+            source.fake.shape, source.fake.dtype, layout, undecided=everywhere, sums=sums, wires=(None, wire)
+        )
         if source.kind in ("param", "buffer"):
             own = source.fake.dtype if told is None else names.tensors[source.name].dtype
             params[source.name] = specs[source.node].summed_as(own)

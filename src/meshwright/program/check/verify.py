@@ -18,7 +18,7 @@ import torch.fx as fx
 from ...collective import ADDS, ALL_REDUCE, COLLECTIVES, Kind, differing, mesh_text
 from ...collective.graph import KEEP_ONE
 from ...errors import DesyncError, ProgramError
-from ...layout import REDUCE_OPS, Layout, Partial, Placement, Shard, Spec, dtype_name
+from ...layout import REDUCE_OPS, Layout, Partial, Placement, Shard, Spec, wire_name
 from ...mesh import Mesh
 from ...record import Record
 from ..ir.inplace import written
@@ -205,7 +205,7 @@ def _check_collectives(program: Program) -> None:
             cause = program.causes[number]
             _check_cause(where, kind, op, options, names, cause)
             if op in ADDS and value is not None:
-                _check_summed(where, kind, value, cause)
+                _check_summed(where, kind, wire_name(kind.format(value.dtype, options)), cause)
             served.setdefault(number, []).append((kind.name, op))
     _check_served(program, served)
 
@@ -259,9 +259,8 @@ def _check_cause(where: str, kind: Kind, op: str, options: Sequence[Any], axes: 
         _check_dims(where, kind, options, axes, src, dst, what)
 
 
-def _check_summed(where: str, kind: Kind, value: Value, cause: Record) -> None:
-    """What is summed, against the dtype in which the conversion that it serves is to sum."""
-    have = dtype_name(value.dtype)
+def _check_summed(where: str, kind: Kind, have: str, cause: Record) -> None:
+    """In what parts travel to be summed, against what the conversion that it serves says."""
     want = {d for k, d in zip(cause.kinds, cause.dtypes, strict=False) if k == kind.name}
     if want and have not in want:
         raise ProgramError(
