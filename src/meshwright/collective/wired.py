@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -199,7 +200,7 @@ def scatter_sum_async(t: Tensor, sizes: Sizes, group: Group, wire: Wire | None) 
     return wire_reduce_scatter_async(t, "sum", 0, sizes, wire_name(wire), group)
 
 
-def _scatter(way: Callable[..., object]) -> Callable[..., object]:
+def _scatter(way: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, op, dim, sizes, index, wire, group: way(x, op, dim, sizes, wire, group)
 
 

@@ -38,7 +38,7 @@ class Bucket:
         self.scatter, self.dtype, self.wire = alike  # the axis that is reduce-scattered over, if one is
         self.flat: Tensor | None = None
 
-    def filled(self, grads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def filled(self, grads: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """A flat tensor with ``grads`` in it, and views of it of their shapes."""
         sizes = [Tensor.numel(g) for g in grads]
         offsets, end = aligned(sizes, block_of(self.wire))

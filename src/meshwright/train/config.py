@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshwright.shard import Precision
 
 PRECISIONS = ("bf16",)
+WIRES = ("bf16", "float8")
 DTYPES = ("float64", "float32", "bfloat16")
 LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
 OPTIMIZERS = tuple(LEARNING_RATES)
@@ -91,6 +92,11 @@ class StepConfig:
         None, "--precision", MODEL,
         "Compute in this, and keep parameters, optimizer states and sums of gradients in --dtype: bf16.",
         one_of(PRECISIONS), unset="compute in --dtype",
+    )  # fmt: skip
+    wire: str | None = option(
+        None, "--wire", SPLITTING,
+        f"Send gradients in this, and sum them in float32 where they arrive: {' or '.join(WIRES)}.",
+        one_of(WIRES), unset="in --dtype",
     )  # fmt: skip
     seq: int = option(64, "--seq", TRAINING, "Tokens per sequence: bytes per window of text.", COUNT)
     batch: int = option(8, "--batch", TRAINING, "Sequences per micro-step, over all ranks.", COUNT)
@@ -167,14 +173,19 @@ class StepConfig:
         """The precision of the model."""
         import torch
 
+        from meshwright.layout import Float8
         from meshwright.shard import Precision
 
-        return None if self.precision is None else Precision(torch.bfloat16, self.torch_dtype)
+        if self.precision is None and self.wire is None:
+            return None
+        half = {} if self.precision is None else {"compute": torch.bfloat16, "reduce": self.torch_dtype}
+        wires = {None: None, "bf16": torch.bfloat16, "float8": Float8()}
+        return Precision(**half, wire=wires[self.wire])
 
     @property
     def tolerances(self) -> tuple[float, float]:
         """The largest relative differences of loss and gradients that rounding explains."""
-        return TOLERANCES["bfloat16" if self.precision else self.dtype]
+        return TOLERANCES["bfloat16" if self.precision or self.wire else self.dtype]
 
     @property
     def learning_rate(self) -> float:
