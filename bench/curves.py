@@ -1,8 +1,9 @@
 """Training curves of float32 and of less beside it: one model, one order of data, two ranks.
 
-``python -m bench.curves`` trains a byte-level GPT on the sources of Python's standard library, on simulated ranks: in
-float32, computing in bfloat16, and in float32 with gradients that travel in bfloat16 and in float8.  It draws the
-losses: a quarter of an hour of one core.  The exit code is 1 where one ends further apart from float32 than its bound.
+``python -m bench.curves precision`` trains a byte-level GPT on the sources of Python's standard library, on simulated
+ranks, in float32 and in bfloat16; ``wires`` in float32 and with gradients that travel in bfloat16 and in float8.  Each
+draws its losses: eight minutes and twelve of one core.  The exit code is 1 where one ends further apart from float32
+than its bound.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import meshwright as mw
 from meshwright.train import TrainConfig
 from meshwright.train.loop import train
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "precision.png"
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "images"
 CONFIG = TrainConfig(
     mesh=(("dp", 2),), stored_over="dp", static=True, passes=("data-parallel-optimization",), steps=2000, batch=8,
     lr=1e-3,
@@ -42,12 +43,16 @@ class Curve:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-# A reduce-scatter (ZeRO-3) encodes contributions; an all-reduce (plain data parallel) encodes their sums too.
 CURVES = {
     "float32": Curve("#e08214"),
     "bfloat16": Curve("#2a6fbb", 5e-3, {"precision": "bf16"}),
-    "float8 wire": Curve("#1b7837", 1e-2, {"wire": "float8", "stored_over": None}),
-    "bfloat16 wire": Curve("#762a83", 1e-2, {"wire": "bf16", "stored_over": None}),
+    # Of plain data parallelism: there sums are encoded too.
+    "float32, sent as float8": Curve("#1b7837", 1e-2, {"wire": "float8", "stored_over": None}),
+    "float32, sent as bfloat16": Curve("#762a83", 1e-2, {"wire": "bf16", "stored_over": None}),
+}
+DRAWN = {
+    "precision": ["float32", "bfloat16"],
+    "wires": ["float32", "float32, sent as float8", "float32, sent as bfloat16"],
 }
 
 
@@ -93,7 +98,7 @@ def draw(path: Path, curves: dict[str, list[float]]) -> None:
         loss.plot(mean, color=color, lw=4 if wide else 1.2, alpha=0.5 if wide else 1, label=name)
         if not wide:
             off.plot([100 * (h / f - 1) for f, h in zip(full, mean, strict=True)], color=color, lw=0.8)
-    most = 100 * max(c.apart for c in CURVES.values())
+    most = 100 * max(CURVES[name].apart for name in curves)
     off.axhspan(-most, most, color="#666666", alpha=0.15, lw=0)
     loss.set_ylabel("loss (nats per byte)")
     off.set_ylabel("difference (%)")
@@ -109,19 +114,20 @@ def draw(path: Path, curves: dict[str, list[float]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, draw, and say where all end."""
     parser = argparse.ArgumentParser(prog="python -m bench.curves", description=__doc__)
+    parser.add_argument("which", choices=DRAWN, help="what beside float32")
     parser.add_argument("--steps", type=int, default=CONFIG.steps)
-    parser.add_argument("--out", type=Path, default=PICTURE, help="the picture")
+    parser.add_argument("--out", type=Path, help="the picture; else one of docs/images")
     given = parser.parse_args(argv)
     config, curves, far = replace(CONFIG, steps=given.steps), dict[str, list[float]](), False
-    for name, curve in CURVES.items():
-        found = curves[name] = losses(replace(config, **curve.options))
+    for name in DRAWN[given.which]:
+        found = curves[name] = losses(replace(config, **CURVES[name].options))
         mean, error = final(found)
         print(f"{name}: {mean:.4f} ± {error:.4f} nats per byte, mean of the last {LAST} of {given.steps} steps")
         if name != "float32":
-            draw(given.out, curves)
+            draw(given.out or PICTURES / f"{given.which}.png", curves)
             off, error = apart(curves["float32"], found)
             print(f"{name} / float32 - 1: {off:+.2%} ± {error:.2%}", flush=True)
-            far |= abs(off) > curve.apart
+            far |= abs(off) > CURVES[name].apart
     return int(far)
 
 

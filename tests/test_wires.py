@@ -1,0 +1,494 @@
+"""Gradients on wires: what arrives, within derived bounds; the same bits on all ranks, eager and captured."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import run_processes
+from shard_networks import TP, Net, loss_of
+
+import meshwright as mw
+from meshwright import collective, runtime
+from meshwright.collective.coding import decode, encode, units
+from meshwright.errors import CollectiveError, LayoutError, ShardError
+from meshwright.explanation.step import explain_program
+from meshwright.layout import Wire, block_of, wire_bytes, wire_from, wire_name
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+WIRES: list[Wire] = [BF16, torch.float16, mw.Float8(), mw.Float8(5), mw.Float8(1)]
+NORMAL = 2.0**-126  # the least scale of a block, and the least normal value of float32
+
+
+def bound(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """How far each of some finite float32 values may be off behind a wire (docs/precision.md), in float64."""
+    size = x.double().abs()
+    if wire is BF16:
+        return torch.clamp(size * 2**-8, min=2.0**-134)
+    if wire is torch.float16:
+        return torch.clamp(size * 2**-11, min=2.0**-25)
+    assert isinstance(wire, mw.Float8)
+    padded = nn.functional.pad(size.reshape(-1), (0, -size.numel() % wire.block)).view(-1, wire.block)
+    scale = torch.clamp(padded.amax(1, keepdim=True) / 224, min=NORMAL).expand_as(padded).reshape(-1)[: size.numel()]
+    return torch.maximum(size * 2**-4, scale.view(size.shape) * 2**-10)
+
+
+def through(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    sent = encode(x.reshape(-1), wire)
+    assert sent.numel() == units(wire, x.numel())
+    assert sent.nbytes == wire_bytes(wire, x.numel())
+    return decode(sent, x.numel(), wire, F32).view(x.shape)
+
+
+def values(seed: int, n: int, spread: float) -> torch.Tensor:
+    """Of all sizes, zeros and denormals among them."""
+    draw = torch.Generator().manual_seed(seed)
+    made = torch.randn(n, generator=draw) * torch.exp2(spread * torch.randn(n, generator=draw))
+    return torch.where(torch.rand(n, generator=draw) < 0.1, 0.0, made)
+
+
+wires = st.sampled_from(WIRES)
+sizes = st.sampled_from([0, 1, 2, 5, 127, 128, 129, 1000])
+
+
+# -- what a wire does to values ---------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**6), sizes, st.sampled_from([0.0, 3.0, 12.0, 40.0]), st.integers(-149, 100), wires)
+@settings(max_examples=300, deadline=None)
+def test_one_value_is_off_by_its_bound_at_most(seed: int, n: int, spread: float, power: int, wire: Wire) -> None:
+    x = values(seed, n, min(spread, (127 - abs(power)) / 5)) * 2.0**power
+    if wire is torch.float16:
+        x = x.clamp(-65504, 65504)
+    made = through(x, wire)
+    assert bool((((made.double() - x.double()).abs() <= bound(x, wire)) | (x == made)).all())
+    assert torch.equal(through(made, wire), made)  # what has travelled travels unchanged
+    assert bool((made[x == 0] == 0).all())
+
+
+@given(st.integers(0, 10**6), st.integers(1, 300), wires, st.sampled_from([math.inf, -math.inf, math.nan]))
+@settings(max_examples=100, deadline=None)
+def test_what_is_not_finite_arrives_so_and_nothing_else(seed: int, n: int, wire: Wire, odd: float) -> None:
+    x = values(seed, n, 2.0)
+    clean, at = through(x, wire), seed % n
+    x[at] = odd
+    made = through(x, wire)
+    assert not math.isfinite(made[at])
+    others = torch.arange(n) != at
+    block = torch.arange(n) // block_of(wire) != at // block_of(wire)
+    assert torch.equal(made[block], clean[block])
+    assert made[others].isfinite().all()
+    assert bool(((made - x)[others].double().abs() <= bound(torch.where(others, x, 0.0), wire)[others]).all())
+
+
+def test_by_hand() -> None:
+    x = torch.tensor([448.0, 1.0, -0.0009, 449.0, 0.0, 2.0**-140, 3.0e38, torch.inf])
+    assert through(x[:3], mw.Float8(4)).tolist() == [448.0, 1.0, 0.0]  # below half of the least step
+    assert through(x[3:4], mw.Float8(4)).tolist() == [448.0]  # of steps of 32
+    assert encode(x[:3], mw.Float8(4)).tolist()[0] == 127  # 2 ** 0
+    assert through(x[4:6], mw.Float8(4)).tolist() == [0.0, 0.0]
+    assert through(x[6:7], mw.Float8(4))[0] == pytest.approx(3.0e38, rel=2**-4)
+    assert not through(x[7:], mw.Float8(4)).isfinite().any()
+    assert through(torch.full((3,), 3.4e38), BF16).isinf().all()  # as a cast has it
+
+
+def test_names() -> None:
+    for wire in WIRES:
+        assert wire_from(wire_name(wire)) == wire
+    for wrong in ("float32", "float8", "float8/x", ""):
+        with pytest.raises(ValueError, match="no wire"):
+            wire_from(wrong)
+
+
+# -- sums -------------------------------------------------------------------------------------------------
+
+
+def summed(parts: list[torch.Tensor], wire: Wire) -> torch.Tensor:
+    """By hand: decoded, and added up in the order of the ranks."""
+    total = through(parts[0], wire)
+    for part in parts[1:]:
+        total = total + through(part, wire)
+    return total
+
+
+def parts_of(ranks: int, shape: tuple[int, ...], seed: int, spread: float = 3.0) -> list[torch.Tensor]:
+    return [values(seed + r, math.prod(shape), spread).view(shape) for r in range(ranks)]
+
+
+@given(st.integers(0, 10**6), st.integers(2, 5), sizes, wires.filter(lambda w: w is not torch.float16))
+@settings(max_examples=60, deadline=None)
+def test_a_sum_is_within_its_bound_and_the_same_on_all_ranks(seed: int, ranks: int, n: int, wire: Wire) -> None:
+    mesh, given = mw.Mesh({"dp": ranks}), parts_of(ranks, (n,), seed)
+
+    def run() -> Any:
+        me = runtime.RT.rank
+        group = collective.group(mesh)
+        return collective.wire_all_reduce(given[me], "sum", wire_name(wire), group)
+
+    found = mw.simulate(run, mesh)
+    want = summed(given, wire)
+    for made in found:
+        assert torch.equal(made, through(want, wire))  # bit by bit
+    exact = torch.stack(given).double().sum(0)
+    rounding = sum(p.double().abs() for p in given) * ranks * 2**-23
+    once = sum(bound(p, wire) for p in given) + rounding
+    assert bool(((want.double() - exact).abs() <= once).all())
+    assert bool(((found[0].double() - exact).abs() <= once + bound(want, wire)).all())
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=wire_name)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_other_lengths_and_none(wire: Wire, dim: int) -> None:
+    mesh, lengths = mw.Mesh({"dp": 3}), [4, 3, 0]
+    given = parts_of(3, (7, 7), 5)
+
+    def run() -> Any:
+        me, group = runtime.RT.rank, collective.group(mesh)
+        with collective.counting() as counts:
+            made = collective.wire_reduce_scatter(given[me], "sum", dim, lengths, wire_name(wire), group)
+        return made, counts.table
+
+    for me, (made, counts) in enumerate(mw.simulate(run, mesh)):
+        chunks = [p.split(lengths, dim)[me].contiguous() for p in given]
+        assert torch.equal(made, summed(chunks, wire))
+        sent = sum(wire_bytes(wire, 7 * n) for n in lengths)
+        assert counts == {("wire_reduce_scatter", ("dp",)): [1, 2 * sent // 3]}
+
+
+def test_what_no_wire_carries() -> None:
+    def run() -> None:
+        group = collective.group(mw.Mesh({"dp": 2}))
+        with pytest.raises(CollectiveError, match="only a sum"):
+            collective.wire_all_reduce(torch.ones(2), "max", "bfloat16", group)
+        with pytest.raises(CollectiveError, match="int64"):
+            collective.wire_all_reduce(torch.ones(2, dtype=torch.int64), "sum", "bfloat16", group)
+
+    mw.simulate(run, mw.Mesh({"dp": 2}))
+
+
+def test_words_of_precision() -> None:
+    for wrong in (torch.float32, torch.float8_e4m3fn, "float8", 8):
+        with pytest.raises(ShardError, match="wire="):
+            mw.Precision(wire=wrong)  # type: ignore[arg-type]
+    for block in (0, True, 1 << 20, 2.0):
+        with pytest.raises(LayoutError, match="block="):
+            mw.Float8(block)  # type: ignore[arg-type]
+
+
+# -- training ---------------------------------------------------------------------------------------------
+
+CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "dp": ({"dp": 2}, {}, {}),
+    "dp tp": ({"dp": 2, "tp": 2}, {"placements": TP}, {}),
+    "zero 1": ({"dp": 2}, {}, {"states_over": "dp"}),
+    "zero 3": ({"dp": 2}, {"stored_over": "dp"}, {}),
+    "zero 3, uneven": ({"dp": 3}, {"stored_over": "dp"}, {}),
+    "hybrid": ({"dp": 2, "shard": 2}, {"stored_over": "shard"}, {}),
+    "zero 3 tp": ({"dp": 2, "tp": 2}, {"placements": TP, "stored_over": "dp"}, {}),
+}
+ROUNDED = ("zero 3, uneven", "zero 3 tp")  # without a wire too contributions are rounded otherwise in captured steps
+IDS = torch.randint(0, 11, (12, 5), generator=torch.Generator().manual_seed(3))
+SPLIT = {"dp": mw.Shard(0)}
+HYBRID = {"dp": mw.Shard(0), "shard": mw.Shard(0)}
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def batch_of(mesh: mw.Mesh) -> dict[str, Any]:
+    return HYBRID if "shard" in mesh.axes else SPLIT
+
+
+def eager_step(mesh: mw.Mesh, case: str, precision: Any, micro: int = 1, **more: Any) -> Any:
+    """Gradients, and what was sent."""
+    _, options, states = CASES[case]
+    model = mw.shard_module(net(), mesh, precision=precision, **options, **more)
+    mw.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), **states)
+    with collective.counting() as counts:
+        for i, rows in enumerate(IDS.chunk(micro)):
+            with mw.no_sync(model) if i < micro - 1 else torch.enable_grad():
+                (loss_of(model, mw.shard_tensor(rows, mesh, batch_of(mesh))) / micro).backward()
+        assert all(p.grad.placements == p.placements or states for p in model.parameters())
+    return {n: mw.unshard(p.grad) for n, p in model.named_parameters()}, counts.table
+
+
+def captured_step(mesh: mw.Mesh, case: str, precision: Any, passes: tuple[str, ...]) -> Any:
+    """And the program."""
+    _, options, states = CASES[case]
+    laid = {k: v for k, v in options.items() if k != "placements"}
+    model = net()
+    step = mw.compile_step(
+        model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), IDS, mesh=mesh, batch=batch_of(mesh),
+        layouts=options.get("placements"), gradients=True, precision=precision, passes=passes, **laid, **states,
+    )  # fmt: skip
+    with collective.counting() as counts:
+        step(IDS)
+    assert explain_program(step.program).counts.table == counts.table
+    return {n: mw.unshard(p.grad) for n, p in model.named_parameters()}, counts.table, step.program
+
+
+def eager(case: str, precision: Any, **more: Any) -> list[Any]:
+    """Of each rank."""
+    mesh = mw.Mesh(CASES[case][0])
+    return mw.simulate(lambda: eager_step(mesh, case, precision, **more), mesh)
+
+
+def captured(case: str, precision: Any, passes: tuple[str, ...]) -> list[Any]:
+    mesh = mw.Mesh(CASES[case][0])
+    return mw.simulate(lambda: captured_step(mesh, case, precision, passes), mesh)
+
+
+def equal(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    for name, g in want.items():
+        assert torch.equal(found[name], g), name
+
+
+@pytest.mark.parametrize("wire", [BF16, mw.Float8(16)], ids=wire_name)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.thin(3)
+def test_the_same_numbers_wherever_they_are_reduced(case: str, wire: Wire) -> None:
+    precision = mw.Precision(wire=wire)
+    full, sent = eager(case, None)[0]
+    ranks = eager(case, precision)
+    found, counts = ranks[0]
+    for other, _ in ranks[1:]:
+        equal(other, found)
+    for name, g in full.items():
+        off = (found[name] - g).norm() / g.norm()
+        assert 0 < off < (2**-8 if wire is BF16 else 2**-4) * 2, (name, off)
+    equal(eager(case, precision, bucket_bytes=256)[0][0], found)  # whatever shares a buffer
+    for passes in ((), ("data-parallel-optimization",)):
+        made, ran, program = captured(case, precision, passes)[-1]
+        for name, g in found.items():
+            if case in ROUNDED:
+                assert (made[name] - g).norm() <= (2**-8 if wire is BF16 else 2**-4) * g.norm()
+            else:
+                assert torch.equal(made[name], g), name
+        assert any(kind.startswith("wire_") for kind, _ in ran)
+        mw.check_program(program)
+    # Nothing but gradients: weights are gathered, and activations summed, as they are.
+    plain = {k: n for k, n in sent.items() if k[0] == "all_gather" or k[1] == ("tp",)}
+    assert {k: n for k, n in counts.items() if k in plain} == plain
+    assert sum(n for _, n in counts.values()) < sum(n for _, n in sent.values())
+
+
+def wired(counts: dict[Any, Any]) -> dict[Any, Any]:
+    return {k: n for k, n in counts.items() if k[0].startswith("wire_")}
+
+
+def test_bytes_by_hand() -> None:
+    """Whole blocks of each gradient; an all-reduce sends twice half of what two ranks hold, a reduce-scatter once."""
+    sizes = [p.numel() for p in net().parameters()]
+    (_, counts), *_ = eager("dp", mw.Precision(wire=BF16))
+    assert wired(counts) == {("wire_all_reduce", ("dp",)): [1, 2 * sum(sizes)]}
+    (_, counts), *_ = eager("dp", mw.Precision(wire=mw.Float8(8)))
+    assert wired(counts) == {("wire_all_reduce", ("dp",)): [1, sum(n + n // 8 for n in sizes)]}
+    (_, counts), *_ = eager("zero 1", mw.Precision(wire=BF16))
+    assert wired(counts) == {("wire_reduce_scatter", ("dp",)): [1, sum(sizes) + 8]}  # of 11 rows one rank has 6
+
+
+def test_accumulated_in_float32_and_sent_once() -> None:
+    for case in ("dp", "zero 3", "dp tp"):
+        want, once = eager(case, mw.Precision(wire=mw.Float8()))[0]
+        found, counts = eager(case, mw.Precision(wire=mw.Float8()), micro=2)[0]
+        assert wired(counts) == wired(once)
+        for name, g in want.items():
+            assert (found[name] - g).norm() < 0.1 * g.norm()
+
+
+def test_with_dtypes_and_globs() -> None:
+    """Contributions computed in bfloat16, summed in float32 behind a wire; another wire, and none, for some."""
+    policy = {
+        "*": mw.Precision(compute=BF16, reduce=F32, wire=mw.Float8()),
+        "blocks.0": mw.Precision(wire=BF16),
+        "blocks.1": mw.Precision(),
+    }
+    for case in ("dp", "zero 3"):
+        (_, counts), *_ = eager(case, policy)
+        kind = "reduce_scatter" if case == "zero 3" else "all_reduce"
+        assert counts[kind, ("dp",)][0] >= 1
+        assert counts[f"wire_{kind}", ("dp",)][0] >= 2
+        made, ran, _ = captured(case, policy, ("data-parallel-optimization",))[0]
+        assert all(g.dtype is F32 for g in made.values())
+        assert ran[kind, ("dp",)]
+        assert ran[f"wire_{kind}", ("dp",)]
+    with pytest.raises(ShardError, match="tied"):
+        eager("dp", {"*": mw.Precision(), "head*": mw.Precision(wire=BF16)})
+
+
+def test_a_wire_is_said_where_a_parameter_is_sharded_first() -> None:
+    def run() -> None:
+        mesh = mw.Mesh({"dp": 2})
+        model = mw.shard_module(nn.Linear(4, 4), mesh, precision=mw.Precision(wire=BF16))
+        mw.shard_module(model, mesh, precision=mw.Precision(wire=BF16))
+        with pytest.raises(ShardError, match="sent as bfloat16"):
+            mw.shard_module(model, mesh, precision=mw.Precision(wire=mw.Float8()))
+
+    mw.simulate(run, mw.Mesh({"dp": 2}))
+
+
+@pytest.mark.parametrize("wire", [BF16, mw.Float8()], ids=wire_name)
+@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}], ids=["dp", "zero 3"])
+def test_overflow_is_seen(wire: Wire, options: dict[str, Any]) -> None:
+    """A contribution that is not finite, of one rank, on all: by clipping and by the scaler."""
+    mesh = mw.Mesh({"dp": 2})
+
+    def run() -> None:
+        torch.manual_seed(0)
+        model = mw.shard_module(nn.Linear(8, 8), mesh, precision=mw.Precision(wire=wire), **options)
+        optimizer = mw.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        before = mw.unshard(model.weight.detach()).clone()
+        data = torch.ones(2, 8)
+        data[1, 3] = torch.inf
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(mw.shard_tensor(data, mesh, {"dp": mw.Shard(0)})).sum()).backward()
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        assert torch.equal(mw.unshard(model.weight.detach()), before)
+
+    mw.simulate(run, mesh)
+
+
+def test_a_program_with_wires_is_a_file(tmp_path: Any) -> None:
+    _, _, program = captured("zero 3", mw.Precision(wire=mw.Float8(16)), ("data-parallel-optimization",))[0]
+    mw.save_program(program, tmp_path / "p.zip")
+    again = mw.load_program(tmp_path / "p.zip")
+    assert str(again) == str(program)
+    assert "float8/16" in str(again)
+    assert {c.dtype for c in explain_program(again).collectives if c.kind.startswith("wire_")} == {"float8/16"}
+    spec = next(i.spec for i in again.inputs if i.kind == "param")
+    assert spec is not None
+    assert (spec.wire, spec.grad_wire) == (None, mw.Float8(16))
+
+
+def test_no_warning_of_few_bits() -> None:
+    """More than 8 ranks are summed in float32, whatever travels."""
+    mesh = mw.Mesh({"dp": 9})
+
+    def run() -> Any:
+        model = mw.shard_module(nn.Linear(3, 3), mesh, precision=mw.Precision(reduce=BF16, wire=BF16))
+        with mw.explain() as why:
+            model(mw.shard_tensor(torch.ones(9, 3), mesh, SPLIT)).sum().backward()
+        return why.warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mw.simulate(run, mesh)[0] == ()
+
+
+def test_gradients_of_gradients() -> None:
+    mesh = mw.Mesh({"dp": 2})
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        model = mw.shard_module(nn.Linear(4, 1), mesh, precision=mw.Precision(wire=BF16))
+        made = model(mw.shard_tensor(torch.ones(2, 4), mesh, SPLIT)).square().sum()
+        (g,) = torch.autograd.grad(made, [model.weight], create_graph=True)
+        g.square().sum().backward()
+        return mw.unshard(model.weight.grad)
+
+    torch.manual_seed(0)
+    one = nn.Linear(4, 1)
+    made = one(torch.ones(2, 4)).square().sum()
+    (g,) = torch.autograd.grad(made, [one.weight], create_graph=True)
+    g.square().sum().backward()
+    for found in mw.simulate(run, mesh):
+        torch.testing.assert_close(found, one.weight.grad, rtol=2**-6, atol=0)
+
+
+def test_copies_keep_the_wire() -> None:
+    mesh = mw.Mesh({"dp": 2})
+
+    def run() -> Any:
+        model = copy.deepcopy(mw.shard_module(nn.Linear(4, 4), mesh, precision=mw.Precision(wire=BF16)))
+        with collective.counting() as counts:
+            model(mw.shard_tensor(torch.ones(2, 4), mesh, SPLIT)).sum().backward()
+        return counts.kinds
+
+    assert mw.simulate(run, mesh)[0] == {"wire_all_reduce": 1}
+
+
+# -- real processes ---------------------------------------------------------------------------------------
+
+NUMELS = (0, 1, 5, 127, 128, 129, 700)
+TRAINED = ("zero 3, uneven", "plain, 3")
+CASES["plain, 3"] = ({"dp": 3}, {}, {})
+
+
+def collectives(mesh: mw.Mesh) -> list[torch.Tensor]:
+    """Results on this rank for all wires, lengths and dims."""
+    me, group, made = runtime.RT.rank, collective.group(mesh), []
+    for wire in map(wire_name, WIRES):
+        for n in NUMELS:
+            own = values(n + me, n, 3.0)
+            made.append(collective.wire_all_reduce(own, "sum", wire, group))
+            made.append(collective.sum_async(own, group, wire_from(wire)).wait())
+            assert made[-1] is own  # in place
+        for dim, lengths in ((0, [4, 4, 2]), (1, [2, 2, 2]), (1, [6, 0, 0])):
+            own = values(me, 60, 3.0).view(10, 6)
+            made.append(collective.wire_reduce_scatter(own, "sum", dim, lengths, wire, group))
+        first, second = (collective.sum_async(values(me + k, 300, 1.0), group, wire_from(wire)) for k in (0, 9))
+        first.advance()
+        second.advance()
+        made += [second.wait(), first.wait()]
+    return made
+
+
+def on_processes(axes: dict[str, int]) -> Any:
+    mesh = mw.init_mesh(axes)
+    steps = {}
+    for case in TRAINED:
+        precision = mw.Precision(wire=mw.Float8(16))
+        steps[case] = eager_step(mesh, case, precision, bucket_bytes=256)
+        steps[f"{case}, captured"] = captured_step(mesh, case, precision, ("data-parallel-optimization",))[:2]
+    return collectives(mesh), steps
+
+
+@pytest.mark.processes
+def test_real_processes_have_the_same_bits() -> None:
+    mesh = mw.Mesh({"dp": 3})
+    wanted = mw.simulate(lambda: collectives(mesh), mesh)
+    for rank, (made, steps) in enumerate(run_processes(on_processes, 3, {"dp": 3})):
+        for found, want in zip(made, wanted[rank], strict=True):
+            assert torch.equal(found, want)
+        for case in TRAINED:
+            found, sent = steps[case]
+            want, predicted = eager(case, mw.Precision(wire=mw.Float8(16)), bucket_bytes=256)[rank]
+            assert sent == predicted
+            equal(found, want)
+            found, _ = steps[f"{case}, captured"]
+            equal(found, captured(case, mw.Precision(wire=mw.Float8(16)), ("data-parallel-optimization",))[rank][0])
+
+
+class Twins(dist.ProcessGroup):
+    """A process group in Python, whose other rank has the same values."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+        for out in outputs[0]:
+            out.copy_(inputs[0])
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([])
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def test_a_process_group_in_python() -> None:
+    group, x = collective.Group.from_process_group(Twins()), values(1, 40, 1.0)
+    found = collective.wire_reduce_scatter(x, "sum", 0, [20, 20], "float8/8", group)
+    assert torch.equal(found, summed([x[:20], x[:20]], mw.Float8(8)))
