@@ -18,10 +18,12 @@ from shard_networks import TP, Net, loss_of
 
 import meshwright as mw
 from meshwright import collective, runtime
+from meshwright.collective import STARTS, WAIT_OP
 from meshwright.collective.coding import decode, encode, units
-from meshwright.errors import CollectiveError, LayoutError, ShardError
+from meshwright.errors import CollectiveError, DesyncError, LayoutError, ShardError
 from meshwright.explanation.step import explain_program
 from meshwright.layout import Wire, block_of, wire_bytes, wire_from, wire_name
+from meshwright.program.check.verify import verify_together
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 WIRES: list[Wire] = [BF16, torch.float16, mw.Float8(), mw.Float8(5), mw.Float8(1)]
@@ -277,8 +279,9 @@ def test_the_same_numbers_wherever_they_are_reduced(case: str, wire: Wire) -> No
         assert any(kind.startswith("wire_") for kind, _ in ran)
         mw.check_program(program)
     # Nothing but gradients: weights are gathered, and activations summed, as they are.
-    plain = {k: n for k, n in sent.items() if k[0] == "all_gather" or k[1] == ("tp",)}
+    plain = {k: n for k, n in sent.items() if k[0] == "all_gather"}
     assert {k: n for k, n in counts.items() if k in plain} == plain
+    assert (("all_reduce", ("tp",)) in counts) == ("tp" in case)
     assert sum(n for _, n in counts.values()) < sum(n for _, n in sent.values())
 
 
@@ -373,6 +376,19 @@ def test_a_program_with_wires_is_a_file(tmp_path: Any) -> None:
     spec = next(i.spec for i in again.inputs if i.kind == "param")
     assert spec is not None
     assert (spec.wire, spec.grad_wire) == (None, mw.Float8(16))
+
+
+def test_ranks_wait_in_one_order() -> None:
+    """The wait for an all-reduce on a wire runs its second half: among other collectives it has a place."""
+    passes = ("data-parallel-optimization:bucket_bytes=256",)
+    programs = [made[2] for made in captured("dp", mw.Precision(wire=BF16), passes)]
+    verify_together(programs)
+    graph = programs[1].graph
+    started = next(n for n in graph.nodes if n.target in STARTS.values())
+    waited = next(n for n in started.users if n.target is WAIT_OP)
+    started.append(waited)
+    with pytest.raises(DesyncError, match="wait for wire_all_reduce"):
+        verify_together(programs)
 
 
 def test_no_warning_of_few_bits() -> None:

@@ -115,6 +115,11 @@ class Kind:
         """Whether what is added up travels in a format of its own, and is added up in float32."""
         return "wire" in self.names
 
+    @property
+    def staged(self) -> bool:
+        """Whether the wait for one that was started runs another collective: all ranks must wait in one order."""
+        return self.wired and not self.scatters
+
     def bytes(self, before: int, after: int, n: int) -> int:
         """Bytes that pass each of ``n`` ranks, from those of what it brings and of what it ends with."""
         passed = self.passes[0] * before + self.passes[1] * after

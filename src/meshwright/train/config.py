@@ -178,9 +178,9 @@ class StepConfig:
 
         if self.precision is None and self.wire is None:
             return None
-        half = {} if self.precision is None else {"compute": torch.bfloat16, "reduce": self.torch_dtype}
-        wires = {None: None, "bf16": torch.bfloat16, "float8": Float8()}
-        return Precision(**half, wire=wires[self.wire])
+        compute, reduce = (None, None) if self.precision is None else (torch.bfloat16, self.torch_dtype)
+        wire = Float8() if self.wire == "float8" else None if self.wire is None else torch.bfloat16
+        return Precision(compute, reduce, wire=wire)
 
     @property
     def tolerances(self) -> tuple[float, float]:

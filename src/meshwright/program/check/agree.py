@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...collective import COLLECTIVES, Fact
+from ...collective import COLLECTIVES, WAIT_OP, Fact
 from ..ir.nodes import target_name, value_of
 from ..ir.program import Program
 
@@ -18,7 +18,8 @@ REBUILD = "build the same model, loss and batch shapes on all ranks"
 
 
 def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
-    """What ranks must do alike: the inputs and outputs, and every collective in order with all that they agree on.
+    """What ranks must do alike: the inputs and outputs, and every collective in order with all that they agree on; and
+    where they wait for one, if that runs another.
 
     Local ops may differ: a rank with an empty shard takes other kernels.  Where a dim is split over other axes too than
     a collective runs over, sizes differ from group to group.
@@ -27,7 +28,11 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
         inputs: not of a part of a program, which has those of the whole that this rank's local ops read.
     """
     found = [Fact(f"input {i.kind} {i.name}") for i in program.inputs if inputs]
-    for node in program.collectives():
+    for node in program.graph.nodes:
+        if node.target is WAIT_OP and COLLECTIVES[node.args[0].target].staged:
+            found.append(Fact(f"a wait for {COLLECTIVES[node.args[0].target]}"))
+        if node.target not in COLLECTIVES:
+            continue
         value = value_of(node.all_input_nodes[0])
         dtype = None if value is None else value.dtype
         kind = COLLECTIVES[node.target]
