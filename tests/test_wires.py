@@ -347,3 +347,39 @@ def test_a_process_group_in_python() -> None:
     group, x = collective.Group.from_process_group(Twins()), values(1, 40, 1.0)
     found = collective.wire_reduce_scatter(x, "sum", 0, [20, 20], "float8/8", group)
     assert torch.equal(found, summed([x[:20], x[:20]], mw.Float8(8)))
+
+
+@pytest.mark.parametrize("options", [{}, {"stored_over": "dp"}], ids=["dp", "zero 3"])
+def test_optimizers_and_checkpoints_know_nothing_of_it(options: dict[str, Any], tmp_path: Any) -> None:
+    """Clipping, AdamW, and a run without a wire that goes on from what one with a wire saved."""
+    mesh = mw.Mesh({"dp": 2})
+
+    def made(precision: Any) -> Any:
+        model = mw.shard_module(net(), mesh, precision=precision, **options)
+        return model, mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = loss_of(model, mw.shard_tensor(IDS, mesh, SPLIT))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert norm.isfinite()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(mw.unshard(loss.detach()))
+
+    def run() -> Any:
+        losses = []
+        for precision in (None, mw.Precision(wire=mw.Float8())):
+            model, optimizer = made(precision)
+            losses.append([step(model, optimizer) for _ in range(5)])
+        mw.Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, wait=True)
+        again, other = made(None)
+        mw.Checkpoints(tmp_path).load(model=again, optimizer=other)
+        for name, p in again.named_parameters():
+            assert torch.equal(mw.unshard(p), mw.unshard(dict(model.named_parameters())[name]))
+        return *losses, step(again, other), step(model, optimizer)
+
+    full, sent, on, off = mw.simulate(run, mesh)[0]
+    assert full[-1] < full[0]
+    assert sent == pytest.approx(full, rel=0.05)
+    assert on == off
