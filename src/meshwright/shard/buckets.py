@@ -15,6 +15,7 @@ from .packing import aligned
 from .precision import reduce_dtype
 
 Tensor = torch.Tensor
+_unflatten = compat.C_NN.unflatten_dense_tensors
 # What gradients that travel together have alike, but for the axes: that which is scattered over, dtype and wire.
 Alike = tuple[int | None, torch.dtype, Wire | None]
 STORED = "_stored_over"  # in the dict of a parameter: the axis that it is stored over (see zero)
@@ -43,9 +44,11 @@ class Bucket:
         sizes = [Tensor.numel(g) for g in grads]
         offsets, end = aligned(sizes, block_of(self.wire))
         flat = self._buffer(end, grads[0])
-        if end > sum(sizes):
+        if end == sum(sizes):
+            views = list(_unflatten(flat, grads))
+        else:
             flat.zero_()  # what lies between would be encoded with the rest
-        views = [flat[o : o + n].view(Tensor.size(g)) for o, n, g in zip(offsets, sizes, grads, strict=True)]
+            views = [flat[o : o + n].view(Tensor.size(g)) for o, n, g in zip(offsets, sizes, grads, strict=True)]
         torch._foreach_copy_(views, grads)
         return flat, views
 
