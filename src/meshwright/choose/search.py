@@ -27,7 +27,7 @@ from .choice import Choice, Like, Types, Wanted, carries_grad, types
 
 Price = tuple[float, float, int]
 _MOST = 128  # combinations of strategies and orders that are priced together
-_SURE = Recent(4096)  # choices than which none is better, whatever the sizes
+_SURE = Recent(1024)  # choices than which none is better, whatever the sizes
 VERIFY = False  # search all the same, and compare: of tests
 
 
