@@ -169,3 +169,52 @@ for make in (compat.in_order(dist.new_group), compat._unsorted()):
     assert made.rank() == 1 and dist.get_process_group_ranks(made) == [3, 2, 0], make
 assert dist.get_process_group_ranks(dist.new_group([3, 2, 0])) == [0, 2, 3]
 """)
+
+
+def test_a_function_is_made_to_ask() -> None:
+    def total(tensors: Any, factor: float = 1.0) -> Any:
+        return factor * sum(t.sum() for t in tensors)
+
+    module = types.SimpleNamespace(total=total)
+    compat._have_asked(module, "total")
+    given = [x(), x()]
+    with Seen(compat._redispatch_function) as seen:
+        made = module.total(given, factor=2.0)
+    assert made == 4 * 66
+    assert seen.names[0] == "total"
+    assert seen.names.count("sum") == 2
+    assert module.total(tensors=(x(),)) == 66
+
+
+def test_frames_that_an_autograd_function_saves_for() -> None:
+    """As up to torch 2.11: what a frame is handed is led to its own methods."""
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(*inputs: Any) -> torch.Tensor:
+            return torch.empty(0)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            _, number, t = inputs
+            ctx.save_for_backward(t)
+            ctx.get_args = lambda saved: [number, *saved]
+
+    class Frame:
+        def __init__(self) -> None:
+            self.input_saver: Any = None
+
+    module = types.SimpleNamespace(_CheckpointFrame=Frame, _NoopSaveInputs=Saves)
+    assert compat._saving_frame(module) is Frame
+    frame, t = Frame(), x()
+    assert frame.input_saver is None
+    frame.input_saver = module._NoopSaveInputs.apply(torch.empty(0, requires_grad=True), 3, t)
+    for _ in range(2):
+        node = frame.input_saver.grad_fn
+        number, again = node.get_args(node.saved_tensors)
+        assert number == 3
+        assert again is t
+    frame = Frame()
+    with torch.no_grad():
+        frame.input_saver = module._NoopSaveInputs.apply(torch.empty(0, requires_grad=True), 3, t)
+    assert frame.input_saver.grad_fn is None
