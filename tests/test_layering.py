@@ -29,7 +29,7 @@ LAYERS = (
         "cost",
         "resharding",
     ),
-    *("choose", "record", "dispatch", "marks", "tensor", "functions", "api", "shard"),
+    *("choose", "record", "dispatch", "marks", "tensor", "kept", "functions", "api", "shard"),
     *("program", "passes", "explanation", "step", "compile", "checkpoint", "testing"),
     *(FACADE, "train", "cli", "__main__"),
 )

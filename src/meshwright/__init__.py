@@ -34,6 +34,7 @@ if TYPE_CHECKING or not _COMMAND:
     )
     from .errors import RankFailedError
     from .generator import reproducible_random
+    from .kept import saved_split
     from .layout import Float8, Layout, Partial, Replicate, Shard, Spec
     from .mesh import Mesh
     from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
@@ -69,7 +70,7 @@ _LATER = {
 
 
 # Where the others are from.  The command line imports them when it has something to compute: not for help and errors.
-_CORE = ("functions", "api", "errors", "generator", "layout", "mesh", "shard", "simulation", "tensor")
+_CORE = ("functions", "api", "errors", "generator", "kept", "layout", "mesh", "shard", "simulation", "tensor")
 
 
 def _import_core() -> None:
@@ -130,6 +131,7 @@ __all__ = [
     "rule",
     "save_program",
     "save_weights",
+    "saved_split",
     "shard_dataloader",
     "shard_module",
     "shard_optimizer",

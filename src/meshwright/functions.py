@@ -16,7 +16,6 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
-import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +27,7 @@ from .compat import checkpoint_determinism_checks as _checks
 from .dispatch import AS_OP, disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
 from .generator.dropout import run_alike
+from .kept import KeptInputs, asked_again, check_reentrant
 from .layout import Layout, Replicate, Spec, widest
 from .raw import bare
 from .tensor import OPEN, DistTensor, whole, within, wrap
@@ -45,6 +45,7 @@ def _guarded(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if _enabled() and any(map(_is_dist, args)) and cls is not CheckpointFunction:
         return _gathered(cls, args)
     if cls is CheckpointFunction:
+        check_reentrant()
         args = (run_alike(args[0]), *args[1:])
     return apply_function(cls, *args, **kwargs)
 
@@ -151,22 +152,15 @@ def _keep_layouts() -> None:
 
     @functools.wraps(save)
     def saved(self: Any, *args: Any) -> None:
-        self.recompute_fn = within(OPEN.scopes, run_alike(self.recompute_fn))
-        self._layouts = [(weakref.ref(a), a._spec) if _is_dist(a) else None for a in args]
-        save(self, *args)
+        self.recompute_fn = asked_again(within(OPEN.scopes, run_alike(self.recompute_fn)))
+        self._kept = KeptInputs(args)
+        save(self, *self._kept.args)
+        self._kept.args = []
 
     @functools.wraps(get)
     def given(self: Any) -> list[Any]:
-        made = get(self)
-        for i, (a, known) in enumerate(zip(made, getattr(self, "_layouts", ()), strict=False)):
-            if known is not None and a.__class__ is torch.Tensor:
-                ref, spec = known
-                first = ref()  # its type may have been found since
-                if spec.stored and first is not None:
-                    made[i] = first  # what stands in for it is found by the object that it is
-                else:
-                    wrap(a, spec if first is None else first._spec)
-        return made
+        made: list[Any] = get(self)
+        return self._kept.given(made) if hasattr(self, "_kept") else made
 
     CheckpointFrame.save_inputs, CheckpointFrame.get_inputs = saved, given
 

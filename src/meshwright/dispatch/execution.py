@@ -66,7 +66,7 @@ def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | Non
         if note is not None:
             note(steps.moves)
         made = convert.apply(steps.steps, t)
-    if memo is not None:
+    if memo is not None and (made is not t or steps.moves):  # itself (on the rank that keeps it): would hold itself
         memo[ends] = made
         if grad:
             memo.setdefault(steps.dst.layout, made.detach())

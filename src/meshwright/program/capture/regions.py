@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy
 
 from ...compat import around_checkpoints, selective_context
 from ...errors import CaptureError
+from ...kept import ASKED
 from .fakes import replaced
 
 Tensor = torch.Tensor
@@ -84,6 +85,11 @@ class Regions:
 
     @contextmanager
     def _region(self, policy: Callable[..., Any] | None) -> Iterator[None]:
+        if ASKED.placements:
+            raise CaptureError(
+                "mw.saved_split is about eager steps: a captured step keeps what a checkpoint reads as it lies. Leave "
+                "it out, or have blocks return what is split (mw.constrain, sequence parallelism)"
+            )
         outer = self.path
         self.path = (*outer, Region(next(self._numbers), policy))
         try:
