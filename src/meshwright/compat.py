@@ -60,6 +60,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "DataDependentOutputException": ("torch._subclasses.fake_tensor.DataDependentOutputException", "captured programs"),
     "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", "dispatch modes of users"),
     "disabled_torch_function_impl": ("torch._C._disabled_torch_function_impl", "calls on local tensors"),
+    "DisableTorchFunction": ("torch._C.DisableTorchFunction", "casts of weights by autocast's cache"),
     "DisableTorchFunctionSubclass": ("torch._C.DisableTorchFunctionSubclass", "calls on local tensors"),
     "dispatch_find_schema_or_throw": ("torch._C._dispatch_find_schema_or_throw", "signatures of ops"),
     "dispatch_has_kernel": ("torch._C._dispatch_has_kernel", "which ops a program file may name"),

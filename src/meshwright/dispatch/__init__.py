@@ -9,6 +9,7 @@ own way is in a ``Frontend``.
 from __future__ import annotations
 
 from . import autocast
+from .autocast import ONCE, Once
 from .binding import Args, Kwargs
 from .calls import (
     NO,
@@ -26,7 +27,7 @@ from .execution import BRING, execute, relayout, root, unit_cotangent, wanted
 from .inference import Inference, gathered, infer
 from .keys import key_of, key_part
 from .leaves import any_linked, link, resolve_types
-from .plans import AS_OP, make_rule, plan_call
+from .plans import AS_OP, casts_of, make_rule, plan_call
 from .results import global_outputs
 from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, resolve_after
 from .views import count_write, refresh, remember_detached, write_through
@@ -37,16 +38,19 @@ __all__ = [
     "INTO_PLAIN",
     "LISTED",
     "NO",
+    "ONCE",
     "QUESTIONS",
     "Args",
     "Frontend",
     "Inference",
     "Kwargs",
+    "Once",
     "Special",
     "any_linked",
     "autocast",
     "call",
     "call_disabled",
+    "casts_of",
     "count_write",
     "disabled",
     "execute",

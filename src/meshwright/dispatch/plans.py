@@ -41,6 +41,7 @@ class Route(Enum):
     EXECUTE = auto()  # all that the plan says
     FUNCTION = auto()  # a function computes it by other calls
     REDISPATCH = auto()  # PyTorch's own Python code computes it by other calls
+    CAST = auto()  # the call outside of autocast, on what that casts
     STAND_IN = auto()  # looked up again where nothing stands in for the arguments
 
 
@@ -49,8 +50,8 @@ class CallPlan:
     """What to do for one kind of call.
 
     ``promised``: the route of later calls, once a first run (of all that the plan says) gave what the rule says; None
-    when it did.  ``plain``: a native op on locals, right with autocast and without.  ``fn`` computes the call by other
-    calls, or takes the op's place on locals.  ``conversions``: of inputs, by their order.  ``known``: of Partial inputs
+    when it did.  ``plain``: a native op on locals, right with autocast and without.  ``casts``: what autocast casts
+    of its inputs, where the op does not.  ``fn`` computes the call by other calls, or takes the op's place on locals.  ``conversions``: of inputs, by their order.  ``known``: of Partial inputs
     that were reduced before: the reduced value is taken in their place.  ``decide``: inputs that get these types.
     ``back``: a write that cannot be made in the layout of its target is made in a copy of another layout, which is then
     brought back and copied into the target.
@@ -66,6 +67,7 @@ class CallPlan:
     route: Route = Route.EXECUTE
     promised: Route | None = None
     plain: bool = False
+    casts: autocast.InputCasts | None = None
     fn: LocalFn | None = None
     outputs: tuple[Spec, ...] = ()
     conversions: Conversions = ()
@@ -125,6 +127,18 @@ def plan_call(
             return planner.plan(strategies)
 
 
+def casts_of(func: Any, args: Args, kwargs: Kwargs) -> autocast.InputCasts | None:
+    """What autocast casts of the arguments of a call, whatever computes it; None: nothing."""
+    op = resolve(func)
+    if op.python or kwargs.get("out") is not None or not autocast.active():
+        return None
+    tensors = tensors_in((args, kwargs))
+    mesh = mesh_of(tensors, op.name)
+    specs = [spec_of(t, mesh) for t in tensors]
+    with disabled(), disable_current_modes():
+        return autocast.casts(func, specs, args, kwargs, mesh.device)
+
+
 class _Planner:
     """Makes the plan of one call.
 
@@ -151,15 +165,17 @@ class _Planner:
 
     def plan(self, strategies: Sequence[Strategy] | None) -> CallPlan:
         """See :func:`plan_call`."""
-        func, device = self.func, self.mesh.device
-        dtypes = autocast.casts(func, self.specs, self.args, self.kwargs, device) if autocast.active() else {}
-        if dtypes and self.op.python:
+        casts = None
+        if autocast.active():
+            casts = autocast.casts(self.func, self.specs, self.args, self.kwargs, self.mesh.device)
+        if casts is None:
+            return self._of_any_route(strategies)
+        if self.op.python:
             return CallPlan(self.op, Route.REDISPATCH)
+        dtypes = casts.dtypes
         self.specs = [s.with_(dtype=dtypes[i]) if i in dtypes else s for i, s in enumerate(self.specs)]
         plan = self._of_any_route(strategies)
-        if dtypes and not plan.plain:  # else the native op does it, in C++ and with autocast's own memo
-            return CallPlan(self.op, Route.FUNCTION, fn=autocast.cast_first(func, dtypes, device))
-        return plan
+        return plan if plan.plain else CallPlan(self.op, Route.CAST, casts=casts)  # plain: the native op casts
 
     def _of_any_route(self, strategies: Sequence[Strategy] | None) -> CallPlan:
         op, specs = self.op, self.specs

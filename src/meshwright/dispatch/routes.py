@@ -22,12 +22,13 @@ from .calls import NO, OPS, QUESTIONS, call_disabled, disabled, op_name, resolve
 from .execution import Execution, Wrap, convert_then_native, still
 from .keys import key_of
 from .leaves import any_linked
-from .plans import CallPlan, Route, plan_call, warn_gathered
+from .plans import CallPlan, Route, casts_of, plan_call, warn_gathered
 from .views import Call, before, count_write, write_through
 
 Tensor = torch.Tensor
 Special = Callable[[Any, Args, Kwargs], Any]
-NATIVE, NATIVE_WITHOUT_GRAD, RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE, EXECUTE, FUNCTION, REDISPATCH, STAND_IN = Route
+NATIVE, NATIVE_WITHOUT_GRAD, RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE, *_LATER = Route
+EXECUTE, FUNCTION, REDISPATCH, CAST, STAND_IN = _LATER
 # Composites over long lists of tensors (torch._foreach_*): no plan, so no key of all their specs either.
 LISTED: dict[Any, Callable[..., Any]] = {}
 
@@ -82,7 +83,7 @@ def _first_plan(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, CallPlan]:
     op = resolve(func)  # before the key, which depends on whether the op is pointwise
     key = key_of(func, args, kwargs)
     if any("_spec" in t.__dict__ and t.__dict__["_spec"].stored for t in tensors_in((args, kwargs))):
-        plan = CallPlan(op, STAND_IN)
+        plan = CallPlan(op, STAND_IN, casts=casts_of(func, args, kwargs))
     else:
         plan = plan_call(func, args, kwargs)
     if plan.fn is not None and plan.fn is op.composite and args and args[0].__class__ is list:
@@ -120,6 +121,8 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
     if route is STAND_IN:
         found = front.stand_ins(func, args, kwargs)
         if found is not None:
+            if plan.casts is not None:
+                found = front.call(plan.casts.once, found, NO)
             made = front.call(func, *found)
             return args[0] if args and made is found[0][0] else made  # an op in place returns what it was given
         own, plan = _kept((own, STAND_IN), func, args, kwargs)
@@ -133,6 +136,8 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
             made = _native(plan, key if own is key else None, func, args, kwargs, front.wrap)
             if made is not NotImplemented:
                 return made
+    if route is CAST and plan.casts is not None:
+        return front.call(plan.casts.first, (func, front.wrap, args, kwargs), NO)
     if route is FUNCTION:
         return front.call(plan.fn, args, kwargs)
     if route is REDISPATCH:

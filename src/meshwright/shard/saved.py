@@ -44,6 +44,7 @@ class Saved:
     unit: Gathered
     index: int
     version: int  # of the parameter, when it was gathered
+    dtype: torch.dtype  # which autocast made of it, maybe
     state: Any  # of the parameter then, as far as writes that are not counted may have changed it
     kept: Tensor | None  # None: gather again
     size: torch.Size
@@ -62,11 +63,22 @@ class Saver:
     def __init__(self, unit: Gathered, keep: Callable[[], None], *, again: bool) -> None:
         self.unit, self.keep, self.again = unit, keep, again
         self.at: dict[int, tuple[int, torch.dtype, int]] = {}
+        self.casts: list[Tensor] = []  # their memory is not given to others
 
     def note(self, wholes: Sequence[Tensor]) -> None:
         """These were gathered, of the parameters as they are now."""
         versions = [p._version for p in self.unit.params]
+        of_casts = {p: a for p, a in self.at.items() if any(p == c.untyped_storage().data_ptr() for c in self.casts)}
         self.at = {t.untyped_storage().data_ptr(): (i, t.dtype, versions[i]) for i, t in enumerate(wholes) if t.numel()}
+        self.at |= of_casts
+
+    def note_cast(self, index: int, cast: Tensor) -> None:
+        """This was made of a gathered parameter by autocast."""
+        with disabled():
+            local = bare(cast)
+        if local.numel():
+            self.at[local.untyped_storage().data_ptr()] = index, local.dtype, self.unit.params[index]._version
+            self.casts.append(local)
 
     def pack(self, t: Tensor) -> Any:
         """A reference, if ``t`` looks at a gathered parameter."""
@@ -75,10 +87,10 @@ class Saver:
             if found is None or found[1] is not t.dtype:
                 return t
             self.keep()
-            i, _, version = self.at[t.untyped_storage().data_ptr()]
+            i, dtype, version = self.at[t.untyped_storage().data_ptr()]
             state, kept = state_of(self.unit.params[i]), None if self.again else bare(t)
             self.unit.again |= self.again
-            return Saved(self.unit, i, version, state, kept, Tensor.size(t), t.stride(), t.storage_offset())
+            return Saved(self.unit, i, version, dtype, state, kept, Tensor.size(t), t.stride(), t.storage_offset())
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor again."""
@@ -94,6 +106,7 @@ class Saver:
                 return saved.kept
             whole = saved.unit.regathered()[saved.index]
             with torch.no_grad():
+                whole = whole.to(saved.dtype)
                 return whole.as_strided(saved.size, saved.stride, saved.offset)
         given: Tensor = saved
         return given
@@ -105,7 +118,7 @@ class Saver:
     def pop(self) -> None:
         """No longer (and not at all, below hooks of others that are still there)."""
         # What autograd saved has this object, which is not to hold on to what was gathered.
-        self.at, self.keep = {}, _nothing
+        self.at, self.casts, self.keep = {}, [], _nothing
         top = compat.top_saved_tensors_default_hooks(True)
         if top is not None and getattr(top[0], "__self__", None) is self:
             compat.pop_saved_tensors_default_hooks()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from .. import compat, convert, runtime
 from ..conversions import ConversionStep
-from ..dispatch import BRING, disabled, link
+from ..dispatch import BRING, ONCE, Once, disabled, link
 from ..errors import ShardError
 from ..layout import chunk_bounds
 from ..raw import bare
@@ -77,6 +78,7 @@ class Seen:
         self.made: dict[bool, list[Tensor]] = {}  # by whether gradients are recorded
         self.node: Any = None  # of autograd, that gave the stand-ins which have a history
         self.saver: Saver | None = None
+        self.casts: dict[int, Once] = {}  # by autocast, of those that have a history
         self.lent: dict[Unit, Seen] = {}  # of other units, whose parameters are used outside of their forward
         if saves and unit.params and torch.is_grad_enabled() and may_save_references():
             self.saver = Saver(unit, self.keep, again=unit.spans and unit.zero.regather)
@@ -179,9 +181,18 @@ class Seen:
             wrap(t, spec)
             if i in learning and is_cast(p):
                 t.__dict__[BRING] = _Bring(unit, p)
+            if i in learning and t.dtype is torch.float32:
+                t.__dict__[ONCE] = self._cast(i)
             if spec.undecided and i in learning:
                 link([p, t])
         return made
+
+    def _cast(self, i: int) -> Once:
+        """The cast of a parameter, which is kept as that of a leaf is where it is gathered again."""
+        if i not in self.casts:
+            noted = None if self.saver is None else partial(self.saver.note_cast, i)
+            self.casts[i] = Once(self.unit.zero.mesh.device, noted)
+        return self.casts[i]
 
     def again(self, fn: Callable[[], Any]) -> Any:
         """Call ``fn``, which runs a part of the forward again."""
@@ -195,6 +206,8 @@ class Seen:
         """The forward is over."""
         if self.saver is not None:
             self.saver.pop()
+        for cast in (*self.casts.values(), *(c for other in self.lent.values() for c in other.casts.values())):
+            cast.forget()
         self.keep()
 
 

@@ -111,6 +111,7 @@ class StepModule(nn.Module):
         self.assigned = Assigned()
         self.fixed = [None if isinstance(x, Tensor) else x for x in leaves]
         self.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.caches = torch.is_autocast_cache_enabled()
 
     def forward(self, *tensors: Tensor) -> Any:
         leaves = list(self.fixed)
@@ -119,13 +120,25 @@ class StepModule(nn.Module):
         with (
             noting_attributes(self.assigned), buffers_written(self.model, self.assigned),
             refused(*derived(), *generators()), inference_without_gradients(), functions_as_ops(),
-            without_validation(),
+            without_validation(), _autocast_caches(self.caches),
         ):  # fmt: skip
             made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
         flat = pytree.tree_leaves(made)
         if not flat or not isinstance(flat[0], Tensor) or flat[0].numel() != 1:
             raise CaptureError("the loss function must return a scalar tensor, or a tuple that begins with one")
         return made
+
+
+@contextlib.contextmanager
+def _autocast_caches(enabled: bool) -> Iterator[None]:
+    """Inside, regions of autocast keep casts of weights where the user's code says so; torch.export says that none
+    does, also in the program that it makes."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Any:

@@ -17,11 +17,14 @@ from torch.overrides import TorchFunctionMode
 from ... import compat
 from ...dispatch import (
     NO,
+    ONCE,
     Args,
     Frontend,
     Kwargs,
     Special,
+    autocast,
     call,
+    casts_of,
     key_of,
     refresh,
     relayout,
@@ -191,8 +194,12 @@ class Interpreter:
 
     def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """One call on fakes, as eager dispatch would run it."""
-        if not any("_spec" in t.__dict__ for t in tensors_in((args, kwargs))):
+        tensors = tensors_in((args, kwargs))
+        if not any("_spec" in t.__dict__ for t in tensors):
             return func(*args, **kwargs)
+        if autocast.active() and any(ONCE in t.__dict__ for t in tensors):
+            casts = casts_of(func, args, kwargs)
+            args, kwargs = (args, kwargs) if casts is None else self.enabled(casts.once, (args, kwargs), NO)
         return call(self.front, key_of(func, args, kwargs), func, args, kwargs)
 
     def enabled(self, func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from ... import collective, convert, record, runtime
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
-from ...dispatch import BRING, link, resolve_types, root, unit_cotangent
+from ...dispatch import BRING, ONCE, Once, link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Replicate, Spec
 from ...mesh import Mesh
@@ -243,6 +243,7 @@ class _Partition:
                 return convert.bring(local, value, wide, (*back.steps, *in_dtype(steps, wide).steps))
 
             made.__dict__[BRING] = brought
+            made.__dict__[ONCE] = Once(self.mesh.device)
         link([local, made])
         return made
 
