@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 
@@ -120,3 +121,59 @@ def test_mixed_operands_are_not_gathered() -> None:
     for got, want in zip(mw.simulate(run, mesh)[0], (y, a.grad, b.grad), strict=True):
         assert got.dtype == want.dtype
         torch.testing.assert_close(got.float(), want.detach().float(), rtol=0.05, atol=0.1)
+
+
+class _Weights(TorchDispatchMode):
+    """Counts casts of tensors to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.requires_grad_() if value.dtype is torch.float32 else value
+    return type(value)(_leaves(v) for v in value) if type(value) in (list, tuple) else value
+
+
+def _twice(fn: Callable[..., Any], args: Any, kwargs: Any, meet: Callable[[], Any] = tuple) -> int | type:
+    """Casts of an op called twice in one region, all that it is given being leaves that need gradients.
+
+    ``meet``: simulated ranks leave the region together, since the first one that does clears the cache of all.
+    """
+    try:
+        with _Weights() as casts, torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                fn(*_leaves(args), **_leaves(kwargs))
+            count = casts.count
+            meet()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return type(error)
+    return count
+
+
+@pytest.mark.parametrize("dim", [1, None])
+def test_casts_of_leaves_are_counted_as_on_one_device(dim: int | None) -> None:
+    mesh = mw.Mesh({"x": 2})
+
+    def run() -> list[str]:
+        wrong = []
+        for name, fn, args, kwargs in _calls():
+            args = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
+            want = _twice(fn, args, kwargs)
+            if isinstance(want, type) or not want:
+                continue
+            whole = mw.shard_tensor(torch.ones(2), mesh, [mw.Shard(0)])
+            got = _twice(fn, _placed(args, mesh, dim), _placed(kwargs, mesh, dim), lambda x=whole: mw.unshard(x))
+            if got != want:
+                wrong.append(f"{name}: {got} for {want}")
+        return wrong
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert mw.simulate(run, mesh)[0] == []

@@ -430,7 +430,7 @@ def test_flags_of_the_process_are_each_ranks_own(end: str, outside: bool) -> Non
 def test_ranks_have_the_callers_autocast_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Any] = []
 
-    def autocast(device: str, dtype: Any) -> Any:
+    def autocast(device: str, dtype: Any, cache_enabled: bool) -> Any:
         entered.append((device, dtype))
         return contextlib.nullcontext()
 

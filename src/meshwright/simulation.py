@@ -323,6 +323,7 @@ def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """A context manager factory that sets this thread's grad mode, inference mode and autocast."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    caches = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
     def modes() -> Iterator[None]:
@@ -331,7 +332,7 @@ def _caller_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(grad))
             for device, dtype in casts:
-                stack.enter_context(torch.autocast(device, dtype=dtype))
+                stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=caches))
             yield
 
     return modes

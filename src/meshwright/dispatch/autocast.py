@@ -45,11 +45,11 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.watching and func is not torch.ops.prim.device.default:  # which autocast asks for
-            dtype = (kwargs or {}).get("dtype") if func is torch.ops.aten._to_copy.default else None
-            at = [i for i, t in enumerate(self.given) if args and args[0] is t]
-            self.watching = bool(at) and dtype is not None and set(self.found.values()) <= {dtype}
+            casts = func is torch.ops.aten._to_copy.default
+            at = [i for i, t in enumerate(self.given) if casts and args[0] is t]
+            self.watching = bool(at) and set(self.found.values()) <= {kwargs["dtype"]}
             if self.watching:
-                self.found |= dict.fromkeys(at, dtype)
+                self.found |= dict.fromkeys(at, kwargs["dtype"])
         return func(*args, **(kwargs or {}))
 
 
@@ -76,7 +76,8 @@ class InputCasts:
             dtype = self.dtypes.get(next(at))
             if dtype is None:
                 return t
-            return _weight(t, dtype, wrap) if self._kept(t, dtype) and _is_leaf(t) else t.to(dtype)
+            leaf = t.requires_grad and _is_leaf(t)
+            return _weight(t, wrap) if leaf and self._kept(t, dtype) else t.to(dtype)
 
         args, kwargs = map_tensors(args, cast), map_tensors(kwargs, cast)
         with torch.autocast(self.device, enabled=False):
@@ -94,8 +95,7 @@ class InputCasts:
 
     def _kept(self, t: Tensor, dtype: torch.dtype) -> bool:
         """Whether autocast keeps the cast of such a tensor, if it is a leaf."""
-        low = self.itself and dtype is torch.get_autocast_dtype(self.device) and torch.is_grad_enabled()
-        return low and t.dtype is torch.float32 and t.requires_grad
+        return self.itself and dtype is torch.get_autocast_dtype(self.device) and t.dtype is torch.float32
 
 
 class _Passed(TorchDispatchMode):
@@ -116,7 +116,7 @@ def _cached(t: Tensor) -> Tensor:
     return passed.given
 
 
-def _weight(t: Tensor, dtype: torch.dtype, wrap: Wrap) -> Tensor:
+def _weight(t: Tensor, wrap: Wrap) -> Tensor:
     """The cast of a leaf.
 
     An alias for each use: conversions are kept on a value, and threads may clear the cache of a process at any time,
@@ -127,7 +127,10 @@ def _weight(t: Tensor, dtype: torch.dtype, wrap: Wrap) -> Tensor:
         spec: Spec | None = t.__dict__.get("_spec")
         if spec is None:
             return made
-        made = wrap(made.view_as(made), spec.with_(dtype=made.dtype, stored=False))
+        made, spec = made.view_as(made), spec.with_(dtype=made.dtype, stored=False)
+        if not made.requires_grad:
+            return wrap(made, spec.with_(reduced=0, undecided=spec.mesh.everywhere))
+        made = wrap(made, spec)
         link([t, made])
         return made
 
@@ -143,22 +146,26 @@ class Once:
         with compat.DisableTorchFunction(), disable_current_modes():
             self.leaf = torch.empty(0, device=device, requires_grad=True)
         self.noted = noted
-        self.forget()
+        self.of: Any = None
+        self.made: Tensor | None = None
 
     def __call__(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         """``t`` in autocast's lower dtype."""
         with disable_current_modes():
             of = _cached(self.leaf).__dict__.setdefault(ONCE, object())
         if self.made is None or of is not self.of:
+            if not t.requires_grad:
+                return t.to(dtype)
             self.of, self.made = of, t.to(dtype)
             if self.noted is not None:
                 self.noted(self.made)
+        if self.made.dtype is not dtype:  # as of a leaf, whose kept cast PyTorch multiplies with what is in the other
+            raise RuntimeError(f"a weight of dtype {self.made.dtype} is kept where autocast now asks for {dtype}")
         return self.made.view_as(self.made)
 
     def forget(self) -> None:
         """Hold no cast any more."""
-        self.of: Any = None
-        self.made: Tensor | None = None
+        self.of = self.made = None
 
 
 def casts(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs, device: str) -> InputCasts | None:

@@ -181,7 +181,7 @@ class Seen:
             wrap(t, spec)
             if i in learning and is_cast(p):
                 t.__dict__[BRING] = _Bring(unit, p)
-            if i in learning and t.dtype is torch.float32:
+            if p.requires_grad and t.dtype is torch.float32:
                 t.__dict__[ONCE] = self._cast(i)
             if spec.undecided and i in learning:
                 link([p, t])
