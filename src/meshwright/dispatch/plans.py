@@ -53,8 +53,8 @@ class CallPlan:
     when it did.  ``plain``: a native op on locals, right with autocast and without.  ``casts``: what autocast casts of
     its inputs, where the op does not.  ``fn`` computes the call by other calls, or takes the op's place on locals.
     ``conversions``: of inputs, by their order.  ``known``: of Partial inputs that were reduced before: the reduced
-    value is taken in their place.  ``decide``: inputs that get these types.  ``back``: a write that cannot be made in the
-    layout of its target is made in a copy of another layout, which is then brought back and copied into the target.
+    value is taken in their place.  ``decide``: inputs that get these types.  ``back``: a write that cannot be made in
+    the layout of its target is made in a copy of another layout, which is then brought back and copied into the target.
 
     ``choice``: None where there is no rule, and inputs are gathered, with a ``warning`` where that moves data.
     ``copies``: results are views that are copies on the mesh; ``pieces``: pieces of one value, parts of sums;
