@@ -9,6 +9,7 @@ their own beside those of the ops that they are made of stay whole too.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import sys
 import threading
@@ -97,13 +98,13 @@ def _op(cls: Any) -> Any:
 @contextlib.contextmanager
 def functions_as_ops() -> Iterator[None]:
     """Inside, the user's calls of ``Function.apply`` are ops; torch's own go on."""
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    held = inspect.getattr_static(torch.autograd.Function, "apply")
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten(args)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not tensors or kwargs or not runtime.is_users(sys._getframe(1).f_code.co_filename):
-            return original(cls, *args, **kwargs)
+            return held.__get__(None, cls)(*args, **kwargs)
         call = _Call(cls, leaves, tree, runtime.user_line())
         _CALLS.made.append(call)
         made = _op(cls)(tensors, len(_CALLS.made) - 1, repr(call))
