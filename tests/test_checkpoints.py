@@ -20,9 +20,14 @@ def again(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
 
-def saved_elsewhere(m: nn.Sequential, x: Any) -> Any:
-    with torch.autograd.graph.save_on_cpu():
+def saved_elsewhere(m: nn.Sequential, x: Any, pinned: bool = False) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
         return m[3](again(m[2], m[1](m[0](x))))
+
+
+def saved_and_kept(m: nn.Sequential, x: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return m[3](m[2](m[1](m[0](x))) * x.sum())
 
 
 def packed(m: nn.Sequential, x: Any) -> Any:
@@ -47,6 +52,8 @@ WAYS: dict[str, Callable[[nn.Sequential, Any], Any]] = {
     "three": lambda m, x: again(lambda h: again(lambda t: m[3](again(m[2], t)), h.sin()), m[1](m[0](x))),
     "a block": lambda m, x: again(lambda x: m[3](again(m[2], m[1](m[0](x)))), x),
     "save_on_cpu": saved_elsewhere,
+    "save_on_cpu, copied": functools.partial(saved_elsewhere, pinned=True),
+    "save_on_cpu, no checkpoint": saved_and_kept,
     "hooks": packed,
     "selective": selective,
 }
@@ -154,3 +161,50 @@ def test_inside_units_of_stored_parameters(mesh: dict[str, int], options: dict[s
     for i, how in enumerate(INSIDE):
         for ranks in found:
             torch.testing.assert_close(ranks[i], train(how, None), rtol=1e-9, atol=1e-12, msg=how)
+
+
+class Counted(torch.autograd.graph.saved_tensors_hooks):
+    """``save_on_cpu(pin_memory=True)``, and what it was given: kind and shape."""
+
+    def __init__(self) -> None:
+        own, self.given = torch.autograd.graph.save_on_cpu(pin_memory=True), []
+
+        def pack(t: torch.Tensor) -> Any:
+            self.given.append((type(t), tuple(t.shape)))
+            return own.pack_hook(t)
+
+        super().__init__(pack, own.unpack_hook)
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_saved_inputs_of_blocks_lie_elsewhere(stored: str | None) -> None:
+    """Of each checkpointed block one input is copied away, this rank's part; training is that of one device."""
+    rows, on = 5, mw.Mesh({"dp": 2, "tp": 2})
+    plan = {"*.a.*": {"tp": mw.Shard(0)}, "*.b.weight": {"tp": mw.Shard(1)}}
+
+    def train(mesh: mw.Mesh | None) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(0)
+        m: Any = nn.Sequential(*(Inside("whole") for _ in range(3))).double()
+        for block in m:
+            block.how = ""
+            block.forward = lambda x, block=block: x + block.inner(block.norm(x))
+        x: Any = torch.randn(rows, 5, dtype=torch.float64)
+        if mesh is not None:
+            m = mw.shard_module(m, mesh, plan, stored_over=stored)
+            x = mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)})
+        opt, hooks = torch.optim.AdamW(m.parameters(), 0.05), Counted()
+        for _ in range(3):
+            h = x
+            with hooks:
+                for block in m:
+                    h = again(block, h)
+            h.square().mean().backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            opt.step()
+            opt.zero_grad()
+        return [p.detach() if mesh is None else mw.unshard(p.detach()) for p in m.parameters()], hooks.given
+
+    want, _ = train(None)
+    for rank, (made, given) in enumerate(mw.simulate(lambda: train(on), on)):
+        torch.testing.assert_close(made, want, rtol=1e-9, atol=1e-12)
+        assert given == [(torch.Tensor, (3 - rank // 2, 5))] * 9

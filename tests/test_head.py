@@ -194,15 +194,17 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         return made
 
 
-def test_never_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("placed", [(R, S0, R), (S0, R, S0), (S0, R, R), (S0, S0, S0)], ids=str)
+def test_never_all_logits(placed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, classes = 96, 64
     monkeypatch.setattr(head, "BLOCK", 4 * classes)
 
     def run() -> int:
-        x = mw.shard_tensor(torch.randn(rows, 4), PAIR, [R]).requires_grad_()
-        w = mw.shard_tensor(torch.randn(classes, 4), PAIR, [S0]).requires_grad_()
+        x, w = torch.randn(rows, 4), torch.randn(classes, 4)
+        given = (x, w, torch.zeros(rows, dtype=torch.long))
+        x, w, target = (mw.shard_tensor(t, PAIR, [p]) for t, p in zip(given, placed, strict=True))
         with Largest() as seen:
-            F.linear_cross_entropy(x, w, mw.shard_tensor(torch.zeros(rows, dtype=torch.long), PAIR, [R])).backward()
+            F.linear_cross_entropy(x.requires_grad_(), w.requires_grad_(), target).backward()
         return seen.most
 
     assert max(mw.simulate(run, PAIR)) < rows * classes // 4

@@ -49,10 +49,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "BarrierOptions": ("torch._C._distributed_c10d.BarrierOptions", "collectives"),
     "BroadcastOptions": ("torch._C._distributed_c10d.BroadcastOptions", "collectives"),
     "C_NN": ("torch._C._nn", "ops of torch.nn.functional"),
-    "checkpoint_determinism_checks": (
-        "torch.utils.checkpoint._allowed_determinism_checks_to_fns",
-        "torch.utils.checkpoint",
-    ),
     "compile_fx": ("torch._inductor.compile_fx.compile_fx", "captured steps compiled by inductor"),
     "current_autograd_node": ("torch._C._current_autograd_node", "which node of the backward runs"),
     "current_graph_task_id": ("torch._C._current_graph_task_id", "which backward runs"),

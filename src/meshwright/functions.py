@@ -16,6 +16,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from . import compat
 from .compat import CheckpointFrame, apply_function
-from .compat import checkpoint_determinism_checks as _checks
 from .dispatch import AS_OP, disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
 from .generator.dropout import run_alike
@@ -165,19 +165,35 @@ def _keep_layouts() -> None:
     CheckpointFrame.save_inputs, CheckpointFrame.get_inputs = saved, given
 
 
-def _compare_parts() -> None:
-    """The two runs of a checkpoint are compared by this rank's parts, not by global shapes.
+def _save_parts() -> None:
+    """Hooks that pack what autograd saves are given this rank's parts, as plain tensors.
 
-    Autograd packs the same memory now as a distributed tensor, now as a plain one.
+    Autograd packs the same memory now as a distributed tensor, now as a plain one, and goes on with what comes back as
+    the part.  A hook that makes a tensor of the global shape (``save_on_cpu(pin_memory=True)``), or reads the global
+    value of a Partial, would give it something else; and the two runs of a checkpoint are compared by shapes.
     """
-    extract = _checks["default"]
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
 
-    def extracted(t: torch.Tensor) -> Any:
-        if _is_dist(t):
-            t = bare(t)
-        return extract(t)
+    @functools.wraps(enter)
+    def entered(self: Any) -> None:
+        if not hasattr(self.pack_hook, _OF_PARTS):
+            self.pack_hook = _of_parts(self.pack_hook)
+        enter(self)
 
-    _checks["default"] = extracted
+    hooks.__enter__ = entered  # type: ignore[method-assign]
+
+
+_OF_PARTS = "_meshwright_of_parts"
+
+
+def _of_parts(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    @functools.wraps(pack)  # whose module tells whose hooks they are
+    def packed(t: torch.Tensor) -> Any:
+        return pack(bare(t) if _is_dist(t) else t)
+
+    setattr(packed, _OF_PARTS, True)
+    return packed
 
 
 def install() -> None:
@@ -187,7 +203,7 @@ def install() -> None:
     _guard_wrapper(torch.nn.DataParallel, _SYNC)
     _guard_compile()
     _keep_layouts()
-    _compare_parts()
+    _save_parts()
     later = _Later()
     sys.meta_path.insert(0, later)
     for name in later.classes:
