@@ -421,3 +421,31 @@ def test_a_cache_that_other_threads_clear_changes_no_communication() -> None:
 
     first, second = mw.simulate(run, tall)
     assert first == second
+
+
+@pytest.mark.parametrize("alias", ["before", "between", "none"])
+def test_data_written_between_forward_and_backward(alias: str) -> None:
+    """One device keeps the cast of before.  So does ZeRO-3 where it knows of the alias; else it is an error."""
+
+    def grad(model: Any, x: Tensor) -> Any:
+        held = model[1].weight.data if alias == "before" else None
+        with region():
+            made = model(x)
+        if alias != "none":
+            (model[1].weight.data if held is None else held).mul_(3)
+        made.float().sum().backward()
+        return model[0].weight.grad
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+
+    def run() -> Any:
+        return mw.unshard(grad(mw.shard_module(net(), DP, stored_over="dp"), mw.shard_tensor(DATA, DP, ROWS)))
+
+    if alias == "between":
+        with pytest.raises(RuntimeError, match=r"1\.weight was given to \.data"):
+            mw.simulate(run, DP)
+        return
+    for made in mw.simulate(run, DP):
+        torch.testing.assert_close(made, grad(net(), DATA), **NEAR)

@@ -32,7 +32,7 @@ Blocks = Sequence[int]  # of each block of classes where this rank's part of it 
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *given: Any, options: Any = None, **named: Any
 ) -> Tensor:
-    """In pieces where classes or rows are split, or ``options`` ask for it; else a linear layer and its cross entropy.
+    """In pieces where the classes are split, or ``options`` ask for it; else a linear layer and its cross entropy.
 
     Of ``options`` no more is read: how many rows are a piece follows from the classes of this rank.
     """
@@ -40,7 +40,7 @@ def linear_cross_entropy(
     if len(given) > 5:
         options = given[5] or None
     parts = _parts_of(input, linear_weight, target, **named)
-    if parts is None or (parts == 1 and options is None and not _rows_split(input)):
+    if parts is None or (parts == 1 and options is None):
         return redispatch_function(F.linear_cross_entropy, (type(input),), (input, linear_weight, target), named)
     return _in_pieces(input, linear_weight, target, parts, **named)
 
@@ -89,11 +89,6 @@ def _parts_of(
     if any(isinstance(p, Shard) and a not in axes for placements in others for a, p in enumerate(placements)):
         return None
     return spec.mesh.sizes[axes[0]] if spec is not None and axes else 1
-
-
-def _rows_split(x: Tensor) -> bool:
-    spec: Spec | None = x.__dict__.get("_spec")
-    return spec is not None and x.ndim == 2 and 0 in spec.layout.dim_axes()
 
 
 def _in_pieces(

@@ -44,7 +44,8 @@ class Saved:
     unit: Gathered
     index: int
     version: int  # of the parameter, when it was gathered
-    dtype: torch.dtype  # which autocast made of it, maybe
+    dtype: torch.dtype
+    cast: bool  # autocast made this of it
     state: Any  # of the parameter then, as far as writes that are not counted may have changed it
     kept: Tensor | None  # None: gather again
     size: torch.Size
@@ -62,14 +63,16 @@ class Saver:
 
     def __init__(self, unit: Gathered, keep: Callable[[], None], *, again: bool) -> None:
         self.unit, self.keep, self.again = unit, keep, again
-        self.at: dict[int, tuple[int, torch.dtype, int]] = {}
+        self.at: dict[int, tuple[int, torch.dtype, int, Any]] = {}  # parameter, its version; its state when it was cast
         self.casts: list[Tensor] = []  # their memory is not given to others
 
     def note(self, wholes: Sequence[Tensor]) -> None:
         """These were gathered, of the parameters as they are now."""
         versions = [p._version for p in self.unit.params]
         of_casts = {p: a for p, a in self.at.items() if any(p == c.untyped_storage().data_ptr() for c in self.casts)}
-        self.at = {t.untyped_storage().data_ptr(): (i, t.dtype, versions[i]) for i, t in enumerate(wholes) if t.numel()}
+        self.at = {
+            t.untyped_storage().data_ptr(): (i, t.dtype, versions[i], None) for i, t in enumerate(wholes) if t.numel()
+        }
         self.at |= of_casts
 
     def note_cast(self, index: int, cast: Tensor) -> None:
@@ -77,7 +80,8 @@ class Saver:
         with disabled():
             local = bare(cast)
         if local.numel():
-            self.at[local.untyped_storage().data_ptr()] = index, local.dtype, self.unit.params[index]._version
+            p = self.unit.params[index]
+            self.at[local.untyped_storage().data_ptr()] = index, local.dtype, p._version, state_of(p)
             self.casts.append(local)
 
     def pack(self, t: Tensor) -> Any:
@@ -87,10 +91,11 @@ class Saver:
             if found is None or found[1] is not t.dtype:
                 return t
             self.keep()
-            i, dtype, version = self.at[t.untyped_storage().data_ptr()]
-            state, kept = state_of(self.unit.params[i]), None if self.again else bare(t)
+            i, dtype, version, cast = self.at[t.untyped_storage().data_ptr()]
+            state, kept = cast or state_of(self.unit.params[i]), None if self.again else bare(t)
             self.unit.again |= self.again
-            return Saved(self.unit, i, version, dtype, state, kept, Tensor.size(t), t.stride(), t.storage_offset())
+            where = Tensor.size(t), t.stride(), t.storage_offset()
+            return Saved(self.unit, i, version, dtype, cast is not None, state, kept, *where)
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor again."""
@@ -102,8 +107,14 @@ class Saver:
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{name} is at version {p._version}; expected version {saved.version} instead"
                 )
-            if saved.kept is not None and state_of(p) == saved.state:
+            same = state_of(p) == saved.state
+            if saved.kept is not None and same:
                 return saved.kept
+            if saved.cast and not same:  # on one device the cast of before is kept
+                raise RuntimeError(
+                    f"{p.__dict__.get('_param_name', 'a parameter')} was given to .data or .detach() after autocast"
+                    " cast it, and may have been written to: its backward needs what it was; do so behind the backward"
+                )
             whole = saved.unit.regathered()[saved.index]
             with torch.no_grad():
                 whole = whole.to(saved.dtype)

@@ -73,6 +73,7 @@ class Seen:
     def __init__(self, unit: Unit, frame: Any, saves: bool = True) -> None:
         self.unit, self.frame = unit, frame
         self.wholes: list[Tensor] = []
+        self.aliased: list[bool] = []  # whether something else may have the memory of a parameter
         self.states: list[Any] = []  # of the parameters, and versions of the wholes, when they were alike
         self.versions: list[int] = []
         self.made: dict[bool, list[Tensor]] = {}  # by whether gradients are recorded
@@ -150,7 +151,7 @@ class Seen:
         self.keep()
         unit = self.unit
         unit.check_autocast()
-        held = [aliased(p, unit.zero.mesh) for p in unit.params]
+        self.aliased = [aliased(p, unit.zero.mesh) for p in unit.params]
         known = unit.zero.sync.backward().wholes.get(unit) if in_backward() and not self.wholes else None
         old, states = self.wholes, self.states
         self.states, self.made = unit.state(), {}
@@ -159,7 +160,7 @@ class Seen:
             if states[i] != self.states[i]:
                 with torch.no_grad():
                     t.copy_(self.wholes[i])
-            if not held[i]:
+            if not self.aliased[i]:
                 self.wholes[i] = t
         self.versions = [t._version for t in self.wholes]
         if self.saver is not None:
@@ -190,7 +191,8 @@ class Seen:
     def _cast(self, i: int) -> Once:
         """The cast of a parameter, which is kept as that of a leaf is where it is gathered again."""
         if i not in self.casts:
-            noted = None if self.saver is None else partial(self.saver.note_cast, i)
+            # What an alias may write to meanwhile is cast as it was, and not again from what it is in the backward.
+            noted = None if self.saver is None or self.aliased[i] else partial(self.saver.note_cast, i)
             self.casts[i] = Once(self.unit.zero.mesh.device, noted)
         return self.casts[i]
 
