@@ -28,6 +28,17 @@ for module in pkgutil.walk_packages(meshwright.__path__, "meshwright."):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_command_that_computes_has_the_guards() -> None:
+    """Random programs came without ``mw.`` in front: there ``autograd.Function`` was given local tensors."""
+    code = (
+        "import sys; sys.argv[0] = '/bin/meshwright'; import meshwright; assert meshwright._COMMAND\n"
+        "from meshwright import api; import torch\n"
+        "print(torch.autograd.Function.apply.__func__.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "meshwright.functions\n", done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_what_is_built_trains_without_extras(kind: str, tmp_path: Path) -> None:

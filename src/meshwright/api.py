@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from . import collective, convert, marks, resharding, runtime
+from . import functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
 from .collective import Fact, together
 from .dispatch import Inference, disabled, forget_ops, infer, refresh, relayout, wanted
 from .errors import LayoutError, MeshError, RuleError, takes
