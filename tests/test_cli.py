@@ -120,7 +120,7 @@ for words, code in {lines!r}:
     except SystemExit as end:
         assert end.code == code, (words, end.code)
     assert "torch" not in sys.modules, words
-import meshwright.convert, meshwright.program, meshwright as mw
+import meshwright.convert, meshwright.rules, meshwright as mw
 assert "meshwright.functions" not in sys.modules
 missing = [name for name in mw.__all__ if not hasattr(mw, name)]
 assert not missing, missing

@@ -98,7 +98,7 @@ NUMBERS: list[tuple[Change, str]] = [
     (plateau, r"different lr of group 0 \(and 1 more differ\): .*0\.01; rank 1: 0\.005"),
     (decay, r"different weight_decay of group 1: .*0\.5; rank 1: 0\.6"),
     (momentum, r"different betas of group 0: .*\[0\.9, 0\.999\]; rank 1: \[0\.9, 0\.99\]"),
-    (forgets, r"different states of group 0 \(and 1 more differ\): .*12; rank 1: 0"),
+    (forgets, r"different states of group 0 \(and 1 more differ\): .*4; rank 1: 0"),
 ]
 
 

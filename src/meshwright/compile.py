@@ -28,7 +28,7 @@ from .program.run.guard import check_hooks
 from .program.run.lengths import Read
 from .shard.module import lay_module
 from .shard.optimizer import binding_of, shard_optimizer
-from .shard.precision import PRECISION_WANTED, Precisions
+from .shard.precision import PRECISION, PRECISION_WANTED, Precisions
 from .step import CaptureSource, CompiledStep, Recorded
 from .tensor import DistTensor
 
@@ -187,7 +187,10 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
     said = [binding_of(o) for o in parts_of(optimizer)] if plan.states_over is None else []
     if any(b is not None and b.states_over is not None for b in said):
         word, where = "states_over", "mw.shard_optimizer"
-    elif any(isinstance(p, DistTensor) and p._spec.stored and SEEN not in p.__dict__ for p in model.parameters()):
+    elif any(
+        isinstance(p, DistTensor) and p._spec.stored and not {SEEN, PRECISION} & p.__dict__.keys()
+        for p in model.parameters()
+    ):  # a precision is refused with words of its own
         word, where = "stored_over", "mw.shard_module"
     else:
         return
