@@ -265,6 +265,7 @@ def lived(model: Lives, x: Tensor) -> Any:
 WRITTEN = r"modified by an inplace operation: weight is at version"
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("life", LIVES, ids=[life.__name__[1:] for life in LIVES])
 @pytest.mark.parametrize("how", ["native", "columns", "zero-3"])
 def test_a_cast_lives_as_on_one_device(life: Callable[..., list[Any]], how: str) -> None:
@@ -336,6 +337,7 @@ MODELS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("stored", [None, "dp"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, stored: str | None) -> None:

@@ -76,6 +76,7 @@ def laid(mesh: mw.Mesh, given: list[Tensor | None], placed: Any) -> list[Tensor 
     return [t if t is None or not t.is_floating_point() or i == 4 else t.requires_grad_() for i, t in enumerate(made)]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("named", GIVEN, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_numbers_of_one_device(ranks: int, named: dict[str, Any]) -> None:

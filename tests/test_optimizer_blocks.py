@@ -143,6 +143,7 @@ def test_training_is_that_of_one_device_up_to_blocks(way: str, kind: Any) -> Non
     assert distance(way, kind) < (1e-2 if way == "tp" else 1e-5)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", [Scaled, Wrapped])
 @pytest.mark.parametrize("hidden", [17, 3, 1])
 @pytest.mark.parametrize("way", ["zero-1", "zero-3"])

@@ -94,6 +94,7 @@ def equal(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None
         assert torch.equal(found[name], g), name
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("wire", [BF16, mw.Float8(16)], ids=wire_name)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.thin(3)
