@@ -59,7 +59,7 @@ class OptimizerBinding:
         self.chunks = Chunks(states_over, ()) if states_over is not None else None
         self.shadow: Shadow | None = None
         self.apart = Apart()
-        self.known: list[int] = []
+        self.known: list[Any] = []
         self.lies: dict[int, tuple[Spec, Spec]] = {}  # of a parameter and of its states
         self.params: list[DistTensor] = []
         self.copies: list[DistTensor] = []
@@ -80,8 +80,8 @@ class OptimizerBinding:
 
     def follow(self, opt: Optimizer) -> None:
         """Look at the parameters (again): some may have been added."""
-        known = [id(p) for g in opt.param_groups for p in g["params"]]
-        if known == self.known:
+        known = [*chain.from_iterable(map(_PARAMS, opt.param_groups))]
+        if _same(known, self.known):
             return
         every = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
         check_class(opt, every, self.elementwise, self.chunks is not None)
@@ -211,8 +211,7 @@ class OptimizerBinding:
 
     def _seen(self, opt: Optimizer) -> bool:
         """Whether all states are the objects that were last looked through."""
-        now = _values(opt)
-        return len(now) == len(self.seen) and all(map(operator.is_, now, self.seen))
+        return _same(_values(opt), self.seen)
 
     def _wrap_states(self, opt: Optimizer) -> None:
         """States that a step has made become DistTensors."""
@@ -228,11 +227,16 @@ class OptimizerBinding:
                             wrap(v, spec)
 
 
-_SPEC = operator.attrgetter("_spec")
+_SPEC, _PARAMS, _VALUES = operator.attrgetter("_spec"), operator.itemgetter("params"), operator.methodcaller("values")
 
 
 def _values(opt: Optimizer) -> list[Any]:
-    return list(chain.from_iterable([entry.values() for entry in opt.state.values()]))
+    return [*chain.from_iterable(map(_VALUES, opt.state.values()))]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    """Whether they hold the same objects."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _interrupted(p: DistTensor) -> bool:

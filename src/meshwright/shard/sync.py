@@ -101,6 +101,7 @@ class GradSync:
         self.added = 0  # gradients that were added to others
         self.updated = 0  # a sum over all updates of digests of the numbers that they were made with
         self.numbers: dict[int, dict[str, Any]] = {}  # those of the last one, by parameter group
+        self.digests: dict[int, int] = {}  # of these
         # What was done when it was last compared, over which axes.
         self.marks: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.first = self._done()
@@ -132,8 +133,9 @@ class GradSync:
 
     def note(self, i: int, numbers: dict[str, Any]) -> None:
         """An optimizer updates its parameter group ``i`` with these."""
-        self.updated += zlib.crc32(repr(numbers).encode(), i)
-        self.numbers[i] = numbers
+        if numbers != self.numbers.get(i):
+            self.numbers[i], self.digests[i] = numbers, zlib.crc32(repr(numbers).encode(), i)
+        self.updated += self.digests[i]
 
     def _done(self) -> tuple[int, ...]:
         """What was done so far: writes to parameters, gradients added to others, updates, seeds drawn."""
