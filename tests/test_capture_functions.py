@@ -246,3 +246,44 @@ def test_what_is_gathered_is_told() -> None:
     plans._WARNED.clear()
     with pytest.warns(UserWarning, match=r"the autograd.Function Gelu has no rule: .*bytes sent.*custom_op"):
         mw.simulate(lambda: step_with(ACTS["gelu"]), mw.Mesh({"dp": 2}))
+
+
+class Scaled(Tensor):
+    """A tensor class that wraps another, as float8 tensors do."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        made: Any = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*[a.inner if isinstance(a, Scaled) else a for a in args], **(kwargs or {}))
+
+
+class Wrapping(torch.autograd.Function):
+    """Computes by a tensor class of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return Scaled(x * 2).reshape(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def test_a_tensor_class_of_another_library_is_named() -> None:
+    mesh, x = mw.Mesh({"dp": 2}), torch.ones(4, 3)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return Wrapping.apply(model(x)).sum()  # type: ignore[no-any-return]
+
+    def run() -> None:
+        mw.compile_step(nn.Linear(3, 3), loss, None, x, mesh=mesh, batch={"dp": mw.Shard(0)})
+
+    with pytest.raises(CaptureError, match=r"a Scaled of shape .* with PyTorch's own ops, or train eagerly"):
+        mw.simulate(run, mesh)

@@ -195,7 +195,14 @@ class Recorder(TorchDispatchMode):
         return item
 
     def _constant(self, t: Tensor) -> fx.Node:
-        if type(t) is not Tensor or t.is_meta:
+        kind = type(t)
+        if not kind.__module__.startswith("torch."):
+            raise CaptureError(
+                f"a {kind.__name__} of shape {tuple(t.shape)} is a tensor class of {kind.__module__}, whose ops a "
+                "captured step cannot record: write what makes it with PyTorch's own ops, or train eagerly "
+                "(mw.shard_module)"
+            )
+        if kind is not Tensor or t.is_meta:
             raise CaptureError(f"a tensor of shape {tuple(t.shape)} comes from outside the captured step")
         name = f"constant_{len(self.constants)}"
         self.constants[name] = t
