@@ -46,14 +46,16 @@ class Counts:
     ``table`` maps (kind, axis names) to [count, bytes].  The bytes are those of one rank in the ring model,
     for n ranks: all-gather and reduce-scatter (n-1)/n of the full tensor, all-reduce twice that, all-to-all
     (n-1)/n of the local tensor, broadcast the tensor.  ``narrow`` maps (kind, axis names, dtype, ranks) to the
-    number of those that sum many ranks in few bits (``collective.rounds``).
+    number of those that sum many ranks in few bits (``collective.rounds``).  ``copies`` maps ``"to_device"`` and
+    ``"to_host"`` to [count, bytes] of what is stored on the host; they are no collectives, and in no total.
     """
 
-    __slots__ = ("narrow", "table")
+    __slots__ = ("copies", "narrow", "table")
 
     def __init__(self) -> None:
         self.table: dict[tuple[str, tuple[str, ...]], list[int]] = {}
         self.narrow: dict[tuple[str, tuple[str, ...], str, int], int] = {}
+        self.copies: dict[str, list[int]] = {}
 
     def add(self, kind: str, axes: tuple[str, ...], nbytes: int) -> None:
         """Record one collective of ``kind`` over ``axes`` that moves ``nbytes`` bytes."""
@@ -61,6 +63,12 @@ class Counts:
             entry = self.table[kind, axes]
         except KeyError:
             entry = self.table[kind, axes] = [0, 0]
+        entry[0] += 1
+        entry[1] += nbytes
+
+    def add_copy(self, way: str, nbytes: int) -> None:
+        """Record one copy between the host and the mesh's device."""
+        entry = self.copies.setdefault(way, [0, 0])
         entry[0] += 1
         entry[1] += nbytes
 
@@ -74,6 +82,7 @@ class Counts:
         made = Counts()
         made.table = {key: list(entry) for key, entry in self.table.items()}
         made.narrow = dict(self.narrow)
+        made.copies = {way: list(entry) for way, entry in self.copies.items()}
         return made
 
     def since(self, before: Counts) -> Counts:
@@ -83,6 +92,10 @@ class Counts:
             count0, nbytes0 = before.table.get(key, (0, 0))
             if count > count0:
                 made.table[key] = [count - count0, nbytes - nbytes0]
+        for way, (count, nbytes) in self.copies.items():
+            count0, nbytes0 = before.copies.get(way, (0, 0))
+            if count > count0:
+                made.copies[way] = [count - count0, nbytes - nbytes0]
         made.narrow = {k: n for k, c in self.narrow.items() if (n := c - before.narrow.get(k, 0)) > 0}
         return made
 

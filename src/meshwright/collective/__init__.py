@@ -26,6 +26,7 @@ from .graph import (
     mesh_text,
     recording,
 )
+from .elsewhere import from_elsewhere
 from .groups import Group, connect, group, override_group
 from .joining import meeting
 from .kinds import ADDS, Kind, rounds
@@ -50,6 +51,14 @@ from .ops import (
 from .post import Post, leave_with, watch_over
 from .wire import Pending, row_major
 from .wired import scatter_sum_async, sum_async, wire_all_reduce, wire_reduce_scatter
+
+# Below this package a tensor may lie on the host while ranks meet with tensors of a device.
+all_gather, all_gather_async = from_elsewhere(all_gather), from_elsewhere(all_gather_async)
+all_reduce, all_reduce_async = from_elsewhere(all_reduce), from_elsewhere(all_reduce_async, writes=True)
+reduce_scatter, reduce_scatter_async = from_elsewhere(reduce_scatter), from_elsewhere(reduce_scatter_async)
+all_to_all, broadcast = from_elsewhere(all_to_all), from_elsewhere(broadcast)
+wire_all_reduce, wire_reduce_scatter = from_elsewhere(wire_all_reduce), from_elsewhere(wire_reduce_scatter)
+scatter_sum_async, sum_async = from_elsewhere(scatter_sum_async), from_elsewhere(sum_async, writes=True)
 
 __all__ = [
     "ADDS",

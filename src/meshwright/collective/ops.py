@@ -55,7 +55,7 @@ def counting() -> Iterator[runtime.Counts]:
         yield made
     finally:
         since = runtime.RT.counts.since(before)
-        made.table, made.narrow = since.table, since.narrow
+        made.table, made.narrow, made.copies = since.table, since.narrow, since.copies
 
 
 def _call(

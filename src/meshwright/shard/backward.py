@@ -20,6 +20,7 @@ from ..raw import bare, get_grad, set_grad
 from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, held, hold, in_spec, wrap
 from .buckets import Bucket, Buckets
+from .host import near
 from .in_flight import InFlight, Reduction, Scattering, give
 from .packing import Packing, split_dim
 from .precision import reduce_dtype
@@ -118,11 +119,15 @@ class Backward:
 
     # -- gradients as they come -----------------------------------------------------------------------
 
-    def ready(self, i: int) -> None:
-        """The gradient of a parameter was accumulated."""
+    def note(self, i: int) -> None:
+        """The gradient of a parameter was accumulated; nothing is sent for it before the end."""
         self.order.append(i)
         if self.sync.params[i].__dict__["_after"]:
             self.hooked.add(i)
+
+    def ready(self, i: int) -> None:
+        """The gradient of a parameter was accumulated."""
+        self.note(i)
         k = self.plan.where[i]
         if k is None:
             self._serve([i])
@@ -166,7 +171,7 @@ class Backward:
                     raise ShardError(
                         f"{self.sync.names[i]} has a sparse gradient, which cannot be synchronised: use sparse=False"
                     )
-                grads.append(g.to(bucket.dtype))
+                grads.append(near(p, g).to(bucket.dtype))
                 members.append(i)
                 # What comes later in this backward starts a new gradient and is added at the end.
                 set_grad(p, None)
@@ -218,7 +223,8 @@ class Backward:
         before = held(p)
         with torch.no_grad(), disabled():
             if before is not None:
-                made = wrap(Tensor.add(in_spec(before, before._spec, made._spec), made), made._spec)
+                more = in_spec(before, before._spec, made._spec).to(made.device)
+                made = wrap(Tensor.add(more, made), made._spec)
             hold(p, made)
         group.complete.append(p)
         self._close(group, p)

@@ -89,7 +89,8 @@ class Buckets:
             for i in bucket.members:
                 self.where[i] = k
         # Axes of the groups that have gradients to reduce.
-        self.groups = sorted({b.axes for b in self.buckets if b.axes} | {(params[i].__dict__[STORED],) for i in apart})
+        over = {(params[i].__dict__[STORED],) for i in apart if STORED in params[i].__dict__}
+        self.groups = sorted({b.axes for b in self.buckets if b.axes} | over)
 
     def fits(self) -> bool:
         """Whether the parameters still have the specs that this was made for."""

@@ -12,6 +12,7 @@ from ..layout import Partial, Spec
 from ..mesh import Mesh
 from ..raw import get_grad, set_grad
 from ..tensor import Coming, DistTensor, held, hold, in_spec, wrap
+from .host import Leaving, on_host
 from .packing import Packing
 
 Tensor = torch.Tensor
@@ -68,18 +69,21 @@ def give(p: DistTensor, made: Tensor, spec: Spec) -> None:
         if before is None:
             continue
         own: Spec = before.__dict__.get("_spec") or p._spec.grad()
-        more = made if own.layout == spec.layout else in_spec(made, spec, own)
+        more = (made if own.layout == spec.layout else in_spec(made, spec, own)).to(before.device)
         # A view that is a copy gets its values from its base: what is written to it alone is lost.
         made = Tensor.add(before, more) if own.copied else Tensor.add_(before, more)
         spec = own.with_(copied=False)
     if Tensor.size(made) == Tensor.size(p):
-        set_grad(p, wrap(made, spec))
+        set_grad(p, wrap(made.to(p.device), spec))
     else:
         hold(p, wrap(made, spec))
 
 
 class Reduction(InFlight):
-    """An all-reduce: afterwards each gradient is a view of the buffer, in the layout of its parameter."""
+    """An all-reduce: afterwards each gradient is a view of the buffer, in the layout of its parameter.
+
+    Those of parameters that are stored on the host are views of a copy of it there; they travel with no others.
+    """
 
     def __init__(
         self,
@@ -89,9 +93,22 @@ class Reduction(InFlight):
         pending: collective.Pending,
     ) -> None:
         self.views, self.pending = views, pending
+        self.leaving: list[Leaving] | None = None
+        self.hosted = on_host(params[0])
         super().__init__(params, specs)
 
+    def settle(self) -> None:
+        """Start the copies to the host, where gradients go there."""
+        if self.hosted and self.leaving is None:
+            self.pending.wait()
+            device = next(iter(self.specs.values()))[1].mesh.device
+            specs = [spec for _, spec in self.specs.values()]
+            self.leaving = [Leaving(v.to(s.dtype), device) for v, s in zip(self.views, specs, strict=True)]
+
     def arrived(self, k: int) -> Tensor:
+        self.settle()
+        if self.leaving is not None:
+            return self.leaving[k].wait()
         self.pending.wait()
         return self.views[k]
 
@@ -118,6 +135,8 @@ class Scattering(InFlight):
     ) -> None:
         mesh: Mesh = specs[0].mesh
         self.packing, self.chunks = packing, list[Tensor]()
+        self.leaving: Leaving | None = None
+        self.to_host, self.dtype, self.device = on_host(params[0]), specs[0].dtype, mesh.device
         self.group = collective.group(mesh, (axis,))
         self.others = collective.group(mesh, others) if others else None
         self.wire = specs[0].grad_wire
@@ -126,15 +145,21 @@ class Scattering(InFlight):
         super().__init__(params, specs)
 
     def settle(self) -> None:
-        """Keep this rank's chunks, in place of whole gradients."""
-        if not self.chunks:
-            row = self.pending.wait()
-            if self.others is not None:
-                collective.sum_async(row, self.others, self.wire).wait()
+        """Keep this rank's chunks, in place of whole gradients; start their copy to the host, where they go there."""
+        if self.chunks or self.leaving is not None:
+            return
+        row = self.pending.wait()
+        if self.others is not None:
+            collective.sum_async(row, self.others, self.wire).wait()
+        if self.to_host:
+            self.leaving = Leaving(row.to(self.dtype), self.device)
+        else:
             self.chunks = self.packing.chunks(row, self.group.index)
 
     def arrived(self, k: int) -> Tensor:
         self.settle()
+        if self.leaving is not None:
+            self.chunks, self.leaving = self.packing.chunks(self.leaving.wait(), self.group.index), None
         return self.chunks[k]
 
 

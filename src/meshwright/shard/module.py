@@ -23,6 +23,7 @@ from ..tensor import DistTensor, GradientHook, wrap
 from . import zero
 from .alike import facts_of
 from .constraints import Inputs, Outputs, hooked
+from .host import HOST, ON, check_device, in_host_memory
 from .names import Globs, Names, matching
 from .packing import chunk_dim
 from .precision import PRECISION, PRECISION_WANTED, Casts, Dtypes, Precisions, casts_of
@@ -41,6 +42,7 @@ _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.we
     inputs=_GLOBS,
     outputs=_GLOBS,
     stored_over=((str, Mapping, NoneType), "give an axis, or a dict, glob of names to axis"),
+    stored_on=((str, Mapping, NoneType), 'give "cpu", or a dict, glob of names to that'),
     precision=PRECISION_WANTED,
     bucket_bytes=((int, float), "give a number of bytes"),
 )
@@ -52,6 +54,7 @@ def shard_module(
     inputs: Globs | None = None,
     outputs: Globs | None = None,
     stored_over: str | Mapping[str, str] | None = None,
+    stored_on: str | Mapping[str, str] | None = None,
     regather: bool = True,
     precision: Precisions | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -70,7 +73,9 @@ def shard_module(
         inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
             positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
         stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob to axis.
-        regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
+        stored_on: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
+            split or not, and are copied to the mesh's device for use; or glob to that.
+        regather: with ``stored_over`` or ``stored_on``: copy and gather again for the backward instead of keeping gathered parameters.
         precision: the dtypes in which ops see parameters and gradients are reduced, see :class:`Precision`; or glob of
             names of parameters or modules to those.  Where several globs match a name the last one counts.
         bucket_bytes: gradients travel together up to this size.
@@ -89,9 +94,9 @@ def shard_module(
         DesyncError: ranks that pass different models or placements.
     """
     _check_model(model)
-    _check_sync(sync, stored_over, precision)
+    _check_sync(sync, stored_over, stored_on, precision)
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
-    names, stored, casts = _laid(model, mesh, placements or {}, around, stored_over, precision)
+    names, stored, casts, hosted = _laid(model, mesh, placements or {}, around, stored_over, stored_on, precision)
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if any(t.is_meta for t in names.tensors.values()):
         _materialise(model, names, mesh, init)
@@ -99,9 +104,9 @@ def shard_module(
         return model
     before: GradSync | None = model.__dict__.get("_gradient_sync")  # it was sharded before, and got other parameters
     synced = before if before is not None and before.mesh == mesh else GradSync(mesh)
-    if stored or casts:
-        axes = {id(params[name]): axis for name, axis in stored.items()}
-        zero.install(model, mesh, synced, axes, {id(params[n]): d for n, d in casts.items()}, regather=regather)
+    if stored or casts or hosted:
+        axes, dtypes = ({id(params[n]): said for n, said in by_name.items()} for by_name in (stored, casts))
+        zero.install(model, mesh, synced, axes, dtypes, {id(params[n]) for n in hosted}, regather=regather)  # type: ignore[arg-type]
     model.__dict__.update(_gradient_sync=synced, _others_sync=synced.cover(params, bucket_bytes))
     return model
 
@@ -112,14 +117,16 @@ def _laid(
     placements: Globs,
     constraints: dict[str, Globs],
     stored_over: Any,
+    stored_on: Any,
     precision: Precisions | None,
-) -> tuple[Names, dict[str, int], dict[str, Dtypes]]:
+) -> tuple[Names, dict[str, int], dict[str, Dtypes], set[str]]:
     """Lay tensors and attach constraints, or raise the same on all ranks; what is stored split, and over which axis,
-    and what is cast."""
+    what is cast, and what is stored on the host."""
     names, modules = Names(model), dict(model.named_modules())
     with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
         plan = _plan(names, mesh, placements)
         stored = _stored(names, mesh, plan, stored_over)
+        hosted = _hosted(names, stored_on)
         casts = casts_of(model, names, precision)
         cast = _cast(names, casts)
         for name, dtypes in casts.dtypes.items():
@@ -127,13 +134,14 @@ def _laid(
                 plan[name] = plan[name].with_(wires=(None, dtypes.wire))
         hooks = [hooked(modules, globs, what) for what, globs in constraints.items()]
         facts += [*facts_of(names, plan), *(Fact(f"precision {part!r}") for part in casts.parts())]
+        facts += [Fact(f"stored on the host: {name}") for name in hosted]
     for name, spec in plan.items():
-        _lay(names, name, spec)
+        _lay(names, name, spec, hosted=name in hosted)
     list(casts.attach(model))  # in front of the constraints: what those send has the dtype
     for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
         for module, constraint in found:
             kind(mesh, constraint).attach(module)
-    return names, stored, cast
+    return names, stored, cast, {name for name in hosted if name in plan}
 
 
 def _cast(names: Names, casts: Casts) -> dict[str, Dtypes]:
@@ -157,11 +165,13 @@ def _cast(names: Names, casts: Casts) -> dict[str, Dtypes]:
     return found
 
 
-def _check_sync(sync: bool, stored_over: Any, precision: Any) -> None:
+def _check_sync(sync: bool, stored_over: Any, stored_on: Any, precision: Any) -> None:
     """Raises ShardError for options that do nothing without the synchronisation of gradients."""
     fix = "needs the synchronisation of gradients: leave out sync=False"
     if stored_over and not sync:
         raise ShardError(f"stored_over= {fix}")
+    if stored_on and not sync:
+        raise ShardError(f"stored_on= {fix}")
     if precision and not sync:
         raise ShardError(f"precision= {fix}; mw.compile_step takes precision= itself")
 
@@ -302,13 +312,33 @@ def _stored(
     return found
 
 
-def _lay(names: Names, name: str, spec: Spec) -> None:
+def _hosted(names: Names, stored_on: str | Mapping[str, str] | None) -> dict[str, None]:
+    """First names of parameters that are to be stored on the host, in their order.
+
+    Raises ShardError for another device, and for what was laid elsewhere before.
+    """
+    if stored_on is None:
+        return {}
+    globs = {"*": stored_on} if isinstance(stored_on, str) else stored_on
+    for device in globs.values():
+        check_device(device)
+    params = [n for n, first in names.all.items() if isinstance(names.tensors[first], nn.Parameter)]
+    found = {names.all[n]: None for matched in matching(globs, params, "parameter").values() for n in matched}
+    for name in found:
+        t = names.tensors[name]
+        if isinstance(t, DistTensor) and ON not in t.__dict__:
+            raise ShardError(f"stored_on: {name} is sharded already, and not so: say stored_on= where it is sharded first")
+    return found
+
+
+def _lay(names: Names, name: str, spec: Spec, *, hosted: bool = False) -> None:
     """Make one tensor of the model distributed: the same object, unless it is on the meta device."""
     t = names.tensors[name]
     mesh = spec.mesh
     here = mesh.coordinate(runtime.RT.rank)
     if t.is_meta:
-        made = wrap(torch.empty(spec.local_shape(here), dtype=t.dtype, device=mesh.device), spec)
+        local = torch.empty(spec.local_shape(here), dtype=t.dtype, device=HOST if hosted else mesh.device)
+        made = wrap(in_host_memory(local, mesh.device) if hosted else local, spec)
         made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})
         made.requires_grad_(t.requires_grad)
         made._is_param = isinstance(t, nn.Parameter)
@@ -323,7 +353,8 @@ def _lay(names: Names, name: str, spec: Spec) -> None:
             # A graph from before (weight_norm, prune) may keep the node to which gradients of the old shape go; only
             # data of another dtype have it made anew.
             t.data = t.new_empty(0, dtype=torch.float16 if t.dtype is not torch.float16 else torch.float32)
-        t.data = Tensor.to(local, mesh.device).as_subclass(Tensor)
+        put = in_host_memory(local, mesh.device) if hosted else Tensor.to(local, mesh.device)
+        t.data = put.as_subclass(Tensor)
     wrap(t, spec)
     hooks: Any = t._backward_hooks or {}
     for at, hook in hooks.items():  # autograd would call them with local gradients

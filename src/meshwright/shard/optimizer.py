@@ -178,7 +178,8 @@ class OptimizerBinding:
             raise ShardError(_unfit(p, own))
         plan = plan_conversion(own.with_(undecided=0), wanted.with_(dtype=own.dtype))
         with torch.no_grad():
-            made = wrap(convert.apply(plan.steps, g).to(wanted.dtype), wanted)  # it may be in what it is reduced in
+            # It may be in what it is reduced in, and where.
+            made = wrap(convert.apply(plan.steps, g).to(p.device, wanted.dtype), wanted)
         hold(p, None)
         set_grad(p, made)
         return made

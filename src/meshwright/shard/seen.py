@@ -20,6 +20,7 @@ from ..resharding import ConversionPlan, in_dtype
 from ..resharding import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
+from .host import on_host
 from .packing import split_dim
 from .precision import PRECISION, Dtypes, partial_dtype, put, reduce_dtype
 from .saved import Saver, may_save_references
@@ -110,6 +111,11 @@ class Seen:
         found: Dtypes | None = p.__dict__.get(PRECISION)
         return found.compute if known and found is not None else None
 
+    def device(self, p: Tensor) -> torch.device | None:
+        """Where ops see a parameter that is stored elsewhere, if it is one of the unit's or its forward uses it."""
+        known = id(p) in self.unit.index or (self.unit.whole and self.unit.zero.casting(p) is not None)
+        return torch.empty(0, device=self.unit.zero.mesh.device).device if known and on_host(p) else None
+
     def held(self, p: Tensor) -> Tensor | None:
         """What stands in for a parameter, if something does already."""
         return self.find(p) if self.wholes or self.lent else None
@@ -142,7 +148,8 @@ class Seen:
                     dim = split_dim(p._spec, axis)
                     lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
                     part = t.narrow(dim, lo, hi - lo)
-                put(bare(p), part)
+                own = bare(p)
+                put(own, part.to(own.device))
             self.states[i], self.versions[i] = state_of(p), t._version
         if changed and self.saver is not None:
             self.saver.note(self.wholes)
@@ -258,13 +265,15 @@ class _Gather(torch.autograd.Function):
                 with disabled():
                     g = convert.back(ctx.steps, g.to(reduce_dtype(p)), ctx.cause)
             spec = seen_spec(p).grad().with_(dtype=reduce_dtype(p))  # the forward may have been what decided the types
-            how, whole = _wanted(node), stored_axis(p) is None
+            # Of one that is stored on the host contributions are held on the device until they are reduced.
+            how, whole = _wanted(node), stored_axis(p) is None and not (on_host(p) and spec.layout.partial)
             # Hooks of the user are autograd's business: they get the gradient as its parameter lies, in ``reduce``.
             native = torch.is_grad_enabled() or p.__dict__["_after"] or _hooked(p)
             if g is not None and (how == "returned" or (how == "kept" and (native or whole))):
                 target = p._spec.with_(undecided=0).grad()
                 with disabled():
-                    back[i] = convert.apply(plan_conversion(spec, target.with_(dtype=g.dtype)).steps, g)
+                    made = convert.apply(plan_conversion(spec, target.with_(dtype=g.dtype)).steps, g)
+                    back[i] = made.to(p.device)
                 g = None
             if whole:
                 continue
@@ -272,6 +281,9 @@ class _Gather(torch.autograd.Function):
             specs.append(spec)
             kept.append(g if how == "kept" and p.requires_grad else None)  # it may be frozen since the forward
         backward.collect(params, specs, kept)
+        for p, g in zip(params, kept, strict=True):
+            if g is not None and on_host(p):  # its leaf is served in another thread: what is sent is started in this one
+                backward.complete(p)
         return (None, None, None, None, *back)
 
 

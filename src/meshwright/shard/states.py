@@ -94,7 +94,7 @@ class Chunks:
         if g is None:
             view.grad = None
             return view
-        view.grad = bare(g) if g._spec.layout == spec.layout else bare(in_spec(g, g._spec, spec))
+        view.grad = (bare(g) if g._spec.layout == spec.layout else bare(in_spec(g, g._spec, spec))).to(view.device)
         return view
 
     def gather(self, params: Sequence[DistTensor]) -> None:

@@ -40,6 +40,7 @@ from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, hold, wrap
 from .backward import Backward, begin, call_after
 from .buckets import STORED, Buckets
+from .host import ON, on_host
 from .replicas import astray
 
 Tensor = torch.Tensor
@@ -84,12 +85,13 @@ class GradSync:
         others = {n: sync for n, p in params.items() if (sync := sync_of(p)) not in (None, self)}
         own = {n: p for n, p in params.items() if n not in others}
         self.names, self.params, self.bucket_bytes = list(own), list(own.values()), bucket_bytes
-        self.apart = {i for i, p in enumerate(self.params) if STORED in p.__dict__}
+        self.apart = {i for i, p in enumerate(self.params) if {STORED, ON} & p.__dict__.keys()}
         self._begin()
         return [sync for sync in dict.fromkeys(others.values()) if sync is not None]
 
     def _start(self) -> None:
-        self.running: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()  # by thread
+        # By graph task, and by thread: a nested one belongs to that around it.
+        self.running: weakref.WeakValueDictionary[tuple[str, int], Backward] = weakref.WeakValueDictionary()
         self.interrupted = False  # the last backward raised: gradients may be left Partial
         self.scatter: Any = None  # starts the reduction of what stored parameters have been brought (see zero)
         self._begin()
@@ -243,14 +245,28 @@ class GradSync:
     # -- the backward ---------------------------------------------------------------------------------
 
     def backward(self) -> Backward:
-        """The backward that this thread is in; of nested ones the outermost that has come to these parameters."""
-        found = self.running.get(threading.get_ident())
+        """The backward that this thread is in; of nested ones the outermost that has come to these parameters.
+
+        One may run in two threads: autograd serves leaves on the host in the one that asked for it, and what a device
+        computes in the device's.
+        """
+        task, thread = ("task", compat.current_graph_task_id()), ("thread", threading.get_ident())
+        found = self.running.get(task)
         if found is None or found.over:
-            found = self.running[threading.get_ident()] = begin(self)
+            found = self.running.get(thread)
+            if found is None or found.over:
+                found = begin(self)
+            self.running[task] = self.running[thread] = found
         return found
 
     def ready(self, i: int) -> None:
         """The gradient of parameter ``i`` was accumulated (called inside the backward)."""
+        if on_host(self.params[i]):  # in another thread than what a device computes, which alone sends
+            if self.enabled:
+                self.backward().note(i)
+            else:
+                call_after(self.params[i])
+            return
         if i in self.apart:
             self.backward().complete(self.params[i])
         if self.enabled:

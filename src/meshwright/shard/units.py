@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -17,14 +17,30 @@ from ..layout import Spec, block_of
 from ..mesh import Mesh
 from ..raw import bare
 from ..tensor import DistTensor, held, hold
-from .buckets import STORED
+from .buckets import STORED, Bucket
 from .changes import aliased, state_of
-from .in_flight import InFlight, Scattering, partial_axes
+from .host import HOST, ON, Lane, brought, check_place, on_host
+from .in_flight import InFlight, Reduction, Scattering, partial_axes
 from .packing import Packing, split_dim, whole_over
 from .precision import PRECISION, Dtypes, check_autocast, compute_dtype
 from .sync import GradSync
 
 Tensor = torch.Tensor
+
+
+class Begun(NamedTuple):
+    """Parameters of a unit on their way: what they were, all-gathers, those that need none, and where that runs."""
+
+    state: Any
+    parts: list[tuple[list[DistTensor], Packing, collective.Pending]]
+    own: dict[int, Tensor]
+    lane: Lane
+
+    def wait(self) -> list[Tensor]:
+        """What was gathered, which others than the lane may read from now on."""
+        flats = [pending.wait() for _, _, pending in self.parts]
+        self.lane.wait([*flats, *self.own.values()])
+        return flats
 
 
 class _Way(threading.local):
@@ -100,31 +116,45 @@ class Zero:
         return self.sync.backward().ahead if in_backward() else self.way.ahead
 
     def casting(self, p: Tensor) -> Unit | None:
-        """The unit of a parameter that ops see in another dtype, wherever in the model's forward they do."""
+        """The unit of a parameter that ops see in another dtype or elsewhere, wherever in the model's forward they do."""
         if self.owners is None:
-            self.owners = {id(p): u for u in self.units for p in u.params if is_cast(p)}
+            self.owners = {id(p): u for u in self.units for p in u.params if is_cast(p) or on_host(p)}
         return self.owners.get(id(p))
 
     # -- gradients ------------------------------------------------------------------------------------
 
     def scatter(self, params: Sequence[DistTensor]) -> list[InFlight]:
-        """Start the reduce-scatter of the contributions that are held for these parameters."""
+        """Start the reduction of the contributions that are held for these parameters: each rank keeps its chunk."""
         groups: dict[Any, list[DistTensor]] = {}
         for p in params:
             g = held(p)
             if g is not None and g._spec.layout.partial:
-                groups.setdefault((p.__dict__[STORED], partial_axes(g._spec), g.dtype, p._spec.grad_wire), []).append(p)
+                alike = stored_axis(p), partial_axes(g._spec), g.dtype, p._spec.grad_wire, on_host(p) and p._spec.dtype
+                groups.setdefault(alike, []).append(p)
         started: list[InFlight] = []
         for (axis, axes, *_), members in groups.items():
             grads = [bare(g) for g in map(held, members) if g is not None]
             for p in members:
                 hold(p, None)
+            specs = [p._spec.with_(reduced=0, undecided=0, stored=False) for p in members]
             with torch.no_grad(), disabled():
+                if axis is None:
+                    started.append(self._sum(members, grads, specs, axes))
+                    continue
                 packing = self.packing(axis, members, block_of(members[0]._spec.grad_wire))
-                specs = [p._spec.with_(reduced=0, undecided=0, stored=False) for p in members]
                 others = tuple(a for a in axes if a != axis)
                 started.append(Scattering(members, grads, specs, packing, axis, others))
         return started
+
+    def _sum(
+        self, params: list[DistTensor], grads: list[Tensor], specs: list[Spec], axes: tuple[int, ...]
+    ) -> Reduction:
+        """Start the all-reduce of contributions to parameters that are stored on the host, and whole."""
+        wire = specs[0].grad_wire
+        flat, views = Bucket((), axes, (None, grads[0].dtype, wire)).filled(grads)
+        group = collective.group(self.mesh, axes) if axes else None
+        sent = collective.Pending(None, flat) if group is None else collective.sum_async(flat, group, wire)
+        return Reduction(params, specs, views, sent)
 
     def packing(self, axis: int, params: Sequence[DistTensor], step: int = 1) -> Packing:
         """How these parameters, or what they are brought as gradients, travel together."""
@@ -172,6 +202,7 @@ class Unit:
         params: the stored parameters of its modules.
         stored: id of a parameter to the axis that it is stored over.
         cast: id of a parameter to the dtypes that it is seen and reduced in.
+        hosted: ids of parameters that are stored on the host.
         spans: all modules that run inside the unit's forward belong to it.  Only then are its parameters gathered
             again for the backward: other units' forwards would keep them whole for long anyway.
         whole: its forward is that of the model: what other units cast is seen so wherever it is used in there.
@@ -183,6 +214,7 @@ class Unit:
         params: Sequence[DistTensor],
         stored: Mapping[int, int],
         cast: Mapping[int, Dtypes],
+        hosted: Set[int],
         spans: bool,
         whole: bool,
     ) -> None:
@@ -190,14 +222,18 @@ class Unit:
         self.params = list({id(p): p for p in params}.values())
         self.axes = [stored.get(id(p)) for p in self.params]
         self.casts = [cast.get(id(p)) for p in self.params]
+        self.hosted = [id(p) in hosted for p in self.params]
         self.spans, self.whole = spans, whole
-        self.places: list[tuple[nn.Module, str, Dtypes]] = []  # of parameters that are cast
+        # Of each parameter: its module and name there, what it is cast to, whether it is stored on the host.
+        self.places: list[tuple[nn.Module, str, Dtypes | None, bool]] = []
         self._start()
 
     def _start(self) -> None:
         self.again = False  # autograd has saved a reference to its parameters, which gathers them for the backward
         self.index = {id(p): i for i, p in enumerate(self.params)}
-        for p, axis, dtypes in zip(self.params, self.axes, self.casts, strict=True):
+        for p, axis, dtypes, hosted in zip(self.params, self.axes, self.casts, self.hosted, strict=True):
+            if hosted:
+                p.__dict__[ON] = HOST
             if axis is not None:
                 p.__dict__[STORED] = axis
             if dtypes is not None:
@@ -208,17 +244,28 @@ class Unit:
             p._spec = p._spec.with_(stored=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "casts", "spans", "whole", "places")}
+        return {k: self.__dict__[k] for k in ("zero", "params", "axes", "casts", "hosted", *_SAID)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
 
     def check_places(self) -> None:
-        """Raises ShardError where a parameter that is cast was replaced by a tensor that is not."""
-        for module, name, dtypes in self.places:
+        """Raises ShardError where a parameter that is cast was replaced by a tensor that is not, or one that is stored on
+        the host by one that lies there, or was moved away."""
+        for module, name, dtypes, hosted in self.places:
             p = module._parameters.get(name)
-            if p is not None and id(p) not in self.index and p.dtype is not dtypes.compute:
+            if p is not None and id(p) in self.index:
+                if hosted:
+                    check_place(p)
+                continue
+            if p is not None and hosted and p.device.type != self.zero.mesh.device:
+                raise ShardError(
+                    f"{name} of {type(module).__name__} was replaced after shard_module(stored_on=), by a tensor on "
+                    f"{p.device} where {self.zero.mesh.device} computes: write to the parameter that is there "
+                    "(load_state_dict without assign=True, p.copy_()), or move what you put in its place"
+                )
+            if p is not None and dtypes is not None and p.dtype is not dtypes.compute:
                 raise ShardError(
                     f"{name} of {type(module).__name__} was replaced after shard_module(precision=), by a tensor in "
                     f"{p.dtype} where {dtypes.compute} is computed in: write to the parameter that is there "
@@ -233,9 +280,19 @@ class Unit:
         if self not in ahead and not any(aliased(p, self.zero.mesh) for p in self.params):
             ahead[self] = self._begin()
 
-    def _begin(self) -> tuple[Any, list[Any]]:
+    def _begin(self) -> Begun:
         with torch.inference_mode(False), torch.no_grad(), disabled():  # that versions are counted
-            return self.state(), [self._send(axis, members) for axis, members in self._parts()]
+            device, state = self.zero.mesh.device, self.state()
+            with Lane(device if any(self.hosted) else HOST) as lane:
+                near = {id(p): brought(p, device) for p in self.params if on_host(p)}
+                parts = [self._send(axis, members, near) for axis, members in self._parts()]
+                # A copy also where the host is the device: what stands in for a parameter may be written to.
+                own = {p: near[p].to(compute_dtype(q), copy=device == HOST) for p, q in self._whole(near)}
+            return Begun(state, parts, own, lane)
+
+    def _whole(self, near: Mapping[int, Tensor]) -> list[tuple[int, DistTensor]]:
+        """Parameters that are stored on the host and whole, by their ids."""
+        return [(id(p), p) for p in self.params if id(p) in near and stored_axis(p) is None]
 
     def state(self) -> list[Any]:
         """What changes when a parameter is written to."""
@@ -250,9 +307,12 @@ class Unit:
                 groups.setdefault((axis, compute_dtype(p)), []).append(p)
         return [(axis, members) for (axis, _), members in groups.items()]
 
-    def _send(self, axis: int, members: list[DistTensor]) -> tuple[list[DistTensor], Packing, Any]:
+    def _send(
+        self, axis: int, members: list[DistTensor], near: Mapping[int, Tensor]
+    ) -> tuple[list[DistTensor], Packing, Any]:
         packing, group = self.zero.packing(axis, members), collective.group(self.zero.mesh, (axis,))
-        row = packing.pack_row([bare(p) for p in members], compute_dtype(members[0]))
+        parts = [near[id(p)] if id(p) in near else bare(p) for p in members]
+        row = packing.pack_row(parts, compute_dtype(members[0]))
         return members, packing, collective.all_gather_async(row, 0, packing.sizes, group)
 
     def check_autocast(self) -> None:
@@ -263,13 +323,14 @@ class Unit:
     def gather(self) -> list[Tensor]:
         """The whole parameters as the ops see them, as new plain tensors."""
         ahead = self.zero.ahead()
-        if self in ahead and ahead[self][0] != self.state():
+        if self in ahead and ahead[self].state != self.state():
             self.forget(ahead)  # the parameters have changed since
-        _, parts = ahead.pop(self, None) or self._begin()
+        begun = ahead.pop(self, None) or self._begin()
         with torch.inference_mode(False), torch.no_grad(), disabled():
-            made = {id(p): bare(p).to(compute_dtype(p), copy=True) for p in self.params if stored_axis(p) is None}
-            for members, packing, pending in parts:
-                flat = pending.wait()
+            kept = [p for p in self.params if stored_axis(p) is None and not on_host(p)]
+            made = {id(p): bare(p).to(compute_dtype(p), copy=True) for p in kept} | begun.own
+            flats = begun.wait()
+            for (members, packing, _), flat in zip(begun.parts, flats, strict=True):
                 if len(members) == 1 and packing.dims[0] == 0 and math.prod(packing.shapes[0]) == flat.numel():
                     wholes = [flat.view(packing.shapes[0])]
                 else:
@@ -283,8 +344,7 @@ class Unit:
 
     def forget(self, ahead: dict[Unit, Any]) -> None:
         """Drop a gather that nobody asked for after all."""
-        for _, _, pending in ahead.pop(self)[1]:
-            pending.wait()
+        ahead.pop(self).wait()
 
     def regathered(self) -> list[Tensor]:
         """The whole parameters, for the backward."""
@@ -295,5 +355,7 @@ class Unit:
             backward.wholes[self] = self.gather()
         return backward.wholes[self]
 
+
+_SAID = ("spans", "whole", "places")
 
 __all__ = ["Unit", "Zero", "in_backward", "is_cast", "seen_spec", "stored_axis"]

@@ -1,4 +1,4 @@
-"""Parameters that ops see otherwise than they are stored: split over an axis (ZeRO-3), in another dtype.
+"""Parameters that ops see otherwise than they are stored: split over an axis (ZeRO-3), in another dtype, elsewhere.
 
 Modules are grouped into *units* (a block of a transformer, say).  Before the forward of a unit one
 all-gather brings its parameters, the next unit's is started, and the gathered tensors stand in for the
@@ -12,7 +12,7 @@ After Rajbhandari et al., ZeRO (2020), and PyTorch's FSDP (Zhao et al., 2023).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,23 +61,26 @@ def install(
     sync: GradSync,
     stored: Mapping[int, int],
     cast: Mapping[int, Dtypes],
+    hosted: Set[int] = frozenset(),
     *,
     regather: bool = True,
 ) -> Zero:
-    """Have the stored parameters of a model cast and gathered for its forwards.
+    """Have the stored parameters of a model copied, cast and gathered for its forwards.
 
     Args:
         stored: id of a parameter to the axis that it is stored over.
         cast: id of a parameter to the dtypes that it is seen and reduced in.
+        hosted: ids of parameters that are stored on the host.
         regather: gather again for the backward, instead of keeping what was gathered.
     """
-    zero = Zero(mesh, sync, regather)
+    zero, otherwise = Zero(mesh, sync, regather), {*stored, *cast, *hosted}
     for module, members in units_of(model):
-        params: list[Any] = [p for m in members for p in m._parameters.values() if id(p) in stored or id(p) in cast]
-        if params or (module is model and cast):
+        places = [(m, k, p) for m in members for k, p in m._parameters.items() if id(p) in otherwise]
+        params: list[Any] = [p for _, _, p in places]
+        if params or (module is model and (cast or hosted)):
             spans = len(members) == sum(1 for _ in module.modules())
-            unit = Unit(zero, params, stored, cast, spans, whole=module is model)
-            unit.places = [(m, k, cast[id(p)]) for m in members for k, p in m._parameters.items() if id(p) in cast]
+            unit = Unit(zero, params, stored, cast, hosted, spans, whole=module is model)
+            unit.places = [(m, k, cast.get(id(p)), id(p) in hosted) for m, k, p in places]
             zero.units.append(unit)
             module.register_forward_pre_hook(_Enter(unit), prepend=True)  # other hooks may use parameters
             module.register_forward_hook(_Leave(unit), always_call=True)

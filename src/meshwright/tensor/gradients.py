@@ -76,11 +76,11 @@ def _merge(p: DistTensor, kept: DistTensor, slot: Tensor) -> None:
     spec: Spec = slot.__dict__.get("_spec") or p._spec.grad()
     with disabled(), torch.set_grad_enabled(kept.requires_grad or slot.requires_grad):
         if kept._spec.layout.partial:
-            total = Tensor.add(kept, _converted(slot, spec, kept._spec))
+            total = Tensor.add(kept, _converted(slot, spec, kept._spec).to(kept.device))
             hold(p, wrap(total, kept._spec))
             set_grad(p, None)
         else:
-            total = Tensor.add(slot, _converted(kept, kept._spec, spec))
+            total = Tensor.add(slot, _converted(kept, kept._spec, spec).to(slot.device))
             hold(p, None)
             set_grad(p, wrap(total, spec))
 

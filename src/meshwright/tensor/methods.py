@@ -66,7 +66,7 @@ def _getter(name: str) -> Any:
     return property(lambda self: call_disabled(get, (), (self,), NO), doc=getattr(BASE, name).__doc__)
 
 
-_SAME = ("device", "layout", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_meta", "is_sparse", "_base", "_version")
+_SAME = ("layout", "grad_fn", "is_leaf", "is_meta", "is_sparse", "_base", "_version")
 for _name in _SAME:
     setattr(DistTensor, _name, _getter(_name))
 
@@ -83,6 +83,25 @@ def _dtype(self: DistTensor) -> torch.dtype:
 
 
 setattr(DistTensor, "dtype", property(_dtype))  # noqa: B010
+
+def _where(name: str, of: Any) -> None:
+    """Have a property that tells where a tensor lies tell where ops see it, in forwards of what is stored elsewhere."""
+    get = getattr(BASE, name).__get__
+
+    def where(self: DistTensor) -> Any:
+        if self._spec.stored and OPEN.scopes and _enabled():
+            for scope in reversed(OPEN.scopes):
+                found = scope.device(self)
+                if found is not None:
+                    return of(found)
+        return call_disabled(get, (), (self,), NO)
+
+    setattr(DistTensor, name, property(where, doc=getattr(BASE, name).__doc__))
+
+
+_where("device", lambda found: found)
+_where("is_cpu", lambda found: found.type == "cpu")
+_where("is_cuda", lambda found: found.type == "cuda")
 
 _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "pow")
 _METHODS = (

@@ -36,6 +36,10 @@ class Scope(Protocol):
         """The dtype of what stands in for a tensor, or would: nothing is done for it."""
         ...
 
+    def device(self, p: Tensor) -> torch.device | None:
+        """The device of what stands in for a tensor that is stored elsewhere, or would."""
+        ...
+
     def keep(self) -> None:
         """Bring what was written to stand-ins to the tensors themselves."""
         ...

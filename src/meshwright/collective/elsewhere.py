@@ -1,0 +1,58 @@
+"""Collectives of tensors that lie elsewhere than ranks meet: parameters and gradients that are stored on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+
+from .groups import Group
+from .wire import Pending
+
+Tensor = torch.Tensor
+Made = TypeVar("Made", bound="Tensor | Pending")
+
+
+def from_elsewhere(run: Callable[..., Made], *, writes: bool = False) -> Callable[..., Made]:
+    """A collective that takes tensors of any device: its group's device gets a copy, and the result is copied back.
+
+    Args:
+        run: ``run(t, ...)`` with a group among its arguments.
+        writes: it writes to ``t``, which it returns.
+    """
+
+    @wraps(run)
+    def there(t: Tensor, *args: Any, **kwargs: Any) -> Made:
+        group = next(a for a in (*args, *kwargs.values()) if isinstance(a, Group))
+        if t.device.type == group.device or group.size == 1 or t.is_meta:
+            return run(t, *args, **kwargs)
+        into = t if writes or kwargs.get("out_of_place") is False else None
+
+        def back(made: Tensor) -> Tensor:
+            return made.to(t.device) if into is None else into.detach().copy_(made)
+
+        made: Any = run(t.detach().to(group.device), *args, **kwargs)
+        if isinstance(made, Tensor):
+            return back(made)  # type: ignore[return-value]
+        return _Back(made, back)  # type: ignore[return-value]
+
+    return there
+
+
+class _Back(Pending):
+    """A collective under way whose result is copied back."""
+
+    __slots__ = ("_sent",)
+
+    def __init__(self, sent: Pending, back: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(None, sent, lambda p: back(p.wait()))
+        self._sent = sent
+
+    def advance(self) -> None:
+        """Start what is to come after the first of several collectives."""
+        self._sent.advance()
+
+
+__all__ = ["from_elsewhere"]
