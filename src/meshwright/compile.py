@@ -26,6 +26,7 @@ from .program.capture.outside import numbers, places
 from .program.capture.update import update_of
 from .program.run.guard import check_hooks
 from .program.run.lengths import Read
+from .shard.host import ON
 from .shard.module import lay_module
 from .shard.optimizer import binding_of, shard_optimizer
 from .shard.precision import PRECISION, PRECISION_WANTED, Precisions
@@ -184,6 +185,7 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
     Raises:
         CaptureError: it was said to ``shard_module`` or ``shard_optimizer`` alone.
     """
+    _check_hosted(model)
     said = [binding_of(o) for o in parts_of(optimizer)] if plan.states_over is None else []
     if any(b is not None and b.states_over is not None for b in said):
         word, where = "states_over", "mw.shard_optimizer"
@@ -198,6 +200,16 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
         f"{word}= was said to {where}, which prepares eager steps: give it to mw.compile_step({word}=...), and leave "
         "it out there; or capture the eager step with mw.capture_local"
     )
+
+
+def _check_hosted(model: nn.Module) -> None:
+    """Raises CaptureError for a model that is stored on the host."""
+    hosted = next((n for n, p in model.named_parameters() if ON in p.__dict__), None)
+    if hosted is not None:
+        raise CaptureError(
+            f"{hosted} is stored on the host (mw.shard_module(stored_on=)), and captured steps keep parameters on the "
+            "mesh's device: train it with eager steps, or capture a model that was not sharded so"
+        )
 
 
 @takes(
@@ -250,6 +262,7 @@ def capture_local(
         DesyncError: the ranks recorded different steps; before anything runs.
     """
     mesh = checked_mesh(mesh)
+    _check_hosted(model)
     source = _ByHand(model, _one("capture_local", mesh, optimizer), mesh, Plan(), step_fn)
     return CompiledStep(source, batch, transform=_manager(passes), backend=backend)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from .agreement import Fact, difference, differing, together
 from .checking import compare, digests, same_values, so_far
+from .elsewhere import from_elsewhere
 from .graph import (
     COLLECTIVES,
     OPERATORS,
@@ -26,7 +27,6 @@ from .graph import (
     mesh_text,
     recording,
 )
-from .elsewhere import from_elsewhere
 from .groups import Group, connect, group, override_group
 from .joining import meeting
 from .kinds import ADDS, Kind, rounds

@@ -31,7 +31,10 @@ def from_elsewhere(run: Callable[..., Made], *, writes: bool = False) -> Callabl
         into = t if writes or kwargs.get("out_of_place") is False else None
 
         def back(made: Tensor) -> Tensor:
-            return made.to(t.device) if into is None else into.detach().copy_(made)
+            if into is None:
+                return made.to(t.device)
+            into.detach().copy_(made)
+            return into
 
         made: Any = run(t.detach().to(group.device), *args, **kwargs)
         if isinstance(made, Tensor):

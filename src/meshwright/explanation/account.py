@@ -100,6 +100,7 @@ class Account:
             "collectives": self.counts.kinds,
             "bytes": self.counts.bytes,
             "total_bytes": self.counts.total_bytes,
+            "copies": {way: {"count": n, "bytes": nbytes} for way, (n, nbytes) in self.counts.copies.items()},
             "totals": [plain(t) for t in self.totals],
             "records": [plain(c) for c in self.collectives],
             "layouts": [plain(x) for x in self.laid],

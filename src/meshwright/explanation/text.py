@@ -33,7 +33,7 @@ def as_text(why: Account, width: int, color: bool) -> str:
 
 def report(why: Account) -> RenderableType:
     """The report as something that rich prints."""
-    if not why.collectives and not why.counts.total and why.mesh is None:
+    if not why.collectives and not why.counts.total and not why.counts.copies and why.mesh is None:
         return Text("no communication")
     return Group(*(part for section in _sections(why) for part in section))
 
@@ -156,6 +156,8 @@ def _totals(why: Account) -> Table:
         role = Text(t.role, style=COLORS.get(t.role, ""))
         table.add_row(role, t.kind.replace("_", "-"), ",".join(t.axes), str(t.count), in_bytes(t.bytes))
     table.add_row("all", "", "", str(why.counts.total), in_bytes(why.counts.total_bytes), style="bold")
+    for way, (count, nbytes) in why.counts.copies.items():
+        table.add_row("", f"copy {way.replace('_', ' ')}", "", str(count), in_bytes(nbytes))
     return table
 
 

@@ -20,7 +20,7 @@ from ..raw import bare, get_grad, set_grad
 from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, held, hold, in_spec, wrap
 from .buckets import Bucket, Buckets
-from .host import near
+from .host import near, on_host
 from .in_flight import InFlight, Reduction, Scattering, give
 from .packing import Packing, split_dim
 from .precision import reduce_dtype
@@ -108,6 +108,7 @@ class Backward:
         self.ahead: dict[Any, Any] = {}  # unit to its gather under way
         self.sums: dict[int, DistTensor] = {}  # id of a parameter to its contributions so far
         self.groups: dict[int, Contributors] = {}
+        self.ran: set[Any] = set()  # nodes that have brought contributions to parameters that are stored on the host
 
     def leave(self) -> None:
         """The graph task is gone.  What is left of this object, a traceback may keep."""
@@ -243,6 +244,8 @@ class Backward:
     def finish(self) -> None:
         """Launch what is left, wait, and give the parameters their gradients."""
         try:
+            for p in [p for p in self.sync.params if id(p) in self.sums and on_host(p)]:
+                self.complete(p)  # of a node that was left out, others waited for
             if self.sync.enabled:
                 self._finish()
         finally:

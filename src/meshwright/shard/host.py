@@ -72,20 +72,22 @@ class Lane:
     """
 
     def __init__(self, device: str) -> None:
-        self.cuda, self.done, self.inside = pins(device), None, None
+        self.cuda = pins(device)
         self.side: Any = None
+        self.inside: Any = None
+        self.done: Any = None
 
     def __enter__(self) -> Lane:
         if self.cuda:
             self.side = _side(torch.cuda.current_device())
             self.side.wait_stream(torch.cuda.current_stream())
-            self.inside: Any = torch.cuda.stream(self.side)
+            self.inside = torch.cuda.stream(self.side)
             self.inside.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.cuda:
-            self.done: Any = torch.cuda.Event()
+            self.done = torch.cuda.Event()
             self.done.record(self.side)
             self.inside.__exit__(kind, error, at)
 
@@ -125,6 +127,14 @@ def near(p: Tensor, g: Tensor) -> Tensor:
     return g.to(p._spec.mesh.device)  # type: ignore[attr-defined]
 
 
+def home(p: Tensor, g: Tensor) -> Tensor:
+    """A gradient of a parameter where that is stored, at once; differentiable.  Dispatch must be disabled."""
+    if not on_host(p):
+        return g
+    runtime.RT.counts.add_copy("to_host", g.nbytes)
+    return g.to(HOST)
+
+
 class Leaving:
     """A tensor on its way from the mesh's device to the host."""
 
@@ -150,6 +160,7 @@ __all__ = [
     "brought",
     "check_device",
     "check_place",
+    "home",
     "in_host_memory",
     "near",
     "on_host",

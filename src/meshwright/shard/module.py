@@ -75,7 +75,8 @@ def shard_module(
         stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob to axis.
         stored_on: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
             split or not, and are copied to the mesh's device for use; or glob to that.
-        regather: with ``stored_over`` or ``stored_on``: copy and gather again for the backward instead of keeping gathered parameters.
+        regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward instead of keeping
+            what was gathered and copied.
         precision: the dtypes in which ops see parameters and gradients are reduced, see :class:`Precision`; or glob of
             names of parameters or modules to those.  Where several globs match a name the last one counts.
         bucket_bytes: gradients travel together up to this size.
@@ -327,7 +328,9 @@ def _hosted(names: Names, stored_on: str | Mapping[str, str] | None) -> dict[str
     for name in found:
         t = names.tensors[name]
         if isinstance(t, DistTensor) and ON not in t.__dict__:
-            raise ShardError(f"stored_on: {name} is sharded already, and not so: say stored_on= where it is sharded first")
+            raise ShardError(
+                f"stored_on: {name} is sharded already, and not so: say stored_on= where it is sharded first"
+            )
     return found
 
 

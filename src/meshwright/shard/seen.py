@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from ..resharding import ConversionPlan, in_dtype
 from ..resharding import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
-from .host import on_host
+from .host import home, on_host
 from .packing import split_dim
 from .precision import PRECISION, Dtypes, partial_dtype, put, reduce_dtype
 from .saved import Saver, may_save_references
@@ -250,6 +251,8 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.unit, ctx.params, ctx.steps, ctx.cause = unit, params, steps, runtime.RT.cause
         ctx.set_materialize_grads(False)
+        for p in filter(on_host, params):
+            unit.zero.uses.setdefault(id(p), weakref.WeakSet()).add(ctx)
         return tuple(wholes)
 
     @staticmethod
@@ -273,7 +276,7 @@ class _Gather(torch.autograd.Function):
                 target = p._spec.with_(undecided=0).grad()
                 with disabled():
                     made = convert.apply(plan_conversion(spec, target.with_(dtype=g.dtype)).steps, g)
-                    back[i] = made.to(p.device)
+                    back[i] = home(p, made)
                 g = None
             if whole:
                 continue
@@ -281,10 +284,16 @@ class _Gather(torch.autograd.Function):
             specs.append(spec)
             kept.append(g if how == "kept" and p.requires_grad else None)  # it may be frozen since the forward
         backward.collect(params, specs, kept)
-        for p, g in zip(params, kept, strict=True):
-            if g is not None and on_host(p):  # its leaf is served in another thread: what is sent is started in this one
+        backward.ran.add(ctx)
+        for p in filter(on_host, params):  # their leaves are served in another thread: what is sent is started in this
+            if not any(_to_come(node, backward.ran) for node in unit.zero.uses[id(p)]):
                 backward.complete(p)
         return (None, None, None, None, *back)
+
+
+def _to_come(node: Any, ran: set[Any]) -> bool:
+    """Whether the running backward will come to a node."""
+    return node not in ran and bool(compat.will_engine_execute_node(node))
 
 
 def _hooked(p: Tensor) -> bool:

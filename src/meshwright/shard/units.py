@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -69,6 +70,8 @@ class Zero:
     def _start(self) -> None:
         self.way = _Way()
         self.packings: dict[Any, Packing] = {}
+        # Id of a parameter that is stored on the host to the nodes of autograd that bring contributions to it.
+        self.uses: dict[int, weakref.WeakSet[Any]] = {}
         self.owners: dict[int, Unit] | None = None
         self.sync.scatter = self.scatter
 
@@ -116,7 +119,7 @@ class Zero:
         return self.sync.backward().ahead if in_backward() else self.way.ahead
 
     def casting(self, p: Tensor) -> Unit | None:
-        """The unit of a parameter that ops see in another dtype or elsewhere, wherever in the model's forward they do."""
+        """The unit of a parameter that ops see in another dtype or place, wherever in the model's forward they do."""
         if self.owners is None:
             self.owners = {id(p): u for u in self.units for p in u.params if is_cast(p) or on_host(p)}
         return self.owners.get(id(p))
@@ -251,8 +254,8 @@ class Unit:
         self._start()
 
     def check_places(self) -> None:
-        """Raises ShardError where a parameter that is cast was replaced by a tensor that is not, or one that is stored on
-        the host by one that lies there, or was moved away."""
+        """Raises ShardError where a parameter that is cast was replaced by a tensor that is not, or one that is stored
+        on the host by one that lies there, or was moved away."""
         for module, name, dtypes, hosted in self.places:
             p = module._parameters.get(name)
             if p is not None and id(p) in self.index:

@@ -84,6 +84,7 @@ def _dtype(self: DistTensor) -> torch.dtype:
 
 setattr(DistTensor, "dtype", property(_dtype))  # noqa: B010
 
+
 def _where(name: str, of: Any) -> None:
     """Have a property that tells where a tensor lies tell where ops see it, in forwards of what is stored elsewhere."""
     get = getattr(BASE, name).__get__

@@ -23,6 +23,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
 OPTIMIZERS = tuple(LEARNING_RATES)
 DEVICES = ("cpu", "cuda")
+HOSTS = ("cpu",)
 VOCABULARY = 256  # one entry per byte
 MOMENTUM = 0.9
 MERGE = "gradient-merge"  # the pass that accumulates
@@ -225,6 +226,11 @@ class TrainConfig(StepConfig):
         unset=", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items()),
     )  # fmt: skip
     seed: int = option(0, "--seed", TRAINING, "The same seed gives the same run on every mesh.")
+    stored_on: str | None = option(
+        None, "--stored-on", SPLITTING,
+        "Store parameters, gradients and optimizer states in the memory of the host: cpu.", one_of(HOSTS),
+        unset="on --device",
+    )  # fmt: skip
     static: bool = option(False, "--static", PROGRAM, "Capture the step as one program and run that.")
     save: str | None = option(
         None, "--save", CHECKPOINTS, "Save to this folder: at the end, and see --save-every.", metavar="DIR",
@@ -264,6 +270,8 @@ class TrainConfig(StepConfig):
                 raise OptionError(f"{flag} needs the folder of the checkpoints: add --save DIR")
         if self.verify and self.resume:
             raise OptionError("--verify trains on one device from the first step on: leave out --resume or --verify")
+        if self.stored_on and self.static:
+            raise OptionError("--stored-on: a captured step keeps parameters on --device: leave out --static")
         if self.passes and not self.static:
             raise OptionError(f"--pass {self.passes[0]}: passes change the captured step: add --static")
         if self.static and self.accumulate > 1 and any(p.partition(":")[0] == MERGE for p in self.passes):

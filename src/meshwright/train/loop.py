@@ -113,6 +113,7 @@ class Trainer:
             self.mesh,
             plan.layouts,
             stored_over=config.stored_over,
+            stored_on=config.stored_on,
             inputs=plan.inputs,
             outputs=plan.outputs,
             precision=config.policy,

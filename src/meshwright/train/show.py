@@ -86,6 +86,7 @@ class Show:
             batch += f" × {config.accumulate} micro-steps"
         options = [
             f"stored over {config.stored_over}" if config.stored_over else "",
+            "stored on the host" if config.stored_on else "",
             f"states over {config.states_over}" if config.states_over else "",
             "sequence parallel" if config.sequence_parallel else "",
             f"computed in {config.precision}" if config.precision else "",

@@ -151,5 +151,5 @@ def relative(got: Tensor | None, wanted: Tensor | None) -> float:
     if got is None or wanted is None:
         return 0.0 if got is wanted else float("inf")
     scale = wanted.double().norm().item()
-    off = (got.detach().double() - wanted.double()).norm().item()
+    off = (got.detach().double() - wanted.double().to(got.device)).norm().item()  # one may be on the host
     return off / scale if scale else (float("inf") if off else 0.0)
