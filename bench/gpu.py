@@ -132,6 +132,21 @@ def fused(mesh: mw.Mesh, where: Where) -> Found:
     return _close(_steps(model, mw.shard_optimizer(_adamw(model, fused=True)), laid), want)
 
 
+def hosted(mesh: mw.Mesh, where: Where, **options: Any) -> Found:
+    """Parameters that are stored on the host: their places, and the numbers of one device."""
+    plain = _network(where)
+    batch = _batch(plain, where)
+    want = _steps(plain, _adamw(plain), batch, 5)
+    model = mw.shard_module(_network(where), mesh, stored_on="cpu", **options)
+    laid = mw.shard_tensor(batch, mesh, {mesh.axes[0]: mw.Shard(0)})
+    answer = _close(_steps(model, _adamw(model), laid, 5), want)
+    model(laid).square().mean().backward()
+    params: Any = list(model.parameters())
+    lie = {t.to_local().device.type for p in params for t in (p, p.grad)}
+    pinned = where.device != "cuda" or all(p.to_local().is_pinned() for p in params)
+    return {**answer, "passed": answer["passed"] and lie == {"cpu"} and pinned, "lie": sorted(lie), "pinned": pinned}
+
+
 def overlapped(mesh: mw.Mesh, where: Where) -> Found:
     """Reductions that go on beside the backward, in small buckets, on a stream that is not the default one."""
     plain = _network(where)
@@ -174,6 +189,14 @@ CHECKS: dict[str, tuple[Sizes, Check]] = {
     "--verify dp=2,tp=2 --dtype bfloat16": (BOTH, partial(trained, dtype="bfloat16")),
     "initial values and dropout": (BOTH, drawn),
     "fused AdamW, ZeRO-3": (DATA, fused),
+    "stored on the host": (DATA, hosted),
+    "stored on the host, ZeRO-3": (DATA, partial(hosted, stored_over="dp")),
+    "stored on the host, ZeRO-3, reduced in float64": (
+        DATA, partial(hosted, stored_over="dp", precision=mw.Precision(reduce=torch.float64)),
+    ),
+    "--verify dp=2,tp=2 --stored-over dp --stored-on cpu --accumulate 2": (
+        BOTH, partial(trained, dtype="float64", stored_over="dp", stored_on="cpu", accumulate=2),
+    ),
     "overlapped reductions on a stream": (DATA, overlapped),
     "captured step": (DATA, captured),
     "captured step, inductor": (DATA, partial(captured, backend="inductor")),

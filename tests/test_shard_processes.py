@@ -16,6 +16,8 @@ from meshwright import collective
 CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "dp": ({"dp": 2}, {}, {}),
     "stored over dp": ({"dp": 2}, {"stored_over": "dp"}, {}),
+    "stored on the host": ({"dp": 2}, {"stored_over": "dp", "stored_on": "cpu"}, {}),
+    "whole on the host": ({"dp": 2}, {"stored_on": "cpu"}, {"states_over": "dp"}),
     "states over dp": ({"dp": 2}, {}, {"states_over": "dp"}),
     "small buckets": ({"dp": 2}, {"bucket_bytes": 500}, {}),
     "dp x tp": ({"dp": 2, "tp": 2}, {"placements": TP}, {}),
