@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import meshwright as mw
+from meshwright.errors import DispatchError
 
 LAYOUTS = [S0, S1, R, P]
 
@@ -263,3 +264,42 @@ def test_pruning_and_spectral_norm_of_a_sharded_model(name: str, p: Any) -> None
         warnings.simplefilter("ignore")
         for got in on_ranks(lambda: run(FOUR)):
             torch.testing.assert_close(got, want)
+
+
+APART: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "the view": lambda base, view: view.add_(1),
+    "a view of it": lambda base, view: view[0].mul_(2),
+    "its base": lambda base, view: (base.add_(1), view.sum()),
+    "another view": lambda base, view: (base[0].add_(1), view.sum()),
+}
+
+
+@pytest.mark.parametrize("write", APART)
+@pytest.mark.parametrize("p", [{}, {"x": mw.Shard(1)}], ids=str)
+def test_a_view_that_is_a_copy_on_this_rank_is_read_and_not_written(p: Any, write: str) -> None:
+    """Parts of another layout in memory than views need: one device reads it as it is, or says that it cannot."""
+    mesh, full = mw.Mesh({"x": 2}), r(3, 4, 2)
+
+    def run() -> None:
+        base = mw.shard_tensor(full, mesh, p).transpose(1, 2) * 1.5
+        view = base.view(-1, 4)
+        want = (full.transpose(1, 2) * 1.5).reshape(-1, 4)
+        torch.testing.assert_close(mw.unshard(view), want)
+        torch.testing.assert_close(mw.unshard(view[1:] * 2), want[1:] * 2)
+        with pytest.raises(DispatchError, match=r"or its base was: .*say .contiguous\(\) in front of .view"):
+            APART[write](base, view)
+
+    mw.simulate(run, mesh)
+
+
+def test_a_view_that_is_a_view_where_the_part_allows_it_is_written() -> None:
+    """After ``.contiguous()``, as the error says; and of a part that lies as the whole does."""
+    mesh, full = mw.Mesh({"x": 2}), r(4, 4, 2)
+
+    def run() -> None:
+        for p in ({}, {"x": mw.Shard(0)}, {"x": mw.Shard(1)}):
+            base = (mw.shard_tensor(full, mesh, p).transpose(1, 2) * 1.5).contiguous()
+            base.view(-1, 4).add_(1)
+            torch.testing.assert_close(mw.unshard(base), full.transpose(1, 2) * 1.5 + 1)
+
+    mw.simulate(run, mesh)

@@ -170,6 +170,34 @@ def test_an_empty_part_has_the_graph_of_the_others(dtype: torch.dtype) -> None:
     mw.simulate(run, mesh)
 
 
+def _of_features(kind: str) -> torch.nn.Module:
+    parts = {"linear": (), "norm": (torch.nn.LayerNorm(4),), "linears": (torch.nn.Linear(4, 4),)}[kind]
+    return torch.nn.Sequential(*parts, torch.nn.Linear(4, 7)).double()
+
+
+@pytest.mark.parametrize("axes", [{"a": 3}, {"a": 3, "b": 2}], ids=["3", "3x2"])
+@pytest.mark.parametrize("kind", ["linear", "norm", "linears"])
+def test_a_rank_without_features_gathers_stored_parameters_as_often_as_the_others(
+    kind: str, axes: dict[str, int]
+) -> None:
+    """Its part of a weight is contiguous, and those of the others are not."""
+    mesh, data = mw.Mesh(axes), torch.randn(4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight = {"*.weight": {"b": mw.Shard(0)}} if "b" in axes and kind == "linears" else {}
+
+    def step(on: mw.Mesh | None) -> list[Any]:
+        torch.manual_seed(0)
+        model, x = _of_features(kind), data
+        if on is not None:
+            model = mw.shard_module(model, on, weight, stored_over="a")
+            x = mw.shard_tensor(data, on, {"a": mw.Shard(2)})
+        model(x).square().mean().backward()
+        return [mw.unshard(p.grad) if isinstance(p, mw.DistTensor) else p.grad for p in model.parameters()]
+
+    want = step(None)
+    for got in mw.simulate(lambda: step(mesh), mesh):
+        torch.testing.assert_close(got, want)
+
+
 UNITS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "conv": (lambda: torch.nn.Conv1d(3, 4, 2), (2, 3, 4)),
     "conv_transpose": (lambda: torch.nn.ConvTranspose1d(3, 4, 2), (2, 3, 4)),

@@ -149,8 +149,10 @@ def _slice(step: ConversionStep, here: tuple[int, ...]) -> Runner:
             d = _dim(step.dst, a)
             lo, hi = chunk_bounds(t.shape[d], step.src.mesh.sizes[a], here[a])
             t = t.narrow(d, lo, hi - lo)
-        # Some kernels want dense inputs and gradients, and a view would keep the whole tensor alive.
-        return t if d == 0 else t.contiguous()
+        # Some kernels want dense inputs and gradients, and a view would keep the whole tensor alive.  A copy on every
+        # rank, also where a part of one row or none is contiguous: what autograd saves of a view of a gathered
+        # parameter is gathered again, by all or by none.
+        return t if d == 0 else t.clone(memory_format=torch.contiguous_format)
 
     return cut
 

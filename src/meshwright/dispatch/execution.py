@@ -214,6 +214,9 @@ class Execution:
         result = self.finish(self._own(result, locals_))
         if plan.copies:
             remember(self.func, self.args, self.kwargs, tensors[0], tensors_in(result))
+        elif fallen_back(plan, locals_, result):
+            self.wrap(result, result.__dict__["_spec"].with_(copied=True))
+            remember(self.func, self.args, self.kwargs, tensors[0], [result], apart=True)
         if plan.pieces:
             remember_pieces(self.func, self.args, self.kwargs, tensors[0], tensors_in(result))
         return result
@@ -355,6 +358,13 @@ class Execution:
             between = route in (Route.RETYPE_THEN_NATIVE, Route.CONVERT_THEN_NATIVE)
             route = Route.CONVERT_THEN_NATIVE if between else Route.EXECUTE
         self.plan = replace(plan, route=route, promised=None, outputs=outputs)
+
+
+def fallen_back(plan: CallPlan, locals_: Sequence[Tensor], made: Any) -> bool:
+    """Whether a view is a copy on this rank, whose part does not lie in memory so that it can be one."""
+    if not isinstance(plan.fn, Native) or plan.fn.otherwise is None or not isinstance(made, Tensor):
+        return False
+    return bool(made.untyped_storage()._cdata != locals_[0].untyped_storage()._cdata and Tensor.numel(made))
 
 
 def still(made: Tensor, spec: Spec) -> Spec:

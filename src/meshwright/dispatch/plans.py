@@ -249,7 +249,8 @@ class _Planner:
         given = self._converted(conversions, choice.sources, outputs)
         made = tuple([s.with_(copied=True) for s in outputs]) if copies else outputs
         replayed = not op.inplace and any(s.shape.numel() and 0 in s.local_shape(ctx.here) for s in outputs)
-        whole = (fn is None or self._is_native(fn)) and not (copies or pieces or replayed)
+        falls = isinstance(fn, Native) and fn.otherwise is not None and conversions  # maybe a copy: the run says
+        whole = (fn is None or self._is_native(fn)) and not (copies or pieces or replayed or falls)
         promised = self._promised(given, made, bool(choice.open)) if whole else Route.EXECUTE
         return CallPlan(
             op, promised=promised, plain=promised is Route.NATIVE, fn=fn, outputs=made, choice=choice, why=rule.text,

@@ -36,6 +36,8 @@ class View:
     ``alias``: it is the memory of the base, which is a copy itself.  ``recorded``: made with gradients on.
     ``detached``: writes to it have no history.  ``writing``: what is written is on its way to the base.
     ``pieces``: all that the call made, itself included: parts of the base that do not overlap.
+    ``apart``: a copy on this rank alone, maybe, as its part does not lie in memory as a view needs.  To bring writes to
+    its base could take communication, which the other ranks would know nothing of: they are refused.
     """
 
     base: Tensor
@@ -49,6 +51,7 @@ class View:
     detached: bool = False
     writing: bool = False
     pieces: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    apart: bool = False
 
 
 def view_of(t: Tensor) -> View | None:
@@ -58,7 +61,9 @@ def view_of(t: Tensor) -> View | None:
     return space.get("_view") if spec is not None and spec.copied else None
 
 
-def remember(func: Any, args: Args, kwargs: Kwargs, base: Tensor, made: Sequence[Tensor]) -> None:
+def remember(
+    func: Any, args: Args, kwargs: Kwargs, base: Tensor, made: Sequence[Tensor], *, apart: bool = False
+) -> None:
     """Note of each of these copies how it was made.  Must run with dispatch disabled."""
     pieces: weakref.WeakSet[Any] = weakref.WeakSet()
     for i, t in enumerate(made):
@@ -67,7 +72,7 @@ def remember(func: Any, args: Args, kwargs: Kwargs, base: Tensor, made: Sequence
         alias = view_of(base) is not None and t.untyped_storage()._cdata == base.untyped_storage()._cdata
         view = View(
             base, func, args, kwargs, i, _version(base), alias, torch.is_grad_enabled(),
-            pieces=pieces if len(made) > 1 else weakref.WeakSet(),
+            pieces=pieces if len(made) > 1 else weakref.WeakSet(), apart=apart,
         )  # fmt: skip
         view.pieces.add(view)
         t.__dict__["_view"] = view
@@ -156,8 +161,7 @@ def refuse_leaf(t: Tensor) -> None:
     """Raises RuntimeError, as PyTorch does, where a write would change a leaf that requires a gradient."""
     view, recorded = view_of(t), torch.is_grad_enabled()
     while view is not None:
-        if op_name(view.func) in _PERHAPS:
-            raise _unknown(view)
+        _refuse_unknown(view)
         recorded = recorded and not view.detached
         if recorded and view.base.requires_grad and view.base.is_leaf:
             raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
@@ -167,12 +171,20 @@ def refuse_leaf(t: Tensor) -> None:
 _PERHAPS = {"reshape", "flatten", "ravel"}  # views or copies, as the strides of the whole would have it
 
 
-def _unknown(view: View) -> DispatchError:
-    name = op_name(view.func)
-    return DispatchError(
-        f"{name} of {view.base.__dict__['_spec']!r} needed communication, and was then written to, or its base was: "
-        f"whether {name} makes a view is not known here. Say .view(...), which does, or .{name}(...).clone()"
-    )
+def _refuse_unknown(view: View) -> None:
+    """Raises DispatchError where nobody can say whether a write to a copy, or to its base, is to reach the other."""
+    name, spec = op_name(view.func), view.base.__dict__["_spec"]
+    if view.apart:
+        raise DispatchError(
+            f"{name} of {spec!r} is a copy on this rank, whose part is not contiguous in memory, and was then "
+            f"written to, or its base was: say .contiguous() in front of .{name}(...) and write to that, or "
+            f".{name}(...).clone()"
+        )
+    if name in _PERHAPS:
+        raise DispatchError(
+            f"{name} of {spec!r} needed communication, and was then written to, or its base was: whether {name} makes "
+            f"a view is not known here. Say .view(...), which does, or .{name}(...).clone()"
+        )
 
 
 def refresh(t: Tensor, call: Call) -> None:
@@ -184,8 +196,7 @@ def refresh(t: Tensor, call: Call) -> None:
     now = _version(view.base)
     if view.alias or (now is not None and now == view.version):
         return
-    if op_name(view.func) in _PERHAPS:
-        raise _unknown(view)
+    _refuse_unknown(view)
     with torch.set_grad_enabled(view.recorded and not (t.is_leaf and t.requires_grad)):
         made = tensors_in(call(view.func, view.args, view.kwargs))[view.index]
         with disabled():
