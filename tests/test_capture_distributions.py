@@ -86,3 +86,16 @@ def test_validation_that_is_asked_for_is_refused() -> None:
     mesh = mw.Mesh({"dp": 2})
     with pytest.raises(CaptureError, match="depends on the value of a tensor"):
         mw.simulate(lambda: trained(validated, mesh), mesh)
+
+
+def test_an_assertion_about_values_is_refused() -> None:
+    """PyTorch 2.15 validates so where it exports; a program would leave it out."""
+
+    def asserted(model: Any, data: Any) -> Any:
+        made = model(data[0])
+        torch._assert_async((made > 0).all())
+        return made.mean()
+
+    mesh = mw.Mesh({"dp": 2})
+    with pytest.raises(CaptureError, match=r"calls torch\._assert_async, which depends on the value of a tensor"):
+        mw.simulate(lambda: trained(asserted, mesh), mesh)

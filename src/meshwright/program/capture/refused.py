@@ -57,6 +57,10 @@ _VALUE = (
     "the value of a tensor from outside of the step, which may change, and a captured step does the same in every "
     "step: compute with the tensor itself"
 )
+_ASSERT = (
+    "which depends on the value of a tensor, and a captured step would not look at it: check it behind the step, or "
+    "train eagerly (distributions: validate_args=False)"
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ _DERIVED = (
     Refused(torch.autograd.forward_ad, "make_dual", _FORWARD, lambda *_, **__: True),  # torch.func.jvp, jacfwd
     Refused(Tensor, "requires_grad_", _FREEZE, _toggles),
     Refused(Tensor, "requires_grad", _FREEZE, _toggles),
+    *(Refused(torch, n, _ASSERT, lambda *_, **__: True) for n in ("_assert_async", "_functional_assert_async")),
     *(Refused(Tensor, n, _VALUE, _outside) for n in ("item", "tolist", "numpy", "__float__", "__int__", "__bool__")),
 )
 
