@@ -202,7 +202,8 @@ def test_saved_inputs_of_blocks_lie_elsewhere(stored: str | None) -> None:
             nn.utils.clip_grad_norm_(m.parameters(), 0.5)
             opt.step()
             opt.zero_grad()
-        return [p.detach() if mesh is None else mw.unshard(p.detach()) for p in m.parameters()], hooks.given
+        given = [g for g in hooks.given if g[1] != (0,)]  # PyTorch 2.10 and 2.11 keep a mark beside each input
+        return [p.detach() if mesh is None else mw.unshard(p.detach()) for p in m.parameters()], given
 
     want, _ = train(None)
     for rank, (made, given) in enumerate(mw.simulate(lambda: train(on), on)):
