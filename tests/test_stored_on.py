@@ -16,9 +16,10 @@ from shard_networks import TP, batches, loss_of, net, same_values, trained
 import meshwright as mw
 from meshwright import collective, compat, runtime
 from meshwright.collective.elsewhere import from_elsewhere
-from meshwright.errors import CaptureError, DesyncError, ShardError
+from meshwright.errors import CaptureError, CollectiveError, DesyncError, ShardError
 from meshwright.shard import backward as backwards
 from meshwright.shard.host import ON
+from meshwright.tensor import GradientHook
 
 ONE, DP, THREE = mw.Mesh({"dp": 1}), mw.Mesh({"dp": 2}), mw.Mesh({"dp": 3})
 BOTH, ONLY_TP = mw.Mesh({"dp": 2, "tp": 2}), mw.Mesh({"tp": 2})
@@ -310,6 +311,18 @@ def test_a_leaf_on_the_host_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     mw.simulate(fn, DP)
     assert served
     assert not [n for n in served if n.startswith("blocks")]
+
+
+def test_hooks_beside_a_backward_do_not_communicate() -> None:
+    def fn() -> None:
+        mesh = mw.Mesh({"dp": 2}, device="cuda")
+        p = mw.shard_tensor(torch.ones(2), DP, {})
+        p._spec = p._spec.with_(layout=mw.Layout(mesh, {"dp": mw.Replicate()}), reduced=1, undecided=0)
+        assert torch.equal(GradientHook(p, lambda g: g * 2)(torch.ones(2)), torch.full((2,), 2.0))
+        with pytest.raises(CollectiveError, match="runs beside the backward of the device and cannot communicate"):
+            GradientHook(p, mw.unshard)(torch.ones(2))
+
+    mw.simulate(fn, DP)
 
 
 def test_collectives_of_what_lies_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .agreement import Fact, difference, differing, together
 from .checking import compare, digests, same_values, so_far
-from .elsewhere import from_elsewhere
+from .elsewhere import from_elsewhere, silent
 from .graph import (
     COLLECTIVES,
     OPERATORS,
@@ -108,6 +108,7 @@ __all__ = [
     "row_major",
     "same_values",
     "scatter_sum_async",
+    "silent",
     "so_far",
     "sum_async",
     "together",

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 
+from ..errors import CollectiveError
 from .groups import Group
 from .wire import Pending
 
 Tensor = torch.Tensor
 Made = TypeVar("Made", bound="Tensor | Pending")
+
+
+class _Silent(threading.local):
+    why = ""
+
+
+_SILENT = _Silent()
+
+
+@contextmanager
+def silent(why: str) -> Iterator[None]:
+    """Inside, a collective of this thread is an error that says why: another thread starts some of its own."""
+    before, _SILENT.why = _SILENT.why, why
+    try:
+        yield
+    finally:
+        _SILENT.why = before
 
 
 def from_elsewhere(run: Callable[..., Made], *, writes: bool = False) -> Callable[..., Made]:
@@ -26,6 +46,8 @@ def from_elsewhere(run: Callable[..., Made], *, writes: bool = False) -> Callabl
     @wraps(run)
     def there(t: Tensor, *args: Any, **kwargs: Any) -> Made:
         group = next(a for a in (*args, *kwargs.values()) if isinstance(a, Group))
+        if _SILENT.why and group.size > 1:
+            raise CollectiveError(_SILENT.why)
         if t.device.type == group.device or group.size == 1 or t.is_meta:
             return run(t, *args, **kwargs)
         into = t if writes or kwargs.get("out_of_place") is False else None
@@ -58,4 +80,4 @@ class _Back(Pending):
         self._sent.advance()
 
 
-__all__ = ["from_elsewhere"]
+__all__ = ["from_elsewhere", "silent"]

@@ -69,17 +69,18 @@ class Lane:
 
     Args:
         device: type of the mesh's device.
+        back: towards the host: copies both ways go on at a time.
     """
 
-    def __init__(self, device: str) -> None:
-        self.cuda = pins(device)
+    def __init__(self, device: str, *, back: bool = False) -> None:
+        self.cuda, self.back = pins(device), back
         self.side: Any = None
         self.inside: Any = None
         self.done: Any = None
 
     def __enter__(self) -> Lane:
         if self.cuda:
-            self.side = _side(torch.cuda.current_device())
+            self.side = _side(torch.cuda.current_device(), self.back)
             self.side.wait_stream(torch.cuda.current_stream())
             self.inside = torch.cuda.stream(self.side)
             self.inside.__enter__()
@@ -107,8 +108,8 @@ class Lane:
 
 
 @functools.cache
-def _side(device: int) -> Any:
-    """The stream for copies of a device."""
+def _side(device: int, back: bool) -> Any:
+    """The stream for copies to, or from, a device."""
     return torch.cuda.Stream(device)
 
 
@@ -140,7 +141,7 @@ class Leaving:
 
     def __init__(self, t: Tensor, device: str) -> None:
         runtime.RT.counts.add_copy("to_host", t.nbytes)
-        self.lane, self.made = Lane(device), t
+        self.lane, self.made = Lane(device, back=True), t
         if t.device.type != HOST:
             self.made = torch.empty(t.shape, dtype=t.dtype, pin_memory=pins(device))
             with self.lane:

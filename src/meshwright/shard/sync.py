@@ -92,6 +92,7 @@ class GradSync:
     def _start(self) -> None:
         # By graph task, and by thread: a nested one belongs to that around it.
         self.running: weakref.WeakValueDictionary[tuple[str, int], Backward] = weakref.WeakValueDictionary()
+        self.beginning = threading.Lock()
         self.interrupted = False  # the last backward raised: gradients may be left Partial
         self.scatter: Any = None  # starts the reduction of what stored parameters have been brought (see zero)
         self._begin()
@@ -253,10 +254,9 @@ class GradSync:
         task, thread = ("task", compat.current_graph_task_id()), ("thread", threading.get_ident())
         found = self.running.get(task)
         if found is None or found.over:
-            found = self.running.get(thread)
-            if found is None or found.over:
-                found = begin(self)
-            self.running[task] = self.running[thread] = found
+            with self.beginning:
+                found = next((b for k in (task, thread) if (b := self.running.get(k)) and not b.over), None)
+                found = self.running[task] = self.running[thread] = found or begin(self)
         return found
 
     def ready(self, i: int) -> None:

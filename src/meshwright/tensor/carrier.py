@@ -13,6 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .. import compat, convert, resharding, runtime
+from ..collective import silent
 from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
@@ -303,8 +304,20 @@ class GradientHook:
         spec = self.space["_spec"].grad().with_(dtype=grad.dtype)
         with disabled():
             given = wrap(grad.view_as(grad), spec)
+        if grad.device.type == spec.mesh.device:
+            return self._called(given, spec)
+        with silent(_BESIDE):  # autograd calls it in another thread than what the device computes, which sends
+            return self._called(given, spec)
+
+    def _called(self, given: DistTensor, spec: Spec) -> Tensor | None:
         made = self.hook(given)
         return None if made is None else plain(local_of(made, spec.with_(dtype=made.dtype)))
+
+
+_BESIDE = (
+    "a hook of p.register_hook, of a parameter that is stored on the host, runs beside the backward of the device and "
+    "cannot communicate: p.register_post_accumulate_grad_hook may, which is called when gradients are synchronised"
+)
 
 
 def call_enabled(func: Any, args: Args, kwargs: Kwargs) -> Any:
