@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,6 +256,54 @@ def test_copies_saved_states_and_writes() -> None:
             assert (mw.unshard(other(ids).detach()) == 8).all()
 
     mw.simulate(fn, DP)
+
+
+def test_checkpoints_go_between_the_places(tmp_path: Path) -> None:
+    def made(**options: Any) -> Any:
+        model = mw.shard_module(net(), DP, stored_over="dp", **options)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        loss_of(model, split(IDS, DP)).backward()
+        opt.step()
+        opt.zero_grad()
+
+    def fn() -> None:
+        hosted, kept = made(stored_on="cpu"), made()
+        step(*hosted)
+        places = mw.Checkpoints(tmp_path / "checkpoints")
+        places.save(1, wait=True, model=hosted[0], optimizer=hosted[1])
+        places.load(model=kept[0], optimizer=kept[1])
+        again = made(stored_on={"*": "cpu"})
+        places.load(model=again[0], optimizer=again[1])
+        for one in (hosted, kept, again):
+            step(*one)
+            for p, q in zip(one[0].parameters(), hosted[0].parameters(), strict=True):
+                assert torch.equal(p.to_local(), q.to_local())
+
+    mw.simulate(fn, DP)
+
+
+def test_a_scaled_loss_and_other_threads() -> None:
+    def fn() -> None:
+        model = mw.shard_module(net(), ONE, stored_on="cpu")
+        scaler, opt = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), lr=0.0)
+        ids = split(IDS, ONE)
+        scaler.scale(loss_of(model, ids)).backward()
+        scaler.unscale_(opt)
+        same_gradients(model)
+        model.zero_grad()
+
+        loss_of(model, ids)  # what it began for the next one stays this thread's
+        seen: list[Any] = []
+        thread = threading.Thread(target=lambda: seen.append(model.blocks[0].up.weight.sum().item()))
+        thread.start()
+        thread.join()
+        assert seen == [pytest.approx(net().blocks[0].up.weight.sum().item())]
+        loss_of(model, ids).backward()
+        same_gradients(model)
+
+    mw.simulate(fn, ONE)
 
 
 def test_values_from_the_meta_device() -> None:
