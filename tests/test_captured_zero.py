@@ -259,3 +259,27 @@ def test_a_stored_model_is_captured_again(passes):
     wanted = alone()
     for got in mw.simulate(captured, mesh):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+AGAINST: dict[str, dict[str, Any]] = {
+    "rows": {"*.up.weight": {"tp": mw.Shard(0)}, "*.up.bias": {}, "*.down.weight": {"tp": mw.Shard(0)}},
+    "columns": {"*.up.weight": {"tp": mw.Shard(1)}, "*.up.bias": {"tp": mw.Shard(0)}},
+}
+
+
+@pytest.mark.parametrize("layouts", AGAINST)
+def test_weights_that_are_split_against_their_use(layouts: str) -> None:
+    """Their gradients need two collectives, of which one travels with those of others."""
+
+    def train(passes: list[str]) -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        net = Net().double()
+        step = mw.compile_step(
+            net, loss_of, torch.optim.AdamW(net.parameters(), lr=0.1), ids_of(0), mesh=BOTH, layouts=AGAINST[layouts],
+            batch={"dp": mw.Shard(0)}, stored_over="dp", passes=passes,
+        )  # fmt: skip
+        losses = [float(step(ids_of(i))) for i in range(3)]
+        return losses, [mw.unshard(p.detach()) for p in net.parameters()]
+
+    for fused, plain in zip(*(mw.simulate(lambda p=p: train(p), BOTH) for p in ([DPO], [])), strict=True):  # type: ignore[misc]
+        torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -384,3 +385,29 @@ def test_optimizers_and_checkpoints_know_nothing_of_it(options: dict[str, Any], 
     assert full[-1] < full[0]
     assert sent == pytest.approx(full, rel=0.05)
     assert on == off
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, mw.Float8(16)], ids=str)
+def test_what_is_only_moved_is_not_rounded(wire: Any) -> None:
+    """Gradients of ``torch.autograd.grad``, hooks and ``no_sync`` have their wire still: for what is summed of them."""
+    mesh = mw.Mesh({"dp": 1, "tp": 2})
+
+    def grads(on: mw.Mesh | None) -> list[Any]:
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        x: Any = torch.randn(4, 8)
+        if on is not None:
+            layouts = {"0.*": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}}
+            net = mw.shard_module(net, on, layouts, precision=mw.Precision(wire=wire))
+            x = mw.shard_tensor(x, on, {})
+        found: list[Any] = []
+        net[0].weight.register_hook(lambda g: found.append(mw.unshard(g) if on else g))
+        found += torch.autograd.grad(net(x).square().mean(), list(net.parameters()))
+        with contextlib.nullcontext() if on is None else mw.no_sync(net):
+            net(x).square().mean().backward()
+        found += [p.grad for p in net.parameters()]
+        return [mw.unshard(g) if isinstance(g, mw.DistTensor) else g for g in found]
+
+    want = grads(None)
+    for found in mw.simulate(lambda: grads(mesh), mesh):
+        torch.testing.assert_close(found, want)

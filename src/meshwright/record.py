@@ -69,6 +69,15 @@ class Record:
             runtime.RT.records.append(made)
         return made
 
+    def without(self, kind: str) -> Record:
+        """The record of what is left where one of several collectives travels together with those of others."""
+        if len(self.kinds) < 2 or kind not in self.kinds:
+            return self
+        at = self.kinds.index(kind)
+        kinds, dtypes, sums = list(self.kinds), list(self.dtypes), list(self.sums)
+        del kinds[at], dtypes[at : at + 1], sums[at : at + 1]
+        return replace(self, kinds=tuple(kinds), dtypes=tuple(dtypes), sums=tuple(sums))
+
     def __str__(self) -> str:
         return (
             f"{self.line}: {self.op} argument {self.argument} {list(self.shape)}: {' + '.join(self.kinds)} over "

@@ -99,7 +99,9 @@ def _moves(src: Spec, dst: Spec) -> list[Move]:
     # A dim shorter than the mesh would put more on some ranks than bytes on average tell.
     used = {*src.layout.dim_axes(), *dst.layout.dim_axes()}
     spare = tuple([d for d, n in enumerate(src.shape) if n >= src.mesh.size and d not in used][:_SPARE])
-    there, back = ((src.summed.itemsize if w is None else bytes_each(w)) / src.dtype.itemsize for w in src.wires)
+    # A wire rounds: it is no reason to sum what could be moved, however few bytes that would send.
+    sent = (src.summed.itemsize if w is None else max(bytes_each(w), src.dtype.itemsize) for w in src.wires)
+    there, back = (n / src.dtype.itemsize for n in sent)
     try:
         return _between((src.layout, src.reduced), (dst.layout, dst.reduced), spare, (there, back))
     except ConversionError:

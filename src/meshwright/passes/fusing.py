@@ -232,6 +232,8 @@ class Fusing:
         if len(members) == 1 and numbers:
             return numbers[0]
         known = [self.causes[i] for i in numbers]
+        for i, cause in zip(numbers, known, strict=True):
+            self.causes[i] = cause.without(COLLECTIVES[members[0].node.target].name)
         value = checked_value(started.args[0])
         *_, axes, _ = started.args
         names = [r.name for r in members]

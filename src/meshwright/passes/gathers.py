@@ -158,7 +158,10 @@ class _Gathers:
 
     def _cause(self, members: list[fx.Node], started: fx.Node) -> int:
         """Number of a record that says what one gather serves."""
-        known = [c for n in members if (c := self.program.cause(n)) is not None]
+        numbers = [i for n in members if (i := info_of(n).cause) is not None]
+        known = [self.causes[i] for i in numbers]
+        for i, cause in zip(numbers, known, strict=True):
+            self.causes[i] = cause.without("all_gather")
         value = checked_value(started.args[0])
         *_, axes, _ = started.args
         names = [info_of(n).gather for n in members]
