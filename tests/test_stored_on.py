@@ -7,6 +7,7 @@ import copy
 import io
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from meshwright import collective, compat, runtime
 from meshwright.collective.elsewhere import from_elsewhere
 from meshwright.errors import CaptureError, CollectiveError, DesyncError, ShardError
 from meshwright.shard import backward as backwards
+from meshwright.shard import host
 from meshwright.shard.host import ON
 from meshwright.tensor import GradientHook
 
@@ -394,6 +396,56 @@ def test_collectives_of_what_lies_on_the_host(monkeypatch: pytest.MonkeyPatch) -
         assert t.tolist() == [4, 4]
         assert part.tolist() == [2, 2, 2, 2]
         assert ("far",) in moved
+
+
+class Streams:
+    """Stands for ``torch.cuda``: what is asked of streams and events, in order."""
+
+    def __init__(self) -> None:
+        self.now, self.log = "ops", list[str]()
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self) -> str:
+        return self.now
+
+    def Stream(self, device: int) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: self.log.append(f"behind {other}"))
+
+    @contextlib.contextmanager
+    def stream(self, side: Any) -> Any:
+        before, self.now = self.now, "side"
+        yield
+        self.now = before
+
+    def Event(self) -> Any:
+        name = f"copy {len([e for e in self.log if e.endswith('begun')])}"
+        return SimpleNamespace(
+            record=lambda side: self.log.append(f"{name} begun"),
+            synchronize=lambda: self.log.append(f"{name} awaited"),
+        )
+
+
+def test_copies_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins behind what ops were given before, that of the next unit before this one's is awaited."""
+    streams = Streams()
+    for name in ("current_device", "current_stream", "Stream", "stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(streams, name))
+    monkeypatch.setattr(host, "pins", lambda device: True)
+    monkeypatch.setattr(host, "_side", lambda device, back: streams.Stream(device))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+
+    def fn() -> None:
+        model = mw.shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), ONE, stored_on="cpu")
+        x = mw.shard_tensor(torch.randn(2, 4), ONE, {})
+        for _ in range(2):
+            streams.log.clear()
+            model(x).sum().backward()
+
+    mw.simulate(fn, ONE)
+    ahead = ["behind ops", "copy 0 begun", "behind ops", "copy 1 begun", "copy 0 awaited", "copy 1 awaited"]
+    assert streams.log == [*ahead, "behind ops", "copy 2 begun", "copy 2 awaited"]  # the last for the backward
 
 
 def test_the_device_that_code_of_a_model_asks_for() -> None:
