@@ -298,3 +298,45 @@ def test_those_of_packages(way: str, package: str, kind: str, monkeypatch: pytes
                 opt.state_dict()
 
     mw.simulate(refused, WAYS[way][0])
+
+
+class Apart(torch.optim.Optimizer):
+    """Momentum whose values lie in a float8 tensor beside one scale, in a list, or beside one number of the part."""
+
+    def __init__(self, params: Any, how: str) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.how = how
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state, last = self.state[p], torch.zeros_like(p)
+            if state:
+                last = {"float8": self.decoded, "list": lambda s: s["all"][0], "number": lambda s: s["m"]}[self.how](
+                    state
+                )
+            m = 0.9 * last + p.grad
+            if self.how == "float8":
+                state["scale"] = (m.abs().max() / 400).clamp_min(1e-30)
+                state["m"] = (m / state["scale"]).to(torch.float8_e4m3fn)
+            elif self.how == "list":
+                state["all"] = [m]
+            else:
+                state["m"], state["largest"] = m, m.abs().max()
+            p.sub_(m, alpha=0.05)
+
+    @staticmethod
+    def decoded(state: dict[str, Any]) -> torch.Tensor:
+        return state["m"].to(torch.float32) * state["scale"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["float8", "list", "number"])
+@pytest.mark.parametrize("way", ["zero-1", "zero-3"])
+def test_values_that_mean_something_on_their_rank_alone_are_not_joined(way: str, how: str) -> None:
+    def run() -> None:
+        mesh, model, opt = prepared(way, lambda p: Apart(p, how))
+        train(mesh, model, opt, 2)
+        with pytest.raises(ShardError, match=r"is not one value per element.* state_dict\(\) cannot join the parts"):
+            opt.state_dict()
+
+    mw.simulate(run, WAYS[way][0])

@@ -8,7 +8,8 @@ joins, saves or loads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,20 +34,42 @@ def opaque(value: Any) -> bool:
 def odd_state(entry: Mapping[str, Any], spec: Spec) -> str | None:
     """Of the states of a parameter, the name of one that has neither one value nor one per element, or None.
 
-    Integers are no values: they are codes, which mean something by the scales beside them.
+    Integers and float8 are no values: they are codes, which mean something by the scales beside them.  What is in
+    containers nobody cuts or joins.
 
     Args:
         spec: how its states lie; a plain tensor may have the rank's part or the whole.
     """
     shapes = (tuple(spec.shape), tuple(spec.local_shape(spec.mesh.coordinate(runtime.RT.rank))))
     for key, value in entry.items():
-        if opaque(value):
+        if opaque(value) or (isinstance(value, (list, tuple, Mapping, deque)) and _holds_tensors(value)):
             return key
         if isinstance(value, Tensor) and math.prod(value.shape) != 1:
-            codes = not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+            wide = value.is_floating_point() and value.dtype.itemsize > 1
+            codes = not (wide or value.is_complex() or value.dtype is torch.bool)
             if codes or tuple(value.shape) not in shapes:
                 return key
     return None
+
+
+def _holds_tensors(container: Any) -> bool:
+    """Whether there are tensors of several elements in it."""
+    values = container.values() if isinstance(container, Mapping) else container
+    return any(
+        v.numel() != 1 if isinstance(v, Tensor) else isinstance(v, (list, tuple, Mapping, deque)) and _holds_tensors(v)
+        for v in values
+    )
+
+
+def _numbers(entry: Mapping[str, Any]) -> dict[str, str]:
+    """States of one value, as ranks compare them."""
+    return {k: repr(v.item()) for k, v in entry.items() if isinstance(v, Tensor) and not opaque(v) and v.numel() == 1}
+
+
+def _differing(said: Sequence[Mapping[int, Mapping[str, str]]]) -> dict[int, str]:
+    """Of each parameter a state of one value that the ranks do not have alike."""
+    keys = sorted({(i, k) for numbers in said for i, entry in numbers.items() for k in entry})
+    return {i: k for i, k in keys if len({numbers.get(i, {}).get(k) for numbers in said}) > 1}
 
 
 class Apart:
@@ -58,16 +81,24 @@ class Apart:
         self.left: dict[int, tuple[Spec, list[Any]]] = {}  # what a step has left behind
 
     def judge(self, opt: Optimizer, lies: Mapping[int, tuple[Spec, Spec]]) -> None:
-        """Look at the states that a step has made.  Ranks tell each other of each parameter once: all have the same."""
+        """Look at the states that a step has made.  Ranks tell each other of each parameter once: all have the same.
+
+        A state of one value that is not the same on all ranks is one of a rank's own part, such as a scale.
+        """
         if builtin(opt):
             return
         every = [p for g in opt.param_groups for p in g["params"] if id(p) in lies and p in opt.state]
         split = {i: p for i, p in enumerate(every) if not lies[id(p)][1].layout.is_replicated()}
         odd = {i: key for i, p in split.items() if (key := odd_state(opt.state[p], lies[id(p)][1])) is not None}
         told = [odd]
-        if any(id(p) not in self.judged for p in split.values()):
+        new = [i for i, p in split.items() if id(p) not in self.judged]
+        if new:
             self.judged |= {id(p) for p in split.values()}
-            told = collective.all_gather_object(odd, collective.group(next(iter(split.values()))._spec.mesh))
+            numbers = {i: _numbers(opt.state[split[i]]) for i in new}
+            group = collective.group(next(iter(split.values()))._spec.mesh)
+            said = collective.all_gather_object((odd, numbers), group)
+            told = [rank for rank, _ in said]
+            told += [_differing([n for _, n in said])]
         for rank in told:
             for i, key in rank.items():
                 self.found.setdefault(
