@@ -270,6 +270,7 @@ def test_what_comes_with_the_loss_varies_too() -> None:
 
 
 @pytest.mark.parametrize("how", ["branch", "remainder", "state", "int", "range", "tensor", "root", "least", "half"])
+@pytest.mark.thin(2)
 def test_code_that_looks_at_the_length(how: str) -> None:
     """Losses are those of one device at every length, whatever the code does with it."""
     lengths = [16, 24, 32, 36, 28, 44, 18, 45, 12, 60, 17]
@@ -351,6 +352,7 @@ class Settings:
 @pytest.mark.parametrize(
     "limit", [lambda n: min(n, 16), lambda n: n + n % 2, lambda n: 3 if n < 20 else 4], ids=["least", "even", "later"]
 )
+@pytest.mark.thin(3)
 def test_numbers_that_follow_the_length(where: str, limit: Callable[[int], int]) -> None:
     """Set outside of the forward, by the user: in the captures they may look like sizes, or constants."""
     lengths = [6, 14, 10, 8, 12, 9, 20, 24, 11, 30]

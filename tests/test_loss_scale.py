@@ -124,6 +124,7 @@ def check(case: str, data: list[Tensor], tolerance: float = 2e-2, how: Any = Non
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.thin(2)
 def test_same_as_torch(case: str) -> None:
     got = check(case, batches(14, (2, 6, 7)))
     scales = got[0][1]

@@ -565,8 +565,9 @@ def one_by_one(mesh: mw.Mesh, cases: list[Case]) -> list[str]:
 FOUR = pytest.param({"x": 4}, marks=pytest.mark.long)  # the parts of three are as uneven, and cost half
 
 
-@pytest.mark.parametrize("axes", [FOUR, {"x": 3}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"x": 3}, {"x": 2, "y": 2}, FOUR], ids=str)
 @pytest.mark.filterwarnings("ignore:.*has no rule")
+@pytest.mark.thin(2)
 def test_value_and_gradient(axes: dict[str, int]) -> None:
     # On two axes one op in three, but with --whole: each has its strategies per axis.
     cases = CASES if len(axes) == 1 or sweeps.WHOLE else CASES[::3]

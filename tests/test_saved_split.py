@@ -89,7 +89,7 @@ def gradients(way: Any, mesh: mw.Mesh | None, split: Any = None, length: int = 6
     ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("length", [6, 5, 1])
 @pytest.mark.parametrize("dim", [1, -1])
 @pytest.mark.parametrize("mesh", [TP, BOTH], ids=repr)
