@@ -159,10 +159,9 @@ def compile_step(
         gradients: set ``parameter.grad`` after each step.
         loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
             gradients are not finite, on whatever rank, is skipped on all; the host waits for nothing.
-        precision: as for ``shard_module``; micro-steps accumulate in its ``reduce``.
+        precision, init: as for ``shard_module``; micro-steps accumulate in the precision's ``reduce``.
         passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
             that they declare, then as listed.  Or a :class:`PassManager`.
-        init: as for ``shard_module``.
         backend: ``"inductor"`` compiles what lies between collectives.
 
     Raises:

@@ -75,22 +75,18 @@ def shard_module(
         stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob to axis.
         stored_on: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
             split or not, and are copied to the mesh's device for use; or glob to that.
-        regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward instead of keeping
-            what was gathered and copied.
+        regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward, keeping nothing.
         precision: the dtypes in which ops see parameters and gradients are reduced, see :class:`Precision`; or glob of
             names of parameters or modules to those.  Where several globs match a name the last one counts.
         bucket_bytes: gradients travel together up to this size.
-        sync: False: nothing reduces the gradients, they stay Partial where their parameter was used in
-            rank-dependent work (``mw.reshard(p.grad, ...)`` reduces one).
-        init: called with a meta-device model once its parameters have (uninitialised) memory, in place of the
-            ``reset_parameters()`` of each module.
+        sync: False: gradients stay Partial where ranks did their own work (``mw.reshard(p.grad, ...)`` reduces one).
+        init: called with a meta-device model that has memory now, in place of ``reset_parameters()`` of modules.
 
     Returns:
         The model.  Its parameters are the same objects as before (new ones, if it was on the meta device).
 
     Raises:
-        ShardError: a glob that matches nothing, a parameter that is sharded already, a module on the meta
-            device that cannot initialise itself.
+        ShardError: a glob without a match, a parameter that is sharded already, a meta module that cannot initialise.
         LayoutError: a placement for a dim that the parameter does not have.
         DesyncError: ranks that pass different models or placements.
     """
