@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
 
     def _constant(self, t: Tensor) -> fx.Node:
         kind = type(t)
-        if not kind.__module__.startswith("torch."):
+        if kind.__module__.partition(".")[0] != "torch":
             raise CaptureError(
                 f"a {kind.__name__} of shape {tuple(t.shape)} is a tensor class of {kind.__module__}, whose ops a "
                 "captured step cannot record: write what makes it with PyTorch's own ops, or train eagerly "
