@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+import torch.utils.checkpoint
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import meshwright as mw
@@ -246,3 +249,51 @@ def test_what_is_refused() -> None:
             mw.compile_step(block, loss, torch.optim.SGD(block.parameters()), torch.randn(4, 6, 8), mesh=TP)
 
     mw.simulate(run, TP)
+
+
+class Gated(nn.Module):
+    """A block that is given the same value twice, whose last name is gone when the backward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def block(self, a: Any, b: Any) -> Any:
+        return self.down(self.up(a).relu()) * b
+
+    def forward(self, x: Any, view: Callable[[Any], Any]) -> Any:
+        h = view(self.norm(x))
+        made = torch.utils.checkpoint.checkpoint(self.block, h, h, use_reentrant=False)
+        return mw.constrain(made, {"tp": mw.Replicate()}).sum()
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "as it is": lambda h: h,
+    "transposed": lambda h: h.transpose(0, 1),
+    "expanded": lambda h: h[:, :1].expand(*h.shape),
+    "every other": lambda h: h[:, ::2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("how", ["saved_split", "save_on_cpu"])
+def test_an_input_that_is_given_twice_and_that_nobody_holds(how: str, view: str) -> None:
+    """Both uses in the second run have the type that the value got after the first one was kept."""
+
+    def grads(mesh: mw.Mesh | None) -> list[Any]:
+        torch.manual_seed(0)
+        net: Any = Gated().double()
+        x: Any = torch.randn(4, 5, 6, dtype=torch.float64)
+        around: Any = contextlib.nullcontext()
+        if mesh is not None:
+            plan = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}}
+            net, x = mw.shard_module(net, mesh, plan), mw.shard_tensor(x, mesh, {})
+            around = mw.saved_split({"tp": mw.Shard(1)}) if how == "saved_split" else save_on_cpu()
+        with around:
+            loss = net(x, VIEWS[view])
+        loss.backward()
+        return [p.grad if mesh is None else mw.unshard(p.grad) for p in net.parameters()]
+
+    want, mesh = grads(None), mw.Mesh({"tp": 2})
+    for found in mw.simulate(lambda: grads(mesh), mesh):
+        torch.testing.assert_close(found, want)

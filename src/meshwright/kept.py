@@ -18,8 +18,9 @@ import torch.nn as nn
 
 from . import convert, record, resharding
 from .dispatch import disabled, wanted
+from .dispatch.leaves import link
 from .errors import LayoutError, ShardError
-from .layout import Partial, Replicate, Shard, Spec, as_placement
+from .layout import Layout, Partial, Replicate, Shard, Spec, as_placement
 from .raw import bare
 from .tensor import DistTensor, wrap
 
@@ -71,23 +72,42 @@ def saved_split(placements: Mapping[str, Any]) -> Iterator[None]:
         ASKED.placements = before
 
 
+class _Types:
+    """The types that a tensor gets, also after the last name of it is gone: what is linked to it tells a stand-in.
+
+    Without them each use of an input in the second run would find types of its own.
+    """
+
+    def __init__(self, t: DistTensor) -> None:
+        self.spec = spec = t._spec
+        self.mark = torch.empty(0, requires_grad=t.requires_grad)
+        self.mark.__dict__["_spec"] = Spec(
+            torch.Size((0,)), spec.dtype, Layout(spec.mesh), spec.reduced, spec.undecided, sums=spec.sums
+        )
+        link([t, self.mark])
+
+    def told(self) -> Spec:
+        """The spec of the tensor with the types that are known by now."""
+        own: Spec = self.mark.__dict__["_spec"]
+        return self.spec.with_(reduced=own.reduced, undecided=own.undecided, sums=own.sums)
+
+
 @dataclass(frozen=True)
 class _Split:
-    """How an input lay that is kept in part."""
+    """How an input lay that is kept in part; ``strides``: in this rank's memory, by which ops choose what they save."""
 
-    whole: weakref.ref[Tensor]
-    spec: Spec
+    types: _Types
     part: Spec
     requires_grad: bool
+    strides: tuple[int, ...]
 
     def joined(self, part: Tensor) -> Tensor:
         """The input again: a leaf with its values."""
-        plan = resharding.plan(self.part, _plain(self.spec))
+        plan = resharding.plan(self.part, _plain(self.types.spec))
         reason = "a checkpoint kept its input split (saved_split), and runs again for the backward"
         with torch.no_grad(), disabled(), record.asked("saved_split", plan, reason):
-            made = convert.apply(plan.steps, bare(part))
-        first = self.whole()  # its type may have been found since
-        return wrap(made, self.spec if first is None else first._spec).requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
+            made = _laid_out(convert.apply(plan.steps, bare(part)), self.strides)
+        return wrap(made, self.types.told()).requires_grad_(self.requires_grad)
 
 
 class KeptInputs:
@@ -98,7 +118,7 @@ class KeptInputs:
         self._count = 0
         self.args = [self._packed(a) for a in args] if ASKED.placements else list(args)
         # Of tensors among the arguments themselves: hooks around it may give back plain ones.
-        self._layouts = [(weakref.ref(a), a._spec) if isinstance(a, DistTensor) else None for a in self.args]
+        self._layouts = [(weakref.ref(a), _Types(a)) if isinstance(a, DistTensor) else None for a in self.args]
 
     def given(self, made: Sequence[Any]) -> list[Any]:
         """The arguments of the second run, of what was kept."""
@@ -117,11 +137,11 @@ class KeptInputs:
     def _laid(self, a: Any, known: Any) -> Any:
         if known is None or a.__class__ is not Tensor:
             return a
-        ref, spec = known
+        ref, types = known
         first = ref()
-        if spec.stored and first is not None:
+        if types.spec.stored and first is not None:
             return first  # what stands in for it is found by the object that it is
-        return wrap(a, spec if first is None else first._spec)
+        return wrap(a, types.told() if first is None else first._spec)
 
     def _pack(self, t: Tensor) -> Tensor:
         place, self._count = self._count, self._count + 1
@@ -131,13 +151,21 @@ class KeptInputs:
         plan = resharding.plan(_plain(t._spec), part)  # type: ignore[attr-defined]
         with torch.no_grad(), disabled():
             made = convert.apply(plan.steps, bare(t)).clone(memory_format=torch.contiguous_format)
-        self._split[place] = _Split(weakref.ref(t), t._spec, part, t.requires_grad)  # type: ignore[attr-defined]
+        self._split[place] = _Split(_Types(t), part, t.requires_grad, bare(t).stride())  # type: ignore[arg-type]
         return made  # a plain one: hooks around it, as of save_on_cpu, take it for what it is
 
     def _unpack(self, t: Tensor) -> Tensor:
         place, self._count = self._count, self._count + 1
         split = self._split.get(place)
         return t if split is None else split.joined(t)
+
+
+def _laid_out(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """``t`` with these strides, of which 0 says that a dim is one row, expanded."""
+    if t.stride() == strides or not t.numel():
+        return t
+    rows = t[tuple([slice(0, 1) if step == 0 else slice(None) for step in strides])]
+    return torch.empty_strided(rows.shape, strides, dtype=t.dtype, device=t.device).copy_(rows).expand(t.shape)
 
 
 def _through(a: Any, fn: Callable[[Tensor], Any]) -> Any:
