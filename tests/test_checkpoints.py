@@ -209,3 +209,37 @@ def test_saved_inputs_of_blocks_lie_elsewhere(stored: str | None) -> None:
     for rank, (made, given) in enumerate(mw.simulate(lambda: train(on), on)):
         torch.testing.assert_close(made, want, rtol=1e-9, atol=1e-12)
         assert given == [(torch.Tensor, (3 - rank // 2, 5))] * 9
+
+
+INDICES: dict[str, Callable[[Any], Any]] = {
+    "topk": lambda x: torch.topk(x, 2, -1),
+    "sort": lambda x: torch.sort(x, -1),
+    "max": lambda x: torch.max(x, -1),
+    "cummin": lambda x: torch.cummin(x, -1),
+    "max_pool": lambda x: torch.nn.functional.max_pool1d(x.unsqueeze(1), 2, return_indices=True),
+}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_that_a_block_chooses_by(name: str, kept: bool) -> None:
+    """A router's: they are plain as autograd saves them, and distributed tensors afterwards."""
+    full = torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def gradient(x: Any) -> Any:
+        names: list[Any] = []
+
+        def block(p: Any) -> Any:
+            values, index = INDICES[name](p)
+            if kept:
+                names.append(index)
+            return values.sin() * (index + 1)
+
+        x.requires_grad_()
+        for _ in range(2):  # a call that is known runs on another path
+            again(block, x * 1).sum().backward()
+        return x.grad
+
+    want, mesh = gradient(full.clone()), mw.Mesh({"dp": 2})
+    for got in mw.simulate(lambda: mw.unshard(gradient(mw.shard_tensor(full, mesh, {"dp": mw.Shard(0)}))), mesh):
+        torch.testing.assert_close(got, want)

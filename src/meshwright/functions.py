@@ -190,7 +190,8 @@ _OF_PARTS = "_meshwright_of_parts"
 def _of_parts(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
     @functools.wraps(pack)  # whose module tells whose hooks they are
     def packed(t: torch.Tensor) -> Any:
-        return pack(bare(t) if _is_dist(t) else t)
+        # An index that a call gives is plain as it is saved, and distributed a moment later: hooks may keep the object.
+        return pack(bare(t) if _is_dist(t) or not (t.requires_grad or _enabled()) else t)
 
     setattr(packed, _OF_PARTS, True)
     return packed
