@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import meshwright as mw
 from meshwright.collective import obituary, process
 from meshwright.collective.obituary import Obituary
+from meshwright.collective.watcher import Watcher, _Line
 
 pytestmark = [
     pytest.mark.processes,
@@ -176,3 +178,25 @@ def test_any_rank_anywhere(case: str, place: str, machines: bool) -> None:
     for victim in range(4):
         run = faulty.run(case, place, victim, machines=machines)
         others_left(run, victim, "")
+
+
+def test_a_rank_may_come_to_its_end_while_its_watcher_tells_who_has() -> None:
+    """The thread that trains says that it ends, the other one greets a caller: neither sees a half of the other's."""
+    watcher = object.__new__(Watcher)
+    watcher.rank, watcher.endpoints, watcher.lines, watcher.fatal = 2, dict.fromkeys(range(4)), [], None  # type: ignore[arg-type]
+    watcher.lock = threading.RLock()
+    watcher.gone = {rank: Obituary(rank, "a", False, "") for rank in (0, 1)}
+    ends, said = [], []
+
+    class Socket:
+        def sendall(self, text: bytes) -> None:
+            said.append(json.loads(text)["rank"])
+            ends.append(threading.Thread(target=watcher._hear, args=(Obituary(2, "a", False, ""),)))
+            ends[-1].start()
+            ends[-1].join(0.2)
+
+    watcher._greet(_Line(Socket(), 3))  # type: ignore[arg-type]
+    for thread in ends:
+        thread.join()
+    assert said == [0, 1]
+    assert list(watcher.gone) == [0, 1, 2]

@@ -125,7 +125,7 @@ def same_so_far(traces: Sequence[int], group: Group) -> None:
     assert link is not None
     if link.telling:  # the others do not know that they differ
         raise failure(group, _OBJECTS, link.count, "the other ranks are in another collective")
-    everyone = _texts([(n, mark(c), str(c)) for n, c in link.recent], runtime.user_line(), group)
+    everyone = _texts([(n, mark(c), str(c)) for n, c in list(link.recent)], runtime.user_line(), group)
     base = {n: (m, text) for n, m, text in everyone[0][0]}
     for rank, (recent, line) in zip(group.ranks[1:], everyone[1:], strict=True):
         for n, m, text in recent:

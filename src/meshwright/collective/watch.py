@@ -173,7 +173,7 @@ def _word(state: str, group: Group, call: Call, number: int, text: str) -> Word:
     for link in links(runtime.RT.groups.values()):
         key = words.key_of(link.ranks)
         counts[key] = max(counts.get(key, 0), link.count)
-    recent = [(n, mark(c), str(c)) for n, c in group.link.recent] if group.link else []
+    recent = [(n, mark(c), str(c)) for n, c in list(group.link.recent)] if group.link else []
     return Word(state, group.ranks, number, _where(group, call), counts, recent, text)
 
 

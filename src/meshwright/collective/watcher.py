@@ -216,13 +216,15 @@ class Watcher:
         with self.lock:
             self.lines.append(line)
             self.selector.register(line.sock, selectors.EVENT_READ, line)
-            if line.rank is not None:
-                self._greet(line)
+        if line.rank is not None:
+            self._greet(line)
 
     def _greet(self, line: _Line) -> None:
-        for one in self.gone.values():
-            with contextlib.suppress(OSError):
-                line.sock.sendall(_text(one._asdict()))
+        """Say who is gone; the thread that trains may be about to say that it is."""
+        with self.lock:
+            for one in self.gone.values():
+                with contextlib.suppress(OSError):
+                    line.sock.sendall(_text(one._asdict()))
 
     def _proof(self, rank: int) -> str:
         return hashlib.sha256(f"{self.word}/{rank}".encode()).hexdigest()
