@@ -16,6 +16,11 @@ MESHES = ((4,), (3,), (2, 2))
 WHOLE = False  # pytest --whole: all that a test asks for
 
 
+def steps(most: int) -> int:
+    """How many steps are trained: six show what goes wrong in each, more what adds up."""
+    return most if WHOLE else min(most, 6)
+
+
 def mesh_of(sizes: Sequence[int]) -> mw.Mesh:
     return mw.Mesh({f"a{i}": n for i, n in enumerate(sizes)})
 

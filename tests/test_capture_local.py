@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import sweep as sweeps
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -26,7 +27,7 @@ from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 
 Tensor = torch.Tensor
-STEPS = 20
+STEPS = sweeps.steps(20)
 
 
 class CNN(nn.Module):

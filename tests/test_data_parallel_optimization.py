@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import sweep as sweeps
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
 
 Tensor = torch.Tensor
-STEPS = 20
+STEPS = sweeps.steps(20)
 SMALL = "data-parallel-optimization:bucket_bytes=20000"
 
 
@@ -460,3 +461,50 @@ def test_work_is_linear_in_the_layers() -> None:
 
     few, many = calls(6), calls(24)
     assert many < 5 * few
+
+
+class Head(nn.Module):
+    """A weight and a bias of which a rank has nothing, last or first among the parameters."""
+
+    def __init__(self, rows: int, first: bool) -> None:
+        super().__init__()
+        if not first:
+            self.pre = nn.Parameter(torch.randn(4, 4))
+        self.weight, self.bias = nn.Parameter(torch.randn(rows, 4)), nn.Parameter(torch.randn(rows))
+        if first:
+            self.pre = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x @ self.pre, self.weight, self.bias).square().sum()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_parameters_without_elements_on_a_rank_share_a_place_in_a_buffer(rows: int, first: bool, kind: Any) -> None:
+    mesh = mw.Mesh({"dp": 2, "tp": 3})
+    x = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(2))
+
+    def trained(on: mw.Mesh | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Head(rows, first)
+        optimizer = kind(model.parameters(), lr=0.01)
+        if on is None:
+            for one in x:
+                optimizer.zero_grad()
+                model(one).backward()
+                optimizer.step()
+            return [p.detach() for p in model.parameters()]
+        layouts = {"weight": {"tp": mw.Shard(0)}, "bias": {"tp": mw.Shard(0)}}
+        step = mw.compile_step(
+            model, lambda m, b: m(b), optimizer, x[0], mesh=on, layouts=layouts, batch={"dp": mw.Shard(0)},
+            passes=["data-parallel-optimization"],
+        )  # fmt: skip
+        for one in x:
+            step(one)
+        return [mw.unshard(p.detach()) for p in model.parameters()]
+
+    want = trained(None)
+    for found in mw.simulate(lambda: trained(mesh), mesh):
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b)

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import meshwright as mw
-from meshwright.errors import CaptureError, LayoutError, MeshError, ShardError
+from meshwright.errors import LayoutError, MeshError, ShardError
 
 TP, BOTH = mw.Mesh({"tp": 2}), mw.Mesh({"dp": 2, "tp": 2})
 GELU = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.gelu.default])
@@ -239,14 +239,6 @@ def test_what_is_refused() -> None:
             again(model[0], x)
         with mw.saved_split({"tp": mw.Shard(1)}), pytest.raises(ShardError, match="Say use_reentrant=False"):
             checkpoint(model[0], x, use_reentrant=True)
-
-        @mw.saved_split({"tp": mw.Shard(1)})
-        def loss(m: nn.Module, x: Any) -> Any:
-            return again(m, x).sum()
-
-        block = Block(8)
-        with pytest.raises(CaptureError, match="saved_split is about eager steps"):
-            mw.compile_step(block, loss, torch.optim.SGD(block.parameters()), torch.randn(4, 6, 8), mesh=TP)
 
     mw.simulate(run, TP)
 

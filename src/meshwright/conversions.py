@@ -23,7 +23,8 @@ class ConversionStep:
     ``slice`` (own part of a replicated value), ``keep_one`` (value on the first rank, elsewhere what changes nothing
     in the reduction), ``pad`` (own shard within the same), ``scale`` (between a sum and an average), ``cast`` (to
     another dtype: of steps as they run, see :func:`lowered`), ``wire_all_reduce`` and ``wire_reduce_scatter`` (of
-    steps as they run too: sums of parts that travel in another format).
+    steps as they run too: sums of parts that travel in another format), ``wire_all_gather`` (of parts that do: only
+    of parameters, where they are seen; see :func:`gathered_as`).
     """
 
     kind: str
@@ -142,6 +143,16 @@ def lowered(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
     )
 
 
+@lru_cache(maxsize=2048)
+def gathered_as(steps: tuple[ConversionStep, ...], wire: Wire) -> tuple[ConversionStep, ...]:
+    """The steps with what they gather travelling in a format; forward only: rounding has no transpose."""
+    sent = wire, None
+    return tuple(
+        ConversionStep("wire_all_gather", s.axes, s.src.with_(wires=sent), s.dst) if s.kind == "all_gather" else s
+        for s in steps
+    )
+
+
 def _widened(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
     sums = [i for i, s in enumerate(steps) if s.adds]
     if not sums or (dtype := steps[sums[0]].src.summed) is steps[sums[0]].src.dtype:
@@ -167,4 +178,4 @@ def transpose(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
     return tuple(step.transpose() for step in reversed(steps))
 
 
-__all__ = ["ConversionStep", "between", "kind_of", "lowered", "op_of", "replicated", "transpose"]
+__all__ = ["ConversionStep", "between", "gathered_as", "kind_of", "lowered", "op_of", "replicated", "transpose"]

@@ -135,6 +135,13 @@ def _all_gather(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     return lambda t: collective.all_gather(t, d, sizes, group)
 
 
+def _wire_all_gather(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    (axis,) = step.axes
+    group, wire = collective.group(step.src.mesh, step.axes), _wire(step)
+    d, sizes = _dim(step.src, axis), _lengths(step.src, axis, here)
+    return lambda t: collective.wire_all_gather(t, d, sizes, wire, group)
+
+
 def _all_to_all(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
     group = collective.group(step.src.mesh, step.axes)
@@ -203,6 +210,7 @@ _PREPARE: dict[str, Callable[[ConversionStep, tuple[int, ...]], Runner]] = {
     "wire_all_reduce": _wire_all_reduce,
     "wire_reduce_scatter": _wire_reduce_scatter,
     "all_gather": _all_gather,
+    "wire_all_gather": _wire_all_gather,
     "all_to_all": _all_to_all,
     "slice": _slice,
     "keep_one": _keep_one,

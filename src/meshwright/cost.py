@@ -38,7 +38,7 @@ def step_bytes(step: ConversionStep) -> float:
     n = math.prod(step.src.mesh.sizes[a] for a in step.axes)
     src, dst = step.src, step.dst
     sent = 1.0 if src.wire is None or not KINDS[step.kind].wired else bytes_each(src.wire) / src.dtype.itemsize
-    return (n - 1) / n * (before * sent * held_bytes(src) + after * held_bytes(dst))
+    return (n - 1) / n * sent * (before * held_bytes(src) + after * held_bytes(dst))
 
 
 def bytes_of(steps: tuple[ConversionStep, ...]) -> float:

@@ -34,6 +34,7 @@ class _Asked(threading.local):
 
 
 ASKED = _Asked()
+REASON = "a checkpoint kept its input split (saved_split), and runs again for the backward"
 
 
 @contextmanager
@@ -47,15 +48,15 @@ def saved_split(placements: Mapping[str, Any]) -> Iterator[None]:
     Inputs that are split over an axis already or lack the dim, and parameters, are kept as they are, as is what is
     passed by keyword.  So is what is Partial on an axis, with a warning: have it reduced where a block ends, by
     ``mw.constrain(x, {"tp": mw.Replicate()})``; that sends what the next block would have sent.  A dim need not divide.
-    Use it around the forward, or as a decorator of one.
+    Use it around the forward, or as a decorator of one.  In captured steps all that the block reads of other
+    activations is kept so, as long as nothing is written to it.
 
     Args:
         placements: axis name to ``Shard(dim)``.
 
     Raises:
         LayoutError: a placement that does not split.
-        ShardError: inside, a checkpoint with ``use_reentrant=True``.
-        CaptureError: inside, a checkpoint of a step that is captured.
+        ShardError: inside, a checkpoint with ``use_reentrant=True``, in eager steps.
     """
     if not isinstance(placements, Mapping):
         raise LayoutError(
@@ -103,9 +104,8 @@ class _Split:
 
     def joined(self, part: Tensor) -> Tensor:
         """The input again: a leaf with its values."""
-        plan = resharding.plan(self.part, _plain(self.types.spec))
-        reason = "a checkpoint kept its input split (saved_split), and runs again for the backward"
-        with torch.no_grad(), disabled(), record.asked("saved_split", plan, reason):
+        plan = resharding.plan(self.part, plain(self.types.spec))
+        with torch.no_grad(), disabled(), record.asked("saved_split", plan, REASON):
             made = _laid_out(convert.apply(plan.steps, bare(part)), self.strides)
         return wrap(made, self.types.told()).requires_grad_(self.requires_grad)
 
@@ -145,10 +145,11 @@ class KeptInputs:
 
     def _pack(self, t: Tensor) -> Tensor:
         place, self._count = self._count, self._count + 1
-        part = _part_of(t) if isinstance(t, DistTensor) and not isinstance(t, nn.Parameter) else None
+        whole = t._spec if isinstance(t, DistTensor) and not isinstance(t, nn.Parameter) else None
+        part = None if whole is None else part_of(whole, ASKED.placements)
         if part is None:
             return t
-        plan = resharding.plan(_plain(t._spec), part)  # type: ignore[attr-defined]
+        plan = resharding.plan(plain(t._spec), part)  # type: ignore[attr-defined]
         with torch.no_grad(), disabled():
             made = convert.apply(plan.steps, bare(t)).clone(memory_format=torch.contiguous_format)
         self._split[place] = _Split(_Types(t), part, t.requires_grad, bare(t).stride())  # type: ignore[arg-type]
@@ -177,11 +178,15 @@ def _through(a: Any, fn: Callable[[Tensor], Any]) -> Any:
     return {k: _through(v, fn) for k, v in a.items()} if type(a) is dict else a
 
 
-def _part_of(t: DistTensor) -> Spec | None:
-    """How a rank's part of an input lies that is to be kept, or None where it is kept as it is."""
-    spec = t._spec
+def part_of(spec: Spec, asked: Mapping[str, Shard]) -> Spec | None:
+    """How a rank's part of an input of a checkpoint lies that is to be kept, or None where it is kept as it is.
+
+    Args:
+        spec: of the input.
+        asked: axis name to how inputs are to be kept.
+    """
     mesh = spec.mesh
-    for axis in ASKED.placements:
+    for axis in asked:
         if isinstance(spec.layout.placements[mesh.axis_index(axis)], Partial):
             warnings.warn(
                 f"saved_split: an input of a checkpoint is Partial over {axis} ({spec!r}) and is kept as it is: reduce "
@@ -190,14 +195,14 @@ def _part_of(t: DistTensor) -> Spec | None:
             )
     chosen = {
         axis: p
-        for axis, p in ASKED.placements.items()
+        for axis, p in asked.items()
         if isinstance(spec.layout.placements[mesh.axis_index(axis)], Replicate)
         and -len(spec.shape) <= p.dim < len(spec.shape)
     }
-    return wanted(_plain(spec), chosen, None) if chosen and not (spec.copied or spec.stored) else None
+    return wanted(plain(spec), chosen, None) if chosen and not (spec.copied or spec.stored) else None
 
 
-def _plain(spec: Spec) -> Spec:
+def plain(spec: Spec) -> Spec:
     """A spec without the types of replicas: nothing is differentiated."""
     return spec.with_(undecided=0, reduced=0)
 
@@ -222,4 +227,4 @@ def check_reentrant() -> None:
         )
 
 
-__all__ = ["ASKED", "KeptInputs", "asked_again", "check_reentrant", "saved_split"]
+__all__ = ["ASKED", "REASON", "KeptInputs", "asked_again", "check_reentrant", "part_of", "plain", "saved_split"]

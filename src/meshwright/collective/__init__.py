@@ -50,7 +50,16 @@ from .ops import (
 )
 from .post import Post, leave_with, watch_over
 from .wire import Pending, row_major
-from .wired import scatter_sum_async, sum_async, wire_all_reduce, wire_reduce_scatter
+from .wired import (
+    WIRE_ALL_GATHER,
+    gather_async,
+    scatter_sum_async,
+    sum_async,
+    travelled,
+    wire_all_gather,
+    wire_all_reduce,
+    wire_reduce_scatter,
+)
 
 # Below this package a tensor may lie on the host while ranks meet with tensors of a device.
 all_gather, all_gather_async = from_elsewhere(all_gather), from_elsewhere(all_gather_async)
@@ -58,6 +67,7 @@ all_reduce, all_reduce_async = from_elsewhere(all_reduce), from_elsewhere(all_re
 reduce_scatter, reduce_scatter_async = from_elsewhere(reduce_scatter), from_elsewhere(reduce_scatter_async)
 all_to_all, broadcast = from_elsewhere(all_to_all), from_elsewhere(broadcast)
 wire_all_reduce, wire_reduce_scatter = from_elsewhere(wire_all_reduce), from_elsewhere(wire_reduce_scatter)
+wire_all_gather, gather_async = from_elsewhere(wire_all_gather), from_elsewhere(gather_async)
 scatter_sum_async, sum_async = from_elsewhere(scatter_sum_async), from_elsewhere(sum_async, writes=True)
 
 __all__ = [
@@ -71,6 +81,7 @@ __all__ = [
     "REDUCE_SCATTER",
     "STARTS",
     "WAIT_OP",
+    "WIRE_ALL_GATHER",
     "Emitter",
     "Fact",
     "Group",
@@ -92,6 +103,7 @@ __all__ = [
     "difference",
     "differing",
     "digests",
+    "gather_async",
     "group",
     "group_of",
     "group_size",
@@ -112,7 +124,9 @@ __all__ = [
     "so_far",
     "sum_async",
     "together",
+    "travelled",
     "watch_over",
+    "wire_all_gather",
     "wire_all_reduce",
     "wire_reduce_scatter",
 ]

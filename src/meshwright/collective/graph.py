@@ -99,7 +99,7 @@ def add(kind: Kind) -> None:
 
 for _kind in (
     ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.ALL_TO_ALL, ops.BROADCAST, wired.WIRE_ALL_REDUCE,
-    wired.WIRE_REDUCE_SCATTER,
+    wired.WIRE_REDUCE_SCATTER, wired.WIRE_ALL_GATHER,
 ):  # fmt: skip
     add(_kind)
 
@@ -127,8 +127,7 @@ def bytes_of(target: Any, shape: Sequence[int], dtype: torch.dtype, options: Seq
     kind = COLLECTIVES[target]
     *own, axes, mesh = options
     n = group_size(axes, mesh)
-    after = math.prod(kind.shape(shape, own)) * dtype.itemsize
-    return kind.bytes(kind.sent(shape, dtype, own), after, n)
+    return kind.bytes(kind.sent(shape, dtype, own), kind.got(shape, dtype, own), n)
 
 
 # ---------------------------------------------------------------------------------------------- recording

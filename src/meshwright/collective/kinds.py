@@ -46,7 +46,7 @@ class Kind:
     """A kind of collective.
 
     Of its options, ``op`` is a reduction, ``index`` this rank's place in the group, and ``wire`` the name of the format
-    in which parts travel to be added up.
+    in which parts travel.
 
     Attributes:
         name: ``"all_reduce"``...
@@ -99,9 +99,17 @@ class Kind:
         return dtype if wire is None else wire_from(wire)
 
     def sent(self, shape: Sequence[int], dtype: torch.dtype, options: Sequence[Any]) -> int:
-        """Bytes of what a rank brings as it travels; parts that are cut from it are encoded each by itself."""
+        """Bytes of what a rank brings as it travels."""
+        return self._travelling(shape, dtype, options, joins=False)
+
+    def got(self, shape: Sequence[int], dtype: torch.dtype, options: Sequence[Any]) -> int:
+        """Bytes of what a rank ends with as it travelled, from the shape of what it brings."""
+        return self._travelling(self.shape(shape, options), dtype, options, joins=True)
+
+    def _travelling(self, shape: Sequence[int], dtype: torch.dtype, options: Sequence[Any], joins: bool) -> int:
+        """Parts that a whole is cut into, or joined from, are encoded each by itself."""
         wire, said = self.format(dtype, options), self.named(options)
-        cuts = () if wire is dtype else self.cuts
+        cuts = () if wire is dtype else [c for c in self.cuts if c.joins is joins]
         parts = [resized(shape, said[c.dim], n) for c in cuts for n in said[c.sizes]] or [tuple(shape)]
         return sum(wire_bytes(wire, math.prod(part)) for part in parts)
 
@@ -112,13 +120,13 @@ class Kind:
 
     @property
     def wired(self) -> bool:
-        """Whether what is added up travels in a format of its own, and is added up in float32."""
+        """Whether what it sends travels in a format of its own; what is added up is added up in float32."""
         return "wire" in self.names
 
     @property
     def staged(self) -> bool:
         """Whether the wait for one that was started runs another collective: all ranks must wait in one order."""
-        return self.wired and not self.scatters
+        return self.wired and not self.cuts
 
     def bytes(self, before: int, after: int, n: int) -> int:
         """Bytes that pass each of ``n`` ranks, from those of what it brings and of what it ends with."""

@@ -1,4 +1,4 @@
-"""Sums over ranks on a wire: parts are exchanged in the wire's format, and added up where they arrive.
+"""Sums over ranks, and gathers, on a wire: parts travel in the wire's format; what is summed is added where it arrives.
 
 A backend would add in the format that it sends: 8 bits are too few for that.  Here each rank gets its piece of what
 every rank brings, decodes all of them and adds them up in float32, in the order of the ranks.  An all-reduce sends the
@@ -22,7 +22,7 @@ from .coding import added, decode, encode, units, wide
 from .groups import Group
 from .kinds import Cut, Kind
 from .watch import started
-from .wire import EXCHANGE, MOVABLE, Pending, Sizes, check_sizes, checked_dim, even, resized
+from .wire import EXCHANGE, MOVABLE, Pending, Sizes, check_sizes, checked_dim, contiguous, even, resized
 
 Tensor = torch.Tensor
 
@@ -153,6 +153,58 @@ def wire_reduce_scatter_async(t: Tensor, op: str, dim: int, sizes: Sizes, wire: 
     return Pending(None, exchange, lambda p: total(list(p.wait().view(group.size, lengths[own]).unbind(0)), own))
 
 
+def wire_all_gather(t: Tensor, dim: int, sizes: Sizes, wire: str, group: Group) -> Tensor:
+    """The parts of all ranks as they arrive, the own one too, concatenated along ``dim``.
+
+    Args:
+        t: own part; its shape equals that of the others but for ``dim``.
+        sizes: length of each rank's part along ``dim``; may differ and may be 0.
+        wire: the name of the format in which parts travel, each encoded by itself.
+
+    Raises:
+        CollectiveError: ``sizes`` does not fit the group or ``t``, or a dtype that is not of floating point.
+        DesyncError: the ranks disagree (simulated ranks only).
+    """
+    return wire_all_gather_async(t, dim, sizes, wire, group).wait()
+
+
+def wire_all_gather_async(t: Tensor, dim: int, sizes: Sizes, wire: str, group: Group) -> Pending:
+    """As ``wire_all_gather``, without waiting: ``t`` may change."""
+    dim, n = checked_dim(t, dim, "wire_all_gather"), group.size
+    check_sizes("wire_all_gather", "sizes", sizes, group, sizes[min(group.index, len(sizes) - 1)], t.shape[dim])
+    if n == 1:
+        return Pending(None, t)
+    x, how = _checked(t, "sum", "wire_all_gather"), wire_from(wire)
+    shapes = [resized(x.shape, dim, size) for size in sizes]
+    full, counts = resized(x.shape, dim, sum(sizes)), [math.prod(shape) for shape in shapes]
+    ops._count(WIRE_ALL_GATHER, group, 0, sum(wire_bytes(how, m) for m in counts))
+    call = ops._call(group, "wire_all_gather", "", x, (("dim", dim), ("sizes", tuple(sizes)), ("wire", wire)), (dim,))
+    lengths = [units(how, m) for m in counts]
+    whole_blocks = dim == 0 and all(m % block_of(how) == 0 for m in counts)
+
+    def joined(sent: Tensor) -> Tensor:
+        if whole_blocks:
+            return decode(sent, sum(counts), how, x.dtype).view(full)
+        each = zip(sent.split(lengths), counts, shapes, strict=True)
+        return contiguous(torch.cat([decode(part, m, how, x.dtype).view(shape) for part, m, shape in each], dim))
+
+    if group.pg is None:
+
+        def compute(parts: list[Tensor]) -> list[Tensor]:
+            return ops._copies(joined(torch.cat([encode(p.reshape(-1), how) for p in parts])), n)
+
+        return Pending(None, ops._rendezvous(group, call, x, compute))
+    if not sum(counts):
+        return Pending(None, x.new_empty(full))
+    sent = _gathered(encode(x.reshape(-1), how), lengths, group, call)
+    return Pending(None, sent, lambda p: joined(p.wait()))
+
+
+def travelled(t: Tensor, wire: Wire) -> Tensor:
+    """What others get of a part that is sent to them."""
+    return decode(encode(t.reshape(-1), wire), t.numel(), wire, t.dtype).view(t.shape)
+
+
 def _checked(t: Tensor, op: str, kind: str) -> Tensor:
     if op != "sum":
         raise CollectiveError(f"{kind}: {op!r}; only a sum is made on a wire")
@@ -200,6 +252,13 @@ def scatter_sum_async(t: Tensor, sizes: Sizes, group: Group, wire: Wire | None) 
     return wire_reduce_scatter_async(t, "sum", 0, sizes, wire_name(wire), group)
 
 
+def gather_async(t: Tensor, sizes: Sizes, group: Group, wire: Wire | None) -> Pending:
+    """Start to gather flat parts of parameters."""
+    if wire is None:
+        return ops.all_gather_async(t, 0, sizes, group)
+    return wire_all_gather_async(t, 0, sizes, wire_name(wire), group)
+
+
 def _scatter(way: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, op, dim, sizes, index, wire, group: way(x, op, dim, sizes, wire, group)
 
@@ -210,4 +269,8 @@ WIRE_ALL_REDUCE = Kind(
 WIRE_REDUCE_SCATTER = Kind(
     "wire_reduce_scatter", "str op, int dim, int[] sizes, int index, str wire", _scatter(wire_reduce_scatter),
     _scatter(wire_reduce_scatter_async), cuts=(Cut("dim", "sizes", "scatters"),),
+)  # fmt: skip
+WIRE_ALL_GATHER = Kind(
+    "wire_all_gather", "int dim, int[] sizes, str wire", wire_all_gather, wire_all_gather_async,
+    cuts=(Cut("dim", "sizes", "gathers", joins=True),), passes=(0, 1),
 )  # fmt: skip

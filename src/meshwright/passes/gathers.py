@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..collective import ALL_GATHER, COLLECTIVES, STARTS, WAIT_OP, bytes_of
-from ..layout import chunk_sizes
+from ..collective import ALL_GATHER, COLLECTIVES, STARTS, WAIT_OP, WIRE_ALL_GATHER, bytes_of
+from ..layout import Wire, block_of, chunk_sizes, wire_from
 from ..program.ir.inplace import follow, storages, written
 from ..program.ir.nodes import Value, annotate, call, checked_value, info_of
 from ..program.ir.packed import ROW, UNPACK
@@ -65,7 +65,7 @@ class _Gathers:
         found: dict[Any, list[fx.Node]] = {}
         for node in self.graph.nodes:
             info = info_of(node)
-            if COLLECTIVES.get(node.target) is not ALL_GATHER or not info.gather:
+            if COLLECTIVES.get(node.target) not in (ALL_GATHER, WIRE_ALL_GATHER) or not info.gather:
                 continue
             value = checked_value(node)
             if info.role == "optimizer":
@@ -75,7 +75,7 @@ class _Gathers:
             else:
                 shared = info.unit or info.gather
             even = list(node.args[2]) == chunk_sizes(value.shape[node.args[1]], len(node.args[2]))
-            key = (info.role, shared if fuse and even else node, value.dtype, *node.args[-2:])
+            key = (info.role, shared if fuse and even else node, value.dtype, *node.args[3:])  # format, ranks
             found.setdefault(key, []).append(node)
         return list(found.values())
 
@@ -95,7 +95,7 @@ class _Gathers:
         values = [checked_value(n) for n in members]
         dims = [int(n.args[1]) for n in members]  # type: ignore[arg-type]
         n = len(first.args[2])  # type: ignore[arg-type]
-        packing = Packing([v.shape for v in values], dims, n)
+        packing = Packing([v.shape for v in values], dims, n, block_of(_wire(first)))
         with where:
             started = self._start(members, packing)
         with self.graph.inserting_before(first):
@@ -120,7 +120,7 @@ class _Gathers:
         chunks = [n.all_input_nodes[0] for n in members]
         row = self._node(first, ROW.default, (chunks, packing.offsets, packing.row), self._value((packing.row,), value))
         self._bring(chunks, row)
-        given = (row, 0, packing.sizes, *first.args[-2:])
+        given = (row, 0, packing.sizes, *first.args[3:])
         with self.graph.inserting_after(row):
             made = self._node(first, STARTS[first.target], given, self._value((packing.n * packing.row,), value))
         annotate(made, cause=self._cause(members, made))
@@ -159,21 +159,27 @@ class _Gathers:
     def _cause(self, members: list[fx.Node], started: fx.Node) -> int:
         """Number of a record that says what one gather serves."""
         numbers = [i for n in members if (i := info_of(n).cause) is not None]
-        known = [self.causes[i] for i in numbers]
+        known, kind = [self.causes[i] for i in numbers], COLLECTIVES[started.target].name
         for i, cause in zip(numbers, known, strict=True):
-            self.causes[i] = cause.without("all_gather")
+            self.causes[i] = cause.without(kind)
         value = checked_value(started.args[0])
         *_, axes, _ = started.args
         names = [info_of(n).gather for n in members]
         moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])
         made = Record(
-            f"{names[0]} ... {names[-1]}", 0, ("all_gather",), tuple(str(axes).split(",")), value.shape, "split",
+            f"{names[0]} ... {names[-1]}", 0, (kind,), tuple(str(axes).split(",")), value.shape, "split",
             "whole", moved, 0.0, known[0].line if known else "",
             f"{len(names)} parameters are gathered together" + (f": {known[0].reason}" if known else ""),
             known[0].phase if known else "forward", True,
         )  # fmt: skip
         self.causes.append(made)
         return len(self.causes) - 1
+
+
+def _wire(gather: fx.Node) -> Wire | None:
+    """In what a gather sends, where that is not as its value is."""
+    wire = COLLECTIVES[gather.target].named(gather.args[1:-2]).get("wire")
+    return None if wire is None else wire_from(wire)
 
 
 def _held(gather: fx.Node) -> fx.Node:

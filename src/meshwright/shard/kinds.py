@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ Tensor = torch.Tensor
 ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 }  # fmt: skip
+HALVES = (torch.bfloat16, torch.float16)
 MIXING = {
     "LBFGS": "takes dot products over all parameters",
     "Muon": "orthogonalises whole matrices",
@@ -69,6 +71,50 @@ def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, spl
     )
 
 
+@cache
+def fused_sgd_works(dtype: torch.dtype) -> bool:
+    """Whether torch's fused SGD updates all elements of this dtype on the CPU.
+
+    Up to torch 2.15 it takes halves eight or sixteen at a time, and forgets to write those that it took.
+    """
+    param, grad = (torch.ones(64, dtype=dtype, device="cpu") for _ in range(2))
+    torch._fused_sgd_(
+        [param], [grad], [], lr=0.5, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False,
+        is_first_step=True,
+    )  # fmt: skip
+    return bool((param == 0.5).all())
+
+
+def forgets(opt: Optimizer, fused: bool | None = None) -> Tensor | None:
+    """A parameter that torch's fused SGD would not update, or not all of it; None: there is none.
+
+    Args:
+        fused: as if the optimizer said this; None: as it says.
+    """
+    if not isinstance(opt, torch.optim.SGD):
+        return None
+    return next(
+        (
+            p
+            for g in opt.param_groups
+            if (g.get("fused") if fused is None else fused)
+            for p in g["params"]
+            if p.dtype in HALVES and p.device.type in ("cpu", "meta") and not fused_sgd_works(p.dtype)
+        ),
+        None,
+    )
+
+
+def check_fused(opt: Optimizer) -> None:
+    """Raises ShardError for a fused SGD that would leave parameters as they are."""
+    p = forgets(opt)
+    if p is not None:
+        raise ShardError(
+            f"SGD(fused=True) of torch {torch.__version__} does not update {p.dtype} on the CPU, of which "
+            f"{name_of(p)} is: say fused=False"
+        )
+
+
 def hooks_of(opt: Optimizer) -> list[Any]:
     """The step hooks of users: of one optimizer and of all."""
     listed = (
@@ -97,4 +143,14 @@ def _torchs(f: Any) -> bool:
     return where.partition(".")[0] in ("torch", __name__.partition(".")[0])
 
 
-__all__ = ["ELEMENTWISE", "builtin", "check_class", "hooks_of", "mixes", "name_of", "own_work"]
+__all__ = [
+    "ELEMENTWISE",
+    "builtin",
+    "check_class",
+    "check_fused",
+    "forgets",
+    "hooks_of",
+    "mixes",
+    "name_of",
+    "own_work",
+]

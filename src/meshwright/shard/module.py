@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..rules import COMPOSITES
 from ..tensor import DistTensor, GradientHook, wrap
 from . import zero
 from .alike import facts_of
+from .buckets import STORED
 from .constraints import Inputs, Outputs, hooked
 from .host import HOST, ON, check_device, in_host_memory
 from .names import Globs, Names, matching
@@ -125,7 +126,7 @@ def _laid(
         stored = _stored(names, mesh, plan, stored_over)
         hosted = _hosted(names, stored_on)
         casts = casts_of(model, names, precision)
-        cast = _cast(names, casts)
+        cast = _cast(names, casts, stored)
         for name, dtypes in casts.dtypes.items():
             if name in plan:
                 plan[name] = plan[name].with_(wires=(None, dtypes.wire))
@@ -141,14 +142,16 @@ def _laid(
     return names, stored, cast, {name for name in hosted if name in plan}
 
 
-def _cast(names: Names, casts: Casts) -> dict[str, Dtypes]:
-    """Parameters that ops see in another dtype, or whose gradients are reduced in another.
+def _cast(names: Names, casts: Casts, stored: Collection[str]) -> dict[str, Dtypes]:
+    """Parameters that ops see in another dtype or as they were gathered, or whose gradients are reduced in another.
 
     Raises ShardError for what was sharded before with another precision, or without one.
     """
     found = {}
     for name, dtypes in casts.dtypes.items():
         t = names.tensors[name]
+        if name not in stored and STORED not in t.__dict__:
+            dtypes = dtypes._replace(gather=None)  # it is whole
         plain = Dtypes(t.dtype, t.dtype, wire=dtypes.wire)  # the wire is in its spec
         if isinstance(t, DistTensor):
             have = t.__dict__.get(PRECISION, plain)._replace(wire=t._spec.grad_wire)

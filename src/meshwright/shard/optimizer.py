@@ -29,7 +29,7 @@ from ..raw import get_grad, set_grad
 from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, in_slot, wrap
 from .apart import Apart
-from .kinds import builtin, check_class, hooks_of, mixes, name_of
+from .kinds import builtin, check_class, check_fused, hooks_of, mixes, name_of
 from .numbers import numbers_of
 from .states import Chunks, Shadow, check_state, held_state, own_spec
 from .sync import sync_of
@@ -111,6 +111,7 @@ class OptimizerBinding:
 
         Raises ShardError, with nothing changed, for gradients of other layouts and states of other sizes.
         """
+        check_fused(opt)
         self._hold_states(opt)
         if self.chunks is not None:
             self.shadow = self.shadow or Shadow(opt, self.chunks)

@@ -84,7 +84,7 @@ class Packing:
 
     def pack_row(self, chunks: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """One rank's row from its chunks, cast on the way where a dtype is given."""
-        row = chunks[0].new_empty(self.row, dtype=dtype)
+        row = (chunks[0].new_zeros if self.gaps else chunks[0].new_empty)(self.row, dtype=dtype)
         views = [row[o : o + c.numel()].view(c.shape) for o, c in zip(self.offsets, chunks, strict=True)]
         _copy(views, list(chunks))
         return row

@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ..collective import travelled
 from ..errors import ShardError
 from ..layout import CASTS, Float8, Wire, wire_name
 from .names import Names, matching
@@ -37,6 +38,8 @@ class Precision:
         wire: in what gradients of parameters travel to be reduced, on every axis: ``torch.bfloat16``, ``torch.float16``
             or a :class:`Float8`; they are summed in float32 where they arrive.  None: a reduction of the backend's, in
             ``reduce``.
+        gather: in what parameters that are stored split travel to where they are used, ``torch.bfloat16``,
+            ``torch.float16`` or a :class:`Float8`; ops see what arrives.  None: in ``compute``.
         partial: in which activations that are Partial, and gradients of activations, are summed at least; None: in
             their own.  What is made of a value inherits this, as what is made of a parameter does; the widest counts.
         inputs: cast floating-point inputs of the model (of the outermost modules that a glob names), and of each
@@ -53,6 +56,7 @@ class Precision:
     inputs: bool = True
     outputs: torch.dtype | None = None
     wire: Wire | None = None
+    gather: Wire | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "partial", "outputs"):
@@ -60,10 +64,12 @@ class Precision:
             if value is not None and value not in _KNOWN:
                 kinds = ", ".join(map(str, _KNOWN))
                 raise ShardError(f"mw.Precision: {name}={value!r}: one of {kinds} was expected, or None")
-        if self.wire is not None and self.wire not in CASTS and not isinstance(self.wire, Float8):
-            raise ShardError(
-                f"mw.Precision: wire={self.wire!r}: {', '.join(map(str, CASTS))} or mw.Float8() was expected, or None"
-            )
+        for name in ("wire", "gather"):
+            value = getattr(self, name)
+            if value is not None and value not in CASTS and not isinstance(value, Float8):
+                raise ShardError(
+                    f"mw.Precision: {name}={value!r}: {', '.join(map(str, CASTS))} or mw.Float8() was expected, or None"
+                )
         if not isinstance(self.inputs, bool):
             raise ShardError(f"mw.Precision: inputs={self.inputs!r}: True or False was expected")
 
@@ -77,15 +83,17 @@ PRECISION_WANTED = (
 
 class Dtypes(NamedTuple):
     """Of one parameter: the dtypes in which ops see it, in which its gradient is reduced, and in which what is made of
-    it is summed over ranks at least; and in what its gradient travels, as its spec says too."""
+    it is summed over ranks at least; in what its gradient travels, as its spec says too, and in what it is gathered."""
 
     compute: torch.dtype
     reduce: torch.dtype
     partial: torch.dtype | None = None
     wire: Wire | None = None
+    gather: Wire | None = None
 
     def __str__(self) -> str:
         sent = "" if self.wire is None else f", sent as {wire_name(self.wire)}"
+        sent += "" if self.gather is None else f", gathered as {wire_name(self.gather)}"
         return f"computed in {self.compute}, reduced in {self.reduce}, Partial in {self.partial or 'its own'}{sent}"
 
 
@@ -107,9 +115,19 @@ def partial_dtype(p: Tensor) -> torch.dtype | None:
     return None if found is None else found.partial
 
 
-def put(own: Tensor, seen: Tensor) -> None:
-    """Bring what was written to a parameter as seen to the parameter: elements that were not keep what a cast loses."""
-    own.copy_(seen if seen.dtype is own.dtype else torch.where(seen == own.to(seen.dtype), own, seen))
+def gather_wire(p: Tensor) -> Wire | None:
+    """In what a parameter that is stored split travels to where it is used; None: as ops see it."""
+    found: Dtypes | None = p.__dict__.get(PRECISION)
+    return None if found is None else found.gather
+
+
+def put(own: Tensor, seen: Tensor, wire: Wire | None = None) -> None:
+    """Bring what was written to a parameter as seen to the parameter: elements that were not keep what a cast, and the
+    format in which it was gathered, loses."""
+    if wire is not None or seen.dtype is not own.dtype:
+        before = own.to(seen.dtype)
+        seen = torch.where(seen == (before if wire is None else travelled(before, wire)), own, seen)
+    own.copy_(seen)
 
 
 @dataclass(frozen=True)
@@ -189,7 +207,8 @@ def _dtypes(names: Names, params: Mapping[str, str], chosen: Mapping[str, Precis
     for name, first in params.items():
         t, policy = names.tensors[first], chosen.get(name, Precision())
         if t.is_floating_point():
-            said = Dtypes(policy.compute or t.dtype, policy.reduce or t.dtype, policy.partial, policy.wire)
+            compute, reduce = policy.compute or t.dtype, policy.reduce or t.dtype
+            said = Dtypes(compute, reduce, policy.partial, policy.wire, policy.gather)
             if found.setdefault(first, said) != said:
                 raise ShardError(
                     f"precision: {first} and {name} are one parameter (tied), and would be {found[first]}, and {said}: "
@@ -282,6 +301,7 @@ __all__ = [
     "casts_of",
     "check_autocast",
     "compute_dtype",
+    "gather_wire",
     "partial_dtype",
     "put",
     "reduce_dtype",

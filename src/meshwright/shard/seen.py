@@ -23,7 +23,7 @@ from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
 from .host import home, on_host
 from .packing import split_dim
-from .precision import PRECISION, Dtypes, partial_dtype, put, reduce_dtype
+from .precision import PRECISION, Dtypes, gather_wire, partial_dtype, put, reduce_dtype
 from .saved import Saver, may_save_references
 from .units import Unit, in_backward, is_cast, seen_spec, stored_axis
 
@@ -150,7 +150,7 @@ class Seen:
                     lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
                     part = t.narrow(dim, lo, hi - lo)
                 own = bare(p)
-                put(own, part.to(own.device))
+                put(own, part.to(own.device), None if axis is None else gather_wire(p))
             self.states[i], self.versions[i] = state_of(p), t._version
         if changed and self.saver is not None:
             self.saver.note(self.wholes)

@@ -23,7 +23,7 @@ from .changes import aliased, state_of
 from .host import HOST, ON, Lane, brought, check_place, on_host
 from .in_flight import InFlight, Reduction, Scattering, partial_axes
 from .packing import Packing, split_dim, whole_over
-from .precision import PRECISION, Dtypes, check_autocast, compute_dtype
+from .precision import PRECISION, Dtypes, check_autocast, compute_dtype, gather_wire
 from .sync import GradSync
 
 Tensor = torch.Tensor
@@ -302,21 +302,22 @@ class Unit:
         return [state_of(p) for p in self.params]
 
     def _parts(self) -> list[tuple[int, list[DistTensor]]]:
-        """Parameters that travel together: same axis, same dtype."""
+        """Parameters that travel together: same axis, same dtype, same format."""
         groups: dict[Any, list[DistTensor]] = {}
         for p in self.params:
             axis = stored_axis(p)
             if axis is not None:
-                groups.setdefault((axis, compute_dtype(p)), []).append(p)
-        return [(axis, members) for (axis, _), members in groups.items()]
+                groups.setdefault((axis, compute_dtype(p), gather_wire(p)), []).append(p)
+        return [(axis, members) for (axis, *_), members in groups.items()]
 
     def _send(
         self, axis: int, members: list[DistTensor], near: Mapping[int, Tensor]
     ) -> tuple[list[DistTensor], Packing, Any]:
-        packing, group = self.zero.packing(axis, members), collective.group(self.zero.mesh, (axis,))
+        wire, group = gather_wire(members[0]), collective.group(self.zero.mesh, (axis,))
+        packing = self.zero.packing(axis, members, block_of(wire))
         parts = [near[id(p)] if id(p) in near else bare(p) for p in members]
         row = packing.pack_row(parts, compute_dtype(members[0]))
-        return members, packing, collective.all_gather_async(row, 0, packing.sizes, group)
+        return members, packing, collective.gather_async(row, packing.sizes, group, wire)
 
     def check_autocast(self) -> None:
         """Raises ShardError where autocast would compute in another dtype than the parameters' precision says."""

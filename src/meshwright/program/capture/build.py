@@ -201,7 +201,8 @@ def _check_scaled(model: nn.Module, optimizer: Any, update: Update | None) -> No
         kinds = ", ".join(type(o).__name__ for o in parts_of(optimizer)) or "no optimizer"
         raise ProgramError(
             f"loss_scale with {kinds}: an update that "
-            "overflowed is skipped inside of the program, so use one of those that become part of it: SGD, Adam, AdamW"
+            "overflowed is skipped inside of the program, so use one of those that become part of it: Adam, AdamW, SGD "
+            "of parameters in float32"
         )
     halves = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
     if halves:
@@ -347,7 +348,9 @@ def _laid(
         for m in members for p in m._parameters.values() if name_of.get(id(p)) in by_name
     }  # fmt: skip
     reduced = {n: d.reduce for n, d in casts.dtypes.items() if n in placed and d.reduce is not placed[n].dtype}
-    laid = Assignment(specs, by_node, completed.constraints, completed.origins, units, reduced)
+    sent = {n: d.gather for n, d in casts.dtypes.items() if n in stored and d.gather is not None}
+    wires = {s.node: sent[s.name] for s in captured.sources if s.name in sent}
+    laid = Assignment(specs, by_node, completed.constraints, completed.origins, units, reduced, wires)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
         n: stored.get(n, s)

@@ -135,8 +135,8 @@ class Interpreter:
         if isinstance(made, Tensor) and not made.requires_grad and _differentiated_by(node):
             made.requires_grad_()  # a leaf of the loss's own gradients
         if isinstance(made, Tensor):
-            graph_node = made.__dict__.get("_node")
-            if isinstance(graph_node, fx.Node) and info_of(graph_node).spec is None:
+            graph_node = self.recorder.node_of(made) if "_node" in made.__dict__ else None
+            if graph_node is not None and info_of(graph_node).spec is None:
                 annotate(graph_node, spec=spec_at(made))
         return made
 

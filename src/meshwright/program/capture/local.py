@@ -309,7 +309,7 @@ class _Recording:
             for node in given:
                 annotate(node, grad_of=(*info_of(node).grad_of, (name, self._unknown(name))))
         functional(graph, self.recorder.by_hand)
-        recompute(graph, self.recorder.causes, self.local.mesh.device)
+        recompute(graph, self.recorder.causes, self.local.mesh.device, self.local.rank)
         remove_dead(graph)
         if self.asked:
             self._join(graph)

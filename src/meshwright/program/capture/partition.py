@@ -18,9 +18,9 @@ from ... import collective, convert, record, runtime
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
 from ...dispatch import BRING, ONCE, Once, link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
-from ...layout import Layout, Partial, Replicate, Spec
+from ...layout import Layout, Partial, Replicate, Spec, Wire
 from ...mesh import Mesh
-from ...resharding import ConversionPlan, in_dtype
+from ...resharding import ConversionPlan, gathered_as, in_dtype
 from ...resharding import plan as plan_conversion
 from ...shard.packing import chunk_dim, cut_over
 from ...shard.precision import put
@@ -50,6 +50,7 @@ class Assignment:
         origins: where layouts came from.
         reduced: name of a parameter to the dtype in which its gradient is reduced, where that is not the stored one.
         units: name of a node of a stored parameter to the unit that it is gathered with.
+        wires: name of a node of a stored parameter to the format in which it is gathered, where it has one.
     """
 
     specs: Mapping[str, Spec]
@@ -58,6 +59,7 @@ class Assignment:
     origins: tuple[Origin, ...] = ()
     units: Mapping[str, str] = field(default_factory=dict)
     reduced: Mapping[str, torch.dtype] = field(default_factory=dict)
+    wires: Mapping[str, Wire] = field(default_factory=dict)
 
 
 def partition(
@@ -107,7 +109,7 @@ def partition(
         for node in made.recorder.graph.nodes:
             if unit := laid.units.get(info_of(node).gather):
                 annotate(node, unit=unit)
-        recompute(made.recorder.graph, made.recorder.causes, mesh.device)
+        recompute(made.recorder.graph, made.recorder.causes, mesh.device, rank)
         if regather_stored:
             regather(made.recorder.graph, made.recorder.causes)
         return made.program("" if update is None or not train else update.text)
@@ -229,6 +231,8 @@ class _Partition:
         wide = self.wide.get(id(local), local.dtype)
         ends = stored.with_(undecided=0, reduced=0), seen.with_(reduced=moved, undecided=0)
         plan, back = (plan_conversion(*(s.summed_as(d) for s in ends)) for d in (seen.dtype, wide))
+        if wire := self.laid.wires.get(name):
+            plan = gathered_as(plan, wire)
         why = "the parameter is stored split and seen whole by the ops"
         with record.asked(name, plan, why), self.recorder.noting(gather=name):
             with torch.no_grad():
@@ -253,6 +257,7 @@ class _Partition:
         Once, behind the forward: what the backward gathers again is what was written last, and autograd has refused to
         differentiate with what was written since it was read.
         """
+        names = {id(local): name for name, local in reversed(self.by_node.items())}
         for local in dict.fromkeys(self.by_node.values()):
             made, version = self.gathered.get(id(local), (local, local._version))
             if made._version != version:
@@ -260,7 +265,7 @@ class _Partition:
                 self.recorder.begin("", "")
                 with torch.no_grad():
                     steps = plan_conversion(have, want.with_(dtype=have.dtype)).steps
-                    put(local.detach(), convert.apply(steps, made.detach()))
+                    put(local.detach(), convert.apply(steps, made.detach()), self.laid.wires.get(names[id(local)]))
 
     # -- backward -------------------------------------------------------------------------------------
 

@@ -25,10 +25,10 @@ from ...record import Record
 from ..ir.inplace import storages, written
 from ..ir.nodes import VIEWS, NodeInfo, Value, annotate, call, info_of, is_mutating
 from ..ir.nodes import draws as random
+from .kept_split import RECOMPUTATION, keep_split
 
 aten = torch.ops.aten
 
-RECOMPUTATION = "recomputation"  # the role of what runs again
 # Training, they write to their arguments 3 and 4, running statistics, without saying so.
 _STATISTICS = {
     aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default,
@@ -45,17 +45,19 @@ SET_STATE = operator_of(
 )  # fmt: skip
 
 
-def recompute(graph: fx.Graph, causes: list[Record], device: str) -> int:
+def recompute(graph: fx.Graph, causes: list[Record], device: str, rank: int) -> int:
     """Let the backward of each region begin with a repetition of it; how many nodes run again.
 
     Args:
         device: what the nodes run on; on others than the CPU no random numbers are drawn again.
+        rank: whose graph it is.
     """
     depth = max((len(info_of(n).regions) for n in graph.nodes), default=0)
     for d in range(depth):  # what an inner region needs is there once the outer one runs again
         _Depth(graph, causes, d).run(device == "cpu")
     if depth:
         _sweep(graph)
+        keep_split(graph, causes, rank)
         for node in graph.nodes:
             annotate(node, regions=(), saved=())
     return sum(info_of(n).role == RECOMPUTATION for n in graph.nodes)

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from ...record import Record
 from ..ir.inplace import returned, storages
-from ..ir.nodes import VIEWS, Value, annotate, call, info_of, is_mutating, value_of
+from ..ir.nodes import VIEWS, call, info_of, is_mutating, move_to_storage, value_of
 from .recompute import RECOMPUTATION
 
 _LATER = ("backward", RECOMPUTATION)
@@ -78,17 +78,5 @@ def _again(graph: fx.Graph, gathered: fx.Node, order: dict[fx.Node, int], causes
     for node in made:
         value = value_of(node)
         if value is not None:
-            _move(made[node], above + value.storage)
+            move_to_storage(made[node], above + value.storage)
     return 1
-
-
-def _move(node: fx.Node, storage: int) -> None:
-    """Note that a node and the views of it have this storage."""
-    value = info_of(node).value
-    if isinstance(value, Value):
-        annotate(node, value=replace(value, storage=storage))
-    elif value is not None:
-        annotate(node, value=tuple(v and replace(v, storage=storage) for v in value))
-    for user in node.users:
-        if user.target in VIEWS or user.target is operator.getitem:
-            _move(user, storage)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy
 from ...compat import around_checkpoints, selective_context
 from ...errors import CaptureError
 from ...kept import ASKED
+from ...layout import Shard
 from .fakes import replaced
 
 Tensor = torch.Tensor
@@ -37,10 +38,12 @@ class Region:
     Attributes:
         number: no other call of the step has it.
         policy: of a selective checkpoint: which ops are saved; None: none is.
+        split: axis to how what it reads is kept for the backward (``mw.saved_split``); empty: as it lies.
     """
 
     number: int
     policy: Callable[..., Any] | None = None
+    split: Mapping[str, Shard] = field(default_factory=dict)
 
     def saves(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         """Whether what an op gives is kept for the backward.
@@ -85,13 +88,8 @@ class Regions:
 
     @contextmanager
     def _region(self, policy: Callable[..., Any] | None) -> Iterator[None]:
-        if ASKED.placements:
-            raise CaptureError(
-                "mw.saved_split is about eager steps: a captured step keeps what a checkpoint reads as it lies. Leave "
-                "it out, or have blocks return what is split (mw.constrain, sequence parallelism)"
-            )
         outer = self.path
-        self.path = (*outer, Region(next(self._numbers), policy))
+        self.path = (*outer, Region(next(self._numbers), policy, ASKED.placements))
         try:
             with self.inside(self.path):
                 yield

@@ -18,7 +18,7 @@ from ...errors import ProgramError
 from ...layout import Layout, Partial, Shard, Spec
 from ...mesh import Mesh
 from ...resharding import plan as plan_conversion
-from ...shard.kinds import own_work
+from ...shard.kinds import check_fused, forgets, own_work
 from ..ir.memory import LAID, Strides, dense, is_dense, same, unless_row_major
 from ..ir.nodes import Value, annotate, checked_value
 from ..ir.program import Input
@@ -137,6 +137,9 @@ def _groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> li
     if fused is None or own_work(optimizer) or any(g.get("differentiable") for g in optimizer.param_groups):
         return None
     if any(isinstance(g[k], Tensor) for g in optimizer.param_groups for k in fused.options):
+        return None
+    check_fused(optimizer)
+    if forgets(optimizer, fused=True) is not None:
         return None
     if any(g.get("momentum") and g.get("dampening") for g in optimizer.param_groups):
         return None  # its first step is another one than the others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,6 +140,18 @@ def checked_value(node: Any) -> Value:
     if value is None:
         raise ProgramError(f"{getattr(node, 'name', node)} is not one tensor")
     return value
+
+
+def move_to_storage(node: fx.Node, storage: int) -> None:
+    """Note that a node and the views of it have this storage."""
+    value = info_of(node).value
+    if isinstance(value, Value):
+        annotate(node, value=replace(value, storage=storage))
+    elif value is not None:
+        annotate(node, value=tuple(v and replace(v, storage=storage) for v in value))
+    for user in node.users:
+        if user.target in VIEWS or user.target is operator.getitem:
+            move_to_storage(user, storage)
 
 
 def target_name(target: Any) -> str:

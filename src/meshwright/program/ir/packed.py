@@ -19,7 +19,8 @@ def _pack(flat: Tensor, whole: Tensor, dim: int, n: int, offset: int) -> Tensor:
 
 
 def _row(chunks: Sequence[Tensor], offsets: Sequence[int], size: int) -> Tensor:
-    row = chunks[0].new_empty(size)
+    gaps = size != sum(c.numel() for c in chunks)  # which would be encoded with what they lie beside
+    row = (chunks[0].new_zeros if gaps else chunks[0].new_empty)(size)
     views = [row[o : o + c.numel()].view(c.shape) for o, c in zip(offsets, chunks, strict=True)]
     torch._foreach_copy_(views, list(chunks))
     return row
