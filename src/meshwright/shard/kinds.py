@@ -78,7 +78,7 @@ def fused_sgd_works(dtype: torch.dtype) -> bool:
     Up to torch 2.15 it takes halves eight or sixteen at a time, and forgets to write those that it took.
     """
     param, grad = (torch.ones(64, dtype=dtype, device="cpu") for _ in range(2))
-    torch._fused_sgd_(
+    torch.ops.aten._fused_sgd_.default(
         [param], [grad], [], lr=0.5, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False,
         is_first_step=True,
     )  # fmt: skip
