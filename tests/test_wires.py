@@ -267,6 +267,39 @@ def test_gradients_of_gradients() -> None:
         torch.testing.assert_close(found, one.weight.grad, rtol=2**-6, atol=0)
 
 
+@pytest.mark.parametrize("read", ["norm", "zero", "multiplied", "unshard"])
+@pytest.mark.parametrize("wire", [None, BF16, mw.Float8(4)], ids=str)
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}, {"dp": 2}], ids=str)
+def test_a_gradient_that_is_read_between_micro_steps(axes: dict[str, int], wire: Any, read: str) -> None:
+    """It has the shape of the whole then, and travels alone."""
+    mesh, x = mw.Mesh(axes), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+    def run(mesh: mw.Mesh | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 6, bias=False)
+        given = x
+        if mesh is not None:
+            laid = {"weight": {"tp": mw.Shard(0)}} if "tp" in axes else {}
+            mw.shard_module(model, mesh, laid, precision=mw.Precision(wire=wire))
+            given = mw.shard_tensor(x, mesh, SPLIT)
+        with mw.no_sync(model) if mesh is not None else contextlib.nullcontext():
+            model(given).square().sum().backward()
+        if read == "norm":
+            model.weight.grad.norm()
+        elif read == "zero":
+            model.weight.grad.zero_()
+        elif read == "multiplied":
+            model.weight.grad.mul_(2)
+        elif mesh is not None:
+            mw.unshard(model.weight.grad)
+        model(given).square().sum().backward()
+        return model.weight.grad if mesh is None else mw.unshard(model.weight.grad)
+
+    want = run(None)
+    for found in mw.simulate(lambda: run(mesh), mesh):
+        assert (found - want).norm() <= (0.08 if wire is not None else 1e-6) * want.norm()
+
+
 def test_copies_keep_the_wire() -> None:
     mesh = mw.Mesh({"dp": 2})
 

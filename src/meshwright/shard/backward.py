@@ -189,12 +189,13 @@ class Backward:
         """Start the reduction of gradients that were taken from their parameters."""
         mesh = self.sync.mesh
         params, specs = [self.sync.params[i] for i in members], [self.plan.synced[i] for i in members]
+        grads = [bare(g) for g in grads]  # one that was read has the shape of the whole
         if bucket.scatter is not None:
             axis = bucket.scatter
             dims, step = [split_dim(s, axis) for s in specs], block_of(bucket.wire)
-            packing = Packing([Tensor.size(g) for g in grads], dims, mesh.sizes[axis], step)
+            packing = Packing([g.shape for g in grads], dims, mesh.sizes[axis], step)
             others = tuple(a for a in bucket.axes if a != axis)
-            return Scattering(params, [bare(g) for g in grads], specs, packing, axis, others)
+            return Scattering(params, grads, specs, packing, axis, others)
         group = collective.group(mesh, bucket.axes)
         flat, views = (grads[0], grads) if len(grads) == 1 else bucket.filled(grads)
         return Reduction(params, specs, views, collective.sum_async(flat, group, bucket.wire))
