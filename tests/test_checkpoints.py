@@ -243,3 +243,36 @@ def test_indices_that_a_block_chooses_by(name: str, kept: bool) -> None:
     want, mesh = gradient(full.clone()), mw.Mesh({"dp": 2})
     for got in mw.simulate(lambda: mw.unshard(gradient(mw.shard_tensor(full, mesh, {"dp": mw.Shard(0)}))), mesh):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("said", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE])
+@pytest.mark.parametrize("stored", [None, "dp"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_policy_sees_ops_of_the_block_alone(ranks: int, stored: str | None, said: CheckpointPolicy) -> None:
+    """And not those of gathers, that one run of a block starts early, or of what one simulated rank does for all."""
+    mesh, x = mw.Mesh({"dp": ranks}), torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0))
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.add(op)
+        return said if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(on: mw.Mesh | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)) for _ in range(3))
+        h = x
+        if on is not None:
+            mw.shard_module(blocks, on, stored_over=stored)
+            h = mw.shard_tensor(x, on, {"dp": mw.Shard(0)})
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        for block in blocks:
+            h = h + again(block, h, context_fn=contexts)
+        h.square().mean().backward()
+        return [p.grad if on is None else mw.unshard(p.grad) for p in blocks.parameters()]
+
+    seen: set[Any] = set()
+    want, own = run(None), set(seen)
+    for found in mw.simulate(lambda: run(mesh), mesh):
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b)
+    assert {op.namespace for op in seen} == {"aten"}
+    assert not {torch.ops.aten.cat.default, torch.ops.aten._foreach_copy_.default} & (seen - own)

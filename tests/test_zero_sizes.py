@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 import meshwright as mw
@@ -340,3 +341,33 @@ def test_more_correction_than_rows_where_a_rank_has_none(op: str) -> None:
     assert moment(x)[1].isposinf()
     for got in mw.simulate(lambda: mw.unshard(moment(mw.shard_tensor(x, mesh, {"a": mw.Shard(0)}))), mesh):
         torch.testing.assert_close(got, moment(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("loss", ["squares", "cross_entropy"])
+@pytest.mark.parametrize("held_back", [False, True], ids=["", "after no_sync"])
+def test_a_backward_that_only_gathers_weights_again_ends_alike(held_back: bool, loss: str) -> None:
+    """Of frozen weights, of which a rank has nothing to gather; gradients of another part of the model wait."""
+    mesh, x, ids = mw.Mesh({"dp": 2, "tp": 3}), torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 1])
+
+    def run(mesh: mw.Mesh | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"frozen": nn.Linear(4, 2, bias=False), "own": nn.Linear(4, 4)}).double()
+        model.frozen.weight.requires_grad_(False)
+        given, labels = x.double(), ids
+        if mesh is not None:
+            mw.shard_module(model, mesh, {"frozen.weight": {"tp": mw.Shard(0)}}, stored_over="dp")
+            given, labels = (mw.shard_tensor(t, mesh, {"dp": mw.Shard(0)}) for t in (given, labels))
+        if held_back:
+            with mw.no_sync(model) if mesh is not None else torch.enable_grad():
+                model.own(given).square().sum().backward()
+        leaf = given.detach().requires_grad_()
+        made = model.frozen(leaf)
+        (made.square().sum() if loss == "squares" else torch.nn.functional.cross_entropy(made, labels)).backward()
+        model.own(given).sum().backward()
+        grads = [leaf.grad, *(p.grad for p in model.own.parameters())]
+        return grads if mesh is None else [mw.unshard(g) for g in grads]
+
+    want = run(None)
+    for found in mw.simulate(lambda: run(mesh), mesh):
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b)

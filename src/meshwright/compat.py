@@ -11,8 +11,10 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +56,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "current_graph_task_id": ("torch._C._current_graph_task_id", "which backward runs"),
     "CustomOpDef": ("torch._library.custom_ops.CustomOpDef", "custom ops"),
     "DataDependentOutputException": ("torch._subclasses.fake_tensor.DataDependentOutputException", "captured programs"),
+    "dispatch_modes": ("torch._C._len_torch_dispatch_stack", "whether a dispatch mode is on"),
     "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", "dispatch modes of users"),
     "disabled_torch_function_impl": ("torch._C._disabled_torch_function_impl", "calls on local tensors"),
     "DisableTorchFunction": ("torch._C.DisableTorchFunction", "casts of weights by autocast's cache"),
@@ -148,6 +151,13 @@ def look_up(name: str) -> Any:
             f"{TESTED[0]} to {TESTED[1]}"
         ) from error
     return found
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """Inside, dispatch modes of users (of selective checkpoints, of counters) see nothing of what runs."""
+    here: Any = sys.modules[__name__]
+    made: AbstractContextManager[Any] = here.disable_current_modes() if here.dispatch_modes() else nullcontext()
+    return made
 
 
 # ---------------------------------------------------------------------------------------------- versions

@@ -102,6 +102,8 @@ class Backward:
         self.launched = self.served = 0
         self.in_flight: list[InFlight] = []
         self.order: list[int] = []
+        # Whether there is something for its end: one that only gathers weights again, some ranks do not have.
+        self.brought = False
         self.hooked: set[int] = set()  # parameters whose hooks are to be called when their gradient is synchronised
         # Of parameters that are stored split:
         self.wholes: dict[Any, list[Tensor]] = {}  # unit to what was gathered for this backward
@@ -122,6 +124,7 @@ class Backward:
 
     def note(self, i: int) -> None:
         """The gradient of a parameter was accumulated; nothing is sent for it before the end."""
+        self.brought = True
         self.order.append(i)
         if self.sync.params[i].__dict__["_after"]:
             self.hooked.add(i)
@@ -204,6 +207,7 @@ class Backward:
 
     def collect(self, params: Sequence[DistTensor], specs: Sequence[Spec], grads: Sequence[Tensor | None]) -> None:
         """Contributions to the gradients of stored parameters, which their :meth:`complete` follows."""
+        self.brought = True
         group = Contributors()
         for p, spec, g in zip(params, specs, grads, strict=True):
             if g is None:
@@ -247,7 +251,7 @@ class Backward:
         try:
             for p in [p for p in self.sync.params if id(p) in self.sums and on_host(p)]:
                 self.complete(p)  # of a node that was left out, others waited for
-            if self.sync.enabled:
+            if self.sync.enabled and self.brought:
                 self._finish()
         finally:
             self.over = True

@@ -284,7 +284,8 @@ class Unit:
             ahead[self] = self._begin()
 
     def _begin(self) -> Begun:
-        with torch.inference_mode(False), torch.no_grad(), disabled():  # that versions are counted
+        # That versions are counted; and no checkpoint takes what is gathered early for a part of its forward.
+        with torch.inference_mode(False), torch.no_grad(), disabled(), compat.outside_modes():
             device, state = self.zero.mesh.device, self.state()
             with Lane(device if any(self.hosted) else HOST) as lane:
                 near = {id(p): brought(p, device) for p in self.params if on_host(p)}
@@ -330,7 +331,7 @@ class Unit:
         if self in ahead and ahead[self].state != self.state():
             self.forget(ahead)  # the parameters have changed since
         begun = ahead.pop(self, None) or self._begin()
-        with torch.inference_mode(False), torch.no_grad(), disabled():
+        with torch.inference_mode(False), torch.no_grad(), disabled(), compat.outside_modes():
             kept = [p for p in self.params if stored_axis(p) is None and not on_host(p)]
             made = {id(p): bare(p).to(compute_dtype(p), copy=True) for p in kept} | begun.own
             flats = begun.wait()
