@@ -50,6 +50,7 @@ def measured(name: str) -> Samples:
     return NAMED[name].measure(SMALLEST)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["wire-dp", "wire-zero"])
 def test_runs_on_a_wire(name: str) -> None:
@@ -105,6 +106,7 @@ def test_checkpoints_on_processes() -> None:
     assert len(checked("checkpoint", first)) == 6
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_precisions_on_processes() -> None:
     first, _ = run_processes(measured, 2, "precision-step")  # which compares the losses

@@ -165,6 +165,7 @@ PAIRS = list(zip(itertools.cycle(MODELS), PLANS, strict=False))
 REST = [pair for pair in itertools.product(MODELS, PLANS) if pair not in PAIRS]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("name", "how"), [*PAIRS, *(pytest.param(*p, marks=pytest.mark.long) for p in REST)])
 def test_a_program_for_many_sizes_is_what_a_capture_gives(name: str, how: str) -> None:
     """At every size that it serves, node by node."""
@@ -270,7 +271,7 @@ def test_what_comes_with_the_loss_varies_too() -> None:
 
 
 @pytest.mark.parametrize("how", ["branch", "remainder", "state", "int", "range", "tensor", "root", "least", "half"])
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 def test_code_that_looks_at_the_length(how: str) -> None:
     """Losses are those of one device at every length, whatever the code does with it."""
     lengths = [16, 24, 32, 36, 28, 44, 18, 45, 12, 60, 17]

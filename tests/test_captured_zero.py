@@ -267,6 +267,7 @@ AGAINST: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layouts", AGAINST)
 def test_weights_that_are_split_against_their_use(layouts: str) -> None:
     """Their gradients need two collectives, of which one travels with those of others."""

@@ -206,7 +206,7 @@ def test_communication_that_the_strategy_does_not_say_is_reported(with_rule: Any
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 def test_some_ops_by_name(op: str, args: Any, kwargs: Any) -> None:
     meshes = [mw.Mesh({"x": 3}), mw.Mesh({"x": 2, "y": 2})]
     report = mw.check_rule(op, *args, mesh=meshes, most=40, **kwargs)

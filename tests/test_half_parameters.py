@@ -50,6 +50,7 @@ def updates(dtype: torch.dtype, width: int, kind: Any, options: dict[str, Any], 
     return [whole]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [5, 16, 17, 64])
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda x: getattr(x, "__name__", str(x)))

@@ -158,7 +158,7 @@ def test_equals_one_device(make: Any, axes: dict[str, int]) -> None:
             assert set(counts.kinds) == {"all_reduce"}  # data parallel: nothing but sums
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.filterwarnings("ignore:.*has no rule")
 @pytest.mark.parametrize("make", [m for m in MODELS if m is not mixtral], ids=lambda m: m.__name__)
 def test_captured_equals_one_device(make: Any) -> None:

@@ -90,7 +90,7 @@ def compared(ops: list[Any], check: Callable[[Any], Iterator[str | None]]) -> tu
     return count, found
 
 
-@pytest.mark.thin(12)
+@pytest.mark.thin(24)
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_one_sample_of_each_op(group: int) -> None:
     mesh = mw.Mesh({"x": 3 if group % 2 else 4})

@@ -56,13 +56,13 @@ def layouts_of(number: int, tensors: Any) -> dict[str, Any]:
     return {f"t{i}": {"x": mw.Shard((number + i) % t.ndim)} for i, t in enumerate(tensors) if t.ndim}
 
 
-@pytest.mark.thin(8)
+@pytest.mark.thin(16)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(16))
 def test_equals_one_device(part: int) -> None:
     mesh, wrong, apart = mw.Mesh({"x": 2}), [], []
     for number, (name, (fn, tensors)) in enumerate(CASES.items()):
-        if number % 8 == part:
+        if number % 16 == part:
             found = compare(mesh, fn, tensors, layouts_of(number // 8, tensors))
             if found is None:
                 apart.append(name)

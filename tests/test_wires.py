@@ -95,10 +95,9 @@ def equal(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None
         assert torch.equal(found[name], g), name
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("wire", [BF16, mw.Float8(16)], ids=wire_name)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 def test_the_same_numbers_wherever_they_are_reduced(case: str, wire: Wire) -> None:
     precision = mw.Precision(wire=wire)
     full, sent = eager(case, None)[0]
@@ -267,6 +266,7 @@ def test_gradients_of_gradients() -> None:
         torch.testing.assert_close(found, one.weight.grad, rtol=2**-6, atol=0)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("read", ["norm", "zero", "multiplied", "unshard"])
 @pytest.mark.parametrize("wire", [None, BF16, mw.Float8(4)], ids=str)
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}, {"dp": 2}], ids=str)
