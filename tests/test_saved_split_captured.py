@@ -159,6 +159,7 @@ def test_uneven(dim: int) -> None:
     mw.simulate(both, mesh)
 
 
+@pytest.mark.long
 def test_sizes_as_inputs() -> None:
     """Other lengths run without a capture."""
     long = torch.randn(4, 20, 8, dtype=torch.double, generator=torch.Generator().manual_seed(2))
