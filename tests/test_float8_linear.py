@@ -42,6 +42,56 @@ class Scaled(torch.autograd.Function):
         return as_float8(grad) @ as_float8(weight), as_float8(grad).t() @ as_float8(x)
 
 
+class Wrapped(torch.Tensor):
+    """Float8 values and their scale as a class of tensors, as torchao has one; known is a product of two."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Wrapped:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Wrapped = make(cls, values.shape, dtype=dtype, device=values.device, strides=values.stride())
+        made.values, made.scale = values, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["values", "scale"], self.dtype
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.t.default:
+            return cls(args[0].values.t(), args[0].scale, args[0].dtype)
+        assert func is torch.ops.aten.mm.default, func
+        a, b = args
+        return (a.values.to(a.dtype) / a.scale) @ (b.values.to(b.dtype) / b.scale)
+
+
+def wrapped(t: torch.Tensor) -> Wrapped:
+    scale = 448 / t.detach().abs().amax().clamp(min=1e-12)
+    return Wrapped((t * scale).to(E4M3), scale, t.dtype)
+
+
+class ScaledByClass(torch.autograd.Function):
+    """The same with a class of tensors inside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return wrapped(x) @ wrapped(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return wrapped(grad) @ wrapped(weight), wrapped(grad).t() @ wrapped(x)
+
+
+class ByClass(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = ScaledByClass.apply(x, self.weight)
+        return made
+
+
 class ByFunction(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = Scaled.apply(x, self.weight)
@@ -67,7 +117,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", [ByOps, ByFunction])
+@pytest.mark.parametrize("kind", [ByOps, ByFunction, ByClass])
 @pytest.mark.filterwarnings("ignore:the autograd.Function")
 def test_one_scale_for_the_whole_weight(kind: type[nn.Linear], case: str, static: bool) -> None:
     sizes, placements, options = CASES[case]
