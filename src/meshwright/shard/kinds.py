@@ -75,7 +75,7 @@ def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, spl
 def fused_sgd_works(dtype: torch.dtype) -> bool:
     """Whether torch's fused SGD updates all elements of this dtype on the CPU.
 
-    Up to torch 2.15 it takes halves eight or sixteen at a time, and forgets to write those that it took.
+    Before torch 2.15 it takes halves sixteen at a time, and forgets to write those that it took.
     """
     param, grad = (torch.ones(64, dtype=dtype, device="cpu") for _ in range(2))
     torch.ops.aten._fused_sgd_.default(
