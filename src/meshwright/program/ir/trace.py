@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
     # -- recording ------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if any(hasattr(t, "__tensor_flatten__") for t in types):  # a class of tensors: by its own word, what it is made of
+        if any(hasattr(t, "__tensor_flatten__") for t in types):  # a class of tensors: what it is made of
             return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
