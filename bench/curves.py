@@ -1,8 +1,9 @@
 """Training curves of float32 and of less beside it: one model, one order of data, two ranks.
 
 ``python -m bench.curves precision`` trains a byte-level GPT on the sources of Python's standard library, on simulated
-ranks, in float32 and in bfloat16; ``wires`` in float32 and with gradients that travel in bfloat16 and in float8.  Each
-draws its losses: eight minutes and twelve of one core.  The exit code is 1 where one ends further apart from float32
+ranks, in float32 and in bfloat16; ``wires`` in float32 and with gradients that travel in bfloat16 and in float8;
+``gathers`` with parameters that travel in float8.  Each draws its losses: eight minutes, twelve and eight of one core.
+The exit code is 1 where one ends further apart from float32
 than its bound.
 """
 
@@ -48,10 +49,12 @@ CURVES = {
     "bfloat16": Curve("#2a6fbb", 5e-3, {"precision": "bf16"}),
     # Of plain data parallelism: there sums are encoded too.
     "float32, sent as float8": Curve("#1b7837", 1e-2, {"wire": "float8", "stored_over": None}),
+    "float32, gathered as float8": Curve("#b2182b", 1e-2, {"gather": "float8"}),
     "float32, sent as bfloat16": Curve("#762a83", 1e-2, {"wire": "bf16", "stored_over": None}),
 }
 DRAWN = {
     "precision": ["float32", "bfloat16"],
+    "gathers": ["float32", "float32, gathered as float8"],
     "wires": ["float32", "float32, sent as float8", "float32, sent as bfloat16"],
 }
 

@@ -105,6 +105,18 @@ def test_a_precision_is_that_of_one_device(more: dict[str, Any], text: str) -> N
     assert found.loss_last < found.loss_first
 
 
+@pytest.mark.parametrize("more", [{}, {"static": True, "tie": True, "accumulate": 2}], ids=["eager", "captured"])
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_are_gathered_in_float8_are_seen_so_by_one_device(more: dict[str, Any], text: str) -> None:
+    """What differs is what float64 rounds; beside weights as they are stored it would be thousandths."""
+    for mesh in ("dp=3", "dp=2,tp=2"):
+        found = simulated(config_for(mesh, text, dtype="float64", gather="float8", stored_over="dp", **more))
+        assert found.max_rel_loss_diff is not None
+        assert found.max_rel_loss_diff < 1e-9
+        assert found.max_rel_grad_diff is not None
+        assert found.max_rel_grad_diff < 1e-7
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lower_precision(dtype: str, text: str) -> None:
     close(simulated(config_for("dp=2,tp=2", text, dtype=dtype)), dtype)

@@ -99,6 +99,11 @@ class StepConfig:
         f"Send gradients in this, and sum them in float32 where they arrive: {' or '.join(WIRES)}.",
         one_of(WIRES), unset="in --dtype",
     )  # fmt: skip
+    gather: str | None = option(
+        None, "--gather", SPLITTING,
+        f"With --stored-over: send parameters to where they are used in this: {' or '.join(WIRES)}.",
+        one_of(WIRES), unset="as they are computed with",
+    )  # fmt: skip
     seq: int = option(64, "--seq", TRAINING, "Tokens per sequence: bytes per window of text.", COUNT)
     batch: int = option(8, "--batch", TRAINING, "Sequences per micro-step, over all ranks.", COUNT)
     optimizer: str = option(
@@ -177,16 +182,16 @@ class StepConfig:
         from meshwright.layout import Float8
         from meshwright.shard import Precision
 
-        if self.precision is None and self.wire is None:
+        if not (self.precision or self.wire or self.gather):
             return None
         compute, reduce = (None, None) if self.precision is None else (torch.bfloat16, self.torch_dtype)
-        wire = Float8() if self.wire == "float8" else None if self.wire is None else torch.bfloat16
-        return Precision(compute, reduce, wire=wire)
+        formats = {None: None, "float8": Float8(), "bf16": torch.bfloat16}
+        return Precision(compute, reduce, wire=formats[self.wire], gather=formats[self.gather])
 
     @property
     def tolerances(self) -> tuple[float, float]:
         """The largest relative differences of loss and gradients that rounding explains."""
-        return TOLERANCES["bfloat16" if self.precision or self.wire else self.dtype]
+        return TOLERANCES["bfloat16" if self.precision or self.wire or self.gather else self.dtype]
 
     @property
     def learning_rate(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 import meshwright as mw
+from meshwright.collective import travelled
 from meshwright.generator import reproducible_random
+from meshwright.layout import Wire, chunk_sizes
 from meshwright.passes import PassManager
 
 from .config import TrainConfig
@@ -60,6 +62,7 @@ class Reference:
         self.calls = passes.calls_per_update if config.static else config.accumulate
         self.weight = 1 / self.calls if passes.averages else 1.0
         self.count = 0
+        self.gathered: dict[str, list[tuple[int, int]]] = {}  # parameter to the dims, and numbers, of ranks' chunks
 
     @property
     def complete(self) -> bool:
@@ -87,6 +90,10 @@ class Reference:
         if self.config.policy is None:
             return self.model
         seen = {n: p.to(self.config.policy.compute) for n, p in self.model.named_parameters()}
+        wire = self.config.policy.gather
+        for name, cuts in self.gathered.items() if wire is not None else ():
+            made = seen[name]
+            seen[name] = made + (_arrived(made.detach(), cuts, wire) - made.detach())  # type: ignore[arg-type]
         return partial(functional_call, self.model, seen)
 
     def update(self) -> None:
@@ -105,7 +112,7 @@ class Verifier:
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, first: bool) -> None:
-        self.reference = Reference(config, corpus) if first else None
+        self.config, self.reference = config, Reference(config, corpus) if first else None
         self._verdict = Verdict(*config.tolerances)
 
     def check(self, step: int, loss: float, model: nn.Module, seed: int) -> dict[str, float]:
@@ -114,6 +121,8 @@ class Verifier:
         Returns:
             ``rel_loss_diff`` and, of a step that updates, ``rel_grad_diff``; empty on the ranks that do not compare.
         """
+        if self.reference and self.config.gather:
+            self.reference.gathered = _gathered(model, self.config.stored_over)
         expected = self.reference.backward(seed) if self.reference else 0.0
         wanted = {n: p.grad for n, p in self.reference.model.named_parameters()} if self.reference else {}
         worst, worst_name = 0.0, ""
@@ -139,6 +148,26 @@ class Verifier:
     def verdict(self) -> Verdict:
         """The largest differences over all steps (on the ranks that do not compare: none)."""
         return self._verdict
+
+
+def _gathered(model: nn.Module, over: str | None) -> dict[str, list[tuple[int, int]]]:
+    """Parameters that are stored split over an axis, to the dims that axes cut and into how many chunks."""
+    found = {}
+    for name, p in model.named_parameters():
+        if over is None or not isinstance(p, mw.DistTensor):
+            continue
+        laid: dict[str, mw.Placement] = dict(zip(p.mesh.axes, p.placements, strict=True))
+        if isinstance(laid[over], mw.Shard):
+            found[name] = [(q.dim, p.mesh.axis_size(a)) for a, q in laid.items() if isinstance(q, mw.Shard)]
+    return found
+
+
+def _arrived(t: Tensor, cuts: Sequence[tuple[int, int]], wire: Wire) -> Tensor:
+    """A parameter as ops see it that is gathered in a format: each rank's chunk as it travelled."""
+    if not cuts:
+        return travelled(t, wire)
+    (dim, n), *rest = cuts
+    return torch.cat([_arrived(part, rest, wire) for part in t.split(chunk_sizes(t.shape[dim], n), dim)], dim)
 
 
 def worse(new: float, old: float) -> bool:
