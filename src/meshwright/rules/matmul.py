@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
 import torch
 
-from .core import Arg, Rule, composite, lines, notation, rule
+from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 from .dims import aligned, broadcast_letters, dims_of, names, without
+
+Tensor = torch.Tensor
 
 
 @rule("linear")
@@ -20,7 +23,18 @@ def linear(x: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
         return None
     b = aligned(n, bias.shape) if bias is not None else []
     inputs = {x: ["...", "k"], weight: [*n, "k"], bias: b}
-    return notation(inputs, ["...", *n], reduced="k", linear=[[x, bias], [weight, bias]], heavy=True)
+
+    def local(ctx: Local) -> LocalFn | None:
+        # Of an input that is not contiguous the gradient of the bias is added up in another order, and where parts are
+        # uneven (one column is contiguous) only some ranks' is not: replicas of the bias would drift apart.
+        ranks = math.prod(ctx.inputs[0].mesh.sizes[a] for a in ctx.axes("k"))
+        return _in_order if bias is not None and x.ndim > 2 and x.shape[-1] % ranks else None
+
+    return notation(inputs, ["...", *n], reduced="k", linear=[[x, bias], [weight, bias]], heavy=True, local=local)
+
+
+def _in_order(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.nn.functional.linear(input.contiguous(), weight, bias)
 
 
 @rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
