@@ -21,6 +21,12 @@ MESHES: tuple[tuple[dict[str, int], int], ...] = (
     ({"a": 2}, 6), ({"a": 3}, 4), ({"a": 2, "b": 2}, 4), ({"a": 4}, 1), ({"a": 2, "b": 3}, 1),
     ({"a": 2, "b": 2, "c": 2}, 1),
 )  # fmt: skip
+# Axes of three and four, and dims as long as the mesh, of which conversions may split one that nobody else splits.
+WIDE_MESHES: tuple[tuple[dict[str, int], int], ...] = (
+    ({"a": 2, "b": 3}, 4), ({"a": 3, "b": 2}, 3), ({"a": 2, "b": 4}, 3), ({"a": 3, "b": 3}, 3), ({"a": 3, "b": 4}, 1),
+    ({"a": 2, "b": 3, "c": 2}, 1),
+)  # fmt: skip
+_LONG = (16, 17, 18, 24, 31, 32, 48, 64)
 _SIZES = (0, *[1] * 3, *[2] * 5, *[3] * 6, *[4] * 5, *[5] * 4, 6, 7)
 # Whether these give a view or a copy is nobody's promise: what they touch is not written to afterwards.
 _EITHER = re.compile(r"reshape|reshard|unshard|contiguous|flatten|type_as|\.to\(|checkpoint|squeeze|expand|\.data")
@@ -28,6 +34,7 @@ _NO_CAPTURE = re.compile(
     r"\.item\(\)|masked_select|unshard|float\(|\.detach\(\)\.requires_grad_|\.data"
     r"|^(?!v\d+\[[^=]*\] = ).*\[(mask|[^\]]*mask\(|\(v\d+ > )|\] = .*\[(mask|[^\]]*mask\(|\(v\d+ > )"  # reads of a mask
 )
+LARGEST = 8192  # elements of a tensor
 _ERRORS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
 
@@ -44,9 +51,12 @@ def draw_program(seed: int, *, static: bool = False, lines: tuple[int, int] = (3
 
 
 def _draw(rng: random.Random, static: bool, lines: tuple[int, int]) -> Program:
-    axes = rng.choices([m for m, _ in MESHES], [w for _, w in MESHES])[0]
+    wide = rng.random() < 0.4
+    meshes = WIDE_MESHES if wide else MESHES
+    axes = rng.choices([m for m, _ in meshes], [w for _, w in meshes])[0]
+    sizes = (*rng.sample(_LONG, 2), rng.choice(_SIZES)) if wide else _SIZES  # few lengths, so that operands fit
     program = Program(Mesh(axes), (), ())
-    leaves = tuple(_leaf(rng, program.mesh, f"v{i}", static) for i in range(rng.randint(1, 3)))
+    leaves = tuple(_leaf(rng, program.mesh, f"v{i}", static, sizes) for i in range(rng.randint(2 if wide else 1, 3)))
     if not any(leaf.grad for leaf in leaves):
         leaves = (replace(leaves[0], grad=True, layout=_no_selection(leaves[0].layout)), *leaves[1:])
     program = replace(program, leaves=leaves, watch=not static and rng.random() < 0.3)
@@ -54,8 +64,11 @@ def _draw(rng: random.Random, static: bool, lines: tuple[int, int]) -> Program:
     return _with_outputs(rng, program, static)
 
 
-def _leaf(rng: random.Random, mesh: Mesh, name: str, static: bool) -> Leaf:
-    shape = tuple(rng.choice(_SIZES) for _ in range(rng.choices((0, 1, 2, 3, 4), (1, 3, 8, 5, 1))[0]))
+def _leaf(rng: random.Random, mesh: Mesh, name: str, static: bool, sizes: tuple[int, ...]) -> Leaf:
+    shape = tuple(
+        rng.choice(sizes)
+        for _ in range(rng.choices((0, 1, 2, 3, 4), (1, 3, 8, 5, 1) if sizes is _SIZES else (0, 2, 9, 0, 0))[0])
+    )
     grad = rng.random() < 0.75
     if not static and rng.random() < 0.15:
         return Leaf(name, shape, torch.float64, rng.randrange(100), None, False)
@@ -103,7 +116,7 @@ def _with_lines(rng: random.Random, program: Program, count: int, static: bool) 
         except _ERRORS:
             continue
         fresh = [trial[n] for n in filler.made]
-        if any(not isinstance(t, torch.Tensor) or t.numel() > 4000 or t.dim() > 5 for t in fresh):
+        if any(not isinstance(t, torch.Tensor) or t.numel() > LARGEST or t.dim() > 5 for t in fresh):
             continue
         if any(t.is_floating_point() and not (t.detach().abs() < 1e4).all() for t in tensors(trial).values()):
             continue

@@ -62,6 +62,12 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "{new} = torch.outer({x}.flatten(), {x}.flatten())",
         "{new} = torch.einsum('...ij,...kj->...ik', {x2}, {same})",
     ),
+    "standardise": (  # reduced, and joined with what it was reduced of: a conversion of what has no type yet
+        "{new} = {x1} - {x1}.mean({d}, keepdim=True)", "{new} = ({x1} - {x1}.mean({d}, keepdim=True)) * {same}",
+        "{new} = {x1} / (({x1} * {x1}).sum({d}, keepdim=True) + 1).sqrt()", "{new} = {x1}.softmax({d}) * {same}",
+        "{new} = F.batch_norm({x2}, None, None, training=True)", "{new} = {x1}.mean({d}, keepdim=True) * {x1} + {same}",
+        "{new} = ({x2} - {x2}.mean(0)) @ {x2}.mT", "{new} = {same} * (1 + {x1}.sum({d}, keepdim=True).tanh())",
+    ),
     "view": (
         "{new} = {x}.reshape({shape})", "{new} = {x1}.flatten()", "{new} = {x1}.unsqueeze({d})",
         "{new} = {x1}.squeeze({d})", "{new} = {x2}.transpose({d}, {e})", "{new} = {x2}.mT",
@@ -135,7 +141,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 WEIGHTS = {
     "pointwise": 4, "binary": 5, "reduce": 5, "matmul": 4, "view": 5, "join": 3, "index": 5, "nn": 4, "write": 6,
-    "layout": 4, "control": 1,
+    "layout": 4, "control": 1, "standardise": 3,
 }  # fmt: skip
 
 
@@ -146,7 +152,7 @@ class Unfit(Exception):
 def random_layout(rng: random.Random, mesh: Mesh, shape: tuple[int, ...], partial: tuple[str, ...] = ()) -> Layout:
     """A layout of a tensor of ``shape``; with ``partial`` one of these reductions may occur, the same on every axis."""
     op = rng.choice(partial) if partial else None
-    choices: list[Placement] = [Replicate(), *[Shard(d) for d in range(len(shape)) for _ in range(2)]]
+    choices: list[Placement] = [Replicate(), Replicate(), *[Shard(d) for d in range(len(shape)) for _ in range(2)]]
     choices += [Partial(op)] if op else []
     given = [rng.choice(choices) for _ in mesh.axes]
     order = {}

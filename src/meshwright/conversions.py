@@ -91,7 +91,13 @@ def replicated(spec: Spec, axes: tuple[int, ...]) -> Spec:
 
 
 def between(src: Spec, dst: Spec, axes: tuple[int, ...]) -> ConversionStep:
-    """The step from ``src`` to ``dst``, which differ on ``axes`` only.  Raises ConversionError if there is none."""
+    """The step from ``src`` to ``dst``, which differ on ``axes`` only.
+
+    Raises ConversionError if there is none, and where it would touch an axis that is undecided: what its transpose
+    does to a gradient there hangs on a type that is given to the value later.
+    """
+    if src.undecided != dst.undecided or any(src.undecided >> a & 1 for a in axes):
+        raise ConversionError(f"the types of {src!r} and {dst!r} on the axes of a step must be decided before it")
     kinds = {_kind(src, dst, a) for a in axes}
     if len(kinds) > 1:
         kinds.discard("retype")

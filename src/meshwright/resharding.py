@@ -28,7 +28,8 @@ from .layout import REPLICATE, Layout, Partial, Placement, Shard, Spec, Wire, Wi
 class ConversionPlan:
     """Steps from ``src`` to ``dst`` with their cost in bytes sent per rank.
 
-    ``moves``: data crosses between ranks in the forward; ``free``: only types change.
+    ``moves``: data crosses between ranks in the forward; ``free``: only types change; ``ends``: ``src`` and ``dst``
+    without the types of axes that no step touches, as any type is right there.
     """
 
     src: Spec
@@ -38,8 +39,12 @@ class ConversionPlan:
     backward_bytes: float
     moves: bool = field(init=False)
     free: bool = field(init=False)
+    ends: tuple[Spec, Spec] = field(init=False)
 
     def __post_init__(self) -> None:
+        touched = sum(1 << a for a in {a for s in self.steps for a in s.axes})
+        ends = [s.with_(reduced=s.reduced & touched, undecided=0) for s in (self.src, self.dst)]
+        object.__setattr__(self, "ends", tuple(ends))
         object.__setattr__(self, "moves", any(s.moves for s in self.steps))
         object.__setattr__(self, "free", all(s.kind == "retype" for s in self.steps))
 
@@ -51,14 +56,15 @@ class ConversionPlan:
 
 @lru_cache(maxsize=2048)
 def plan(src: Spec, dst: Spec) -> ConversionPlan:
-    """The cheapest plan from ``src`` to ``dst``.  Undecided axes must have been decided before.
+    """The cheapest plan from ``src`` to ``dst``.  No step touches an axis that is undecided in both.
 
-    Raises ConversionError for different shapes or meshes, or where no sequence of steps exists.
+    Raises ConversionError for different shapes or meshes, where one of the two is undecided on an axis and the other is
+    not, or where no sequence of steps exists.
     """
     if src.shape != dst.shape or src.mesh != dst.mesh:
         raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
     sums, wires = widest((src, dst)), src.wires
-    src, dst = _decided(src, sums, wires), _decided(dst, sums, wires)
+    src, dst = _value(src, sums, wires), _value(dst, sums, wires)
     if src is dst:
         return ConversionPlan(src, dst, (), 0.0, 0.0)
     steps: list[ConversionStep] = []
@@ -85,14 +91,15 @@ def gathered_as(conversion: ConversionPlan, wire: Wire) -> ConversionPlan:
     return ConversionPlan(conversion.src, conversion.dst, steps, bytes_of(steps), conversion.backward_bytes)
 
 
-def _decided(spec: Spec, sums: torch.dtype | None, wires: Wires) -> Spec:
-    marked = spec.undecided or spec.copied or spec.known or spec.stored or spec.sums is not sums or spec.wires != wires
-    return spec.with_(undecided=0, copied=False, stored=False, sums=sums, wires=wires) if marked else spec
+def _value(spec: Spec, sums: torch.dtype | None, wires: Wires) -> Spec:
+    marked = spec.copied or spec.known or spec.stored or spec.sums is not sums or spec.wires != wires
+    return spec.with_(copied=False, stored=False, sums=sums, wires=wires) if marked else spec
 
 
 # ---------------------------------------------------------------------------------------------- the search
 
-Type = tuple[Placement, bool]  # placement, and for Replicate whether its gradient is Partial
+Type = tuple[Placement, int]  # placement, and of Replicate what its gradient is
+_INVARIANT, _REDUCED, _UNDECIDED = 0, 1, 2  # whole, Partial, not known yet: then no step may touch the axis
 Move = tuple[tuple[int, ...], Type]  # these axes become this
 # A state is one number for each axis: the index of its type times _ORDERS, plus its place among the axes of its dim.
 State = tuple[int, ...]
@@ -109,28 +116,34 @@ def _moves(src: Spec, dst: Spec) -> list[Move]:
     sent = (src.summed.itemsize if w is None else max(bytes_each(w), src.dtype.itemsize) for w in src.wires)
     there, back = (n / src.dtype.itemsize for n in sent)
     try:
-        return _between((src.layout, src.reduced), (dst.layout, dst.reduced), spare, (there, back))
+        return _between((src.layout, _types(src)), (dst.layout, _types(dst)), spare, (there, back))
     except ConversionError:
         raise ConversionError(f"no sequence of conversions leads from {src!r} to {dst!r}") from None
 
 
+def _types(spec: Spec) -> tuple[int, ...]:
+    return tuple(_UNDECIDED if spec.undecided >> a & 1 else spec.reduced >> a & 1 for a in range(spec.mesh.ndim))
+
+
 @lru_cache(maxsize=4096)
-def _between(src: tuple[Layout, int], dst: tuple[Layout, int], spare: tuple[int, ...], wide: Wide) -> list[Move]:
+def _between(
+    src: tuple[Layout, tuple[int, ...]], dst: tuple[Layout, tuple[int, ...]], spare: tuple[int, ...], wide: Wide
+) -> list[Move]:
     """The cheapest way, found for dims by number of appearance: shapes do not matter to it."""
     dims = [*sorted({*src[0].dim_axes(), *dst[0].dim_axes()}), *spare]
     ends = tuple(
         tuple(
-            (Shard(dims.index(p.dim)) if isinstance(p, Shard) else p, bool(reduced >> a & 1), layout.place(a))
+            (Shard(dims.index(p.dim)) if isinstance(p, Shard) else p, types[a], layout.place(a))
             for a, p in enumerate(layout.placements)
         )
-        for layout, reduced in (src, dst)
+        for layout, types in (src, dst)
     )
     found = _cheapest(src[0].mesh.sizes, *ends, len(dims), wide)
     return [(axes, (Shard(dims[p.dim]) if isinstance(p, Shard) else p, r)) for axes, (p, r) in found]
 
 
 Wide = tuple[float, float]
-End = tuple[tuple[Placement, bool, int], ...]
+End = tuple[tuple[Placement, int, int], ...]
 
 
 @lru_cache(maxsize=16384)
@@ -140,8 +153,8 @@ def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide)
     ``wide``: bytes that are sent in a sum for each byte of tensor, forward and backward.
     """
     ends = dict.fromkeys((p, r) for p, r, _ in (*dst, *src))
-    shards = ((Shard(d), False) for d in range(ndim))
-    types = list(dict.fromkeys([*ends, (REPLICATE, False), (REPLICATE, True), (Partial(), False), *shards]))
+    shards = ((Shard(d), _INVARIANT) for d in range(ndim))
+    types = list(dict.fromkeys([*ends, (REPLICATE, _INVARIANT), (REPLICATE, _REDUCED), (Partial(), _INVARIANT), *shards]))
     table = _prices(tuple(types), wide)
     mixed = not commute(*(p for p, _ in types))
     first, last = (tuple(types.index((p, r)) * _ORDERS + place for p, r, place in end) for end in (src, dst))
@@ -187,14 +200,14 @@ def _prices(types: tuple[Type, ...], wide: Wide) -> list[list[Price]]:
     for p, r in types:
         table.append([])
         for i, (q, s) in enumerate(types):
-            if (p, r) == (q, s):
+            if (p, r) == (q, s) or _UNDECIDED in (r, s):
                 continue
             try:
                 there = _passes(p, q, wide[0])
             except ConversionError:
                 continue
-            source = (Partial(), False) if isinstance(p, Partial) else (p, r)
-            back = _passes(dual(q, s)[0], dual(*source)[0], wide[1])
+            source = (Partial(), _INVARIANT) if isinstance(p, Partial) else (p, r)
+            back = _passes(dual(q, bool(s))[0], dual(source[0], bool(source[1]))[0], wide[1])
             table[-1].append((i, there[0] + back[1], there[1] + back[0]))
     return table
 

@@ -48,7 +48,7 @@ def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | Non
         assert memo is not None
         # Without a gradient the types of replicated axes do not matter: the layout alone is what was made.  By ends and
         # not by the plan: a rank that forgot a plan and made it anew must not send again what the others do not.
-        ends = (steps.src, steps.dst) if grad else steps.dst.layout
+        ends = steps.ends if grad else steps.dst.layout
         hit = memo.get(ends)
         if hit is not None:
             return hit
@@ -239,11 +239,11 @@ class Execution:
         """Give leaves the types that the plan implies; whether some got others, so that another plan is needed."""
         plan, tensors = self.plan, self.tensors
         anew = follow_roots(tensors)
-        # What a value was reduced to has a type; so the value has, and all that is linked to it.
-        for i, _ in plan.known:
+        # Where what a value was reduced to has a type, the value has it, and all that is linked to it.
+        for i, steps in plan.known:
             t = tensors[i]
-            if t.requires_grad and t.__dict__["_spec"].undecided:
-                resolve_types(t, t.__dict__["_spec"].with_(undecided=0))
+            if t.requires_grad and t.__dict__["_spec"].undecided & ~steps.src.undecided:
+                resolve_types(t, t.__dict__["_spec"].with_(undecided=steps.src.undecided))
                 anew = True
         for i, spec in () if anew else plan.decide:
             t = tensors[i]

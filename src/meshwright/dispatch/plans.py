@@ -160,7 +160,8 @@ class _Planner:
         self.known: list[tuple[int, resharding.ConversionPlan]] = []
         for i, s in enumerate(self.specs):
             if s.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
-                self.known.append((i, resharding.plan(s.with_(undecided=0), s.known.with_(undecided=0))))
+                open_ = s.undecided & s.known.undecided
+                self.known.append((i, resharding.plan(s.with_(undecided=open_), s.known.with_(undecided=open_))))
                 self.specs[i] = s.known
 
     def plan(self, strategies: Sequence[Strategy] | None) -> CallPlan:
@@ -317,7 +318,7 @@ class _Planner:
 def _conversions(sources: Sequence[Spec], targets: Sequence[Spec]) -> Conversions:
     made: list[tuple[int, resharding.ConversionPlan]] = []
     for i, (s, t) in enumerate(zip(sources, targets, strict=True)):
-        if s is not t and (steps := resharding.plan(s.with_(undecided=0), t.with_(undecided=0))).steps:
+        if s is not t and (steps := resharding.plan(s, t)).steps:
             made.append((i, steps))
     return tuple(made)
 
@@ -371,7 +372,8 @@ def _way_back(
         return None
     if made.layout == target.layout and not any(i == 0 for i, _ in conversions):
         return None
-    return resharding.plan(made.with_(undecided=0), written_spec(target, made).with_(dtype=made.dtype, undecided=0))
+    written = written_spec(target, made)
+    return resharding.plan(made.with_(undecided=written.undecided), written.with_(dtype=made.dtype))
 
 
 def written_spec(target: Spec, made: Spec) -> Spec:

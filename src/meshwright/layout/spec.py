@@ -143,10 +143,14 @@ class Spec:
                 f"{self!r} has no gradient as a whole, only its factors have: reduce it first (mw.reshard), or "
                 "differentiate the parts that you give to mw.from_local"
             )
-        return self.dual()
+        made = self.dual()
+        return made.with_(undecided=0) if made.undecided else made
 
     def dual(self) -> Spec:
-        """Spec of the cotangents that ranks exchange for a tensor of this spec: ``grad``, of products too."""
+        """Spec of the cotangents that ranks exchange for a tensor of this spec: ``grad``, of products too.
+
+        Axes that are undecided are so in both: what is not known of the one is not known of the other.
+        """
         if self._grad is None:
             self._grad = self._make_grad()
         return self._grad
@@ -155,7 +159,7 @@ class Spec:
         pairs = [dual(p, bool(self.reduced >> a & 1)) for a, p in enumerate(self.layout.placements)]
         layout = Layout(self.mesh, [p for p, _ in pairs], order=dict(self.layout.order), ndim=self.ndim)
         mask = sum(1 << a for a, (_, reduced) in enumerate(pairs) if reduced)
-        return Spec(self.shape, self.dtype, layout, mask, sums=self.sums, wires=self.wires[::-1])
+        return Spec(self.shape, self.dtype, layout, mask, self.undecided, sums=self.sums, wires=self.wires[::-1])
 
     def with_(
         self,

@@ -229,7 +229,8 @@ class _Partition:
                 moved |= 1 << a
         open_ = local.__dict__["_spec"].undecided
         wide = self.wide.get(id(local), local.dtype)
-        ends = stored.with_(undecided=0, reduced=0), seen.with_(reduced=moved, undecided=0)
+        others = stored.mesh.everywhere & ~moved  # axes that the way does not touch, whatever their types will be
+        ends = stored.with_(undecided=others, reduced=0), seen.with_(reduced=moved, undecided=others)
         plan, back = (plan_conversion(*(s.summed_as(d) for s in ends)) for d in (seen.dtype, wide))
         if wire := self.laid.wires.get(name):
             plan = gathered_as(plan, wire)
