@@ -63,6 +63,8 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
     """
     if src.shape != dst.shape or src.mesh != dst.mesh:
         raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
+    if src.undecided != dst.undecided:
+        raise ConversionError(f"an axis that is undecided in one of {src!r} and {dst!r} must be decided before")
     sums, wires = widest((src, dst)), src.wires
     src, dst = _value(src, sums, wires), _value(dst, sums, wires)
     if src is dst:
