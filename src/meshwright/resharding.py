@@ -155,8 +155,8 @@ def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide)
     ``wide``: bytes that are sent in a sum for each byte of tensor, forward and backward.
     """
     ends = dict.fromkeys((p, r) for p, r, _ in (*dst, *src))
-    shards = ((Shard(d), _INVARIANT) for d in range(ndim))
-    types = list(dict.fromkeys([*ends, (REPLICATE, _INVARIANT), (REPLICATE, _REDUCED), (Partial(), _INVARIANT), *shards]))
+    others: list[Type] = [(REPLICATE, _INVARIANT), (REPLICATE, _REDUCED), (Partial(), _INVARIANT)]
+    types: list[Type] = list(dict.fromkeys([*ends, *others, *((Shard(d), _INVARIANT) for d in range(ndim))]))
     table = _prices(tuple(types), wide)
     mixed = not commute(*(p for p, _ in types))
     first, last = (tuple(types.index((p, r)) * _ORDERS + place for p, r, place in end) for end in (src, dst))
