@@ -34,11 +34,12 @@ from ...marks import gradients_marked
 from ...runtime import is_users
 from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
+from ..ir.regions import Path
 from .custom import Kept, functions_as_ops
 from .outs import copy_into_out
 from .outside import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
 from .refused import GENERATOR, derived, generators, inference_without_gradients, refused, without_validation
-from .regions import Path, Regions
+from .regions import Regions
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

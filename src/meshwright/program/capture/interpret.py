@@ -40,9 +40,9 @@ from ...layout import Spec
 from ...marks import CONSTRAIN, GRAD, read_placements
 from ...tensor import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor
 from ..ir.nodes import annotate, info_of
+from ..ir.regions import Path
 from ..ir.trace import Recorder
 from .export import line_of, region_of
-from .regions import Path
 
 Tensor = torch.Tensor
 

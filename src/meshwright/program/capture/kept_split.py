@@ -18,7 +18,7 @@ from ...resharding import ConversionPlan
 from ..ir.inplace import storages, written
 from ..ir.memory import LAID, is_dense, unless_row_major
 from ..ir.nodes import NodeInfo, Value, call, checked_value, info_of, move_to_storage, value_of
-from .regions import Region
+from ..ir.regions import Region
 
 aten = torch.ops.aten
 RECOMPUTATION = "recomputation"  # the role of what runs again

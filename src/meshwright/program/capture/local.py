@@ -33,6 +33,7 @@ from ..check.flow import updates
 from ..ir.inplace import functional, note_writes
 from ..ir.nodes import annotate, info_of, is_mutating, remove_dead
 from ..ir.program import Input, Output, Program
+from ..ir.regions import Path
 from ..ir.trace import Recorder
 from .distcalls import DistCalls
 from .fakes import like, named_in, replaced, stand_ins, writing_nothing
@@ -41,7 +42,7 @@ from .optimizers import check_unscaled, parts_of
 from .partition import as_rank
 from .recompute import recompute
 from .refused import GENERATOR, generators, refused, without_anomaly_mode
-from .regions import Path, Regions
+from .regions import Regions
 from .update import Update, emit_update
 
 Tensor = torch.Tensor

@@ -10,58 +10,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as eager
-from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy
+from torch.utils.checkpoint import CheckpointFunction
 
-from ...compat import around_checkpoints, selective_context
+from ...compat import around_checkpoints
 from ...errors import CaptureError
 from ...kept import ASKED
-from ...layout import Shard
+from ..ir.regions import Path, Region
 from .fakes import replaced
 
 Tensor = torch.Tensor
-
-_SAVED = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True}
-_AGAIN = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE, False}
-
-
-@dataclass(frozen=True, eq=False)
-class Region:
-    """One checkpointed call.
-
-    Attributes:
-        number: no other call of the step has it.
-        policy: of a selective checkpoint: which ops are saved; None: none is.
-        split: axis to how what it reads is kept for the backward (``mw.saved_split``); empty: as it lies.
-    """
-
-    number: int
-    policy: Callable[..., Any] | None = None
-    split: Mapping[str, Shard] = field(default_factory=dict)
-
-    def saves(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-        """Whether what an op gives is kept for the backward.
-
-        Raises:
-            CaptureError: the policy wants what a program cannot do.
-        """
-        if self.policy is None or func in eager.SAC_IGNORED_OPS:
-            return False
-        said = self.policy(selective_context(out), func, *args, **kwargs)
-        if said not in _SAVED | _AGAIN:
-            raise CaptureError(
-                f"the policy of a selective checkpoint says {said} of {func}: a captured step saves or recomputes"
-            )
-        return said in _SAVED
-
-
-Path = tuple[Region, ...]  # of nested calls, from the outside
 
 
 class Regions:
@@ -129,4 +92,4 @@ def _policy(context_fn: Callable[[], Any]) -> Callable[..., Any] | None:
     )
 
 
-__all__ = ["Path", "Region", "Regions"]
+__all__ = ["Regions"]

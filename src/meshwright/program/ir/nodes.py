@@ -15,8 +15,8 @@ from ... import compat
 from ...collective import COLLECTIVES
 from ...errors import ProgramError
 from ...layout import Spec
-from ..capture.regions import Path
 from .memory import Strides, dense, row_major
+from .regions import Path
 
 aten = torch.ops.aten
 

@@ -21,9 +21,9 @@ from ...collective import COLLECTIVES
 from ...compat import TorchDispatchMode
 from ...errors import CaptureError
 from ...record import Record
-from ..capture.regions import Path
 from .memory import unless_row_major
 from .nodes import VIEWS, NodeInfo, Value, annotate, info_of, is_mutating, value_of
+from .regions import Path
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
