@@ -23,6 +23,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from . import compat
+from .collective import refuse_by_hand
 from .compat import CheckpointFrame, apply_function
 from .dispatch import AS_OP, disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
@@ -43,6 +44,8 @@ def _is_dist(a: Any) -> bool:
 def _guarded(cls: Any, *args: Any, **kwargs: Any) -> Any:
     # With dispatch disabled the caller works on locals: conversions do.
     if _enabled() and any(map(_is_dist, args)) and cls is not CheckpointFunction:
+        if cls.__module__.startswith("torch.distributed."):
+            refuse_by_hand(f"nn.{cls.__name__.strip('_')}", next(filter(_is_dist, args))._spec)
         return _gathered(cls, args)
     if cls is CheckpointFunction:
         check_reentrant()

@@ -15,6 +15,7 @@ import itertools
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 # and PyTorch imports it in the middle of a run.  A group that is held is not destroyed, and its threads, which drop
 # their tensors when they come to it, abort a process that is about to exit.
 import torch.distributed.nn.functional
+import typing_extensions
 
 from . import compat
 from .errors import CollectiveError, MeshError
@@ -34,7 +36,8 @@ _OWN = os.path.dirname(os.path.abspath(__file__))
 # The main job is user code.
 _EXAMPLES = os.path.join(_OWN, "train")
 PROGRAM = "<program of rank "  # how the file of a captured step's code is called
-_NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)), contextlib.__file__, PROGRAM)
+_DECORATORS = (contextlib.__file__, warnings.__file__, typing_extensions.__file__)  # around functions of torch's
+_NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)), *_DECORATORS, PROGRAM)
 
 
 MOST = 4096  # plans, and conversions ready to run, in each of two generations

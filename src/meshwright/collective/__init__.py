@@ -11,6 +11,8 @@ alone: a rank with an empty part must still take part.
 from __future__ import annotations
 
 from .agreement import Fact, difference, differing, together
+from .by_hand import OPERATORS as BY_HAND
+from .by_hand import refuse_by_hand, sends_objects
 from .checking import compare, digests, same_values, so_far
 from .elsewhere import from_elsewhere, silent
 from .graph import (
@@ -75,6 +77,7 @@ __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
     "BROADCAST",
+    "BY_HAND",
     "COLLECTIVES",
     "KINDS",
     "OPERATORS",
@@ -116,10 +119,12 @@ __all__ = [
     "recording",
     "reduce_scatter",
     "reduce_scatter_async",
+    "refuse_by_hand",
     "rounds",
     "row_major",
     "same_values",
     "scatter_sum_async",
+    "sends_objects",
     "silent",
     "so_far",
     "sum_async",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .. import compat, runtime
 from ..errors import CollectiveError
 from ..mesh import Mesh
-from . import words
+from . import by_hand, words
 from .link import TIMEOUT, Link, open_sockets
 
 
@@ -121,6 +121,7 @@ def _process_group(mesh: Mesh, axes: tuple[int, ...]) -> Link:
     key = ("process group", parts)  # shared by all meshes that split the ranks alike
     if key not in made:
         if not any(isinstance(k, tuple) and k[0] == "process group" for k in made):
+            by_hand.guard()
             words.announce()
         made[key] = _new_group(parts, mesh.device)
     found: Link = made[key]

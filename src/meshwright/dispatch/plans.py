@@ -14,6 +14,7 @@ import torch
 
 from .. import resharding, runtime
 from ..choose import Choice, carries_grad, choose
+from ..collective import BY_HAND, refuse_by_hand
 from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
 from ..layout import Layout, Spec, widest
@@ -113,6 +114,8 @@ def plan_call(
     Partial values that were reduced before as what they were reduced to.
     """
     op = resolve(func)
+    if op.custom and op.name.partition("::")[0] in BY_HAND:
+        refuse_by_hand(op.name, next(t.__dict__["_spec"] for t in tensors_in((args, kwargs)) if "_spec" in t.__dict__))
     if kwargs.get("out") is not None:
         return CallPlan(op, Route.FUNCTION, fn=partial(_into, getattr(func, "overloadpacket", func)))
     if op.composite is not None:

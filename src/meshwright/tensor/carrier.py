@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .. import compat, convert, resharding, runtime
-from ..collective import silent
+from ..collective import refuse_by_hand, sends_objects, silent
 from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types
 from ..errors import LayoutError
 from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
@@ -180,6 +180,8 @@ class DistTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_part(self._spec) and sends_objects():
+            refuse_by_hand("an object collective", self._spec)
         refresh(self, call_enabled)
         local = bare(self)
         spec = self._spec.with_(copied=False)
