@@ -218,6 +218,7 @@ class Runtime:
         drawn: a sum over the seeds of dropout that were drawn.
         updates: steps of optimizers that this rank has made.
         writes: under inference mode, which counts none: writes to memory, by its address; None: to any.
+        claims: owned by collective: what plain tensors were taken for, by the ranks that compare it.
         watcher: what hears of ranks that are gone, or None.
     """
 
@@ -245,6 +246,7 @@ class Runtime:
         self.was: int | None = None
         self.drawn = 0
         self.updates = 0
+        self.claims: dict[tuple[int, ...], Any] = {}
         self.watcher: Any = None
 
     def __getattr__(self, name: str) -> int:

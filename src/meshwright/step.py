@@ -344,7 +344,7 @@ class CompiledStep:
         leaves = self._leaves(batch)
         ready = self._current = self._for(leaves)
         if not self.training:
-            return ready.cycle[0](leaves)
+            return self._peers.evaluate(ready.cycle[0], leaves)
         self._join(ready)
         made = self._peers.run(ready.cycle[self._micro], leaves, self._micro + 1 == len(ready.cycle), self._state())
         self._micro = (self._micro + 1) % len(ready.cycle)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from .agreement import Fact, difference, differing, together
 from .by_hand import OPERATORS as BY_HAND
 from .by_hand import refuse_by_hand, sends_objects
-from .checking import compare, digests, same_values, so_far
+from .checking import claim_all, compare, same_values, so_far
+from .digest import digests
 from .elsewhere import from_elsewhere, silent
 from .graph import (
     COLLECTIVES,
@@ -100,6 +101,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "bytes_of",
+    "claim_all",
     "compare",
     "connect",
     "counting",

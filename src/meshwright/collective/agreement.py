@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DesyncError, MeshwrightError
 from ..mesh import Mesh
+from .claims import listed
 from .groups import Group, group
 from .ops import all_gather_object
 
@@ -46,19 +47,14 @@ def differing(everyone: Mapping[int, Sequence[Fact]]) -> tuple[str, str]:
             texts.setdefault(fact.text, []).append(rank)
             sides.setdefault(fact.place, {}).setdefault(str(fact.value), []).append(rank)
         if len(texts) > 1 and not found:
-            return _listed(texts), ""
+            return listed(texts), ""
         apart = next((held for held in sides.values() if len(held) > 1), None)
         if apart is not None:
-            found.append((facts[0], _listed(apart)))
+            found.append((facts[0], listed(apart)))
     if not found:
         return "", ""
     more = f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""
     return f"different {found[0][0].text}{more}: {found[0][1]}", found[0][0].fix
-
-
-def _listed(sides: Mapping[str, Sequence[int]]) -> str:
-    """Who has what: ``rank 0: a; ranks 1, 2: b``."""
-    return "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {text}" for text, r in sides.items())
 
 
 def difference(of: Group, facts: Sequence[Fact]) -> tuple[str, str]:

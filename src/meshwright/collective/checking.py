@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from .. import runtime
-from ..compat import disable_current_modes
 from ..errors import DesyncError
 from ..simulation import Call
+from .claims import PLAIN, Row, Window, claim, verdict, window, word
+from .digest import digests
 from .groups import Group
 from .link import mark
 from .watch import disagreement, failure, started
@@ -26,28 +26,33 @@ _ABOUT = Call("check")
 _APART = "are about to run different collectives"
 _OBJECTS = Call("all_gather_object")
 _SO_FAR = Call("what was done so far")
+_CLAIMS = Call("plain tensors")
 
 
 def _exchanged(words: Sequence[int] | Tensor, group: Group, call: Call) -> Callable[[], Tensor]:
     """Start to send a few words (up to ``WORDS``) to all real ranks; the answer has a row of each.  Not counted.
 
     All such messages are of one size and begin with a signature of all collectives of the group so far, so whichever
-    of them meet, nothing of what came is used before it is known to be what was asked for.
+    of them meet, nothing of what came is used before it is known to be what was asked for.  What the rank claimed of
+    plain tensors since the last one travels with it.
 
     Raises:
-        DesyncError: on every rank, from the answer: they ran different collectives in this group.
+        DesyncError: on every rank, from the answer: they ran different collectives in this group, or claimed other
+            values.
     """
     link = group.link
     assert link is not None
-    row = torch.zeros(1 + WORDS, dtype=torch.int64)
-    row[0] = link.trace ^ mark(call)
-    row[1 : 1 + len(words)] = torch.as_tensor(words)
+    claimed = Claimed(group)
+    row = torch.zeros(2 + WORDS, dtype=torch.int64)
+    row[0], row[1] = link.trace ^ mark(call), claimed.word
+    row[2 : 2 + len(words)] = torch.as_tensor(words)
     rows = _gathered(row.to(group.device), group, call)
 
     def answer() -> Tensor:
         found = rows().cpu()
         same_so_far(found[:, 0].tolist(), group)
-        return found[:, 1 : 1 + len(words)]
+        claimed.judge(found[:, 1].tolist())
+        return found[:, 2 : 2 + len(words)]
 
     return answer
 
@@ -85,13 +90,68 @@ def so_far(numbers: Sequence[int], group: Group) -> Callable[[], list[tuple[int,
     if runtime.RT.check:
         about_to(group, _SO_FAR)
     if group.pg is None:
-        sim: Any = runtime.RT.sim
-        seen: list[tuple[int, ...]] = sim.rendezvous(
-            group.ranks, _SO_FAR, own, lambda parts: [list(parts) for _ in parts]
-        )
+        seen: list[tuple[int, ...]] = simulated(own, group, _SO_FAR)
         return lambda: seen
     rows = _exchanged(own, group, _SO_FAR)
     return lambda: [tuple(row) for row in rows().tolist()]
+
+
+def simulated(obj: Any, group: Group, call: Call) -> list[Any]:
+    """What all simulated ranks bring; as among real ones, what they claimed of plain tensors goes with it."""
+    claimed, sim = Claimed(group), cast("Any", runtime.RT.sim)
+    if claimed.window is None:
+        made: list[Any] = sim.rendezvous(group.ranks, call, obj, _to_all)
+        return made
+    seen = sim.rendezvous(group.ranks, call, (obj, claimed.word), _to_all)
+    claimed.judge([w for _, w in seen])
+    return [o for o, _ in seen]
+
+
+def _to_all(parts: list[Any]) -> list[list[Any]]:
+    return [list(parts) for _ in parts]
+
+
+class Claimed:
+    """What this rank claimed of plain tensors, on its way to a group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.window = group, window(group)
+        self.rows: list[Row] = [] if self.window is None else self.window.take()
+        self.word = word(self.rows)
+
+    def judge(self, words: Sequence[int]) -> None:
+        """Raise on every rank if they claimed different values; ``words`` are those of all."""
+        if self.window is None:
+            return
+        self.window.heard(words)
+        if len(set(words)) == 1:
+            return
+        if self.group.pg is None:
+            told = simulated(self.rows, self.group, _CLAIMS)
+        else:
+            told = objects(self.rows, self.group)
+        found = verdict(dict(zip(self.group.ranks, told, strict=True)))
+        if found:
+            raise DesyncError(found)
+
+
+def due(group: Group) -> Claimed | None:
+    """What plain tensors were taken for, where it is time to compare it beside a collective that is about to run."""
+    own: Window | None = window(group)
+    return Claimed(group) if own is not None and own.due() else None
+
+
+def beside(group: Group, call: Call) -> None:
+    """A collective of real ranks is about to run: first compare what plain tensors were taken for, if it is time.
+
+    Whoever waits there waits for the others in that collective, and is said to.
+
+    Raises:
+        DesyncError: on every rank, if they were given different values.
+    """
+    own: Window | None = window(group) if group.pg is not None else None
+    if own is not None and own.due():
+        _exchanged((), group, call)()
 
 
 def objects(obj: Any, group: Group) -> list[Any]:
@@ -185,53 +245,22 @@ def _texts(recent: Any, line: Any, group: Group) -> list[Any]:
         link.telling = False
 
 
-# ---------------------------------------------------------------------------------------------- values
-
-# Doubles by halves: their last bits are often zero, and so would be those of the products.
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_SAMPLE = 1024  # elements of a large tensor that is not looked through whole
-_CHUNK = 1 << 16  # elements: small enough for a cache, and every generator's state is smaller
-
-
-def digests(tensors: Sequence[Tensor], *, whole: bool = True) -> list[int]:
-    """A number for each tensor that tells other values, wherever it lies: one pass, and one wait for the device.
-
-    The sum of all bit patterns, each times a number that its position alone gives and that looks random: values that
-    change places, or changes that cancel in a plain sum (a counter's carry), make another number.
+def claim_all(what: str, tensors: Sequence[Tensor], of: Callable[[], Group]) -> None:
+    """This rank takes plain tensors for what all ranks of a group have: compared later, or in check mode now.
 
     Args:
-        whole: every element counts; otherwise a sample of large tensors, which costs next to nothing.
+        what: they are, or what they are arguments of.
+        of: the group, where it is asked for.
+
+    Raises:
+        DesyncError: on every rank, in check mode.
     """
-    with torch.no_grad():
-        made = [_digest(t.detach().resolve_conj().resolve_neg(), whole) for t in tensors]
-        return torch.stack([m.to(made[0].device) for m in made]).tolist() if made else []
-
-
-def _digest(t: Tensor, whole: bool) -> Tensor:
-    t = torch.view_as_real(t) if t.is_complex() else t
-    total = torch.zeros((), dtype=torch.int64, device=t.device)
-    if t.layout is not torch.strided or not t.numel():
-        return total
-    flat = t.contiguous().view(-1).view(_INTEGER[t.element_size()])
-    if not whole and flat.numel() > _CHUNK:
-        flat = flat[:: -(-flat.numel() // _SAMPLE)]
-    weights = _weights(t.device)
-    for part in flat.split(_CHUNK):
-        total = total * _ODD + (part * weights[: part.numel()]).sum()
-    return total
-
-
-_ODD = 6364136223846793005
-
-
-@functools.cache
-def _weights(device: torch.device) -> Tensor:
-    """Odd numbers that look random (the mixing of SplitMix64)."""
-    with disable_current_modes():  # they are kept: real tensors, whatever mode the first caller is in
-        x = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * -7046029254386353131
-        x = (x ^ (x >> 30)) * -4658895280553007687
-        x = (x ^ (x >> 27)) * -7723592293110705685
-        return (x ^ (x >> 31)) | 1
+    if not runtime.RT.check:
+        claim(what, tensors)
+        return
+    for t in tensors:
+        if type(t) in PLAIN and not t.is_meta and runtime.RT.world > 1:
+            same_values(t, f"plain, {what}", of())
 
 
 def same_values(t: Tensor, layout: str, group: Group) -> None:

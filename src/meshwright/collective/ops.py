@@ -66,6 +66,7 @@ def _call(
     call = Call(kind, op, x.dtype, tuple(x.shape), args, free, rt.tag)
     if rt.check:
         checking.about_to(group, call)
+    checking.beside(group, call)
     return call
 
 
@@ -79,8 +80,22 @@ def _count(kind: Kind, group: Group, before: int, after: int, summed: torch.dtyp
 def _rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
     sim = runtime.RT.sim
     if sim is None:
-        raise CollectiveError(f"{group!r} belongs to a simulation that has ended")
-    return sim.rendezvous(group.ranks, call, t, compute)
+        raise _ended(group)
+    claimed = checking.due(group)
+    if claimed is None:
+        return sim.rendezvous(group.ranks, call, t, compute)
+
+    def both(parts: list[Any]) -> list[Any]:
+        words = [word for _, word in parts]
+        return [(made, words) for made in compute([x for x, _ in parts])]
+
+    made, words = sim.rendezvous(group.ranks, call, (t, claimed.word), both)
+    claimed.judge(words)
+    return made
+
+
+def _ended(group: Group) -> CollectiveError:
+    return CollectiveError(f"{group!r} belongs to a simulation that has ended")
 
 
 # -- all-reduce ------------------------------------------------------------------------------------------
@@ -466,9 +481,9 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
         return [obj]
     if group.pg is not None:
         return checking.objects(obj, group)
-    call = Call("all_gather_object")
-    gathered: list[Any] = _rendezvous(group, call, obj, lambda parts: [list(parts) for _ in parts])
-    return gathered
+    if runtime.RT.sim is None:
+        raise _ended(group)
+    return checking.simulated(obj, group, Call("all_gather_object"))
 
 
 # -- what there is ---------------------------------------------------------------------------------------

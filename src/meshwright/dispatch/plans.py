@@ -61,6 +61,7 @@ class CallPlan:
     ``copies``: results are views that are copies on the mesh; ``pieces``: pieces of one value, parts of sums;
     ``watched``: arguments are such copies (see ``views``).  ``replayed``: this rank has nothing of a result (see
     ``execution``).  ``graded``: another choice is cheaper where other arguments need gradients.
+    ``mixed``: plain tensors are among the arguments, which stand for what all ranks have.
     ``untyped``: leaves that need gradients are linked (1) or get their types (2) by this call.
     """
 
@@ -83,6 +84,7 @@ class CallPlan:
     watched: bool = False
     replayed: bool = False
     graded: bool = False
+    mixed: bool = False
     untyped: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +100,7 @@ class OfInputs(TypedDict):
     decide: tuple[tuple[int, Spec], ...]
     back: resharding.ConversionPlan | None
     watched: bool
+    mixed: bool
 
 
 def plan_call(
@@ -147,7 +150,7 @@ class _Planner:
 
     ``specs``: of its tensors, with what is known of their values and what autocast makes of them.  ``free``: which are
     plain and need no gradient, as their keys say.  ``constants``: which need no gradient.  ``views``: on one device an
-    output would share memory with an input.
+    output would share memory with an input.  ``mixed``: whether plain ones are among them.
     """
 
     def __init__(self, op: Op, func: Any, args: Args, kwargs: Kwargs, known: bool) -> None:
@@ -158,6 +161,7 @@ class _Planner:
         self.constants = {i for i, t in enumerate(tensors) if not t.requires_grad}
         self.free = {i for i in self.constants if "_spec" not in tensors[i].__dict__}
         self.watched = any(s.copied for s in self.specs)
+        self.mixed = any("_spec" not in t.__dict__ for t in tensors)
         self.forgets = op.inplace and self.specs[0].known is not None
         self.views = False
         self.known: list[tuple[int, resharding.ConversionPlan]] = []
@@ -303,6 +307,7 @@ class _Planner:
             "decide": tuple([(i, new) for i, (old, new) in decided if old is not new]),
             "back": _way_back(conversions, self.specs, outputs) if self.op.inplace else None,
             "watched": self.watched,
+            "mixed": self.mixed,
         }
 
     def _moves(self, conversions: Conversions) -> bool:

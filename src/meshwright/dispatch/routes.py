@@ -40,6 +40,7 @@ class Frontend:
     ``wrap`` gives a local tensor its spec.  ``call`` calls a function on such tensors, where dispatch is disabled too.
     ``special`` has, for names of functions that are no ops, what to call in their place with them and their arguments:
     NotImplemented where they are ops after all.
+    ``claim`` is told of plain tensors among the arguments, which stand for what all ranks have.
     ``stand_ins`` gives the arguments with what stands in for them, or None.
     """
 
@@ -47,6 +48,7 @@ class Frontend:
     call: Call
     special: Mapping[str, Special]
     stand_ins: Callable[[Any, Args, Kwargs], tuple[Any, Any] | None]
+    claim: Callable[[Any, Args, Kwargs], None]
 
 
 INTO_PLAIN = "into_plain"  # among what is special: an op that writes to a plain tensor
@@ -127,6 +129,8 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
             return args[0] if args and made is found[0][0] else made  # an op in place returns what it was given
         own, plan = _kept((own, STAND_IN), func, args, kwargs)
         route = plan.route
+    if plan.mixed:
+        front.claim(func, args, kwargs)
     if runtime.RT.records is None:  # who listens is told of all
         if route is CONVERT_THEN_NATIVE or (route is RETYPE_THEN_NATIVE and torch.is_grad_enabled()):
             with disabled():
@@ -161,7 +165,7 @@ def _native(plan: CallPlan, key: Any, func: Any, args: Args, kwargs: Kwargs, wra
     except (RuntimeError, IndexError, TypeError):  # such as a view that this shard's strides do not allow
         return NotImplemented
     if key is not None and plan.route is NATIVE and isinstance(out, Tensor):
-        runtime.RT.fast[key] = (plan.outputs[0], plan.untyped, native)
+        runtime.RT.fast[key] = (plan.outputs[0], plan.untyped, native, plan.mixed)
     if plan.untyped and any(t.__class__ is Tensor and t.requires_grad for t in tensors_in(out)):
         return resolve_after(plan, func, args, kwargs, out, wrap)
     return _wrapped(plan, out, wrap)

@@ -54,6 +54,7 @@ def _elementwise(name: str) -> Callable[..., Any]:
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         if recorded or not _fits(name, specs):
             return _one_by_one(name, args, kwargs)
+        _claim(name, given, specs)
         with disabled():
             made = func(*args, **kwargs)
         if name.endswith("_") or made is None:
@@ -64,6 +65,19 @@ def _elementwise(name: str) -> Callable[..., Any]:
         return [m if s is None else wrap(m, s) for m, s in zip(made, of_first, strict=True)]
 
     return run
+
+
+def _claim(name: str, given: Sequence[Any], specs: Sequence[Any]) -> None:
+    """Plain tensors behind the first list stand for what all ranks have."""
+    plain: list[Tensor] = []
+    for a, spec in zip(given[1:], specs[1:], strict=True):
+        if isinstance(a, Tensor):
+            plain += [a] if spec is None else []
+        elif spec is not None and None in spec:
+            plain += [t for t, s in zip(a, spec, strict=True) if s is None]
+    mesh = next((s.mesh for s in specs[0] if s is not None), None)
+    if plain and mesh is not None:
+        collective.claim_all(name, plain, lambda: collective.group(mesh))
 
 
 def _captured(args: Sequence[Any]) -> bool:

@@ -6,9 +6,24 @@ from typing import Any
 
 import torch
 
-from .. import runtime
+from .. import collective, runtime
 from ..compat import python_dispatch as torchs
-from ..dispatch import LISTED, NO, Frontend, any_linked, call, call_disabled, count_write, key_part, resolve_after
+from ..dispatch import (
+    LISTED,
+    NO,
+    Args,
+    Frontend,
+    Kwargs,
+    any_linked,
+    call,
+    call_disabled,
+    count_write,
+    key_part,
+    mesh_of,
+    resolve,
+    resolve_after,
+    tensors_in,
+)
 from . import modes
 from .carrier import DistTensor, call_enabled, wrap
 from .special import SPECIAL
@@ -16,7 +31,19 @@ from .standin import with_stand_ins
 
 Tensor = torch.Tensor
 is_inference_mode = torch.is_inference_mode_enabled
-EAGER = Frontend(wrap, call_enabled, SPECIAL, with_stand_ins)
+
+
+def claim_plain(func: Any, args: Args, kwargs: Kwargs) -> None:
+    """Plain tensors stand for what all ranks have: they are compared, in check mode now."""
+    given = tensors_in((args, kwargs))
+    plain = [t for t in given if t.__class__ is not DistTensor]
+    if kwargs.get("beta") == 0 and plain and plain[0] is given[0]:  # of torch.addmm and its kind: it is not read
+        del plain[0]
+    name = resolve(func).name
+    collective.claim_all(name, plain, lambda: collective.group(mesh_of(given, name)))
+
+
+EAGER = Frontend(wrap, call_enabled, SPECIAL, with_stand_ins, claim_plain)
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -38,9 +65,11 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     known = runtime.RT.fast.get(key)
     if known is None:
         return call(EAGER, key, func, args, kwargs or NO)
-    spec, untyped, native = known
+    spec, untyped, native, mixed = known
     if untyped == 2 and any_linked(args):
         return call(EAGER, key, func, args, kwargs or NO)
+    if mixed:
+        claim_plain(func, args, kwargs or NO)
     if native is None:
         out = call_disabled(func, types, args, kwargs or NO)
     else:

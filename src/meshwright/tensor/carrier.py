@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .. import compat, convert, resharding, runtime
+from .. import collective, compat, convert, resharding, runtime
 from ..collective import refuse_by_hand, sends_objects, silent
 from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types
 from ..errors import LayoutError
@@ -425,6 +425,7 @@ def as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
     """A plain tensor in the place of a distributed one: a global value (the same everywhere), or a local part."""
     here = spec.mesh.coordinate(runtime.RT.rank)
     if tuple(value.shape) == tuple(spec.shape):
+        collective.claim_all("what takes the place of a DistTensor", [value], lambda: collective.group(spec.mesh))
         source = Spec(spec.shape, value.dtype, Layout(spec.mesh))
         target = spec.with_(dtype=value.dtype, undecided=0)
         local = convert.apply(resharding.plan(source, target).steps, value)

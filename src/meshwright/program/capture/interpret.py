@@ -80,7 +80,7 @@ class Interpreter:
     def __init__(self, recorder: Recorder, constraints: dict[str, Any], regions: dict[str, Path]) -> None:
         self.recorder, self.constraints, self.regions = recorder, constraints, regions
         self.mode = _Global(self)
-        self.front = Frontend(wrap, self.enabled, _SPECIAL, lambda *_: None)
+        self.front = Frontend(wrap, self.enabled, _SPECIAL, lambda *_: None, lambda *_: None)
 
     def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any], *, top: bool = True) -> Any:
         """Run a graph; ``read`` gives the value of a placeholder when it is first needed."""

@@ -84,6 +84,7 @@ class Bound:
         self.numbers: list[tuple[int, Tensor]] = []  # group of the optimizer, its learning rate
         self.owned: list[_Owned] = []
         self.copied: list[tuple[int, Tensor, Tensor]] = []  # place, tensor from outside of the model, its stand-in
+        self.outside = [t for t in program.constants.values() if not isinstance(t, DistTensor)]
         self.written: list[int] = []  # places of those that the program writes to
         nodes = program.graph.nodes if program.constants else ()
         self.lines = {s: info_of(n).line for n in nodes for s in written(n)}  # of storages written to

@@ -48,8 +48,8 @@ class Peers:
         if self.mesh.size == 1:
             return bound(leaves)
         torn, self.torn = self.torn, True
-        given = [leaves[k] for _, k, spec, _ in bound.batch if spec is not None]
-        plain = [t for t in given if not isinstance(t, DistTensor)] if self.whole else []
+        plain = self._plain(bound, leaves)
+        self._claim(bound, [] if updates else plain)
         digests = collective.digests(plain, whole=runtime.RT.check)
         self.batches = zlib.crc32(repr((self.batches, digests)).encode())
         self.states.append(state)
@@ -61,6 +61,28 @@ class Peers:
             self.batches, self.states = 0, []
         self.torn = torn and answer is None
         return made
+
+    def evaluate(self, bound: Bound, leaves: Sequence[Any]) -> Any:
+        """Run a program that updates nothing."""
+        if self.mesh.size > 1:
+            self._claim(bound, self._plain(bound, leaves))
+        return bound(leaves)
+
+    def _plain(self, bound: Bound, leaves: Sequence[Any]) -> list[Tensor]:
+        """Tensors of a batch that are the same on all ranks."""
+        given = [leaves[k] for _, k, spec, _ in bound.batch if spec is not None]
+        return [t for t in given if not isinstance(t, DistTensor)] if self.whole else []
+
+    def _claim(self, bound: Bound, batch: Sequence[Tensor]) -> None:
+        """Tensors from outside of the model, and batches without an update, are compared as all plain tensors are."""
+        if not self.whole:
+            return
+
+        def everyone() -> collective.Group:
+            return collective.group(self.mesh)
+
+        collective.claim_all("what a captured step finds outside of the model", bound.outside, everyone)
+        collective.claim_all("what a captured step is given", batch, everyone)
 
     def _start(self, bound: Bound, torn: bool) -> Callable[[], None]:
         optimizer = self.carrier.optimizer
