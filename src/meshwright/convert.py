@@ -19,7 +19,7 @@ from . import collective, runtime
 from .conversions import ConversionStep, lowered, op_of, replicated, transpose
 from .errors import ConversionError
 from .layout import Partial, Replicate, Shard, Spec, chunk_bounds, neutral, wire_name
-from .raw import as_plain
+from .raw import as_plain, distributed
 
 Tensor = torch.Tensor
 
@@ -230,7 +230,7 @@ def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
     """Execute steps in order; differentiable, with the transposed steps as the backward."""
     if not steps:
         return local
-    if getattr(type(local), "class_set", False):
+    if distributed(local):
         with as_plain(local):
             return apply(steps, local)
     if torch.is_grad_enabled():

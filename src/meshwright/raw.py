@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -17,23 +18,68 @@ get_grad = cast("Callable[[Tensor], Tensor | None]", _slot.__get__)
 set_grad = cast("Callable[[Tensor, Tensor | None], None]", _slot.__set__)
 
 
-class as_plain:
-    """Distributed tensors seen as the plain local tensors that they are, for a while; gives one where one is given."""
+_OPEN: dict[type[Any], type[Any]] = {}  # class to that of its tensors while they are open
+_LOCK = threading.Lock()  # two threads may have one open
 
-    __slots__ = ("given", "kinds")
+
+def open_as(kind: type[Any], opened: type[Any]) -> None:
+    """Tensors of a class have another one while they are open."""
+    _OPEN[kind] = _OPEN[opened] = opened
+
+
+def mine(t: Tensor) -> bool:
+    """Whether this thread sees a distributed tensor as the plain one that it is."""
+    return threading.get_ident() in t.__dict__.get("_open", ())
+
+
+def distributed(t: Tensor) -> bool:
+    """Whether a tensor is distributed, as this thread sees it."""
+    return getattr(type(t), "class_set", False) and not mine(t)
+
+
+def open_tensors(tensors: Iterable[Tensor]) -> None:
+    """From now on this thread sees them as plain local tensors; other threads see what they are."""
+    here = threading.get_ident()
+    with _LOCK:
+        for t in tensors:
+            threads = t.__dict__.setdefault("_open", [])
+            if not threads:
+                t.__dict__["_closed"] = type(t)
+                t.__class__ = _OPEN[type(t)]
+            threads.append(here)
+
+
+def close_tensors(tensors: Iterable[Tensor]) -> None:
+    """Undo :func:`open_tensors`."""
+    here = threading.get_ident()
+    with _LOCK:
+        for t in tensors:
+            t.__dict__["_open"].remove(here)
+            if not t.__dict__["_open"]:
+                t.__class__ = t.__dict__.pop("_closed")
+
+
+class as_plain:
+    """Distributed tensors seen as the plain local tensors that they are, for a while; gives one where one is given.
+
+    By this thread alone, whose calls do not ask them either.
+    """
+
+    __slots__ = ("given", "guard", "opened")
 
     def __init__(self, *given: Tensor) -> None:
         self.given = given
-        self.kinds = [(t, type(t)) for t in given if getattr(type(t), "class_set", False)]
+        self.opened = [t for t in given if distributed(t)]
 
     def __enter__(self) -> Any:
-        for t, _ in self.kinds:
-            t.__class__ = Tensor
+        open_tensors(self.opened)
+        self.guard = compat.DisableTorchFunctionSubclass()
+        self.guard.__enter__()
         return self.given[0] if len(self.given) == 1 else self.given
 
-    def __exit__(self, *_: object) -> None:
-        for t, kind in self.kinds:
-            t.__class__ = kind
+    def __exit__(self, *error: Any) -> None:
+        self.guard.__exit__(*error)
+        close_tensors(self.opened)
 
 
 def bare(t: Tensor) -> Tensor:
@@ -41,8 +87,18 @@ def bare(t: Tensor) -> Tensor:
     with compat.DisableTorchFunctionSubclass():
         local = Tensor.detach(t)
         if local.__class__ is not Tensor:
-            local.__class__ = Tensor
+            local.__class__ = Tensor  # nobody else has seen it
         return local
 
 
-__all__ = ["as_plain", "bare", "get_grad", "set_grad"]
+__all__ = [
+    "as_plain",
+    "bare",
+    "close_tensors",
+    "distributed",
+    "get_grad",
+    "mine",
+    "open_as",
+    "open_tensors",
+    "set_grad",
+]

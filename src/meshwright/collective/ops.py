@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import runtime
 from ..compat import BarrierOptions, BroadcastOptions
 from ..errors import CollectiveError
+from ..raw import bare, mine
 from ..simulation import Call
 from . import checking
 from .groups import Group
@@ -81,6 +82,8 @@ def _rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]],
     sim = runtime.RT.sim
     if sim is None:
         raise _ended(group)
+    if isinstance(t, Tensor) and type(t) is not Tensor and mine(t):
+        t = bare(t)  # another rank's thread computes with it
     claimed = checking.due(group)
     if claimed is None:
         return sim.rendezvous(group.ranks, call, t, compute)

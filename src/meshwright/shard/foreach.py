@@ -22,7 +22,7 @@ from ..layout import Partial, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..raw import as_plain
 from ..rules import COMPOSITES
-from ..tensor import DistTensor, wrap
+from ..tensor import DistTensor, OpenTensor, wrap
 
 Tensor = torch.Tensor
 APART = {"_foreach_max", "_foreach_powsum", "_foreach_mm"}  # not elementwise
@@ -39,8 +39,8 @@ def _specs(a: Any) -> Specs | Spec | None:
     if isinstance(a, (list, tuple)):
         if a and not isinstance(a[0], Tensor):
             return None
-        return tuple([t._spec if t.__class__ is DistTensor else None for t in a])
-    return a._spec if a.__class__ is DistTensor else None
+        return tuple([t._spec if isinstance(t, DistTensor) else None for t in a])
+    return a._spec if isinstance(a, DistTensor) else None
 
 
 def _elementwise(name: str) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ def _claim(name: str, given: Sequence[Any], specs: Sequence[Any]) -> None:
 def _captured(args: Sequence[Any]) -> bool:
     """Whether these are what a captured step runs on: each tensor a call of its own, which a program can hold."""
     for a in args:
-        others = [t for t in (a if isinstance(a, (list, tuple)) else (a,)) if t.__class__ is not DistTensor]
+        others = [t for t in (a if isinstance(a, (list, tuple)) else (a,)) if not isinstance(t, DistTensor)]
         if others and any("_spec" in t.__dict__ for t in others if isinstance(t, Tensor)):
             return True
     return False
@@ -147,7 +147,7 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
     tensors = list(tensors)
     if _captured((tensors,)):
         return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
-    groups = _groups(tuple([t._spec if t.__class__ is DistTensor else None for t in tensors]))
+    groups = _groups(tuple([t._spec if isinstance(t, DistTensor) else None for t in tensors]))
     if groups is None:
         return norms([_reduced(t) if isinstance(t, DistTensor) else t for t in tensors], ord, dtype)
     with torch.no_grad(), disabled():
@@ -200,7 +200,7 @@ def _local_norms(tensors: list[Tensor], ord: float, dtype: torch.dtype | None) -
         return list(torch._foreach_norm(tensors, ord, **typed))
     # An empty shard has no extremum, nor a sum of inverses: the neutral element stands in.
     neutral = math.inf if ord < 0 else 0.0
-    apart = [not Tensor.numel(t) and t.__class__ is DistTensor and t._spec.shape.numel() for t in tensors]
+    apart = [not Tensor.numel(t) and isinstance(t, DistTensor) and t._spec.shape.numel() for t in tensors]
     full = [Tensor.new_full(t, (1,), neutral) if a else t for a, t in zip(apart, tensors, strict=True)]
     return list(torch._foreach_norm(full, ord, **typed))
 
@@ -239,7 +239,7 @@ def _register() -> None:
     COMPOSITES["_amp_foreach_non_finite_check_and_unscale_"] = unscale
     # What torch may call _foreach functions on; else it goes tensor by tensor, an all-reduce for each norm.
     if DistTensor not in foreach_utils._foreach_supported_types:
-        foreach_utils._foreach_supported_types.append(DistTensor)
+        foreach_utils._foreach_supported_types.extend((DistTensor, OpenTensor))
 
 
 def _one_by_one_of(name: str) -> Callable[..., Any]:

@@ -21,11 +21,11 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
-from .. import convert, runtime
+from .. import compat, convert, runtime
 from ..dispatch import disabled, refresh, write_through
 from ..errors import ShardError, takes
 from ..layout import Partial, Spec
-from ..raw import get_grad, set_grad
+from ..raw import close_tensors, distributed, get_grad, mine, open_tensors, set_grad
 from ..resharding import plan as plan_conversion
 from ..tensor import DistTensor, call_enabled, hold, in_slot, wrap
 from .apart import Apart
@@ -123,8 +123,7 @@ class OptimizerBinding:
     def close(self) -> None:
         """Make them distributed again; of a step that raised, too: what it has updated goes to all ranks."""
         opt, self.inside = self.inside, None
-        for t in self.swapped:
-            t.__class__ = DistTensor
+        close_tensors(self.swapped)
         self.swapped = []
         if opt is None:
             return
@@ -144,7 +143,8 @@ class OptimizerBinding:
         self.close()
         self.shadow = None
         try:
-            yield opt
+            with compat.EnableTorchFunction():
+                yield opt
         finally:
             self.shadow = shadow
             self.open(opt)
@@ -153,18 +153,17 @@ class OptimizerBinding:
         swapped: list[Tensor] = []
         with disabled():
             for i, p in enumerate(self.params):
-                if p.__class__ is Tensor:  # inside of another optimizer's step
+                if mine(p):  # inside of another optimizer's step
                     continue
                 g = in_slot(p) if "_held" in p.__dict__ else get_grad(p)
                 if g is None:
                     continue
-                if g.__class__ is not DistTensor or g._spec is not self.wanted[i]:
+                if not isinstance(g, DistTensor) or g._spec is not self.wanted[i]:
                     g = self._fitted(i, p, g)
                 swapped.append(g)
-            swapped += [p for p in self.params if p.__class__ is DistTensor]
+            swapped += filter(distributed, self.params)
             swapped += self.states
-            for t in swapped:
-                t.__class__ = Tensor
+            open_tensors(swapped)
             self.swapped = swapped
 
     def _fitted(self, i: int, p: DistTensor, g: Tensor) -> Tensor:
@@ -200,15 +199,15 @@ class OptimizerBinding:
             if self.apart.holds(opt, p, entry, spec):  # type: ignore[arg-type]
                 continue
             for k, v in entry.items():
-                if v.__class__ is not DistTensor:
+                if not isinstance(v, DistTensor):
                     if not isinstance(v, Tensor) or not v.dim():
                         continue
                     v = entry[k] = held_state(v, spec, k, p, opt)
                 elif v._spec is not spec and (v._spec.layout != spec.layout or v._spec.shape != spec.shape):
                     v = entry[k] = held_state(v, spec, k, p, opt)
-                if v.__class__ is DistTensor:
+                if isinstance(v, DistTensor):
                     found.append(v)
-        self.states, self.lying = found, [*found, *(p for p in opt.state if p.__class__ is DistTensor)]
+        self.states, self.lying = found, [*found, *(p for p in opt.state if isinstance(p, DistTensor))]
         self.laid, self.seen = list(map(_SPEC, self.lying)), _values(opt)
 
     def _seen(self, opt: Optimizer) -> bool:
@@ -316,7 +315,9 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
         losses: list[Any] = []
         args, kwargs = _with_closure(opt, binding, args, kwargs, losses)
         try:
-            made = own(binding.open(opt), *args, **kwargs)
+            plain = binding.open(opt)
+            with disabled():
+                made = own(plain, *args, **kwargs)
             return losses[0] if losses and mixes(opt) else made  # what it was given there are numbers
         finally:
             runtime.RT.updates += 1

@@ -6,12 +6,14 @@ backward only transposed conversions run Python.  Making, moving and reading dis
 
 ``carrier`` has the class, and the other modules put in place what it does: ``gradients`` its ``.grad``, ``autograd``
 the way into autograd's engine and back, ``standin`` what ops read in the place of a tensor, ``special`` what is no op,
-``calls`` the way from a call to its plan, ``methods`` shortcuts to that for the commonest ones.
+``calls`` the way from a call to its plan, ``methods`` shortcuts to that for the commonest ones, ``opened`` what one thread
+sees of a tensor while it works on the part.
 """
 
 from . import methods as methods
 from .carrier import ALIASED, GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor, GradientHook, call_enabled, whole, wrap
 from .gradients import Coming, held, hold, in_slot, in_spec
+from .opened import OpenTensor
 from .standin import OPEN, stands_in, within
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Coming",
     "DistTensor",
     "GradientHook",
+    "OpenTensor",
     "call_enabled",
     "held",
     "hold",

@@ -36,7 +36,7 @@ is_inference_mode = torch.is_inference_mode_enabled
 def claim_plain(func: Any, args: Args, kwargs: Kwargs) -> None:
     """Plain tensors stand for what all ranks have: they are compared, in check mode now."""
     given = tensors_in((args, kwargs))
-    plain = [t for t in given if t.__class__ is not DistTensor]
+    plain = [t for t in given if not isinstance(t, DistTensor)]
     if kwargs.get("beta") == 0 and plain and plain[0] is given[0]:  # of torch.addmm and its kind: it is not read
         del plain[0]
     name = resolve(func).name

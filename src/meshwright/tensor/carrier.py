@@ -39,7 +39,7 @@ class DistTensor(torch.Tensor):
     Made by ``shard_tensor``, ``from_local``, ``sharded`` and by every op on another DistTensor.
     """
 
-    # The local tensor itself with its class set: dispatch may set it back to Tensor for a while.
+    # The local tensor itself with its class set: dispatch sees it as the plain one for a while (``raw.as_plain``).
     class_set = True
     _spec: Spec
     grad: DistTensor | None  # the property is in gradients
@@ -340,7 +340,7 @@ def wrap(local: Tensor, spec: Spec) -> DistTensor:
 
 def plain(t: Tensor) -> Tensor:
     """The local tensor of a distributed one as a plain alias, in the same graph."""
-    if t.__class__ is not DistTensor:
+    if not isinstance(t, DistTensor):
         return t
     with disabled():
         return t.view_as(t)

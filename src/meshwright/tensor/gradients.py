@@ -37,7 +37,7 @@ class Coming(Protocol):
 def held(p: Tensor) -> DistTensor | None:
     """The gradient that is held beside the slot, if any."""
     kept: Any = p.__dict__.get("_held")
-    if kept is not None and kept.__class__ is not DistTensor:
+    if kept is not None and not isinstance(kept, DistTensor):
         kept.finalize(p)
         return held(p)
     return kept
@@ -95,7 +95,7 @@ def _get(self: DistTensor) -> DistTensor | None:
             return kept if found is None else found
         _merge(self, kept, found)
         return _get(self)
-    if found is not None and found.__class__ is not DistTensor:
+    if found is not None and not isinstance(found, DistTensor):
         wrap(found, self._spec.grad())
     return found
 

@@ -152,11 +152,13 @@ DistTensor.nbytes = property(lambda self: math.prod(self.shape) * self.dtype.ite
 
 
 def _holds(a: Any) -> bool:
-    if a.__class__ is DistTensor:
+    if isinstance(a, DistTensor):
         return True
     if a.__class__ is list or a.__class__ is tuple:
         kinds = set(map(type, a))
-        return DistTensor in kinds or ((list in kinds or tuple in kinds) and any(map(_holds, a)))
+        return any(issubclass(k, DistTensor) for k in kinds) or (
+            (list in kinds or tuple in kinds) and any(map(_holds, a))
+        )
     return False
 
 
@@ -166,12 +168,12 @@ def _give_values(module: Any, name: str, first: int = 0) -> None:
 
     @functools.wraps(original)
     def reading(*args: Any, **kwargs: Any) -> Any:
-        own = name == "set_" and args[0].__class__ is DistTensor
+        own = name == "set_" and isinstance(args[0], DistTensor)
         if not _enabled() or not (own or any(map(_holds, args[first:])) or any(map(_holds, kwargs.values()))):
             return original(*args, **kwargs)
         if own:
             return DistTensor.__torch_function__(original, (DistTensor,), args, kwargs)
-        if name in _CASTS and args and args[0].__class__ is DistTensor:
+        if name in _CASTS and args and isinstance(args[0], DistTensor):
             dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
             return args[0] if dtype is None else args[0].to(dtype)
         rest, kwargs = map_tensors((args[first:], kwargs), _detached)
@@ -204,7 +206,7 @@ def _number_of(kernel: Any, keys: Any) -> Callable[[Tensor], Any]:
     """
 
     def read(t: Tensor) -> Any:
-        if t.__class__ is DistTensor and _enabled() and is_part(t.__dict__["_spec"]):
+        if isinstance(t, DistTensor) and _enabled() and is_part(t.__dict__["_spec"]):
             return seen(t).item()
         return kernel.call_boxed(keys, t)
 
@@ -224,13 +226,13 @@ with warnings.catch_warnings():
 
 def _set_data(self: Tensor, value: Any) -> None:
     """``plain.data = x``: a plain tensor holds global values."""
-    if value.__class__ is DistTensor and _enabled():
+    if isinstance(value, DistTensor) and _enabled():
         value = plain(whole(value.detach()))
     _data.__set__(self, value)
 
 
 def _as_subclass(self: Tensor, cls: type[Any]) -> Any:
-    if self.__class__ is DistTensor and _enabled():
+    if isinstance(self, DistTensor) and _enabled():
         refuse_part("as_subclass()", self)
         self = self.to_local()
     return _cast(self, cls)

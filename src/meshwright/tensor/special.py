@@ -24,7 +24,7 @@ def _refuse_transforms() -> None:
 
         @functools.wraps(original)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if any(a.__class__ is DistTensor for a in args):
+            if any(isinstance(a, DistTensor) for a in args):
                 raise DispatchError(
                     "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to "
                     "differentiate again), or apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
