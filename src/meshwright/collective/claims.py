@@ -23,7 +23,7 @@ from .groups import Group
 
 Tensor = torch.Tensor
 PLACES = 256  # of one group that are kept until it meets; further ones are not compared
-FEWEST, MOST = 32, 256  # collectives between two words that are sent for their own sake: with claims, and without
+FEWEST, MOST = 32, 64  # collectives between two words that are sent for their own sake: with claims, and without
 FIX = (
     "a plain tensor among DistTensors is the global value, the same on all ranks. Where ranks share their data give "
     "them the same (one seed, one order, no DistributedSampler); where each has its own, split it over an axis: "

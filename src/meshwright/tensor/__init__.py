@@ -6,8 +6,8 @@ backward only transposed conversions run Python.  Making, moving and reading dis
 
 ``carrier`` has the class, and the other modules put in place what it does: ``gradients`` its ``.grad``, ``autograd``
 the way into autograd's engine and back, ``standin`` what ops read in the place of a tensor, ``special`` what is no op,
-``calls`` the way from a call to its plan, ``methods`` shortcuts to that for the commonest ones, ``opened`` what one thread
-sees of a tensor while it works on the part.
+``calls`` the way from a call to its plan, ``methods`` shortcuts to that for the commonest ones, ``opened`` what a
+thread sees of a tensor while it works on the part.
 """
 
 from . import methods as methods
