@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import meshwright as mw
 from meshwright import collective, conversions, convert
-from meshwright.collective import graph, ops
+from meshwright.collective import checking, graph, ops
 from meshwright.errors import ProgramError
 from meshwright.passes import PassManager
 
@@ -24,7 +24,7 @@ def _ring(x: torch.Tensor, dim: int, sizes: Any, group: Any) -> torch.Tensor:
     call = ops._call(group, "ring_gather", "", x, (("dim", dim), ("sizes", tuple(sizes))), (dim,))
     whole = torch.Size(sum(sizes) if d == dim else n for d, n in enumerate(x.shape))
     ops._count(RING, group, 0, whole.numel() * x.element_size())
-    made: torch.Tensor = ops._rendezvous(group, call, x, lambda parts: [torch.cat(parts, dim) for _ in parts])
+    made: torch.Tensor = checking.rendezvous(group, call, x, lambda parts: [torch.cat(parts, dim) for _ in parts])
     return made
 
 

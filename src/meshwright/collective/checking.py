@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from .. import runtime
-from ..errors import DesyncError
+from ..errors import CollectiveError, DesyncError
+from ..raw import bare, mine
 from ..simulation import Call
 from .claims import PLAIN, Row, Window, claim, verdict, window, word
 from .digest import digests
@@ -98,13 +99,38 @@ def so_far(numbers: Sequence[int], group: Group) -> Callable[[], list[tuple[int,
 
 def simulated(obj: Any, group: Group, call: Call) -> list[Any]:
     """What all simulated ranks bring; as among real ones, what they claimed of plain tensors goes with it."""
-    claimed, sim = Claimed(group), cast("Any", runtime.RT.sim)
+    claimed, sim = Claimed(group), _simulation(group)
     if claimed.window is None:
         made: list[Any] = sim.rendezvous(group.ranks, call, obj, _to_all)
         return made
     seen = sim.rendezvous(group.ranks, call, (obj, claimed.word), _to_all)
     claimed.judge([w for _, w in seen])
     return [o for o, _ in seen]
+
+
+def rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
+    """A collective of simulated ranks: what plain tensors were taken for goes with it, where it is time for that."""
+    sim = _simulation(group)
+    if isinstance(t, Tensor) and type(t) is not Tensor and mine(t):
+        t = bare(t)  # another rank's thread computes with it
+    own: Window | None = window(group)
+    if own is None or not own.due():
+        return sim.rendezvous(group.ranks, call, t, compute)
+    claimed = Claimed(group)
+
+    def both(parts: list[Any]) -> list[Any]:
+        words = [word for _, word in parts]
+        return [(made, words) for made in compute([x for x, _ in parts])]
+
+    made, words = sim.rendezvous(group.ranks, call, (t, claimed.word), both)
+    claimed.judge(words)
+    return made
+
+
+def _simulation(group: Group) -> Any:
+    if runtime.RT.sim is None:
+        raise CollectiveError(f"{group!r} belongs to a simulation that has ended")
+    return runtime.RT.sim
 
 
 def _to_all(parts: list[Any]) -> list[list[Any]]:
@@ -133,12 +159,6 @@ class Claimed:
         found = verdict(dict(zip(self.group.ranks, told, strict=True)))
         if found:
             raise DesyncError(found)
-
-
-def due(group: Group) -> Claimed | None:
-    """What plain tensors were taken for, where it is time to compare it beside a collective that is about to run."""
-    own: Window | None = window(group)
-    return Claimed(group) if own is not None and own.due() else None
 
 
 def beside(group: Group, call: Call) -> None:

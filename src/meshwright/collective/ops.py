@@ -13,7 +13,6 @@ from torch import Tensor
 from .. import runtime
 from ..compat import BarrierOptions, BroadcastOptions
 from ..errors import CollectiveError
-from ..raw import bare, mine
 from ..simulation import Call
 from . import checking
 from .groups import Group
@@ -78,29 +77,6 @@ def _count(kind: Kind, group: Group, before: int, after: int, summed: torch.dtyp
         runtime.RT.counts.add_narrow(kind.name, group.axes, summed, group.size)
 
 
-def _rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
-    sim = runtime.RT.sim
-    if sim is None:
-        raise _ended(group)
-    if isinstance(t, Tensor) and type(t) is not Tensor and mine(t):
-        t = bare(t)  # another rank's thread computes with it
-    claimed = checking.due(group)
-    if claimed is None:
-        return sim.rendezvous(group.ranks, call, t, compute)
-
-    def both(parts: list[Any]) -> list[Any]:
-        words = [word for _, word in parts]
-        return [(made, words) for made in compute([x for x, _ in parts])]
-
-    made, words = sim.rendezvous(group.ranks, call, (t, claimed.word), both)
-    claimed.judge(words)
-    return made
-
-
-def _ended(group: Group) -> CollectiveError:
-    return CollectiveError(f"{group!r} belongs to a simulation that has ended")
-
-
 # -- all-reduce ------------------------------------------------------------------------------------------
 
 
@@ -139,7 +115,7 @@ def _start_all_reduce(t: Tensor, op: str, group: Group, fresh: bool, sync: bool)
     _count(ALL_REDUCE, group, nbytes, 0, dtype if op in ADDS else None)
     call = _call(group, "all_reduce", op, x)
     if group.pg is None:
-        out = _rendezvous(group, call, x, lambda parts: _copies(contiguous(reduced(parts, op)), n))
+        out = checking.rendezvous(group, call, x, lambda parts: _copies(contiguous(reduced(parts, op)), n))
         return Pending(None, out if fresh else _into(t, out))
     if not nbytes:  # same shape everywhere: nothing moves on any rank
         return Pending(None, _fresh(x) if fresh else t)
@@ -207,7 +183,9 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
     _count(ALL_GATHER, group, 0, nbytes)
     call = _call(group, "all_gather", "", x, (("dim", dim), ("sizes", tuple(sizes))), (dim,))
     if group.pg is None:
-        return Pending(None, _rendezvous(group, call, x, lambda parts: _copies(contiguous(torch.cat(parts, dim)), n)))
+        return Pending(
+            None, checking.rendezvous(group, call, x, lambda parts: _copies(contiguous(torch.cat(parts, dim)), n))
+        )
     if not nbytes:
         return Pending(None, x.new_empty(full))
     if dim == 0 and group.plain and x.dtype in MOVABLE and even(sizes):  # nothing to rearrange
@@ -293,7 +271,7 @@ def _start_reduce_scatter(t: Tensor, dim: int, sizes: Sizes, op: str, group: Gro
     _count(REDUCE_SCATTER, group, x.nbytes, 0, dtype if op in ADDS else None)
     call = _call(group, "reduce_scatter", op, x, (("dim", dim), ("sizes", tuple(sizes))))
     if group.pg is None:
-        return Pending(None, _rendezvous(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))
+        return Pending(None, checking.rendezvous(group, call, x, lambda parts: _split(reduced(parts, op), dim, sizes)))
     own = sizes[group.index]
     if not x.nbytes:
         return Pending(None, x.new_empty(resized(x.shape, dim, own)))
@@ -385,7 +363,7 @@ def all_to_all(
             pieces = [p.split(list(split_sizes), split_dim) for p in parts]
             return [contiguous(torch.cat([row[j] for row in pieces], concat_dim)) for j in range(n)]
 
-        received: Tensor = _rendezvous(group, call, x, exchange)
+        received: Tensor = checking.rendezvous(group, call, x, exchange)
         return received
     if not numel(x.shape, concat_dim, sum(concat_sizes)):
         shape = resized(x.shape, split_dim, split_sizes[me])
@@ -445,7 +423,7 @@ def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
     _count(BROADCAST, group, x.nbytes, 0)
     call = _call(group, "broadcast", "", x, (("src_index", src_index),))
     if group.pg is None:
-        sent: Tensor = _rendezvous(group, call, x, lambda parts: [_fresh(parts[src_index]) for _ in parts])
+        sent: Tensor = checking.rendezvous(group, call, x, lambda parts: [_fresh(parts[src_index]) for _ in parts])
         return sent
     if not x.nbytes:
         return _fresh(x)
@@ -463,7 +441,7 @@ def barrier(group: Group) -> None:
         return
     call = Call("barrier")
     if group.pg is None:
-        _rendezvous(group, call, None, lambda parts: parts)
+        checking.rendezvous(group, call, None, lambda parts: parts)
     elif group.gloo:
         started(group, call, group.pg.barrier, BarrierOptions()).wait()
     else:  # elsewhere a barrier guesses the device
@@ -484,8 +462,6 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
         return [obj]
     if group.pg is not None:
         return checking.objects(obj, group)
-    if runtime.RT.sim is None:
-        raise _ended(group)
     return checking.simulated(obj, group, Call("all_gather_object"))
 
 
