@@ -14,9 +14,10 @@ import torch
 
 from .. import convert, runtime
 from ..dispatch import disabled
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MeshwrightError
 from ..layout import Spec
 from ..mesh import Mesh
+from ..reading import making_sense
 from ..resharding import plan as plan_conversion
 from ..shard.states import batched_by
 from .agree import attempt, from_first, prepared
@@ -147,7 +148,7 @@ def _read(one: Rows, source: TensorSource) -> Tensor:
     box = one.read.layout.local_bounds(one.read.shape, here)
     if one.first:
         box[0] = (box[0][0] + one.first, box[0][1] + one.first)
-    with torch.no_grad():
+    with torch.no_grad(), making_sense(f"{one.target.name!r}", CheckpointError, passing=MeshwrightError):
         source.fill(one.target.name, tuple(box), value)
     return value
 

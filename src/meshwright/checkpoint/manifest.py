@@ -13,15 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError, MeshwrightError
+from ..errors import CheckpointError
 from ..layout import Spec, spec_data, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
+from ..reading import making_sense, plain_name, read_regular
 from . import files
 from .files import Line
 
 FORMAT, VERSION = "meshwright checkpoint", 2
+CONFIGURATIONS = ("config.json", "generation_config.json")  # files of a model of transformers that manifests keep
 NAME, UNFINISHED = "manifest.json", "manifest.json.tmp"
-_FOLDER = re.compile(r"step-(\d{8,})-(\d{5,})-([0-9a-f]{4})")
+_FOLDER = re.compile(r"step-(\d{8,})-(\d{5,})-([0-9a-f]{4})", re.ASCII)
+_WRITTEN = re.compile(r"rank-\d{5,}\.safetensors|manifest\.json\.tmp", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -73,31 +76,20 @@ def read_manifest(folder: Path) -> str:
     """The text of a manifest, found to be whole.  Raises CheckpointError."""
     path = folder / NAME
     try:
-        text = path.read_bytes()
+        text = read_regular(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     head, _, rest = text.partition(b",\n")
     if head != b'{"crc32": %d' % zlib.crc32(rest[:-2]) or rest[-2:] != b"}\n":
         raise CheckpointError(f"{path} is damaged: its checksum differs")
-    return text.decode()
+    with making_sense(path, CheckpointError):
+        return text.decode()
 
 
 def parsed(text: str, path: Path) -> Manifest:
     """A manifest from its text.  Raises CheckpointError for one of another version, or that is none."""
-    try:
+    with making_sense(path, CheckpointError, "is no manifest of a checkpoint"):
         return _parsed(json.loads(text), path)
-    except CheckpointError:
-        raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-        MeshwrightError,
-    ) as error:
-        raise CheckpointError(f"{path} is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
 
 
 def _parsed(data: Any, path: Path) -> Manifest:
@@ -109,7 +101,30 @@ def _parsed(data: Any, path: Path) -> Manifest:
     mesh = mesh_from(data["mesh"])
     tensors = {name: spec_from(spec, mesh) for name, spec in data["tensors"].items()}
     lines = {name: Line(*line) for name, line in data["files"].items()}
-    return Manifest(data["step"], mesh, tensors, data["aliases"], data["values"], lines)
+    made = Manifest(data["step"], mesh, tensors, data["aliases"], data["values"], lines)
+    if wrong := _wrong(made):
+        raise CheckpointError(f"{path} is no manifest of a checkpoint: {wrong}")
+    return made
+
+
+def _wrong(made: Manifest) -> str:
+    """What of a manifest, whose checksum says nothing of who wrote it, no save writes; empty where it is sound."""
+    if type(made.step) is not int or made.step < 0:
+        return f"its step is {made.step!r}"
+    for name, spec in made.tensors.items():
+        name.encode()  # half of a character could not even be shown
+        if name == "__metadata__" or any(type(n) is not int or n < 0 for n in spec.shape) or spec.layout.partial:
+            return f"it has a tensor {name!r} of {spec!r}"
+    for other, name in dict(made.aliases).items():
+        if not isinstance(name, str) or name not in made.tensors:
+            return f"{other!r} is another name of {name!r}, which it does not have"
+    for name, line in made.files.items():
+        if not plain_name(name) or type(line.bytes) is not int or type(line.header) is not int:
+            return f"it names a file {name!r}, with {line}, which is none of its folder's"
+    for name, text in dict(dict(made.values).get("config", {})).items():
+        if name not in CONFIGURATIONS or not isinstance(text, str):
+            return f"it has a configuration {name!r}, which no model has"
+    return ""
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -189,19 +204,26 @@ def remove_old(folder: Path, keep: int | None, own: Path) -> None:
     old += [] if keep is None else [s for s in complete if s.serial <= serial][keep:]
     for s in old:
         with contextlib.suppress(OSError):
-            _remove(s.path)
+            remove(s.path)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a save: what saves write, and the folder if nothing else is in it.  Raises OSError.
+
+    A link is not followed: what it leads to is none of this folder's.
+    """
     disk = files.DISK
+    if path.is_symlink() or not path.is_dir():
+        return
     disk.remove(path / NAME)  # first: what is half removed must be no checkpoint
     disk.sync_folder(path)
     for file in path.iterdir():
-        disk.remove(file)
+        if _WRITTEN.fullmatch(file.name):
+            disk.remove(file)
     disk.remove(path)
 
 
 __all__ = [
-    "NAME", "Manifest", "SaveFolder", "commit", "make_folder", "new_folder", "parsed", "read_manifest", "remove_old",
-    "saves_in",
+    "CONFIGURATIONS", "NAME", "Manifest", "SaveFolder", "commit", "make_folder", "new_folder", "parsed",
+    "read_manifest", "remove", "remove_old", "saves_in",
 ]  # fmt: skip

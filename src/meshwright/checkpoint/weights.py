@@ -13,6 +13,7 @@ import torch.nn as nn
 from ..errors import CheckpointError, takes
 from ..mesh import Mesh
 from ..raw import bare
+from ..reading import making_sense, plain_name, read_regular
 from ..tensor import DistTensor
 from .agree import attempt, mesh_of, prepared
 from .arrays import bytes_of
@@ -95,10 +96,12 @@ def source_of(path: Path) -> Source:
 def _index(index: Path) -> dict[str, str]:
     """The names of tensors to those of the files that an index names.  Raises CheckpointError."""
     try:
-        names = {name: str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read: it is no index of files ({error})") from error
-    if outside := [name for name in names.values() if Path(name).name != name or "\0" in name]:
+        text = read_regular(index)
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
+    with making_sense(index, CheckpointError, "cannot be read: it is no index of files"):
+        names: dict[str, str] = dict(json.loads(text)["weight_map"])
+    if outside := [name for name in names.values() if not plain_name(name)]:
         raise CheckpointError(f"{index} names {outside[0]!r}, which is not in its folder")
     return names
 
