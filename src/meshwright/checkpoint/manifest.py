@@ -101,7 +101,7 @@ def _parsed(data: Any, path: Path) -> Manifest:
     mesh = mesh_from(data["mesh"])
     tensors = {name: spec_from(spec, mesh) for name, spec in data["tensors"].items()}
     lines = {name: Line(*line) for name, line in data["files"].items()}
-    made = Manifest(data["step"], mesh, tensors, data["aliases"], data["values"], lines)
+    made = Manifest(data["step"], mesh, tensors, dict(data["aliases"]), dict(data["values"]), lines)
     if wrong := _wrong(made):
         raise CheckpointError(f"{path} is no manifest of a checkpoint: {wrong}")
     return made
@@ -115,13 +115,13 @@ def _wrong(made: Manifest) -> str:
         name.encode()  # half of a character could not even be shown
         if name == "__metadata__" or any(type(n) is not int or n < 0 for n in spec.shape) or spec.layout.partial:
             return f"it has a tensor {name!r} of {spec!r}"
-    for other, name in dict(made.aliases).items():
+    for other, name in made.aliases.items():
         if not isinstance(name, str) or name not in made.tensors:
             return f"{other!r} is another name of {name!r}, which it does not have"
     for name, line in made.files.items():
         if not plain_name(name) or type(line.bytes) is not int or type(line.header) is not int:
             return f"it names a file {name!r}, with {line}, which is none of its folder's"
-    for name, text in dict(dict(made.values).get("config", {})).items():
+    for name, text in dict(made.values.get("config", {})).items():
         if name not in CONFIGURATIONS or not isinstance(text, str):
             return f"it has a configuration {name!r}, which no model has"
     return ""
