@@ -18,6 +18,7 @@ from .hugging_face import SHARD_BYTES, WholeFile, begin, configure, into_place, 
 from .inspection import manifest_of, saves_at
 from .loading import Reader
 from .manifest import SaveFolder
+from .runs import of_one_run
 
 SUFFIX = ".safetensors"
 
@@ -27,6 +28,7 @@ def chosen(folder: Path, step: int | None) -> SaveFolder:
     saves = saves_at(folder)
     wanted = [s for s in saves if s.complete and step in (None, s.step)]
     if wanted:
+        of_one_run(folder, wanted)
         return wanted[0]
     of, there = "" if step is None else f" of step {step}", [str(s.step) for s in saves if s.complete]
     incomplete = "".join(f"; incomplete: {s.why_incomplete()}" for s in saves if not s.complete)

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ class Manifest:
         aliases: further names of tensors.
         values: what else was saved, as JSON.
         files: name of a file to what it must be.
+        run: which run it is of (see :mod:`~.runs`); empty where an earlier version wrote it.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Manifest:
     aliases: Mapping[str, str]
     values: Mapping[str, Any]
     files: Mapping[str, Line] = field(default_factory=dict)
+    run: str = ""
 
     @cached_property
     def turns(self) -> dict[str, int]:
@@ -57,6 +59,7 @@ class Manifest:
         parts = {
             "format": json.dumps(FORMAT),
             "version": json.dumps(VERSION),
+            "run": json.dumps(self.run),
             "step": json.dumps(self.step),
             "mesh": json.dumps(mesh_data(self.mesh)),
             "tensors": _lines({name: spec_data(spec) for name, spec in self.tensors.items()}),
@@ -101,7 +104,9 @@ def _parsed(data: Any, path: Path) -> Manifest:
     mesh = mesh_from(data["mesh"])
     tensors = {name: spec_from(spec, mesh) for name, spec in data["tensors"].items()}
     lines = {name: Line(*line) for name, line in data["files"].items()}
-    made = Manifest(data["step"], mesh, tensors, dict(data["aliases"]), dict(data["values"]), lines)
+    made = Manifest(
+        data["step"], mesh, tensors, dict(data["aliases"]), dict(data["values"]), lines, data.get("run", "")
+    )
     if wrong := _wrong(made):
         raise CheckpointError(f"{path} is no manifest of a checkpoint: {wrong}")
     return made
@@ -111,6 +116,8 @@ def _wrong(made: Manifest) -> str:
     """What of a manifest, whose checksum says nothing of who wrote it, no save writes; empty where it is sound."""
     if type(made.step) is not int or made.step < 0:
         return f"its step is {made.step!r}"
+    if type(made.run) is not str:
+        return f"its run is {made.run!r}"
     for name, spec in made.tensors.items():
         name.encode()  # half of a character could not even be shown
         if name == "__metadata__" or any(type(n) is not int or n < 0 for n in spec.shape) or spec.layout.partial:
@@ -192,13 +199,17 @@ def make_folder(path: Path) -> None:
         files.DISK.sync_folder(p.parent)
 
 
-def remove_old(folder: Path, keep: int | None, own: Path) -> None:
+def remove_old(folder: Path, keep: int | None, own: Path, owns: Callable[[SaveFolder], bool]) -> None:
     """Remove what is no longer needed: complete saves beyond ``keep``, and what interrupted ones left.
 
     What cannot be removed stays: it is not worth a run.
+
+    Args:
+        own: the save that is complete now.
+        owns: whether a complete one is of the run.
     """
     saves = saves_in(folder)
-    complete = [s for s in saves if s.complete]
+    complete = [s for s in saves if s.complete and owns(s)]
     serial = next(s.serial for s in complete if s.path == own)
     old = [s for s in saves if s.serial < serial and not s.complete]
     old += [] if keep is None else [s for s in complete if s.serial <= serial][keep:]
@@ -215,8 +226,9 @@ def remove(path: Path) -> None:
     disk = files.DISK
     if path.is_symlink() or not path.is_dir():
         return
-    disk.remove(path / NAME)  # first: what is half removed must be no checkpoint
-    disk.sync_folder(path)
+    if (path / NAME).exists():
+        disk.remove(path / NAME)  # first: what is half removed must be no checkpoint
+        disk.sync_folder(path)
     for file in path.iterdir():
         if _WRITTEN.fullmatch(file.name):
             disk.remove(file)

@@ -24,7 +24,7 @@ from .contents import ModelTensors, Roles, model_tensors, stored_spec
 from .dcp import METADATA, DcpFiles
 from .hugging_face import INDEX, SINGLE
 from .loading import DIFFERENT, SAME, Reader, choice, read_targets, specs_of
-from .manifest import NAME, parsed, read_manifest
+from .manifest import NAME, parsed, read_manifest, saves_in
 from .restore import Target, misnamed
 from .sources import SafetensorFiles
 
@@ -102,7 +102,7 @@ def source_of(path: Path) -> Source:
         return DcpFiles(path)
     folder = path if (path / NAME).is_file() else None
     if folder is None and path.is_dir():
-        found = choice(path, None)
+        found = choice(path, None, saves_in(path))
         folder = None if found is None else found.path
     if folder is None:
         raise CheckpointError(
