@@ -42,7 +42,7 @@ def _ends() -> Iterator[None]:
         raise TimeoutError("it waits for ever")
 
     signal.signal(signal.SIGALRM, end)
-    signal.alarm(120)
+    signal.alarm(600)
     yield
     signal.alarm(0)
 

@@ -323,3 +323,29 @@ def test_weights_on_a_full_disk(there: bool, shard_bytes: int, tmp_path: Path, m
         if not path.exists() or values(read) == {1.0}:
             assert after == before
     assert at > 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(files.Disk):
+        def write(self, file: int, data: Any) -> None:
+            if runtime.RT.rank == rank:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().write(file, data)
+
+    def check(folder: Path) -> None:
+        mw.Checkpoints(folder).check()
+
+    mw.simulate(lambda: check(tmp_path / "run"), DP)
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file/run", Path("/proc/none")):
+        with pytest.raises(
+            CheckpointError, match=rf"save to {folder}.* cannot be written: (File exists|Not a directory|No such file)"
+        ):
+            mw.simulate(lambda folder=folder: check(folder), DP)
+    monkeypatch.setattr(files, "DISK", Full())
+    with pytest.raises(CheckpointError, match=rf"save to .*check-0000{rank}\.tmp cannot be written: No space left"):
+        mw.simulate(lambda: check(tmp_path / "run"), DP)
+    assert usage(tmp_path) == {"run", "file"}

@@ -154,7 +154,7 @@ def test_an_attempt_does_not_meet_the_one_before() -> None:
         for one in ranks:
             one.start()
         for one in ranks:
-            one.join(60)
+            one.join(300)
             one.kill()
         assert [one.exitcode for one in ranks] == [0, 0]
 
@@ -191,7 +191,7 @@ def test_a_port_that_another_program_has(answer: bytes, agent: bool, tmp_path: P
         for one in ranks:
             one.start()
         for one in ranks:
-            one.join(60)
+            one.join(300)
             one.kill()
     assert [one.exitcode for one in ranks] == [0, 0]
     mute = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -78,8 +79,9 @@ def standard_library(folder: Path | None = None, limit: int = LIMIT) -> tuple[by
             break
         try:
             text += read_regular(path)
-        except OSError:  # one unreadable source does not matter: enough others are there
-            continue
+        except OSError as error:  # one unreadable source does not matter: enough others are there
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # so it is with all
+                raise
     if not text:
         raise DataError(f"{folder} has no readable .py files to train on by default: {FIX}")
     length = f"the first {limit:,}" if len(text) > limit else f"{len(text):,}"
