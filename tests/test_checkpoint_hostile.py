@@ -19,11 +19,13 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.checkpoint.export import export
 from meshwright.checkpoint.hugging_face import INDEX
 from meshwright.checkpoint.inspection import damages, manifest_of
+from meshwright.cli import app
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.program.load import load_program
 from meshwright.reading import plain_name
@@ -203,6 +205,12 @@ def test_what_a_link_in_a_run_leads_to_stays(tmp_path: Path) -> None:
     assert store.steps == [2]
     assert everything(tmp_path / "mine") == there
     assert everything(notes.parent) == {"notes.txt": b"mine"}
+
+
+def test_a_link_to_nowhere_is_no_damage(run: Run) -> None:
+    (run.path / "more.safetensors").symlink_to(run.path / "nowhere")
+    done = CliRunner().invoke(app, ["checkpoint", "verify", str(run.folder)])
+    assert (done.exit_code, done.stdout.strip()) == (0, "1 complete, all as written: step 1")
 
 
 def pipe(path: Path) -> None:
