@@ -26,6 +26,8 @@ import meshwright as mw
 from meshwright import collective
 from meshwright.collective import process
 
+LONG = 600.0  # seconds that nobody waits for: a rank that still sleeps then was not told
+
 
 def happen(case: str, folder: str) -> None:
     """What happens to the victim; the time of it is told first."""
@@ -105,7 +107,7 @@ def own_group(trap: Trap, mesh: mw.Mesh) -> None:
     if trap.mine:  # "killed" or "stopped": what else there is happens where Python is
         threading.Timer(0.5, lambda: trap.at("own group")).start()
     if rank == late:
-        time.sleep(60)
+        time.sleep(LONG)
     collective.all_reduce(torch.ones(1000), "sum", collective.group(mesh))
 
 
@@ -113,23 +115,31 @@ def other_group(trap: Trap, mesh: mw.Mesh) -> None:
     """The victim fails alone; one of the others sleeps, and two wait for that one, in groups without the victim."""
     rank, trap.step = dist.get_rank(), 2
     if trap.mine:
+        there = [Path(f"{trap.folder}/there-{r}") for r in mesh.ranks if r != rank]
+        while not all(p.exists() for p in there):
+            time.sleep(0.01)
         time.sleep(0.5)
         trap.at("other group")
+    Path(f"{trap.folder}/there-{rank}").touch()
     if rank == 3 - trap.victim:
-        time.sleep(60)  # it reads data: the ones that wait for it can only be told
+        time.sleep(LONG)  # it reads data: the ones that wait for it can only be told
     axis = next(a for a in (0, 1) if trap.victim not in mesh.group_ranks(rank, (a,)))
     collective.all_reduce(torch.ones(1000), "sum", collective.group(mesh, (axis,)))
-    time.sleep(60)
+    time.sleep(LONG)
 
 
 def first_ended(trap: Trap, mesh: mw.Mesh) -> None:
     """The first rank, to which all others are connected, comes to its end; then the victim fails alone."""
-    trap.step = 2
+    trap.step, first = 2, Path(f"{trap.folder}/first")
     if dist.get_rank() == 0:
+        Path(f"{first}.tmp").write_text(str(os.getpid()))
+        os.rename(f"{first}.tmp", first)
         return
-    time.sleep(1)
+    while not first.exists() or process.state(int(first.read_text())) != "ended":
+        time.sleep(0.01)
+    time.sleep(0.5)  # for those that were connected to it to turn to the next one
     trap.at("first ended")
-    time.sleep(60)
+    time.sleep(LONG)
 
 
 def with_a_child(trap: Trap, mesh: mw.Mesh) -> None:
@@ -140,14 +150,14 @@ def with_a_child(trap: Trap, mesh: mw.Mesh) -> None:
         os._exit(0)
     time.sleep(0.3)
     trap.at("with a child")
-    time.sleep(60)
+    time.sleep(LONG)
 
 
 def busy(trap: Trap, mesh: mw.Mesh) -> None:
     """The victim does nothing wrong: it holds Python's lock, and is stopped for a moment, while the others wait."""
     if trap.mine:
-        ctypes.PyDLL(None).usleep(3_000_000)
-        wakes = f"sleep 0.4; kill -CONT {os.getpid()}"
+        ctypes.PyDLL(None).usleep(4_000_000)
+        wakes = f"sleep 0.2; kill -CONT {os.getpid()}"
         with subprocess.Popen(["sh", "-c", wakes]):
             os.kill(os.getpid(), signal.SIGSTOP)
         happen("nothing", trap.folder)
@@ -162,7 +172,7 @@ def ends_first(trap: Trap, mesh: mw.Mesh) -> None:
     time.sleep(2)
     print("nobody waits for it")
     if dist.get_rank() == 2:
-        time.sleep(30)
+        time.sleep(LONG)
     collective.all_reduce(torch.ones(1000), "sum", collective.group(mesh))
 
 
@@ -206,8 +216,12 @@ class Run(NamedTuple):
     said: dict[int, str]
 
 
-def run(case: str, place: str, victim: int, world: int = 4, limit: float = 30.0, **settings: Any) -> Run:
-    """Let something happen to one rank, and wait for the end of all."""
+def run(case: str, place: str, victim: int, world: int = 4, limit: float = 300.0, **settings: Any) -> Run:
+    """Let something happen to one rank, and wait for the end of all.
+
+    Args:
+        limit: seconds after which those that are still there hang, however busy the machine is.
+    """
     with tempfile.TemporaryDirectory() as folder:
         args = (case, place, victim)
         ranks = [CONTEXT.Process(target=rank_main, args=(*args, r, world, folder, settings)) for r in range(world)]
@@ -215,7 +229,7 @@ def run(case: str, place: str, victim: int, world: int = 4, limit: float = 30.0,
             one.start()
         mark, began = Path(folder) / "happened", time.monotonic()
         try:
-            while not mark.exists() and any(p.is_alive() for p in ranks) and time.monotonic() < began + 120:
+            while not mark.exists() and any(p.is_alive() for p in ranks) and time.monotonic() < began + LONG:
                 time.sleep(0.01)
             ends: dict[int, float] = {}
             at = float(mark.read_text()) if mark.exists() else 0.0

@@ -43,7 +43,7 @@ def _rank_main(pipe: Connection, rank: int, world: int, store: str, job: bytes) 
         dist.destroy_process_group()
 
 
-def run_processes(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_processes(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Run ``fn(*args)`` in ``world`` processes with torch.distributed initialised on gloo.
 
     Args:

@@ -25,7 +25,7 @@ class Held(files.Disk):
         self.fails = False
 
     def write(self, file: int, data: object) -> None:
-        assert self.may_go_on.wait(20)
+        assert self.may_go_on.wait(300)
         if self.fails:
             raise OSError(errno.ENOSPC, "No space left on device")
         super().write(file, data)

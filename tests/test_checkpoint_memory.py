@@ -46,7 +46,8 @@ if what == "export":
     from meshwright.checkpoint.export import chosen, export
     export(chosen(folder / "small", None).path, folder / "small-out")
     peak("export", lambda: export(chosen(folder / "run", None).path, folder / "out", 10**8))
-    net = mw.load_weights(model(), folder / "weights")
+    net = model()
+    mw.load_weights(net, folder / "weights")
     from safetensors.torch import load_file
     for file in (folder / "out").glob("*.safetensors"):
         for name, t in load_file(file).items():

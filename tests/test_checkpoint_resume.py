@@ -338,6 +338,34 @@ def test_loaders_that_cannot_go_on() -> None:
         next(iter(loader))
 
 
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_loader_with_other_rows_and_as_many_batches(before: int, local: bool) -> None:
+    """A row less is an order drawn anew, or rows that are never seen: whatever the number of batches."""
+
+    def made(rows: int, sampler: Any = None) -> Any:
+        data = TensorDataset(torch.arange(rows))
+        drawn = None if sampler is None else torch.utils.data.SubsetRandomSampler(range(sampler))
+        loader = DataLoader(data, batch_size=8, shuffle=sampler is None, sampler=drawn)
+        return mw.shard_dataloader(loader, ONE, local=local)
+
+    loader = made(40)
+    batches = iter(loader)
+    for _ in range(before):
+        next(batches)
+    state = loader.state_dict()
+    assert len(made(39)) == len(loader)
+    with pytest.raises(
+        ShardError, match="its dataset had 40 rows when the state was taken and has 39: the data must be"
+    ):
+        made(39).load_state_dict(state)
+    made(40).load_state_dict(state)
+    made(39).load_state_dict({k: v for k, v in state.items() if k != "rows"})  # which earlier versions did not write
+    if not local:  # then a sampler draws the part of a rank, and meshes may differ
+        with pytest.raises(ShardError, match="its sampler had 40 rows when the state was taken and has 39"):
+            made(40, 39).load_state_dict(state)
+
+
 def test_a_loader_with_a_state_of_its_own() -> None:
     class Stateful(list):  # type: ignore[type-arg]
         def state_dict(self) -> dict[str, int]:

@@ -187,7 +187,7 @@ class Held(files.Disk):
         self.may_go_on = threading.Event()
 
     def write(self, file: int, data: Any) -> None:
-        assert self.may_go_on.wait(20)
+        assert self.may_go_on.wait(300)
         super().write(file, data)
 
 

@@ -53,6 +53,11 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cut")
+def read_into(model: Any, path: Path) -> Any:
+    assert mw.load_weights(model, path) == ([], [])
+    return model
+
+
 @pytest.mark.parametrize("source", PLANS)
 def test_out_and_in_on_other_meshes(source: str, tmp_path: Path) -> None:
     def out() -> Any:
@@ -72,7 +77,7 @@ def test_out_and_in_on_other_meshes(source: str, tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "single" / "model.safetensors"):
 
             def back(target: str = target, path: Path = path) -> Any:
-                return whole(mw.load_weights(built(target, 2), path))
+                return whole(read_into(built(target, 2), path))
 
             for found in mw.simulate(back, PLANS[target][0]):
                 assert all(torch.equal(found[n], saved[n]) for n in saved)
@@ -112,7 +117,11 @@ def test_another_model(tmp_path: Path) -> None:
     fails(r"lacks 1 .*up\.bias \(close: up\.bia\); the model lacks 1 .*up\.bia .*strict=False leaves both out", **{
         "up.bias": None, "up.bia": torch.zeros(9),
     })  # fmt: skip
-    mw.simulate(lambda: run(strict=False), BOTH)
+    with pytest.warns(
+        UserWarning, match=r"strict=False: it lacks 1 .*up\.bias \(close: up\.bia\); the model lacks 1"
+    ) as said:
+        mw.simulate(lambda: run(strict=False), BOTH)
+    assert len(said) == 1
     fails(r"up\.bias is torch\.float32 of shape \(9,\) here, and torch\.float32 of \(8,\) there", **{
         "up.bias": torch.zeros(8),
     })  # fmt: skip
@@ -124,11 +133,30 @@ def test_another_model(tmp_path: Path) -> None:
         mw.simulate(run, BOTH)
 
 
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    """As torch's load_state_dict returns it; files of another model load nothing, and not without a word."""
+    save_file({"weight": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    model = nn.Linear(2, 4)
+    with pytest.warns(UserWarning, match=r"strict=False: it lacks 1 of the model's tensors: bias$") as said:
+        left = mw.load_weights(model, tmp_path, strict=False)
+    assert said[0].filename == __file__
+    assert (left.missing_keys, left.unexpected_keys) == (["bias"], [])
+    assert left == model.load_state_dict({"weight": torch.ones(4, 2)}, strict=False)
+    assert model.weight.eq(1).all()
+    other = {"layer.weight": torch.ones(4, 2), "layer.bias": torch.ones(4)}
+    save_file(other, tmp_path / "model.safetensors")
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"no name fits, so nothing was loaded: it lacks 2 .*weight \(close: layer"):
+        left = mw.load_weights(model, tmp_path, strict=False)
+    assert [*map(sorted, left)] == [*map(sorted, model.load_state_dict(other, strict=False))]
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
 def test_tied_here_and_apart_there(tmp_path: Path) -> None:
     """Both names may be there, with the same values; other values are not left out without a word."""
     tensors = {n: t.clone() for n, t in Weights().state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    for found in mw.simulate(lambda: whole(mw.load_weights(built("dp-tp", 2), tmp_path)), BOTH):
+    for found in mw.simulate(lambda: whole(read_into(built("dp-tp", 2), tmp_path)), BOTH):
         assert all(torch.equal(found[n], t) for n, t in tensors.items())
     tensors["head.weight"][7, 3] += 1
     save_file(tensors, tmp_path / "model.safetensors")
@@ -149,12 +177,12 @@ def test_tensors_that_are_conjugated_when_they_are_read(tmp_path: Path) -> None:
     first = Conjugated()
     mw.Checkpoints(tmp_path / "own").save(1, model=first).wait()
     dcp.save(first.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    again = mw.load_weights(Conjugated(), tmp_path / "own")
+    again = read_into(Conjugated(), tmp_path / "own")
     assert torch.equal(again.get_buffer("turned"), first.get_buffer("turned"))
     with pytest.raises(CheckpointError, match=r"its numbers are not those of the tensor: {'conj': True"):
         mw.load_weights(Conjugated(), tmp_path / "dcp")
     dcp.save({"turned": first.get_buffer("turned").resolve_conj()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    again = mw.load_weights(Conjugated(), tmp_path / "dcp")
+    again = read_into(Conjugated(), tmp_path / "dcp")
     assert torch.equal(again.get_buffer("turned"), first.get_buffer("turned"))
 
 
@@ -256,7 +284,7 @@ def test_weights_that_are_replaced_are_whole_at_any_time(
         return model
 
     def found(path: Path) -> set[float]:
-        return set(torch.cat([p.flatten() for p in mw.load_weights(filled(0.0), path).parameters()]).tolist())
+        return set(torch.cat([p.flatten() for p in read_into(filled(0.0), path).parameters()]).tolist())
 
     size, last, seen = 4 * 4 * 4 * 4, 0, []
     died = True
@@ -286,7 +314,7 @@ def test_an_index_says_which_file_a_tensor_is_in(tmp_path: Path) -> None:
     save_file({"bias": torch.zeros(2), "weight": old}, tmp_path / "b.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"weight": "a.safetensors", "bias": "b.safetensors"}}))
-    assert torch.equal(mw.load_weights(nn.Linear(2, 2), tmp_path).weight, new)
+    assert torch.equal(read_into(nn.Linear(2, 2), tmp_path).weight, new)
     index.write_text(json.dumps({"weight_map": {"bias": "b.safetensors", "other": "a.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"weight is in .*a.safetensors and in .*b.safetensors: which is meant"):
         mw.load_weights(nn.Linear(2, 2), tmp_path)
@@ -309,7 +337,7 @@ def test_of_one_file_and_an_index_the_one_file_is_read(tmp_path: Path) -> None:
     made(1).save_pretrained(tmp_path / "a", max_shard_size=500)
     made(2).save_pretrained(tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").rename(tmp_path / "a" / "model.safetensors")
-    ours = mw.load_weights(made(3), tmp_path / "a").state_dict()
+    ours = read_into(made(3), tmp_path / "a").state_dict()
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "a").state_dict()
     assert [n for n, t in theirs.items() if not torch.equal(t, ours[n])] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from meshwright.cli import _missing
 from meshwright.train.config import TrainConfig
-from meshwright.train.launch import STOPPED, _stopped
+from meshwright.train.launch import STOPPED, _received, _stopped
 from meshwright.train.show import Show
 
 EXPLAIN = [sys.executable, "-m", "meshwright", "explain", "--layers", "1", "--hidden", "16", "--mesh", "dp=2"]
@@ -40,6 +42,44 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.stderr.decode() == "error: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(closed: str) -> None:
+    command = " ".join([*EXPLAIN[:3], "--version"])
+    done = subprocess.run(f"exec {command} {closed}", shell=True, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (closed == "2>&-")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "open files"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory"),
+        (MemoryError(), "memory"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "memory"),
+        (RuntimeError("can't start new thread"), "threads"),
+        (RuntimeError("something else"), ""),
+        (OSError(errno.ENOSPC, "No space left on device"), ""),
+        (ImportError("no module"), ""),
+    ],
+)
+def test_what_the_system_has_no_more_of(error: Exception, said: str) -> None:
+    missing = _missing(error)
+    assert missing.startswith(said)
+    assert bool(missing) == bool(said)
+    assert not said or "ulimit" in missing
+
+
+def test_few_files_are_one_line() -> None:
+    """Whatever is opened next fails: an import, the text, a thread."""
+    limits = "import resource, sys; from meshwright import cli; resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))"
+    code = f"{limits}; cli.app = lambda: [open('/dev/null') for _ in range(9)]; cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this process can have no more open files (ulimit -n): raise the limit")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_narrow_terminal_cuts_nothing() -> None:
     console = Console(width=40, force_terminal=True, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     row = {"name": "blocks.0.attention.qkv.weight", "shape": (192, 64), "local": (96, 64)}
@@ -58,7 +98,7 @@ def test_a_narrow_terminal_cuts_nothing() -> None:
 def test_an_interrupt_while_it_starts_is_a_line() -> None:
     process = subprocess.Popen([*EXPLAIN[:3], "rules"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < end:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
@@ -67,6 +107,24 @@ def test_an_interrupt_while_it_starts_is_a_line() -> None:
         process.kill()
     assert process.returncode == 130
     assert shown == "interrupted\n"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_rank_that_is_ended_since_it_was_stopped(stopped: bool) -> None:
+    """The others end it with SIGKILL: that is not what went wrong."""
+
+    class Ended:
+        exitcode = -signal.SIGKILL
+
+        def join(self, seconds: float) -> None:
+            pass
+
+        def recv(self) -> None:
+            raise EOFError
+
+    _, failure = _received(Ended(), Ended(), 1, stopped)
+    cause = "was stopped (SIGSTOP or SIGTSTP) while the others waited for it, and "
+    assert failure.message == f"the process {cause if stopped else ''}was ended by SIGKILL"
 
 
 def test_a_rank_that_is_stopped_counts_as_failed_after_a_while() -> None:

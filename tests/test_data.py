@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,10 @@ def test_bad_data_names_the_file_and_the_fix(tmp_path: Path, name: str, text: by
 
 
 def test_unreadable_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path) -> bytes:
+    def refuse(*given: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything: a mode would not do
+    monkeypatch.setattr(os, "open", refuse)  # root may read everything: a mode would not do
     with pytest.raises(DataError, match=r"secret cannot be read \(Permission denied\)"):
         load_corpus([write(tmp_path, "secret", b"x")], 8)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from processes import CONTEXT
 
 import meshwright as mw
 from meshwright.api import _own_device
+from meshwright.collective import joining
 from meshwright.errors import MeshError
 from meshwright.launchers import Launch, launched
 
@@ -149,9 +154,53 @@ def test_an_attempt_does_not_meet_the_one_before() -> None:
         for one in ranks:
             one.start()
         for one in ranks:
-            one.join(60)
+            one.join(300)
             one.kill()
         assert [one.exitcode for one in ranks] == [0, 0]
+
+
+def meets(rank: int, port: int, agent: bool, said: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent)}
+    joining.MUTE = 2
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch says a lot
+    try:
+        mw.init_mesh({"dp": 2})
+    except MeshError as error:
+        Path(f"{said}/{rank}").write_text(str(error))
+    os._exit(0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("agent", [False, True])
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "http"])
+def test_a_port_that_another_program_has(answer: bytes, agent: bool, tmp_path: Path) -> None:
+    """All ranks end with the reason: torch's client would wait without end for a program that says nothing."""
+    held: list[socket.socket] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(listening.accept()[0])
+                held[-1].sendall(answer)
+
+    with socket.create_server(("localhost", 0)) as listening:
+        port = listening.getsockname()[1]
+        threading.Thread(target=serve, daemon=True).start()
+        ranks = [CONTEXT.Process(target=meets, args=(rank, port, agent, str(tmp_path))) for rank in (0, 1)]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join(300)
+            one.kill()
+    assert [one.exitcode for one in ranks] == [0, 0]
+    mute = (
+        rf"what listens at localhost:{port} does not answer as the store of rank 0 does: another program has the port"
+    )
+    assert re.search(
+        mute if agent else f"another program has port {port} here: set MASTER_PORT", (tmp_path / "0").read_text()
+    )
+    assert re.search(mute, (tmp_path / "1").read_text())
 
 
 def test_each_process_of_a_machine_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

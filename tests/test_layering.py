@@ -14,6 +14,7 @@ LAYERS = (
     *(
         "errors",
         "compat",
+        "reading",
         "launchers",
         "operators",
         "mesh",

@@ -30,11 +30,11 @@ class Agents:
         self.command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=9",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost", "--rdzv-id=1",
-            "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3", *script,
+            "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=8", *script,
         ]  # fmt: skip
         self.running: list[subprocess.Popen[bytes]] = []
         self.start()  # the first has the store
-        end = time.monotonic() + 100
+        end = time.monotonic() + 300
         while time.monotonic() < end:
             try:
                 socket.create_connection(("localhost", port), 1).close()
@@ -52,7 +52,7 @@ class Agents:
     def said(self) -> str:
         return "\n".join(file.read_text() for file in sorted(self.folder.glob("agent-*")))
 
-    def until(self, true: Callable[[str], bool], seconds: float = 250) -> None:
+    def until(self, true: Callable[[str], bool], seconds: float = 900) -> None:
         end = time.monotonic() + seconds
         while not true(self.said()):
             assert time.monotonic() < end, self.said()

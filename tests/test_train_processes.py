@@ -30,14 +30,14 @@ def environment() -> dict[str, str]:
 def meshwright(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "meshwright", *words],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=150,
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 
 def torchrun(n: int, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", *words],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=150,
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [rank for server in children(process.pid) for rank in children(server)]
 
 
-def gone(pids: list[int], seconds: float = 10.0) -> bool:
+def gone(pids: list[int], seconds: float = 100.0) -> bool:
     end = time.monotonic() + seconds
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.05)

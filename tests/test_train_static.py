@@ -124,7 +124,7 @@ def test_processes_equal_one_device(case: str, tmp_path: Path) -> None:
     words = [*case.split(), *sizes, "--verify", "--json", "--no-plot"]
     done = subprocess.run(
         [sys.executable, "-m", "meshwright", "train", "--static", *words],
-        cwd=tmp_path, env=kept | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, capture_output=True, text=True, timeout=150,
+        cwd=tmp_path, env=kept | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

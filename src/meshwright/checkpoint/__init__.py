@@ -7,6 +7,7 @@ Read it in this order:
     arrays     arrays in files: read a little at a time
     files      a file of tensors, with checksums; what is done to a disk
     manifest   what makes a folder a checkpoint
+    runs       whose checkpoints they are
     merging    what a captured step has in the middle of a merge
     contents   what there is to be saved of a model, an optimizer...
     agree      mistakes on one rank are errors on all

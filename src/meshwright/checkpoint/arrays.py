@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..reading import making_sense, open_regular
 from .pieces import Box
 
 Tensor = torch.Tensor
@@ -44,7 +45,7 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self.path, self.bytes_read = path, 0
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = open_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self.size = os.fstat(self._file).st_size
@@ -172,7 +173,7 @@ def arrays_of(file: OpenFile) -> dict[str, StoredArray]:
     length = int.from_bytes(file.read(0, 8), "little")
     if length > file.size - 8:
         raise fail(f"its header would end at byte {8 + length}, and it has {file.size}: it is cut, or no safetensors")
-    try:
+    with making_sense(file.path, CheckpointError, "cannot be read: its header is not one of safetensors"):
         table = json.loads(bytes(file.read(8, length)))
         table.pop("__metadata__", None)
         found, spans = {}, []
@@ -188,8 +189,6 @@ def arrays_of(file: OpenFile) -> dict[str, StoredArray]:
                 raise fail(f"{name} of shape {shape} would be bytes {first} to {last}")
             found[name] = StoredArray(file, 8 + length + first, shape, DTYPES[kind])
             spans.append((first, last, name))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise fail(f"its header is not one of safetensors ({error})") from error
     end = 0
     for first, last, name in sorted(spans):
         if first != end:

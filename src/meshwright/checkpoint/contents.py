@@ -25,6 +25,7 @@ from ..shard.optimizer import binding_of
 from ..tensor import DistTensor
 from .arrays import NAMES
 from .files import as_stored
+from .manifest import CONFIGURATIONS
 from .merging import merge_state, reduced
 from .values import encoded
 
@@ -203,11 +204,26 @@ def host_generators() -> dict[str, Any]:
 
 def set_host_generators(saved: Mapping[str, Any]) -> None:
     """Put Python's and NumPy's global generators where they were."""
+    python, of_numpy = _host_states(saved)
+    random.setstate(python)
+    if of_numpy is not None:
+        numpy.random.set_state(of_numpy)
+
+
+def check_host_generators(saved: Mapping[str, Any]) -> None:
+    """Raise something for states that :func:`set_host_generators` cannot take."""
+    python, of_numpy = _host_states(saved)
+    random.Random().setstate(python)
+    if of_numpy is not None:
+        numpy.random.RandomState().set_state(of_numpy)
+
+
+def _host_states(saved: Mapping[str, Any]) -> tuple[Any, Any]:
     version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words), gauss))
-    if "numpy" in saved:
-        kind, keys, *others = saved["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *others))
+    if "numpy" not in saved:
+        return (version, tuple(words), gauss), None
+    kind, keys, *others = saved["numpy"]
+    return (version, tuple(words), gauss), (kind, numpy.array(keys, dtype=numpy.uint32), *others)
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -276,13 +292,14 @@ def _gradients(found: ModelTensors, made: Contents) -> list[str]:
 def configurations(model: nn.Module) -> dict[str, str]:
     """Of a model of transformers, the files that ``from_pretrained`` reads beside the weights: name to text."""
     made = {}
-    for part in ("config", "generation_config"):
+    for file in CONFIGURATIONS:
+        part = file.removesuffix(".json")
         text = getattr(getattr(model, part, None), "to_json_string", None)
         if text is not None:
             data = json.loads(text())
             if part == "config" and not data.get("architectures"):
                 data["architectures"] = [type(model).__name__]
-            made[f"{part}.json"] = json.dumps(data, indent=2, sort_keys=True) + "\n"
+            made[file] = json.dumps(data, indent=2, sort_keys=True) + "\n"
     return made
 
 
@@ -328,6 +345,7 @@ def _unnamed(p: Tensor) -> str:
 
 
 __all__ = [
-    "GRADIENT", "OPTIMIZER", "OTHERS", "RANDOM", "Contents", "ModelTensors", "Roles", "configurations", "gather",
-    "group_names", "host_generators", "kind_of", "model_tensors", "random_states", "set_host_generators", "stored_spec",
+    "GRADIENT", "OPTIMIZER", "OTHERS", "RANDOM", "Contents", "ModelTensors", "Roles", "check_host_generators",
+    "configurations", "gather", "group_names", "host_generators", "kind_of", "model_tensors", "random_states",
+    "set_host_generators", "stored_spec",
 ]  # fmt: skip

@@ -11,15 +11,15 @@ import math
 import pickle
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
+from ..reading import making_sense, plain_name
 from .arrays import OpenFile, StoredArray, inside
 from .pieces import Box, common, nothing
 from .sources import ArrayFiles
@@ -89,17 +89,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 def unpickled(data: bytes | bytearray, where: str) -> Any:
     """What a pickle has, as records.  Raises CheckpointError, for what would run code too."""
-    return _sound(where, lambda: PlainUnpickler(data).load())
-
-
-def _sound(where: str, do: Callable[[], Any]) -> Any:
-    """What ``do`` makes of a file that may have anything in it."""
-    try:
-        return do()
-    except CheckpointError:
-        raise
-    except Exception as error:  # there is no end of what a pickle can fail with
-        raise CheckpointError(f"{where} cannot be read: {error or type(error).__name__}") from error
+    with making_sense(where, CheckpointError):
+        return PlainUnpickler(data).load()
 
 
 class StoredChunk(NamedTuple):
@@ -135,7 +126,8 @@ class DcpFiles(ArrayFiles):
         try:
             file = self.open(path)
             data = unpickled(file.read(0, file.size), str(path))
-            self.tensors: dict[str, Chunked] = _sound(str(path), partial(_tensors, data, path))
+            with making_sense(path, CheckpointError):
+                self.tensors = _tensors(data, path)
             for name in sorted({c.file for t in self.tensors.values() for c in t.chunks}):
                 self.open(folder / name)
         except BaseException:
@@ -186,7 +178,8 @@ class DcpFiles(ArrayFiles):
             file = self.open(self.folder / chunk.file)
             where = f"{file.path}: the chunk of {name!r} at byte {chunk.start}"
             tensor = self.tensors[name]
-            self.arrays[chunk] = _sound(where, lambda: _array(file, chunk, tensor.dtype, where))
+            with making_sense(where, CheckpointError):
+                self.arrays[chunk] = _array(file, chunk, tensor.dtype, where)
         return self.arrays[chunk]
 
 
@@ -231,8 +224,8 @@ def _dtype_of(properties: Any) -> torch.dtype:
 def _chunk(
     name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Mapping[str, Any], path: Path
 ) -> StoredChunk:
-    file = str(info["relative_path"])
-    if Path(file).name != file:
+    file = info["relative_path"]
+    if not plain_name(file):
         raise CheckpointError(f"{path} names {file!r}, which is not in its folder")
     if info.get("transform_descriptors"):
         raise CheckpointError(f"{path}: {name!r} was written through {info['transform_descriptors']}: that is not read")

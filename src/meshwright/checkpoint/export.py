@@ -13,10 +13,12 @@ from ..layout import Spec
 from . import files
 from .arrays import bytes_of, slabs
 from .contents import OPTIMIZER, OTHERS
-from .hugging_face import INDEX, SHARD_BYTES, WholeFile, begin, into_place, plan_files
+from .files import NewFiles
+from .hugging_face import SHARD_BYTES, WholeFile, begin, configure, into_place, plan_files
 from .inspection import manifest_of, saves_at
 from .loading import Reader
 from .manifest import SaveFolder
+from .runs import of_one_run
 
 SUFFIX = ".safetensors"
 
@@ -26,6 +28,7 @@ def chosen(folder: Path, step: int | None) -> SaveFolder:
     saves = saves_at(folder)
     wanted = [s for s in saves if s.complete and step in (None, s.step)]
     if wanted:
+        of_one_run(folder, wanted)
         return wanted[0]
     of, there = "" if step is None else f" of step {step}", [str(s.step) for s in saves if s.complete]
     incomplete = "".join(f"; incomplete: {s.why_incomplete()}" for s in saves if not s.complete)
@@ -62,20 +65,15 @@ def export(
     configs: dict[str, str] = {} if single else manifest.values.get("config", {})
     if single:
         plan[0].name = out.name
-    folder, reader = out.parent if single else out, Reader(path, manifest)
-    made = not folder.exists()
+    folder, reader, new = out.parent if single else out, Reader(path, manifest), NewFiles(replacing=False)
     try:
-        begin(folder, plan)
+        begin(folder, plan, new)
         _write(folder, plan, reader, tell)
-        for name, text in configs.items():
-            (folder / name).write_text(text)
-        into_place(folder, plan)
+        configure(folder, configs, new)
+        into_place(folder, plan, new)
+        files.DISK.sync_folder(folder)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            for name in [INDEX, *(n for f in plan for n in (f.unfinished, f.name)), *configs]:
-                files.DISK.remove(folder / name)
-            if made:
-                files.DISK.remove(folder)
+        new.remove()
         if isinstance(error, OSError):
             raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
         raise

@@ -17,6 +17,7 @@ import torch
 from xxhash import xxh3_64_intdigest as digest  # ten times as fast as zlib's CRC32: a load is not kept by it
 
 from ..errors import CheckpointError
+from ..reading import making_sense
 from .arrays import DTYPES, NAMES, STRETCH, OpenFile, bytes_of, inside, read_box, slabs
 from .pieces import Box
 
@@ -36,12 +37,12 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """A new, empty file, open for writing."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        """A new, empty file, open for writing.  Nothing may be there, not even a link to nowhere."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def append(self, path: Path) -> int:
         """A file that is there, open for writing at its end."""
-        return os.open(path, os.O_WRONLY | os.O_APPEND)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def write(self, file: int, data: Any) -> None:
         """Append to an open file."""
@@ -70,12 +71,67 @@ class Disk:
         path.rename(to)
 
     def remove(self, path: Path) -> None:
-        """A file, or an empty folder, is gone; it may be gone already."""
+        """A file, a link or an empty folder is gone; it may be gone already."""
         with contextlib.suppress(FileNotFoundError):
-            path.rmdir() if path.is_dir() else path.unlink()
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 DISK = Disk()
+
+
+class NewFiles:
+    """Files that one call makes.  Until they are kept, all of what it made can be removed, and nothing else is.
+
+    Args:
+        replacing: what has such a name is replaced; otherwise it is an error, and stays.
+    """
+
+    def __init__(self, replacing: bool) -> None:
+        self.replacing, self._made = replacing, list[Path]()
+
+    def folder(self, path: Path) -> None:
+        """Make a folder, with those that it is in."""
+        self._made += reversed([p for p in (path, *path.parents) if not p.exists()])
+        DISK.make_folder(path)
+
+    def create(self, path: Path) -> int:
+        """A new file, open for writing.  Raises CheckpointError where something is there that may not be replaced."""
+        if self.replacing:
+            DISK.remove(path)
+        try:
+            file = DISK.create(path)
+        except FileExistsError:
+            raise CheckpointError(f"{path} is there already: give a name that is not") from None
+        self._made.append(path)
+        return file
+
+    def write(self, path: Path, text: str) -> None:
+        """A new file, with a text."""
+        file = self.create(path)
+        try:
+            DISK.write(file, text.encode())
+        finally:
+            DISK.close(file)
+
+    def place(self, path: Path, to: Path) -> None:
+        """Rename a file that was made here.  Raises as :meth:`create`."""
+        if not self.replacing:  # a rename asks nobody: an empty file of this call holds the place
+            DISK.close(self.create(to))
+        elif not os.path.lexists(to):
+            self._made.append(to)
+        DISK.rename(path, to)
+        self._made.remove(path)
+
+    def keep(self) -> None:
+        """What was made so far stays, whatever comes."""
+        self._made.clear()
+
+    def remove(self) -> None:
+        """Nothing of what was made, and is not kept, stays, as far as the disk allows."""
+        for path in reversed(self._made):
+            with contextlib.suppress(OSError):
+                DISK.remove(path)
+        self._made.clear()
 
 
 @dataclass(frozen=True)
@@ -213,15 +269,23 @@ class TensorFile(OpenFile):
             raise CheckpointError(
                 f"{self.path} is damaged: the checksum of its header (bytes 0 to {8 + length}) differs"
             )
-        self.table = json.loads(header[8:])
-        about = self.table.pop("__metadata__")
+        with making_sense(self.path, CheckpointError):
+            self._understand(json.loads(header[8:]), 8 + length)
+
+    def _understand(self, table: dict[str, Any], start: int) -> None:
+        about = table.pop("__metadata__")
         sums, offsets = json.loads(about[SUMS]), json.loads(about[OFFSETS])
-        self.block, self.start = sums["block"], 8 + length
+        self.table, self.block, self.start = table, int(sums["block"]), start
         self.sums = {name: array("Q", bytes.fromhex(text)) for name, text in sums["xxh3_64"].items()}
         self.boxes: dict[str, Box] = {}
-        for name, entry in self.table.items():
-            first = offsets[name]["saved_offsets"]
-            self.boxes[name] = tuple((a, a + n) for a, n in zip(first, entry["shape"], strict=True))
+        for name, entry in table.items():
+            shape, first, (low, high) = entry["shape"], offsets[name]["saved_offsets"], entry["data_offsets"]
+            size = math.prod(shape) * DTYPES[entry["dtype"]].itemsize
+            if min((0, low, *shape)) < 0 or high - low != size or len(self.sums[name]) != -(-size // self.block):
+                raise CheckpointError(
+                    f"{self.path} is damaged: {name!r} of shape {shape} would be bytes {low} to {high}"
+                )
+            self.boxes[name] = tuple((a, a + n) for a, n in zip(first, shape, strict=True))
 
     def verify(self, name: str) -> None:
         """Read all of a tensor.  Raises CheckpointError where it is not as it was written."""
@@ -273,4 +337,4 @@ class TensorFile(OpenFile):
         read_box(shape, DTYPES[entry["dtype"]], local, into, partial(self._checked, name))
 
 
-__all__ = ["DISK", "Disk", "Line", "Part", "TensorFile", "as_stored", "header_of", "write_file"]
+__all__ = ["DISK", "Disk", "Line", "NewFiles", "Part", "TensorFile", "as_stored", "header_of", "write_file"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +26,14 @@ from . import files
 from .agree import attempt, from_first, mesh_of, prepared
 from .arrays import NAMES, STRETCH, bytes_of, inside, slabs
 from .contents import Roles, configurations, model_tensors, stored_spec
-from .files import header_of
+from .files import NewFiles, header_of
 from .pieces import SMALL, Box, own_piece, stretches
 
 Tensor = torch.Tensor
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 * 10**9
+# The names of files of weights, whoever wrote them, and what they are called until they are complete.
+_WEIGHTS = re.compile(r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.tmp)?")
 
 
 @takes(
@@ -71,17 +73,15 @@ def save_weights(
     mark = from_first(mesh, what, lambda: _apart(path, plan), {}, what, "")
     for file in plan:
         file.name = marked(file.name, mark)
+    new = NewFiles(replacing=True)
     try:
-        attempt(mesh, what, lambda: begin(path, plan) if first else None)
+        attempt(mesh, what, lambda: begin(path, plan, new) if first else None)
         tensors = model_tensors(model).tensors
         for file in plan:
             _write(path, file, tensors, mesh, what)
-        attempt(mesh, what, lambda: _finish(path, plan, model) if first else None)
+        attempt(mesh, what, lambda: _finish(path, plan, model, new) if first else None)
     except BaseException:
-        if first:  # a disk that is full should not stay so
-            with contextlib.suppress(OSError):
-                for file in plan:
-                    files.DISK.remove(path / file.unfinished)
+        new.remove()  # a disk that is full should not stay so
         raise
 
 
@@ -154,11 +154,11 @@ def plan_files(specs: Mapping[str, Spec], shard_bytes: int) -> list[WholeFile]:
     return made
 
 
-def begin(path: Path, plan: Sequence[WholeFile]) -> None:
+def begin(path: Path, plan: Sequence[WholeFile], new: NewFiles) -> None:
     """Make the files, with their headers."""
-    files.DISK.make_folder(path)
+    new.folder(path)
     for file in plan:
-        opened = files.DISK.create(path / file.unfinished)
+        opened = new.create(path / file.unfinished)
         try:
             files.DISK.write(opened, file.header)
         finally:
@@ -167,7 +167,7 @@ def begin(path: Path, plan: Sequence[WholeFile]) -> None:
 
 def _write(path: Path, file: WholeFile, tensors: Mapping[str, Tensor], mesh: Mesh, what: str) -> None:
     """Every rank brings its part of each tensor to the file."""
-    opened = attempt(mesh, what, lambda: os.open(path / file.unfinished, os.O_WRONLY))
+    opened = attempt(mesh, what, lambda: os.open(path / file.unfinished, os.O_WRONLY | os.O_NOFOLLOW))
     here = mesh.coordinate(runtime.RT.rank)
     problem: list[OSError] = []
     try:
@@ -233,33 +233,40 @@ def _synced(file: int, problem: list[OSError]) -> None:
     files.DISK.sync(file)
 
 
-def _finish(path: Path, plan: Sequence[WholeFile], model: nn.Module) -> None:
+def _finish(path: Path, plan: Sequence[WholeFile], model: nn.Module, new: NewFiles) -> None:
     """Put the files in their places, and then remove those of other weights: a reader finds one set at any time."""
-    for name, text in configurations(model).items():
-        (path / f"{name}.tmp").write_text(text)
-        files.DISK.rename(path / f"{name}.tmp", path / name)
-    into_place(path, plan)
+    configure(path, configurations(model), new)
+    into_place(path, plan, new)
+    new.keep()
+    files.DISK.sync_folder(path)
     kept = {file.name for file in plan}
     if len(plan) == 1:
         files.DISK.remove(path / INDEX)
-    for old in [*path.glob("model*.safetensors"), *path.glob("model*.safetensors.tmp")]:
-        if old.name not in kept:
+    for old in path.iterdir():
+        if _WEIGHTS.fullmatch(old.name) and old.name not in kept:
             files.DISK.remove(old)
     files.DISK.sync_folder(path)
 
 
-def into_place(path: Path, plan: Sequence[WholeFile]) -> None:
+def configure(path: Path, texts: Mapping[str, str], new: NewFiles) -> None:
+    """Write the configuration of a model of transformers."""
+    for name, text in texts.items():
+        new.write(path / f"{name}.tmp", text)
+        new.place(path / f"{name}.tmp", path / name)
+
+
+def into_place(path: Path, plan: Sequence[WholeFile], new: NewFiles) -> None:
     """Rename complete files to what they are called, the index last."""
     for file in plan:
-        files.DISK.rename(path / file.unfinished, path / file.name)
+        new.place(path / file.unfinished, path / file.name)
     if len(plan) > 1:
         total = sum(s.nbytes for file in plan for s in file.specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": {n: f.name for f in plan for n in f.specs}}
-        (path / f"{INDEX}.tmp").write_text(json.dumps(index, indent=1))
-        files.DISK.rename(path / f"{INDEX}.tmp", path / INDEX)
-    files.DISK.sync_folder(path)
+        new.write(path / f"{INDEX}.tmp", json.dumps(index, indent=1))
+        new.place(path / f"{INDEX}.tmp", path / INDEX)
 
 
 __all__ = [
-    "INDEX", "SHARD_BYTES", "SINGLE", "WholeFile", "begin", "into_place", "plan_files", "put", "save_weights",
+    "INDEX", "SHARD_BYTES", "SINGLE", "WholeFile", "begin", "configure", "into_place", "plan_files", "put",
+    "save_weights",
 ]  # fmt: skip

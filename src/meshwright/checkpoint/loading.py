@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 import zlib
 from collections.abc import Iterable, Sequence
@@ -14,9 +15,10 @@ import torch
 
 from .. import convert, runtime
 from ..dispatch import disabled
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MeshwrightError
 from ..layout import Spec
 from ..mesh import Mesh
+from ..reading import making_sense
 from ..resharding import plan as plan_conversion
 from ..shard.states import batched_by
 from .agree import attempt, from_first, prepared
@@ -25,6 +27,7 @@ from .files import TensorFile, as_stored
 from .manifest import Manifest, SaveFolder, parsed, read_manifest, saves_in
 from .pieces import FEW, Box, common, overlapping, read_spec, stretches
 from .restore import Target, plan_restore
+from .runs import of_one_run, run_in
 
 Tensor = torch.Tensor
 DIFFERENT, SAME = "load: the ranks load different things", "all ranks must load the same"
@@ -147,7 +150,7 @@ def _read(one: Rows, source: TensorSource) -> Tensor:
     box = one.read.layout.local_bounds(one.read.shape, here)
     if one.first:
         box[0] = (box[0][0] + one.first, box[0][1] + one.first)
-    with torch.no_grad():
+    with torch.no_grad(), making_sense(f"{one.target.name!r}", CheckpointError, passing=MeshwrightError):
         source.fill(one.target.name, tuple(box), value)
     return value
 
@@ -156,31 +159,36 @@ def _chosen(folder: Path, step: int | None, roles: Roles, mesh: Mesh) -> tuple[P
     """The first rank looks, for all: they may see a shared folder at different times."""
 
     def choose() -> str:
-        chosen = choice(folder, step)
-        return "" if chosen is None else f"{chosen.path.name}\n{chosen.step}\n{read_manifest(chosen.path)}"
+        saves = saves_in(folder)
+        chosen = choice(folder, step, saves)
+        there = json.dumps([[s.path.name for s in saves if s.complete is whole] for whole in (True, False)])
+        return f"{there}\n" + (f"{chosen.path.name}\n{chosen.step}\n{read_manifest(chosen.path)}" if chosen else "")
 
     given = {"step=": step, **roles.kinds()}
-    found = from_first(mesh, f"load from {folder}", choose, given, DIFFERENT, SAME)
+    there, _, found = from_first(mesh, f"load from {folder}", choose, given, DIFFERENT, SAME).partition("\n")
+    own, left = json.loads(there)
     if not found:
+        run_in(folder).goes_on("", own, left)
         return None
     name, number, text = found.split("\n", 2)
     path, manifest = folder / name, parsed(text, folder / name)
     if manifest.step != int(number):
         raise CheckpointError(f"{path} has what was saved as step {manifest.step}: it was copied or renamed")
+    run_in(folder).goes_on(manifest.run, own, left)
     return path, manifest
 
 
-def choice(folder: Path, step: int | None) -> SaveFolder | None:
-    """The save to be loaded; None where there is no checkpoint and no step was asked for.
+def choice(folder: Path, step: int | None, saves: Sequence[SaveFolder]) -> SaveFolder | None:
+    """The save to be loaded, of those in a folder; None where there is no checkpoint and no step was asked for.
 
     Raises:
-        CheckpointError: no checkpoint of that step.
+        CheckpointError: no checkpoint of that step; those of several runs.
     """
-    saves = saves_in(folder)
     complete = [s for s in saves if s.complete]
     incomplete = "; ".join(s.why_incomplete() for s in saves if not s.complete)
     wanted = [s for s in complete if step in (None, s.step)]
     if wanted:
+        of_one_run(folder, wanted)
         return wanted[0]
     if step is None:
         if incomplete:

@@ -13,10 +13,11 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from .. import runtime
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MeshwrightError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
 from ..raw import bare
+from ..reading import making_sense
 from ..shard.kinds import builtin
 from ..shard.loader import ShardedLoader
 from ..shard.optimizer import binding_of
@@ -29,6 +30,7 @@ from .contents import (
     RANDOM,
     ModelTensors,
     Roles,
+    check_host_generators,
     group_names,
     kind_of,
     model_tensors,
@@ -75,9 +77,10 @@ class Restore:
     steps: list[Callable[[], None]] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Do the steps, in order."""
-        for step in self.steps:
-            step()
+        """Do the steps, in order.  Raises CheckpointError where something cannot take what was saved of it."""
+        with making_sense("what was saved", CheckpointError, passing=MeshwrightError):
+            for step in self.steps:
+                step()
 
     def fill(self, name: str, t: Tensor, spec: Spec | None = None) -> Tensor:
         """Fill a tensor that is there; how it lies, where it does not say so itself.  Returns it."""
@@ -99,7 +102,12 @@ def plan_restore(roles: Roles, manifest: Manifest, mesh: Mesh) -> Restore:
     Raises:
         CheckpointError: with what does not fit; nothing was changed.
     """
-    made = Restore(mesh, manifest)
+    with making_sense("what was saved", CheckpointError, passing=MeshwrightError):
+        return _plan(Restore(mesh, manifest), roles)
+
+
+def _plan(made: Restore, roles: Roles) -> Restore:
+    manifest = made.manifest
     if roles.model is not None:
         found = model_tensors(roles.model)
         _model(made, roles, found)
@@ -310,6 +318,7 @@ def _fits(held: Tensor, spec: Spec) -> bool:
 def _random(made: Restore) -> None:
     """The default generators last: what comes before may draw from them."""
     if generators := made.manifest.values.get("generators"):
+        check_host_generators(generators)
         made.steps.append(partial(set_host_generators, generators))
     cpu = made.whole(f"{RANDOM}/cpu")
     made.steps.append(lambda: torch.random.set_rng_state(cpu))

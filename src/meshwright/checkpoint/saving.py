@@ -24,8 +24,9 @@ from . import files
 from .agree import everyone, prepared
 from .contents import Contents, Roles, gather, host_generators
 from .files import Line, Part, write_file
-from .manifest import NAME, Manifest, commit, make_folder, new_folder, remove_old
+from .manifest import NAME, Manifest, commit, make_folder, new_folder, remove, remove_old
 from .pieces import own_piece, replica
+from .runs import clear, run_in, stranger
 
 Tensor = torch.Tensor
 DIFFERENT = "save: the ranks save different things"
@@ -56,7 +57,8 @@ def save(
         contents.values["generators"] = generators
     path = folder / name
     parts = own_parts(contents, path)
-    manifest = Manifest(step, mesh, contents.specs, contents.aliases, contents.values)
+    run = run_in(folder).name
+    manifest = Manifest(step, mesh, contents.specs, contents.aliases, contents.values, run=run)
     return Save(path, keep, manifest, parts, staging, subject)
 
 
@@ -89,15 +91,18 @@ def _lines(contents: Contents) -> dict[str, object]:
 def _named(folder: Path, step: int, contents: Contents, generators: int) -> tuple[str, str, bool]:
     """The name of the folder of a save, which the first rank gives; it is made where the disk is waited for.
 
-    And a word that no save has had, whatever its folder is called.
+    And a word that no save has had, whatever its folder is called.  From here on the save is one of this run.
 
     In the same exchange samples of what several ranks hold are compared; and whether all bring the same digest of the
     generators beside torch's, which need not be.
     """
     mesh, name, error, same = contents.mesh, "", "", True
-    subject = secrets.token_hex(16)
+    subject, run = secrets.token_hex(16), run_in(folder)
+    own = run.name or secrets.token_hex(8)
     if runtime.RT.rank == mesh.ranks[0]:
         try:
+            clear(folder, run)
+            error = stranger(folder, run)
             name = new_folder(folder, step).name
         except Exception as raised:  # of whatever kind: the others would wait
             error = why(raised)
@@ -105,8 +110,8 @@ def _named(folder: Path, step: int, contents: Contents, generators: int) -> tupl
         here = mesh.coordinate(runtime.RT.rank)
         split = {n: t for n, t in contents.tensors.items() if isinstance(t, DistTensor)}
         shared = {n: (t.spec.layout, bare(t)) for n, t in split.items() if replica(t.spec, here)[1] > 1}
-        told = everyone((name, error, facts_of(shared, whole=False), generators, subject), mesh)
-        name, error, *_, subject = told[0]
+        told = everyone((name, error, facts_of(shared, whole=False), generators, own, subject), mesh)
+        name, error, *_, own, subject = told[0]
         same = len({one[3] for one in told}) == 1
         went = collective.differing({rank: one[2] for rank, one in zip(mesh.ranks, told, strict=True)})[0]
         if went:
@@ -115,6 +120,8 @@ def _named(folder: Path, step: int, contents: Contents, generators: int) -> tupl
             )
     if error:
         raise CheckpointError(f"save to {folder}: {error}")
+    run.name = own
+    run.own.add(name)
     return name, subject, same
 
 
@@ -189,7 +196,42 @@ class Save:
             print(f"step {self.step} was not saved: {self._error}", file=sys.stderr)
 
     def _finish(self) -> None:
-        file = self.path / f"rank-{self._rank:05d}.safetensors"
+        """Write, and hear whether it is a checkpoint; of one that failed nothing stays."""
+        report, said = self._written(), ""
+        try:
+            words = self._post.collect(json.dumps(report))
+            said = self._commit(words) if self._post.first else ""
+        except Exception as error:
+            if not self._post.first:
+                raise
+            said = why(error)  # a rank is gone: the others are to hear of it
+        if said:  # before they do: none then finds a manifest
+            self._discard()
+        try:
+            self._error = self._post.announce(said)
+        except Exception:  # the first rank has ended, and the store with it: what it did is to be seen
+            if not (self.path / NAME).is_file():
+                raise
+            files.DISK.sync_folder(self.path)  # the first rank may have ended between the two
+        if self._error and not self._post.first:
+            self._discard()
+
+    def _discard(self) -> None:
+        """Remove what a save that failed wrote: a disk that is full should not stay so."""
+        with contextlib.suppress(OSError):
+            if self._post.first:
+                remove(self.path)
+            elif not (self.path / NAME).exists():  # else it could not be removed
+                files.DISK.remove(self._file)
+                files.DISK.remove(self.path)  # by the last of them
+
+    @property
+    def _file(self) -> Path:
+        return self.path / f"rank-{self._rank:05d}.safetensors"
+
+    def _written(self) -> dict[str, object]:
+        """Write this rank's file.  What the first rank is to know of it."""
+        file = self._file
         report: dict[str, object]
         try:
             make_folder(self.path)
@@ -198,16 +240,13 @@ class Save:
             report = {"error": f"{file} cannot be written: {why(error)}"}
         report = {"error": self._unable} if self._unable else report
         self._parts = []
-        words = self._post.collect(json.dumps(report))
-        try:
-            self._error = self._post.announce(self._commit(words) if self._post.first else "")
-        except Exception:  # the first rank has ended, and the store with it: what it did is to be seen
-            if not (self.path / NAME).is_file():
-                raise
-            files.DISK.sync_folder(self.path)  # the first rank may have ended between the two
+        return report
 
     def _commit(self, words: list[str]) -> str:
         """On the first rank, with the reports of all: make it a checkpoint.  Why it could not, or nothing."""
+        folder, run = self.path.parent, run_in(self.path.parent, self._rank)
+        if other := stranger(folder, run):  # who was first may have removed what is here, so this is what to say
+            return f"{folder}: {other}"
         reports = [json.loads(word) for word in words]
         ranks = self._manifest.mesh.ranks
         errors = [f"rank {rank}: {r['error']}" for rank, r in zip(ranks, reports, strict=True) if "error" in r]
@@ -219,13 +258,16 @@ class Save:
                 if (self.path / name).stat().st_size != line.bytes:
                     raise FileNotFoundError
         except FileNotFoundError:
-            return f"{self.path / name} is not what its rank wrote: all ranks must save to one folder that they share"
+            return (
+                f"{self.path / name} is not what its rank wrote: all ranks must save to one folder, which they share, "
+                "and nobody else"
+            )
         try:
             commit(self.path, replace(self._manifest, files=lines))
         except Exception as error:
             return f"{self.path / NAME} cannot be written: {why(error)}"
         with contextlib.suppress(OSError, CheckpointError):  # it is a checkpoint, whatever became of the older ones
-            remove_old(self.path.parent, self._keep, self.path)
+            remove_old(folder, self._keep, self.path, run.owns)
         return ""
 
     def wait(self) -> None:

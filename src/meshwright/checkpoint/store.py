@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import runtime
 from ..errors import CheckpointError, takes
 from ..mesh import Mesh
-from .agree import mesh_of
+from .agree import attempt, mesh_of
 from .contents import Roles
+from .files import BLOCK, NewFiles
 from .loading import load
-from .manifest import saves_in
+from .manifest import make_folder, saves_in
 from .saving import Save, save, settle
 
 
@@ -50,6 +52,25 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, the newest (the last to be saved) first."""
         return [s.step for s in saves_in(self.folder) if s.complete]
+
+    def check(self) -> None:
+        """Find out whether all ranks can write to the folder, before there is something to lose; it is made.
+
+        Raises:
+            CheckpointError: on all ranks: they cannot.
+        """
+        attempt(mesh_of(Roles.of(None, None, None, None, None), self.mesh), f"save to {self.folder}", self._try)
+
+    def _try(self) -> None:
+        new, path = NewFiles(replacing=True), self.folder / f"check-{runtime.RT.rank:05d}.tmp"
+        try:
+            if not self.folder.is_dir():
+                make_folder(self.folder)
+            new.write(path, " " * BLOCK)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
+        finally:
+            new.remove()
 
     def save(
         self, step: int, *, model: Any = None, optimizer: Any = None, scheduler: Any = None, loader: Any = None,

@@ -110,7 +110,16 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "complex": lambda pair: complex(*pair),
     "bytes": bytes.fromhex,
     "dtype": dtype_from,
-    "numpy": lambda pair: numpy.frombuffer(bytes.fromhex(pair[1]), pair[0])[0],
+    "numpy": lambda pair: _number(*pair),
 }
+
+
+def _number(kind: str, data: str) -> Any:
+    """A number of NumPy's.  Raises ValueError for anything else that its words for dtypes can say."""
+    (made,) = numpy.frombuffer(bytes.fromhex(data), kind)
+    if not isinstance(made, numpy.number):
+        raise ValueError(f"{kind!r} is no kind of number")
+    return made
+
 
 __all__ = ["Get", "Put", "decoded", "encoded"]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from types import NoneType
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 
+from .. import runtime
 from ..errors import CheckpointError, takes
 from ..mesh import Mesh
 from ..raw import bare
+from ..reading import making_sense, plain_name, read_regular
 from ..tensor import DistTensor
 from .agree import attempt, mesh_of, prepared
 from .arrays import bytes_of
@@ -20,12 +24,25 @@ from .contents import ModelTensors, Roles, model_tensors, stored_spec
 from .dcp import METADATA, DcpFiles
 from .hugging_face import INDEX, SINGLE
 from .loading import DIFFERENT, SAME, Reader, choice, read_targets, specs_of
-from .manifest import NAME, parsed, read_manifest
+from .manifest import NAME, parsed, read_manifest, saves_in
 from .restore import Target, misnamed
 from .sources import SafetensorFiles
 
 Tensor = torch.Tensor
 Source = Reader | SafetensorFiles | DcpFiles
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that only one side has, by the words of torch's ``load_state_dict``.
+
+    Attributes:
+        missing_keys: of tensors of the model that were not there, and are as they were.
+        unexpected_keys: of tensors that were there and are none of the model's.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
 
 _MODEL = (nn.Module, "give the nn.Module")
 _PATH = ((str, os.PathLike), "give a path")
@@ -34,7 +51,7 @@ _PATH = ((str, os.PathLike), "give a path")
 @takes(CheckpointError, model=_MODEL, path=_PATH, mesh=((Mesh, NoneType), "give the mesh that all ranks are in"))
 def load_weights(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, mesh: Mesh | None = None
-) -> nn.Module:
+) -> IncompatibleKeys:
     """Fill the parameters and persistent buffers of a model, in place, each rank reading what it needs.
 
     Args:
@@ -42,13 +59,13 @@ def load_weights(
         path: a Hugging Face directory (``model.safetensors``, or several files with their index), a safetensors file,
             a folder of :class:`Checkpoints`, of which the newest is read, or one that ``torch.distributed.checkpoint``
             wrote: its model may be a part of it, and nothing in it can run code.
-        strict: every tensor of the model must be there, and no other.
+        strict: every tensor of the model must be there, and no other; otherwise the first rank warns of those.
         mesh: as for :class:`Checkpoints`.
 
     Floating-point values of another dtype are converted.
 
     Returns:
-        The model.
+        The names that only the model or only the files have, which are left out; none where it is strict.
 
     Raises:
         CheckpointError: on all ranks: names, shapes or kinds of dtypes that differ; a file that cannot be read.
@@ -59,7 +76,7 @@ def load_weights(
     what = f"load weights from {path}"
     source = attempt(mesh, what, lambda: source_of(path))
     try:
-        targets, twins = prepared(
+        targets, twins, left = prepared(
             mesh, what, lambda: _targets(model, source, strict, mesh),
             lambda made: {"strict=": strict, "the files": source.mark(), **specs_of(made[0])}, DIFFERENT, SAME,
         )  # fmt: skip
@@ -67,7 +84,10 @@ def load_weights(
         attempt(mesh, what, lambda: _compare(twins))
     finally:
         source.close()
-    return model
+    if any(left) and runtime.RT.rank == mesh.ranks[0]:
+        nothing = "" if targets else "no name fits, so nothing was loaded: "
+        warnings.warn(f"{what}, strict=False: {nothing}{misnamed(*left)}", stacklevel=3)  # takes() is between
+    return left
 
 
 def source_of(path: Path) -> Source:
@@ -82,7 +102,7 @@ def source_of(path: Path) -> Source:
         return DcpFiles(path)
     folder = path if (path / NAME).is_file() else None
     if folder is None and path.is_dir():
-        found = choice(path, None)
+        found = choice(path, None, saves_in(path))
         folder = None if found is None else found.path
     if folder is None:
         raise CheckpointError(
@@ -95,10 +115,12 @@ def source_of(path: Path) -> Source:
 def _index(index: Path) -> dict[str, str]:
     """The names of tensors to those of the files that an index names.  Raises CheckpointError."""
     try:
-        names = {name: str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read: it is no index of files ({error})") from error
-    if outside := [name for name in names.values() if Path(name).name != name or "\0" in name]:
+        text = read_regular(index)
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
+    with making_sense(index, CheckpointError, "cannot be read: it is no index of files"):
+        names: dict[str, str] = dict(json.loads(text)["weight_map"])
+    if outside := [name for name in names.values() if not plain_name(name)]:
         raise CheckpointError(f"{index} names {outside[0]!r}, which is not in its folder")
     return names
 
@@ -106,8 +128,13 @@ def _index(index: Path) -> dict[str, str]:
 Twins = list[tuple[Tensor, Target]]
 
 
-def _targets(model: nn.Module, source: Source, strict: bool, mesh: Mesh) -> tuple[list[Target], Twins]:
-    """The tensors of a model that are there, as what they are called there; where none may be left out, their twins."""
+def _targets(
+    model: nn.Module, source: Source, strict: bool, mesh: Mesh
+) -> tuple[list[Target], Twins, IncompatibleKeys]:
+    """The tensors of a model that are there, as what they are called there; where none may be left out, their twins.
+
+    And the names that are left out.
+    """
     found = model_tensors(model)
     if isinstance(source, DcpFiles):
         source.choose(found.tensors)
@@ -124,7 +151,7 @@ def _targets(model: nn.Module, source: Source, strict: bool, mesh: Mesh) -> tupl
     extra = [n for n in source.shapes if n not in taken]
     if strict and (missing or extra):
         raise CheckpointError(f"{misnamed(missing, extra)}; strict=False leaves both out")
-    return made, _twins(found, source, mesh) if strict else []
+    return made, _twins(found, source, mesh) if strict else [], IncompatibleKeys(missing, extra)
 
 
 def _twins(found: ModelTensors, source: Source, mesh: Mesh) -> Twins:

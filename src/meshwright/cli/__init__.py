@@ -89,8 +89,36 @@ def _without(stream: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
+def _open_streams() -> None:
+    """Have closed streams lead nowhere: files that are opened later would get their numbers, and what is printed."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):  # another file has the number already
+                os.fstat(number)
+                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+                continue
+            _without(number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
+def _missing(error: BaseException) -> str:
+    """What the system has no more of, and the limit to be raised; empty for other errors."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "open files (ulimit -n)"
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or "cannot allocate memory" in text:
+        return "memory (ulimit -v)"
+    if isinstance(error, ImportError) and "failed to map segment" in text:
+        return "memory (ulimit -v)"
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "start new thread" in text):
+        return "threads, or memory for them (ulimit -u, ulimit -v)"
+    return ""
+
+
 def main() -> None:
     """Entry point of the ``meshwright`` script."""
+    _open_streams()
     codecs.register_error("meshwright", _spell_out)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -100,8 +128,11 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in _FULL:
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if missing := _missing(error):
+            sys.stderr.write(f"error: this process can have no more {missing}: raise the limit ({error})\n")
+            sys.exit(1)
+        if not isinstance(error, OSError) or error.errno not in _FULL:
             raise
         _without(1)
         try:

@@ -83,7 +83,7 @@ def verify(folder: Folder) -> None:
     found = 0
     with _progress() as progress:
         for save in saves:
-            total = sum(p.stat().st_size for p in save.path.glob("*.safetensors"))
+            total = sum(p.lstat().st_size for p in save.path.glob("*.safetensors"))
             task = progress.add_task(save.path.name, total=total)
             for text in damages(save.path, lambda n, task=task: progress.advance(task, n)):  # type: ignore[misc]
                 complain(text)

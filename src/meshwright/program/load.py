@@ -7,6 +7,7 @@ import json
 import keyword
 import math
 import operator
+import os
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -21,6 +22,7 @@ from .. import compat
 from ..errors import MeshwrightError, ProgramError, takes
 from ..layout import Layout, Spec, dtype_from, layout_from, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
+from ..reading import open_regular
 from ..record import Record
 from ..rules import RULES
 from .check.verify import verify
@@ -44,7 +46,7 @@ def load_program(path: str | Path, *, mesh: Mesh | None = None, rank: int | None
         ProgramError: no such file, one that is damaged or was changed, of another version of torch, mesh or rank.
     """
     try:
-        with zipfile.ZipFile(path) as file:
+        with os.fdopen(open_regular(path), "rb") as opened, zipfile.ZipFile(opened) as file:
             text, tensors, said = _read(file, TEXT, _MOST_TEXT), _read(file, TENSORS), _read(file, DIGEST, 64)
         data = json.loads(text)
     except FileNotFoundError:

@@ -155,7 +155,7 @@ class ShardedLoader:
             )
         place = self._place if self._place.batches else LoaderPlace(epoch=self._place.epoch).of(self.loader)
         last = None if self.local or not place.batches else self._digests(self._last)
-        return {**place.__dict__, "length": self._length(), "last": last}
+        return {**place.__dict__, "length": self._length(), "rows": self._rows(), "last": last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next pass go on behind the batches that were given when the state was taken.
@@ -189,6 +189,13 @@ class ShardedLoader:
                 f"shard_dataloader: the loader had {state['length']} batches when its state was taken and has "
                 f"{self._length()}: the data and the size of the global batch must be the same"
             )
+        had = state.get("rows")  # not known of earlier versions
+        for what, before, now in zip(("its dataset", "its sampler"), had or (), self._rows(), strict=False):
+            if before != now:
+                raise ShardError(
+                    f"shard_dataloader: {what} had {before} rows when the state was taken and has {now}: the data must "
+                    "be the same"
+                )
         LoaderPlace(generators=tuple(state["generators"])).own(self.loader)
 
     def _begin(self) -> Iterator[Any]:
@@ -218,6 +225,16 @@ class ShardedLoader:
         with contextlib.suppress(TypeError, NotImplementedError, AttributeError):  # a DataLoader may not know it
             return len(self)
         return None
+
+    def _rows(self) -> list[int | None]:
+        """How many rows the dataset has and the sampler draws, the same on every mesh; None where that is not known."""
+        made: list[int | None] = []
+        for name in ("dataset", "sampler"):
+            made.append(None)
+            if not (self.local and name == "sampler"):  # which draws the part of a rank
+                with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+                    made[-1] = len(getattr(self.loader, name))
+        return made
 
     def _digests(self, batch: Any) -> list[int]:
         tensors: list[Tensor] = []

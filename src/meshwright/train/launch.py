@@ -123,7 +123,7 @@ def _listen(started: list[tuple[Any, Any]], emit: Emit) -> None:
             continue
         for pipe in ready:
             rank = pipes[pipe]
-            kind, values = _received(pipe, started[rank][0], rank)
+            kind, values = _received(pipe, started[rank][0], rank, rank in since)
             if kind in ("done", "failed"):
                 del pipes[pipe]
             if kind == "failed":
@@ -150,7 +150,8 @@ def _stopped(ranks: list[tuple[int, int]], since: dict[int, float]) -> list[_Fai
     return [_Failure(rank, "", text) for rank, at in since.items() if time.monotonic() - at >= STOPPED]
 
 
-def _received(pipe: Any, process: Any, rank: int) -> tuple[str, Any]:
+def _received(pipe: Any, process: Any, rank: int, stopped: bool) -> tuple[str, Any]:
+    """What a rank tells, or how it ended; the others end one that was seen ``stopped``: it is the cause."""
     try:
         received: tuple[str, Any] = pipe.recv()
         return received
@@ -158,6 +159,8 @@ def _received(pipe: Any, process: Any, rank: int) -> tuple[str, Any]:
         process.join(5)
         code = process.exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+        if stopped:
+            how = f"was stopped (SIGSTOP or SIGTSTP) while the others waited for it, and {how}"
         return "failed", _Failure(rank, "", f"the process {how}")
 
 

@@ -282,6 +282,7 @@ def _opened(config: TrainConfig, trainer: Trainer) -> tuple[mw.Checkpoints | Non
     if not config.save:
         return None, 0
     store = mw.Checkpoints(config.save, config.keep, mesh=trainer.mesh)
+    store.check()
     if not config.resume and store.steps:
         raise OptionError(
             f"--save {config.save} has checkpoints of another run, up to step {max(store.steps)}: add --resume to go "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshwright.errors import DataError
+from meshwright.reading import read_regular
 
 LIMIT = 8_000_000  # bytes of the default text: more would only take longer to read
 SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
@@ -46,7 +48,7 @@ def _read(name: str) -> bytes:
     try:
         if path.is_dir():
             raise DataError(f"--data {name} is a folder: name the files in it, e.g. {path / '*.txt'}")
-        text = path.read_bytes()
+        text = read_regular(path)
     except FileNotFoundError:
         raise DataError(f"--data {name}: there is no such file; {FIX}") from None
     except OSError as error:
@@ -76,9 +78,10 @@ def standard_library(folder: Path | None = None, limit: int = LIMIT) -> tuple[by
         if len(text) >= limit:
             break
         try:
-            text += path.read_bytes()
-        except OSError:  # one unreadable source does not matter: enough others are there
-            continue
+            text += read_regular(path)
+        except OSError as error:  # one unreadable source does not matter: enough others are there
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # so it is with all
+                raise
     if not text:
         raise DataError(f"{folder} has no readable .py files to train on by default: {FIX}")
     length = f"the first {limit:,}" if len(text) > limit else f"{len(text):,}"
