@@ -355,10 +355,16 @@ class Unit:
         """The whole parameters, for the backward."""
         if not in_backward():
             return self.gather()
-        backward = self.zero.sync.backward()
-        if self not in backward.wholes:
-            backward.wholes[self] = self.gather()
-        return backward.wholes[self]
+        found = self.known()
+        if found is None:
+            found = self.gather()
+            self.zero.sync.backward().wholes[self] = self.state(), found
+        return found
+
+    def known(self) -> list[Tensor] | None:
+        """The whole parameters as they are now, where the running backward has them."""
+        state, found = self.zero.sync.backward().wholes.get(self, (None, None)) if in_backward() else (None, None)
+        return found if state == self.state() else None
 
 
 _SAID = ("spans", "whole", "places")
