@@ -133,8 +133,9 @@ class Parent(nn.Module):
 
 WHEN = (
     "before a read", "behind a read, detached", "between calls, detached", "inside, detached",
-    "behind the child, detached", "behind a read, between calls, detached", "behind a read, inside, detached", "unread, inside",
-    "hook", "hook of the child, detached", "hook of the child, unread", "hook behind the child, unread, detached",
+    "behind the child, detached", "behind a read, between calls, detached", "behind a read, inside, detached",
+    "unread, inside", "hook", "hook of the child, detached",
+    "hook of the child, unread", "hook behind the child, unread, detached",
 )  # fmt: skip
 
 
