@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import runtime
-from ..compat import get_current_function_mode_stack, redispatch_function
+from ..compat import FakeTensor, get_current_function_mode_stack, redispatch_function
 from . import counter
 
 Tensor = torch.Tensor
@@ -148,8 +148,8 @@ class _Reproducible(TorchFunctionMode):
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         kernel = KERNELS.get(name.removesuffix("_"))
         drops = name == "scaled_dot_product_attention" and (args[4:5] or [kwargs.get("dropout_p", 0.0)])[0] > 0.0
-        if x is None or "_spec" in x.__dict__ or not (kernel or drops):
-            return func(*args, **kwargs)
+        if x is None or "_spec" in x.__dict__ or not (kernel or drops) or isinstance(x, FakeTensor):
+            return func(*args, **kwargs)  # a fake's place in the global tensor is known to who captures it
         drawn = runtime.RT.drawn
         try:
             if kernel is None:
