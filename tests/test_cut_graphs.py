@@ -150,3 +150,18 @@ def test_an_op_without_a_rule_that_writes_to_what_is_split_is_refused(twice: Any
 
     for made in mw.simulate(rank, DP):
         torch.testing.assert_close(made, X * 2)
+
+
+def test_a_compiled_model_draws_the_masks_of_reproducible_random() -> None:
+    torch.manual_seed(0)
+    model = Between(DROPS["dropout"])
+
+    def drawn(fn: Callable[[Tensor], Tensor]) -> list[Any]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        with mw.reproducible_random():
+            loss = fn(X)
+            loss.backward()
+        return [loss, *(p.grad for p in model.parameters())]
+
+    torch.testing.assert_close(drawn(torch.compile(model, backend="eager")), drawn(model))
