@@ -177,3 +177,28 @@ def test_casts_of_leaves_are_counted_as_on_one_device(dim: int | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert mw.simulate(run, mesh)[0] == []
+
+
+@pytest.mark.parametrize("equation", ["bij,bjk->bik", "bi,bi->b", "bi,bj->bij"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_an_einsum_of_two_dtypes_keeps_what_both_are_split_by(equation: str, dtypes: tuple[Any, Any]) -> None:
+    """Without autocast PyTorch refuses it: so what autocast casts is told by the dtype of the result alone."""
+    shapes = {"bij,bjk->bik": ((4, 3, 5), (4, 5, 2)), "bi,bi->b": ((4, 3), (4, 3)), "bi,bj->bij": ((4, 3), (4, 2))}
+    x, y = (torch.randn(s).to(d) for s, d in zip(shapes[equation], dtypes, strict=True))
+    mesh = mw.Mesh({"dp": 2})
+
+    def made(*given: Any) -> list[Any]:
+        leaves = [t.requires_grad_() for t in given]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = torch.einsum(equation, *leaves)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    def rank() -> list[Any]:
+        given = [mw.shard_tensor(t.clone(), mesh, {"dp": mw.Shard(0)}) for t in (x, y)]
+        with mw.explain() as report, torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            torch.einsum(equation, *given)
+        assert not report.records
+        return [mw.unshard(t) for t in made(*given)]
+
+    for have in mw.simulate(rank, mesh):
+        torch.testing.assert_close(have, made(x.clone(), y.clone()), atol=0.05, rtol=0.05)

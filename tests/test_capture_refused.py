@@ -14,7 +14,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.compile import capture_local
-from meshwright.errors import CaptureError
+from meshwright.errors import CaptureError, MeshwrightError
 from meshwright.program.capture.build import build
 from meshwright.program.capture.refused import Refused, derived, generators
 
@@ -290,3 +290,33 @@ def test_generators_in_steps_by_hand(loss_fn: LossFn, text: str) -> None:
 
     with pytest.raises(CaptureError, match=text):
         mw.simulate(rank, MESH)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.transpose_(0, 1), lambda x: x.resize_(2, 3)]
+)
+def test_another_shape_of_the_batch_in_place_is_named(change: Callable[[Tensor], Tensor]) -> None:
+    assert "gives a tensor of the batch another shape in place" in refusal(lambda model, x: change(x).sum() * 1)
+
+
+def test_shapes_of_other_values_change_in_place() -> None:
+    def loss_fn(model: Any, x: Any) -> Any:
+        return model[0]((x * 1).unsqueeze_(1).squeeze_(1).t_().t_()).square().mean()
+
+    torch.testing.assert_close(captured(loss_fn), eager(loss_fn))
+
+
+def test_a_defect_of_capture_is_none_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, with where it is; what the model refuses of its arguments is still the model's."""
+
+    model, optimizer = start()
+    with pytest.raises(CaptureError, match="missing 1 required positional argument"):
+        build(model, lambda model, x: torch.nn.Module.__call__(model), optimizer, X, MESH)
+    with pytest.raises(CaptureError, match=r"test_capture_refused.py:\d"):
+        build(model, lambda model, x: [][0], optimizer, X, MESH)
+    monkeypatch.setattr(torch.export, "export", iter)  # which takes no such arguments
+    with pytest.raises(
+        MeshwrightError, match=r"export.py:.*a defect of Meshwright or of torch.export.*report"
+    ) as found:
+        build(model, lambda model, x: model[0](x).sum(), optimizer, X, MESH)
+    assert not isinstance(found.value, CaptureError)

@@ -141,3 +141,38 @@ def test_a_loop_over_a_split_dim_gathers_once(steps: int) -> None:
         return sum(n for (kind, _), (n, _) in sent.table.items() if kind == "all_gather")
 
     assert all(n <= 1 for n in mw.simulate(run, THREE))
+
+
+class Edges(torch.nn.Module):
+    """A network on a graph, whose edges are two rows of nodes; and pieces by other ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Any, e: Any) -> Any:
+        h = self.l(x)
+        return (h[e[0]] + h[e[1]]).square().mean() + sum(cut(h).sin() for cut, _ in CUT.values())
+
+
+def test_passes_take_a_captured_step_that_makes_a_split_value_whole_for_its_pieces() -> None:
+    """Each collective serves the conversion that it is a part of."""
+    batch = ramp(6, 8), torch.tensor([[0, 1, 5, 2], [3, 3, 1, 0]])
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = Edges().double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def rank() -> list[Any]:
+        model, optimizer = made()
+        options: Any = {"batch": {"dp": mw.Shard(0)}, "passes": ["data-parallel-optimization"]}
+        step = mw.compile_step(model, None, optimizer, batch, mesh=mw.Mesh({"dp": 2}), **options)
+        return [mw.unshard(step(batch).detach()), *(mw.unshard(p.detach()) for p in model.parameters())]
+
+    model, optimizer = made()
+    loss = model(*batch)
+    loss.backward()
+    optimizer.step()
+    for have in mw.simulate(rank, mw.Mesh({"dp": 2})):
+        torch.testing.assert_close(have, [loss.detach(), *(p.detach() for p in model.parameters())])

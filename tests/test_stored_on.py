@@ -533,3 +533,19 @@ def test_captured_steps_refuse_it() -> None:
             mw.capture_local(lambda b: None, ONE, model=model, optimizer=opt, batch=IDS)
 
     mw.simulate(fn, ONE)
+
+
+@pytest.mark.parametrize(
+    "options", [{"stored_over": "dp"}, {"stored_on": "cpu"}, {"precision": mw.Precision(compute=torch.float64)}]
+)
+def test_a_parameter_that_was_swapped_is_named(options: dict[str, Any]) -> None:
+    """``torch.utils.swap_tensors`` gives it all that another tensor is, which nothing was said of."""
+    mesh = mw.Mesh({"dp": 2})
+
+    def run() -> None:
+        model = mw.shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mesh, **options)
+        torch.utils.swap_tensors(model[0].weight, nn.Parameter(model[0].weight.detach() * 2))
+        with pytest.raises(ShardError, match="weight of Linear was swapped for another tensor"):
+            model(mw.shard_tensor(torch.ones(2, 4), mesh, {"dp": mw.Shard(0)}))
+
+    mw.simulate(run, mesh)

@@ -371,3 +371,20 @@ def test_a_backward_that_only_gathers_weights_again_ends_alike(held_back: bool, 
     for found in mw.simulate(lambda: run(mesh), mesh):
         for a, b in zip(found, want, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "op", [torch.view_as_real, lambda x: torch.view_as_real(x.conj() * 2).permute(1, 0, 2) + 1, lambda x: x.real]
+)
+def test_complex_values_as_real_ones_where_a_rank_has_none(op: Callable[[Any], Any]) -> None:
+    """Also under a gradient that was expanded, as that of a sum is."""
+    x, mesh = torch.randn(4, 2, dtype=torch.complex64), mw.Mesh({"dp": 3})
+
+    def gradient(x: Any) -> Any:
+        (g,) = torch.autograd.grad(op(x.requires_grad_()).sum(), x)
+        return g
+
+    for dim in (0, 1):
+        made = mw.simulate(lambda d=dim: mw.unshard(gradient(mw.shard_tensor(x, mesh, {"dp": mw.Shard(d)}))), mesh)
+        for g in made:
+            torch.testing.assert_close(g, gradient(x.clone()))

@@ -181,7 +181,7 @@ def casts(func: Any, specs: Sequence[Spec], args: Args, kwargs: Kwargs, device: 
         found = {i: d for i, d in found.items() if asked.get(i) is not d}
         cast = [s.with_(dtype=found.get(i, s.dtype)) for i, s in enumerate(specs)]
         itself = bool(found) and _seen(func, cast, args, kwargs, device)[1] == made
-    if not itself and plain and made != plain and len(made) == 1:
+    if not itself and made != plain and len(made) == 1:  # without it PyTorch may refuse operands of several dtypes
         found = {i: made[0] for i, s in enumerate(specs) if s.dtype.is_floating_point}
     found = {i: d for i, d in found.items() if d is not specs[i].dtype}
     return InputCasts(device, found, itself) if found else None

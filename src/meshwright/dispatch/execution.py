@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 Wrap = Callable[[Tensor, Spec], Any]
-Note = Callable[[bool], None]
+Note = Callable[[resharding.ConversionPlan, bool], None]
 Converter = Callable[[Tensor, resharding.ConversionPlan, "Note | None"], Tensor]
 
 BRING = "_bring"  # in the dict of what ops see of a parameter: converts it, with a backward of its own dtype
@@ -32,7 +32,7 @@ BRING = "_bring"  # in the dict of what ops see of a parameter: converts it, wit
 def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | None = None) -> Tensor:
     """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once.
 
-    ``note`` is called before anything is done, with whether data moves.
+    ``note`` is called before anything is done, with what is converted how, and whether data moves.
     """
     grad = torch.is_grad_enabled() and t.requires_grad
     if steps.free and not grad:
@@ -56,7 +56,7 @@ def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | Non
     if grad and BRING in space:
         value = memo.get(steps.dst.layout) if memo is not None and steps.moves else None
         if note is not None:
-            note(steps.moves and value is None)
+            note(steps, steps.moves and value is None)
         made = space[BRING](t, steps, value)
     elif grad:
         made = _already_there(t, steps, memo, note)
@@ -64,7 +64,7 @@ def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | Non
         made = _of_whole(t, steps, note, grad)
     if made is None:
         if note is not None:
-            note(steps.moves)
+            note(steps, steps.moves)
         made = convert.apply(steps.steps, t)
     if memo is not None and (made is not t or steps.moves):  # itself (on the rank that keeps it): would hold itself
         memo[ends] = made
@@ -87,6 +87,8 @@ def _of_whole(t: Tensor, steps: resharding.ConversionPlan, note: Note | None, gr
     if axes not in source.whole:
         with torch.no_grad():
             source.whole[axes] = _cut_whole(source, axes, note)
+    if note is not None:  # the backward is that of this piece
+        note(steps, False)
     value = source.whole[axes][i]
     return convert.apply_known(steps.steps, t, value) if grad else value
 
@@ -160,7 +162,7 @@ def _already_there(
     if steps.moves and memo is not None and not any(convert.weighted(s) for s in steps.steps):
         value = memo.get(steps.dst.layout)
         if value is not None and note is not None:
-            note(False)
+            note(steps, False)
         return convert.apply_known(steps.steps, t, value) if value is not None else None
     origin, versions = t.__dict__.get("_origin", (None, None))
     if steps.moves or origin is None or versions != (origin._version, t._version):
@@ -169,7 +171,7 @@ def _already_there(
     if direct.backward_bytes >= steps.backward_bytes or any(convert.weighted(s) for s in direct.steps):
         return None
     if note is not None:
-        note(False)
+        note(steps, False)
     with torch.no_grad():
         value = convert.apply(steps.steps, t)  # moves nothing, but may take this rank's part
     return convert.apply_known(direct.steps, origin, value)
@@ -398,13 +400,17 @@ def _convert_recorded(
     if rt.records is None and not (steps.moves and rt.explicit):
         return make(t, steps, None)
     producer = " and ".join(t.__dict__.get("_producers", ()))
+
+    def note(steps: resharding.ConversionPlan, moved: bool) -> None:
+        record.implicit(plan.op.name, i, steps, plan.why, moved, producer)
+
     with runtime.serving(None):
-        return make(t, steps, lambda moved: record.implicit(plan.op.name, i, steps, plan.why, moved, producer))
+        return make(t, steps, note)
 
 
 def _bring_back(t: Tensor, steps: resharding.ConversionPlan, note: Note | None) -> Tensor:
     if note is not None:
-        note(steps.moves)
+        note(steps, steps.moves)
     return convert.apply(steps.steps, t)
 
 

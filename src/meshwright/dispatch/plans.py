@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from .. import resharding, runtime
+from .. import compat, resharding, runtime
 from ..choose import Choice, carries_grad, choose
 from ..collective import BY_HAND, refuse_by_hand
 from ..compat import disable_current_modes
@@ -287,6 +287,7 @@ class _Planner:
         op, whole = self.op, Layout(self.mesh)
         sources = [s.with_(undecided=0) for s in self.specs]
         conversions = _conversions(sources, [Spec(s.shape, s.dtype, whole) for s in sources])
+        self._check_written({i for i, steps in conversions if not steps.free})
         sums = widest(sources)
         outputs = (Spec(sources[0].shape, sources[0].dtype, whole, sums=sums),) if op.inplace else ()
         lost = sum(steps.forward_bytes for _, steps in conversions)
@@ -297,6 +298,17 @@ class _Planner:
         copies = warn and self._moves(conversions) and self.views
         given = self._converted(conversions, sources, outputs)
         return CallPlan(op, outputs=outputs, copies=copies, warning=warning if warn and lost else "", **given)
+
+    def _check_written(self, moved: Collection[int]) -> None:
+        """Raises DispatchError where a custom op would write to what was gathered for it, which nobody keeps."""
+        tensors = tensors_in((self.args, self.kwargs))
+        theirs = {id(tensors[i]) for i in moved if i or not self.op.inplace} if self.op.custom else ()
+        for name, value in _written(self.func, self.args, self.kwargs) if theirs else ():
+            if any(id(t) in theirs for t in tensors_in((value,))):
+                raise DispatchError(
+                    f"{self.op.name} writes to its argument {name!r}, which is not whole on every rank, and has no "
+                    f"rule: give it one (@mw.rule({self.op.name!r})), or have it return what it makes"
+                )
 
     def _converted(self, conversions: Conversions, sources: Sequence[Spec], outputs: tuple[Spec, ...]) -> OfInputs:
         """What a plan says of inputs with these conversions, which were given their types first."""
@@ -365,6 +377,15 @@ def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             target.copy_(value)
     return out
+
+
+def _written(func: Any, args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
+    """The arguments that an op writes to, as its schema says."""
+    op = getattr(func, "_opoverload", func)
+    op = getattr(op, op.overloads()[0]) if isinstance(op, compat.OpOverloadPacket) else op
+    for i, argument in enumerate(op._schema.arguments if isinstance(op, compat.OpOverload) else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield argument.name, args[i] if i < len(args) else kwargs.get(argument.name)
 
 
 def _way_back(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import runtime
-from ..compat import get_current_function_mode_stack, redispatch_function
+from ..compat import FakeTensor, get_current_function_mode_stack, redispatch_function
 from . import counter
 
 Tensor = torch.Tensor
@@ -148,8 +150,8 @@ class _Reproducible(TorchFunctionMode):
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         kernel = KERNELS.get(name.removesuffix("_"))
         drops = name == "scaled_dot_product_attention" and (args[4:5] or [kwargs.get("dropout_p", 0.0)])[0] > 0.0
-        if x is None or "_spec" in x.__dict__ or not (kernel or drops):
-            return func(*args, **kwargs)
+        if x is None or hasattr(x, "_spec") or not (kernel or drops) or isinstance(x, FakeTensor):
+            return func(*args, **kwargs)  # a fake's place in the global tensor is known to who captures it
         drawn = runtime.RT.drawn
         try:
             if kernel is None:
@@ -159,6 +161,13 @@ class _Reproducible(TorchFunctionMode):
         finally:
             runtime.RT.drawn = drawn  # a rank may do so alone
         return x.copy_(made) if name.endswith("_") else made
+
+
+@functools.cache
+def _uncompiled() -> type[_Reproducible]:
+    """The mode where torch.compile may be in use, which is to leave alone what it does."""
+    left = {"__torch_function__": torch.compiler.disable(_Reproducible.__torch_function__)}
+    return type("_Uncompiled", (_Reproducible,), left)
 
 
 def run_alike(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,5 +192,5 @@ def reproducible_random() -> Iterator[None]:
         with mw.reproducible_random():
             loss = loss_fn(model(x), y)     # the same loss as on any mesh
     """
-    with _Reproducible():
+    with (_uncompiled() if "torch._dynamo" in sys.modules else _Reproducible)():
         yield

@@ -313,6 +313,15 @@ def _pixels(x: Arg, text: str, r: int) -> Rule:
     return notation(text, x, sizes={"p": r, "q": r}, whole="p q", linear=[x], moves=True, padded=True)
 
 
+def _as_real(x: Tensor) -> Tensor:
+    """``view_as_real``, whose backward takes no gradient without elements that was expanded (as that of a sum is): its
+    strides are 0, which ``contiguous`` leaves where there is nothing to lay out."""
+    made = torch.view_as_real(x)
+    if made.requires_grad and not Tensor.numel(made):
+        Tensor.register_hook(made, lambda g: g.clone(memory_format=torch.contiguous_format))
+    return made
+
+
 lines({
     # Factors that both shapes have at the same place may be split.
     "reshape _reshape_alias": lambda x, *shape: reshaped(x, flat_ints(shape)),
@@ -322,7 +331,9 @@ lines({
     "repeat": lambda x, *repeats: _repeated(x, flat_ints(repeats)),
     "tile": lambda x, *dims: _repeated(x, [1] * (x.ndim - len(flat_ints(dims))) + [*flat_ints(dims)]),
     "flip": _flipped,
-    "view_as_real": lambda x: moved(x, [*x.letters, "two"], whole=["two"], sizes={"two": 2}),
+    "view_as_real": lambda x: moved(
+        x, [*x.letters, "two"], whole=["two"], sizes={"two": 2}, local=lambda ctx: Native(_as_real)
+    ),
     # The last dim of two becomes real and imaginary part; complex numbers have no order: a maximum is reduced.
     "view_as_complex": lambda x: notation({x: [*x.letters[:-1], "two"]}, x.letters[:-1], linear=[x]),
     "T numpy_T": lambda x: _permuted(x, range(x.ndim)[::-1]),

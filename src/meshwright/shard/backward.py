@@ -106,7 +106,7 @@ class Backward:
         self.brought = False
         self.hooked: set[int] = set()  # parameters whose hooks are to be called when their gradient is synchronised
         # Of parameters that are stored split:
-        self.wholes: dict[Any, list[Tensor]] = {}  # unit to what was gathered for this backward
+        self.wholes: dict[Any, tuple[Any, list[Tensor]]] = {}  # unit to what was gathered for this, of which state
         self.ahead: dict[Any, Any] = {}  # unit to its gather under way
         self.sums: dict[int, DistTensor] = {}  # id of a parameter to its contributions so far
         self.groups: dict[int, Contributors] = {}

@@ -13,6 +13,7 @@ from ..dispatch import disabled
 from ..raw import bare
 from ..tensor import DistTensor
 from .changes import state_of
+from .wholes import Whole
 
 Tensor = torch.Tensor
 
@@ -63,17 +64,17 @@ class Saver:
 
     def __init__(self, unit: Gathered, keep: Callable[[], None], *, again: bool) -> None:
         self.unit, self.keep, self.again = unit, keep, again
-        self.at: dict[int, tuple[int, torch.dtype, int, Any]] = {}  # parameter, its version; its state when it was cast
+        self.at: dict[int, tuple[int, torch.dtype, Any]] = {}  # parameter, dtype; its state when it was cast
+        self.wholes: Sequence[Whole] = ()
         self.casts: list[Tensor] = []  # their memory is not given to others
 
-    def note(self, wholes: Sequence[Tensor]) -> None:
-        """These were gathered, of the parameters as they are now."""
-        versions = [p._version for p in self.unit.params]
+    def note(self, wholes: Sequence[Whole]) -> None:
+        """These were gathered."""
         of_casts = {p: a for p, a in self.at.items() if any(p == c.untyped_storage().data_ptr() for c in self.casts)}
-        self.at = {
-            t.untyped_storage().data_ptr(): (i, t.dtype, versions[i], None) for i, t in enumerate(wholes) if t.numel()
-        }
+        seen = [w.seen for w in wholes]
+        self.at = {t.untyped_storage().data_ptr(): (i, t.dtype, None) for i, t in enumerate(seen) if t.numel()}
         self.at |= of_casts
+        self.wholes = wholes
 
     def note_cast(self, index: int, cast: Tensor) -> None:
         """This was made of a gathered parameter by autocast."""
@@ -81,7 +82,7 @@ class Saver:
             local = bare(cast)
         if local.numel():
             p = self.unit.params[index]
-            self.at[local.untyped_storage().data_ptr()] = index, local.dtype, p._version, state_of(p)
+            self.at[local.untyped_storage().data_ptr()] = index, local.dtype, state_of(p)
             self.casts.append(local)
 
     def pack(self, t: Tensor) -> Any:
@@ -91,7 +92,8 @@ class Saver:
             if found is None or found[1] is not t.dtype:
                 return t
             self.keep()
-            i, dtype, version, cast = self.at[t.untyped_storage().data_ptr()]
+            i, dtype, cast = self.at[t.untyped_storage().data_ptr()]
+            version, *_ = cast or self.wholes[i].state
             state, kept = cast or state_of(self.unit.params[i]), None if self.again else bare(t)
             self.unit.again |= self.again
             where = Tensor.size(t), t.stride(), t.storage_offset()
@@ -129,7 +131,7 @@ class Saver:
     def pop(self) -> None:
         """No longer (and not at all, below hooks of others that are still there)."""
         # What autograd saved has this object, which is not to hold on to what was gathered.
-        self.at, self.casts, self.keep = {}, [], _nothing
+        self.at, self.casts, self.wholes, self.keep = {}, [], (), _nothing
         top = compat.top_saved_tensors_default_hooks(True)
         if top is not None and getattr(top[0], "__self__", None) is self:
             compat.pop_saved_tensors_default_hooks()

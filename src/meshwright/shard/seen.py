@@ -14,18 +14,16 @@ import torch
 from .. import compat, convert, runtime
 from ..conversions import ConversionStep
 from ..dispatch import BRING, ONCE, Once, disabled, link
-from ..errors import ShardError
-from ..layout import chunk_bounds
 from ..raw import bare
 from ..resharding import ConversionPlan, in_dtype
 from ..resharding import plan as plan_conversion
 from ..tensor import OPEN, DistTensor, GradientHook, wrap
 from .changes import aliased, state_of
 from .host import home, on_host
-from .packing import split_dim
-from .precision import PRECISION, Dtypes, gather_wire, partial_dtype, put, reduce_dtype
+from .precision import PRECISION, Dtypes, partial_dtype, reduce_dtype
 from .saved import Saver, may_save_references
-from .units import Unit, in_backward, is_cast, seen_spec, stored_axis
+from .units import Unit, is_cast, seen_spec, stored_axis
+from .wholes import Whole, under_way
 
 Tensor = torch.Tensor
 
@@ -61,9 +59,6 @@ def _frames() -> set[int]:
     return found
 
 
-_VIEWED = "a view of a leaf Variable that requires grad is being used in an in-place operation."
-
-
 class Seen:
     """One forward of a unit in one thread: what stands in for its parameters, gathered at their first use.
 
@@ -74,10 +69,8 @@ class Seen:
 
     def __init__(self, unit: Unit, frame: Any, saves: bool = True) -> None:
         self.unit, self.frame = unit, frame
-        self.wholes: list[Tensor] = []
+        self.wholes: list[Whole] = []
         self.aliased: list[bool] = []  # whether something else may have the memory of a parameter
-        self.states: list[Any] = []  # of the parameters, and versions of the wholes, when they were alike
-        self.versions: list[int] = []
         self.made: dict[bool, list[Tensor]] = {}  # by whether gradients are recorded
         self.node: Any = None  # of autograd, that gave the stand-ins which have a history
         self.saver: Saver | None = None
@@ -95,10 +88,10 @@ class Seen:
             if other is not None and other not in self.lent:
                 self.lent[other] = Seen(other, self.frame, saves=False)
             return None if other is None else self.lent[other].find(p)
-        if self.wholes and self.wholes[i]._version != self.versions[i]:
-            self.keep()
+        if self.wholes:
+            self.wholes[i].keep()
         held = aliased(p, self.unit.zero.mesh)  # first: it may count as a write
-        if not self.wholes or held or self.states[i] != state_of(p):
+        if not self.wholes or held or self.wholes[i].state != state_of(p):
             self._gather()
         recorded = torch.is_grad_enabled()
         made = self.made.get(recorded)
@@ -122,61 +115,40 @@ class Seen:
         return self.find(p) if self.wholes or self.lent else None
 
     def keep(self) -> None:
-        """Bring to the parameters what was written to what stands in for them: through a view, by a lookup that scales
-        the rows that it reads.  Each rank has the whole, so nothing is sent.
-
-        Raises:
-            RuntimeError: the write is part of what gradients are recorded of, as on one device.
-            ShardError: the parameter was written to by itself in between.
-        """
+        """Bring to the parameters what was written to what stands in for them."""
         for other in self.lent.values():
             other.keep()
-        changed = [i for i, t in enumerate(self.wholes) if t._version != self.versions[i]]
-        here = self.unit.zero.mesh.coordinate(runtime.RT.rank) if changed else ()
-        for i in changed:
-            p, t = self.unit.params[i], self.wholes[i]
-            if state_of(p) != self.states[i]:
-                raise ShardError(
-                    f"{p.__dict__.get('_param_name', 'a parameter')} is stored split, and in one forward was written "
-                    "to both through a view of it and through its detach() or data: say one of them"
-                )
-            stand_in = self.made[True][i] if True in self.made else t
-            if stand_in.requires_grad and stand_in.grad_fn is not self.node:
-                raise RuntimeError(f"{_VIEWED} ({p.__dict__.get('_param_name', 'a parameter')})")
-            axis, part = stored_axis(p), t
-            with torch.no_grad(), disabled():
-                if axis is not None:
-                    dim = split_dim(p._spec, axis)
-                    lo, hi = chunk_bounds(t.shape[dim], self.unit.zero.mesh.sizes[axis], here[axis])
-                    part = t.narrow(dim, lo, hi - lo)
-                own = bare(p)
-                put(own, part.to(own.device), None if axis is None else gather_wire(p))
-            self.states[i], self.versions[i] = state_of(p), t._version
-        if changed and self.saver is not None:
-            self.saver.note(self.wholes)
+        for whole in self.wholes:
+            whole.keep()
+
+    def recorded(self, whole: Whole) -> bool:
+        """Whether gradients are recorded of what was written to the stand-in of a parameter."""
+        made = self.made.get(True)
+        stand_in = None if made is None else made[self.unit.index[id(whole.p)]]
+        return stand_in is not None and stand_in.requires_grad and stand_in.grad_fn is not self.node
 
     def _gather(self) -> None:
-        self.keep()
+        for scope in OPEN.scopes:
+            scope.keep()
         unit = self.unit
         unit.check_autocast()
         self.aliased = [aliased(p, unit.zero.mesh) for p in unit.params]
-        known = unit.zero.sync.backward().wholes.get(unit) if in_backward() and not self.wholes else None
-        old, states = self.wholes, self.states
-        self.states, self.made = unit.state(), {}
-        self.wholes = unit.gather() if known is None else known
-        for i, t in enumerate(old):  # of which there may be views
-            if states[i] != self.states[i]:
-                with torch.no_grad():
-                    t.copy_(self.wholes[i])
-            if not self.aliased[i]:
-                self.wholes[i] = t
-        self.versions = [t._version for t in self.wholes]
+        states, self.made = unit.state(), {}
+        made = (None if self.wholes else unit.known()) or unit.gather()
+        there = {id(w.p): w for w in self.wholes} or under_way()
+        self.wholes = []
+        for p, t, state, held in zip(unit.params, made, states, self.aliased, strict=True):
+            whole = there.get(id(p))
+            if whole is not None:
+                whole.renew(t, state)  # of which there may be views
+            self.wholes.append(Whole(p, t, state) if whole is None or held else whole)
+            self.wholes[-1].shown.add(self)
         if self.saver is not None:
             self.saver.note(self.wholes)
 
     def _stand_ins(self, recorded: bool) -> list[Tensor]:
         unit = self.unit
-        made = [t.detach() for t in self.wholes]
+        made = [w.seen.detach() for w in self.wholes]
         learning = [i for i, p in enumerate(unit.params) if recorded and p.requires_grad]
         if learning:
             params = [unit.params[i] for i in learning]

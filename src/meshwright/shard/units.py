@@ -259,6 +259,7 @@ class Unit:
         for module, name, dtypes, hosted in self.places:
             p = module._parameters.get(name)
             if p is not None and id(p) in self.index:
+                self._check_marks(p, name, module)
                 if hosted:
                     check_place(p)
                 continue
@@ -274,6 +275,17 @@ class Unit:
                     f"{p.dtype} where {dtypes.compute} is computed in: write to the parameter that is there "
                     "(load_state_dict without assign=True, p.copy_()), or cast what you put in its place"
                 )
+
+    def _check_marks(self, p: nn.Parameter, name: str, module: nn.Module) -> None:
+        """Raises ShardError where a parameter is the object that it was and has become another tensor."""
+        i, space = self.index[id(p)], p.__dict__
+        said = {STORED: self.axes[i] is not None, PRECISION: self.casts[i] is not None, ON: self.hosted[i]}
+        if any(was and mark not in space for mark, was in said.items()):
+            raise ShardError(
+                f"{name} of {type(module).__name__} was swapped for another tensor (torch.utils.swap_tensors) after "
+                "shard_module, which is not stored, cast and reduced as that says: write to the parameter (p.copy_() "
+                "under torch.no_grad()), or swap before shard_module"
+            )
 
     # -- gathering ------------------------------------------------------------------------------------
 
@@ -355,10 +367,16 @@ class Unit:
         """The whole parameters, for the backward."""
         if not in_backward():
             return self.gather()
-        backward = self.zero.sync.backward()
-        if self not in backward.wholes:
-            backward.wholes[self] = self.gather()
-        return backward.wholes[self]
+        found = self.known()
+        if found is None:
+            found = self.gather()
+            self.zero.sync.backward().wholes[self] = self.state(), found
+        return found
+
+    def known(self) -> list[Tensor] | None:
+        """The whole parameters as they are now, where the running backward has them."""
+        state, found = self.zero.sync.backward().wholes.get(self, (None, None)) if in_backward() else (None, None)
+        return found if state == self.state() else None
 
 
 _SAID = ("spans", "whole", "places")

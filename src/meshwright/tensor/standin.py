@@ -84,6 +84,7 @@ def with_stand_ins(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any] | N
     op = resolve(func)
     if op.python and op.rule is None:  # what it calls finds them
         return None
+    map_tensors(kwargs.get("out"), itself)
     first = args[:1] if op.inplace else ()
     rest, named = args[len(first) :], {k: v for k, v in kwargs.items() if k != "out"}
     into = map_tensors(first, itself if _turns(op.name) else _written)

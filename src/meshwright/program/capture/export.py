@@ -29,7 +29,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from ... import compat
 from ...compat import FakeTensor, FakeTensorMode, pytree
 from ...dispatch import disabled
-from ...errors import CaptureError
+from ...errors import CaptureError, MeshwrightError
 from ...marks import gradients_marked
 from ...runtime import is_users
 from ...tensor import DistTensor
@@ -38,7 +38,7 @@ from ..ir.regions import Path
 from .custom import Kept, functions_as_ops
 from .outs import copy_into_out
 from .outside import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
-from .refused import GENERATOR, derived, generators, inference_without_gradients, refused, without_validation
+from .refused import GENERATOR, Shapes, derived, generators, inference_without_gradients, refused, without_validation
 from .regions import Regions
 
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ class StepModule(nn.Module):
         with (
             noting_attributes(self.assigned), buffers_written(self.model, self.assigned),
             refused(*derived(), *generators()), inference_without_gradients(), functions_as_ops(),
-            without_validation(), _autocast_caches(self.caches),
+            without_validation(), _autocast_caches(self.caches), Shapes(tensors),
         ):  # fmt: skip
             made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
         flat = pytree.tree_leaves(made)
@@ -446,11 +446,20 @@ def _naming_the_line(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         users = [f for f in frames if is_users(f.filename)]
+        if not users and isinstance(error, _DEFECTS) and frames[-1].name not in _CALLS:
+            raise MeshwrightError(
+                f"{type(model).__name__} was not captured: {type(error).__name__}: {error}, in {frames[-1].filename}:"
+                f"{frames[-1].lineno}, and in no line of the step. This is a defect of Meshwright or of torch.export, "
+                "not a limit of your code: please report it with this traceback, and train eagerly (mw.shard_module) "
+                "meanwhile"
+            ) from error
         inside = [f for f in users if f.name == "forward" or f.line]
         where = f"{inside[-1].filename}:{inside[-1].lineno}: {inside[-1].line}" if inside else "unknown line"
         raise CaptureError(f"{type(model).__name__} cannot be captured: {_reason(error)} at {where}") from error
 
 
+_DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+_CALLS = {_own_loss.__name__, "_call_impl", "_wrapped_call_impl"}  # the model refuses what it is given
 VALUES = (
     "what it does next depends on the value of a tensor (if, while, .item(), a shape made from values), and a captured "
     "program does the same in every step: use torch.where or masks, or train eagerly;"

@@ -10,12 +10,13 @@ import contextlib
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.overrides import TorchFunctionMode
 
 from ... import runtime
 from ...compat import FakeTensor
@@ -180,6 +181,27 @@ def _checked(entry: Refused, original: Callable[..., Any]) -> Any:
     return call
 
 
+class Shapes(TorchFunctionMode):
+    """Inside, a call that gives a tensor of the batch another shape in place raises CaptureError: the caller's, which
+    has it behind the step on one device, would keep its own."""
+
+    def __init__(self, batch: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.of = {id(t): (t, t.shape, t.stride()) for t in batch}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        t, *before = self.of.get(id(args[0]) if args else 0, (None,))
+        if t is not None and before != [t.shape, t.stride()]:
+            name = getattr(func, "__name__", "a call")
+            raise CaptureError(
+                f"{runtime.user_line()}: {name} gives a tensor of the batch another shape in place, which the tensor "
+                f"that a captured step is given does not take: write {name.rstrip('_')}, which returns a view, and go "
+                "on with that"
+            )
+        return made
+
+
 @contextlib.contextmanager
 def inference_without_gradients() -> Iterator[None]:
     """Inside, ``torch.inference_mode`` is ``torch.no_grad``, which a captured graph can hold."""
@@ -209,6 +231,7 @@ def without_anomaly_mode() -> Iterator[None]:
 __all__ = [
     "GENERATOR",
     "Refused",
+    "Shapes",
     "derived",
     "generators",
     "inference_without_gradients",

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -98,6 +99,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if torch.is_grad_enabled() and not _differentiable(func):
+            self._check_cut(func, args, kwargs, out)
         if func in _ALIASES:
             known = args[0].__dict__.get("_node")
             if known is not None:
@@ -118,6 +121,20 @@ class Recorder(TorchDispatchMode):
         elif func._schema.is_mutable:
             self._record(func, args, kwargs)
         return out
+
+    def _check_cut(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Raises CaptureError where autograd knows nothing of an op, and what it is given would get no gradient: a run
+        on values differentiates what its kernel calls, and a recorded one has the op as one node."""
+        given = any(isinstance(t, Tensor) and t.requires_grad for t in compat.tree_leaves((args, kwargs)))
+        made = [t for t in compat.tree_leaves(out) if isinstance(t, Tensor)]
+        if given and (func._schema.is_mutable or any(t.is_floating_point() or t.is_complex() for t in made)):
+            error = CaptureError(
+                f"{self.line or runtime.user_line()}: {func} has no formula for its gradient, and in a captured step "
+                "what it is given would get none through it: give it one (torch.library.register_autograd), or call it "
+                "on .detach() or under torch.no_grad()"
+            )
+            error._located = True  # type: ignore[attr-defined]
+            raise error
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any = None) -> fx.Node:
         made_args, made_kwargs = self._nodes(args), self._nodes(kwargs)
@@ -241,6 +258,18 @@ class Recorder(TorchDispatchMode):
         if isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise CaptureError("a size that depends on values: a captured program has fixed shapes")
         return a
+
+
+_DERIVED = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
+
+
+@lru_cache(maxsize=4096)
+def _differentiable(func: Any) -> bool:
+    """Whether autograd knows what to do behind an op, be it to say that there is no gradient."""
+    name = func.name()  # what is no op, such as prim::device, the dispatcher does not know
+    if not compat.dispatch_has_kernel(name):
+        return True
+    return any(compat.dispatch_has_kernel_for_dispatch_key(name, k) for k in _DERIVED)
 
 
 def _frozen(a: Any) -> Any:
