@@ -145,7 +145,7 @@ def _record(
     lines += [f"alone: {name} ({why})" for name, why in alone]
     details: dict[str, Any] = {
         "before": len(reductions), "after": len(buckets), "alone": dict(alone), "pruned": pruned.removed,
-        "folded": pruned.folded, "rescaled": dict(pruned.rescaled), "written_in_place": in_place, "joined": joined,
+        "folded": pruned.folded[0] if len(pruned.folded) == 1 else pruned.folded or 1.0, "rescaled": dict(pruned.rescaled), "written_in_place": in_place, "joined": joined,
         "gathers": gathers,
         "buckets": [{"gradients": [r.name for r in b.members], "bytes": b.nbytes} for b in buckets],
     }  # fmt: skip

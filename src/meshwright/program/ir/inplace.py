@@ -159,7 +159,7 @@ class _Functional:
         one = _SINGLE.get(node.target)
         if one is not None:
             return [self._one(node, one, t) for t in targets]
-        target = _counterpart(node.target)
+        target = counterpart(node.target)
         if target is None or not self._keeps_dtype(node, targets[0]):
             return None
         with self.graph.inserting_before(node):
@@ -230,11 +230,11 @@ def _is_write(argument: Any) -> bool:
     return bool(argument.alias_info is not None and argument.alias_info.is_write)
 
 
-def _counterpart(target: Any) -> Any:
+def counterpart(target: Any) -> Any:
     """``aten.div.Tensor`` for ``aten.div_.Tensor``; None where there is none."""
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
     return getattr(packet, target._overloadname, None)
 
 
-__all__ = ["follow", "functional", "note_writes", "returned", "storages", "written"]
+__all__ = ["counterpart", "follow", "functional", "note_writes", "returned", "storages", "written"]

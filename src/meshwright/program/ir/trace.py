@@ -21,6 +21,7 @@ from ...collective import COLLECTIVES
 from ...compat import TorchDispatchMode
 from ...errors import CaptureError
 from ...record import Record
+from .inplace import counterpart
 from .memory import unless_row_major
 from .nodes import VIEWS, NodeInfo, Value, annotate, info_of, is_mutating, value_of
 from .regions import Path
@@ -98,6 +99,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:  # which writes nothing: squeeze_() gives another view from here on
+            func = plain if (plain := counterpart(func)) in VIEWS else func
         if func in _ALIASES:
             known = args[0].__dict__.get("_node")
             if known is not None:
