@@ -203,7 +203,7 @@ def test_several_backwards() -> None:
         wrong = {k: v for k, v in found.items() if v[0] > 1e-9}
         assert not wrong
         for kind in KINDS:
-            starts = [] if kind is decayed else [0.5] if kind in FOLDED else [1.0]  # sums of other things stay
+            starts = [0.5] if kind in FOLDED else [1.0]
             assert found[kind.__name__, "optimized"][1] == starts, kind
 
 

@@ -22,6 +22,7 @@ from ..program.ir.linear import is_linear
 from ..program.ir.nodes import checked_value, draws, info_of, is_mutating, is_sum, value_of
 from ..program.ir.program import Program
 
+
 @dataclass(frozen=True)
 class SentGradient:
     """A collective that sums a gradient over ranks.
@@ -136,11 +137,12 @@ class Gradients:
         """Move what prepares gradients (views, factors, a step's own weight decay) to where they are complete."""
         moved: dict[fx.Node, None] = {}
         for reduction in reductions:
-            moved.update(dict.fromkeys(list(chain_up(reduction.args[0], autograd=True))[:-1]))
-            stack = [reduction.args[0]]
+            gradient: Any = reduction.args[0]
+            moved.update(dict.fromkeys(list(chain_up(gradient, autograd=True))[:-1]))
+            stack = [gradient]
             while stack:
                 node = stack.pop()
-                if isinstance(node, fx.Node) and _by_the_step(node):
+                if _by_the_step(node):
                     stack += [n for n in node.all_input_nodes if n not in moved]
                     moved[node] = None
         for node in sorted((n for n in moved if not draws(n)), key=self.place.__getitem__):

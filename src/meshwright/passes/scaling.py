@@ -16,8 +16,8 @@ import torch.fx as fx
 from ..collective import mesh_of_text
 from ..errors import PassError
 from ..layout import Partial
-from ..program.ir.inplace import follow, written
-from ..program.ir.linear import is_linear, is_zero, linear_in, scale_of
+from ..program.ir.inplace import follow, storages, written
+from ..program.ir.linear import is_linear, is_zero, lends_shape, linear_in, scale_of
 from ..program.ir.nodes import UPDATE, annotate, call, checked_value, info_of, is_mutating, is_sum, target_name
 from ..program.ir.program import Program
 from .gradients import chain_up, is_reduction, parameter_of
@@ -171,10 +171,10 @@ def _all_summed(program: Program, found: list[Scaled], degrees: set[int]) -> Non
 class Starts:
     """From what backwards have to start so that factors around reductions may go and all else stays as it is.
 
-    Each value that follows on the seeds may then be another multiple of what it was.  Which one it has to be is known at
-    the end of the program (what updates and returns read is 1), and from there upwards: a removed factor has to be in
-    what it was applied to; of what is linear in operands they have to have the factor of the result, all of them; all
-    else has to be 1.
+    Each value that follows on the seeds may then be another multiple of what it was.  Which one it has to be is known
+    at the end of the program (1 of what updates and returns read), and from there upwards: a removed factor has to be
+    in what it was applied to; where a node is linear in operands, they have to be the multiple that the result is, all
+    of them; all else has to be 1.
 
     Args:
         seeds: from which backwards start; others stay.
@@ -189,7 +189,7 @@ class Starts:
         self.graph, self.why = program.graph, ""
         self.reached = set(seeds)  # what follows on the seeds
         for node in self.graph.nodes:
-            if not self.reached.isdisjoint(node.all_input_nodes):
+            if not self.reached.isdisjoint(node.all_input_nodes) and not lends_shape(node):
                 self.reached.add(node)
         self.moved = [s for s in pruned if s.node in self.reached]
         self.factors: dict[fx.Node, float] = {}
@@ -210,8 +210,6 @@ class Starts:
         if node in seeds:
             return True
         if node not in self.reached:
-            if not same and not (is_zero(node) and self.dirty.isdisjoint(v.storage for v in info_of(node).values)):
-                return self._not(node, "does not follow on the backward")
             return True
         carriers = set(node.all_input_nodes) & self.reached
         if not same:
@@ -223,6 +221,8 @@ class Starts:
             carriers = made
         want *= self.factors.get(node, 1.0)
         for n in carriers:
+            if n not in self.reached and not (is_zero(n) and self.dirty.isdisjoint(storages(n))):
+                return self._not(node, "adds what does not follow on the backward")
             if not math.isclose(self.wanted.setdefault(n, want), want):
                 return self._not(n, "is used with another factor, or with none")
         return True
@@ -282,7 +282,7 @@ def _rescale(program: Program, pruned: list[Scaled], made: Pruned) -> None:
         factor, together = listed[0].factor, list[fx.Node]()
         first = len(order)
         for s in sorted(listed, key=lambda s: order[s.node]):
-            if order[s.node] > first:  # the others are used before this one is there
+            if order[s.node] >= first:  # the others are used before this one is there
                 _multiply(program, together, factor)
                 together, first = [], len(order)
             together.append(s.node)

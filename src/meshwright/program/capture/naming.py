@@ -17,7 +17,7 @@ from ..ir.program import Program
 
 aten = torch.ops.aten
 
-_LINEAR = {
+_PASSED = {
     *LINEAR_VIEWS, aten.clone.default, aten.cat.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor,
     aten.mul.Scalar, aten._to_copy.default, operator.getitem,
 }  # fmt: skip
@@ -34,7 +34,7 @@ def join(name: str, used: fx.Node, asked: set[fx.Node], spec: Spec) -> None:
     if asked.isdisjoint(sources):
         return
     at, between = used, _between(sources, used)
-    while not is_source(at) and (reduces(at) or at.target in _LINEAR):
+    while not is_source(at) and (reduces(at) or at.target in _PASSED):
         above = [n for n in at.all_input_nodes if n in between]
         if len(above) != 1:
             break
@@ -135,7 +135,7 @@ def _keeps(user: fx.Node, given: fx.Node) -> bool:
     if user.target is operator.getitem:
         found = entry(user)
         return found is None or any(_alike(n, value_of(given)) for n in found)
-    if user.target in _LINEAR:
+    if user.target in _PASSED:
         return True
     if "_foreach_" in str(user.target):
         return True  # what is picked of it says of which entry it is made
@@ -150,8 +150,9 @@ def _note_sums(program: Program) -> None:
         names.setdefault(used, name)
     for node in reversed(program.graph.nodes):
         held = storages(node) if node.op == "call_function" else ()
-        name = names.get(node) or next((memory[s] for s in (*written(node), *held) if s in memory), None)
-        if name is None or info_of(node).role == "forward":
+        found = [memory[s] for s in (*written(node), *held) if s in memory]
+        name = names.get(node) or next(iter(found), "")
+        if not name or info_of(node).role == "forward":
             continue
         if is_sum(node) and not info_of(node).sync:
             annotate(node, sync=name)

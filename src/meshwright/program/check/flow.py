@@ -14,7 +14,7 @@ from ...errors import ProgramError
 from ...layout import Partial, Spec
 from ..ir.inplace import storages, written
 from ..ir.nodes import checked_value, info_of, is_mutating, is_sum, value_of
-from ..ir.program import Input, Output, Program
+from ..ir.program import Input, Program
 from .derive import described
 
 # Name of a parameter to the axes over which its gradient, which is in a value, is still to be summed.

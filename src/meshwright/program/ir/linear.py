@@ -1,7 +1,7 @@
 """Which nodes are linear, and in which of their inputs: as the rules of their ops say, which know of numbers.
 
-A factor on all inputs of a group may as well be one on what the node gives.  ``g + 0.01``, ``where(c, g, 0.5)`` and a cast
-to integers have no such group.
+A factor on all inputs of a group may as well be one on what the node gives.  ``g + 0.01``, ``where(c, g, 0.5)`` and a
+cast to integers have no such group.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from .nodes import LINEAR_VIEWS, draws, is_mutating, reduces, value_of
 aten = torch.ops.aten
 
 SCALES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
-# They take no more than the shape of what they are given.
-_LENT = {"zeros_like", "empty_like", "zero"}
+# Of what they are given they take the shape and dtype.
+_LENT = {f"{n}_like" for n in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")} | {
+    f"new_{n}" for n in ("zeros", "ones", "full", "empty", "empty_strided")
+} | {"zero", "fill"}  # fmt: skip
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default}
-_FULL = {aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar}
+# The place of the number among the arguments.
+_FULL = {aten.full.default: 1, aten.full_like.default: 1, aten.fill.Scalar: 1, aten.scalar_tensor.default: 0}
 
 Groups = tuple[frozenset[fx.Node], ...]
 
@@ -42,9 +45,9 @@ def linear_in(node: fx.Node) -> Groups:
         tensors.append(n)
         return Arg(len(tensors) - 1, value.shape, value.dtype)
 
-    args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)  # type: ignore[arg-type, misc]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)  # type: ignore[arg-type]
     try:
-        rule = RULES[name](*args, **kwargs)  # type: ignore[misc]
+        rule = RULES[name](*args, **kwargs)
     except (RuleError, TypeError):  # asked as nobody calls the op
         return ()
     found = []
@@ -75,11 +78,19 @@ def scale_of(node: fx.Node) -> float | None:
     return float(by) if node.target in (aten.mul.Tensor, aten.mul.Scalar) else 1 / float(by)
 
 
+def lends_shape(node: fx.Node) -> bool:
+    """Whether no value of what a node is given is in what it gives."""
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    name = node.target._schema.name.removeprefix("aten::")
+    return name in _LENT and not (name == "fill" and len(node.all_input_nodes) > 1)
+
+
 def is_zero(node: fx.Node) -> bool:
     """Whether a node gives zeros, whatever it is given: any factor times them is they."""
     while node.target in LINEAR_VIEWS and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    return node.target in _ZEROS or (node.target in _FULL and not isinstance(node.args[1], fx.Node) and not node.args[1])
+    return node.target in _ZEROS or (node.target in _FULL and bool(node.args[_FULL[node.target]] == 0))
 
 
-__all__ = ["is_linear", "is_zero", "linear_in", "scale_of"]
+__all__ = ["is_linear", "is_zero", "lends_shape", "linear_in", "scale_of"]

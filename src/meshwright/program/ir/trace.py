@@ -173,6 +173,11 @@ class Recorder(TorchDispatchMode):
 
     def value(self, t: Tensor) -> Value:
         """Shape, dtype and storage of a fake tensor."""
+        if t.layout is not torch.strided:
+            raise CaptureError(
+                f"{runtime.user_line()}: the step makes a sparse tensor of shape {tuple(t.shape)}, which a captured "
+                "step cannot hold: make gradients of embeddings dense (sparse=False), or train eagerly"
+            )
         storage = t.untyped_storage()
         known = self._storages.get(storage._cdata)
         if known is None:
