@@ -1,4 +1,4 @@
-"""data-parallel-optimization of steps as people write them: each part of it alone and all, beside the step as written."""
+"""data-parallel-optimization of steps as people write them: each part of it alone, and all, beside the step itself."""
 
 from __future__ import annotations
 
@@ -356,6 +356,19 @@ def test_a_sum_is_under_way_during_a_backward_that_adds_to_it() -> None:
         (wait,) = (i for n, i in place.items() if n.target is collective.WAIT_OP)
         between = [n for n, i in place.items() if start < i < wait and info_of(n).role == "forward"]
         assert len(between) == 4, "the second forward"
+
+
+@pytest.mark.parametrize("left_out", ["", "prune", "overlap", "fuse"])
+def test_a_part_that_is_left_out_is_not_done(left_out: str) -> None:
+    captured = Captured(case())
+    _, (plain, *_), _ = captured.run([])
+    _, (program, *_), (record,) = captured.run([ALL + (f",{left_out}=no" if left_out else "")])
+    divisions = [n for n in program.graph.nodes if n.target is torch.ops.aten.div.Tensor]
+    assert len(divisions) == (6 if left_out == "prune" else 0)
+    assert plain.kinds == {"all_reduce": 6}
+    assert program.kinds == {"all_reduce": 6 if left_out == "fuse" else 1}
+    assert early(captured, SMALL + (f",{left_out}=no" if left_out else "")) == (left_out != "overlap")
+    assert record.details["pruned"] == (0 if left_out == "prune" else 6)
 
 
 # -- hooks: what is linear -------------------------------------------------------------------------------
