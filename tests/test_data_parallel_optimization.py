@@ -348,7 +348,11 @@ def test_what_shares_a_bucket_is_summed_over_the_same_ranks_and_of_one_dtype() -
     for size in (1 << 30, "auto"):
         program, (record,) = PassManager([DataParallelOptimization(bucket_bytes=size)]).run(built.program)
         buckets = [set(b["gradients"]) for b in record.details["buckets"]]
-        assert sorted(map(sorted, buckets)) == [["expert"], ["inside.bias", "inside.weight"], ["out.bias", "out.weight"]]
+        assert sorted(map(sorted, buckets)) == [
+            ["expert"],
+            ["inside.bias", "inside.weight"],
+            ["out.bias", "out.weight"],
+        ]
         sent = {(n.args[-2], checked_value(n).dtype) for n in starts(program)}
         assert sent == {("dp", torch.float64), ("dp,ep", torch.float32), ("dp,ep", torch.float64)}
 
