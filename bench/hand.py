@@ -1,6 +1,6 @@
 """A data-parallel step by hand, as it is and captured: what each part of the data-parallel pass gives, alone and all.
 
-24 narrow layers, so that most of a step is what the parts save: ops of few numbers, and a collective for each parameter.
+24 narrow layers, so that most of a step is what the parts save: ops on few numbers, a collective for each parameter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ByHand(Alone):
     def whole(self, batch: Batch) -> Tensor:
         """One step on one batch."""
         loss: Tensor = self.model(*batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for p in self.model.parameters():
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()

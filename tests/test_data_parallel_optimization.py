@@ -297,11 +297,11 @@ def test_nobody_touches_a_buffer_under_way() -> None:
             (wait,) = node.users
             storage = checked_value(node).storage
             between = [n for n, i in place.items() if place[node] < i < place[wait]]
-            meanwhile += len([n for n in between if n.target not in VIEWS])
+            meanwhile += len([n for n in between if "aten.mm." in str(n.target)])
             for n in between:
                 touched = [x for x in (n, *n.all_input_nodes) if getattr(info_of(x).value, "storage", None) == storage]
                 assert not touched or n.target in VIEWS, f"{n} touches {node}"
-        assert meanwhile > len(starts(program)), "something runs while they are under way"
+        assert meanwhile, "the backward goes on while they are under way"
 
 
 @pytest.mark.thin(6)
@@ -340,19 +340,16 @@ class Mixed(Experts):
         return self.out(torch.tanh(torch.bmm(inside, self.expert)))  # type: ignore[no-any-return]
 
 
-def test_what_shares_a_bucket_is_summed_over_the_same_ranks_and_of_one_dtype() -> None:
+def test_what_shares_a_bucket() -> None:
+    """It is summed over the same ranks, and of one dtype."""
     model, (_, loss, batch, options) = Mixed().double(), case("experts", {"dp": 2, "ep": 2})
     model.inside.float()
     plan = Plan(**options)
     built = build(model, loss, torch.optim.SGD(model.parameters()), batch, mw.Mesh({"dp": 2, "ep": 2}), plan)
     for size in (1 << 30, "auto"):
         program, (record,) = PassManager([DataParallelOptimization(bucket_bytes=size)]).run(built.program)
-        buckets = [set(b["gradients"]) for b in record.details["buckets"]]
-        assert sorted(map(sorted, buckets)) == [
-            ["expert"],
-            ["inside.bias", "inside.weight"],
-            ["out.bias", "out.weight"],
-        ]
+        buckets = sorted(sorted(b["gradients"]) for b in record.details["buckets"])
+        assert buckets == [["expert"], ["inside.bias", "inside.weight"], ["out.bias", "out.weight"]]
         sent = {(n.args[-2], checked_value(n).dtype) for n in starts(program)}
         assert sent == {("dp", torch.float64), ("dp,ep", torch.float32), ("dp,ep", torch.float64)}
 

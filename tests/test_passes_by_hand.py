@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from by_hand import Captured, Case, all_reduce, apart, as_written
 
-import meshwright as mw
 from meshwright import collective
 from meshwright.compat import FakeTensorMode
 from meshwright.errors import CaptureError
-from meshwright.passes import PassManager
 from meshwright.program.ir.linear import is_zero, lends_shape, linear_in
 from meshwright.program.ir.nodes import info_of
 from meshwright.program.ir.trace import Recorder
@@ -311,14 +309,14 @@ def test_however_the_mean_is_written(sync: Callable[[Grads], None]) -> None:
 )
 def test_whatever_gradients_are_added_to(steps: Steps, starts: Any, sums: int) -> None:
     """What a backward starts from where factors can go; otherwise they stay behind the sums."""
-    alone, parts, every = checked(case(steps), PRUNE, f"{PASS}:prune=no,bucket_bytes=200", ALL)
+    alone, every = checked(case(steps), PRUNE, ALL)
     assert alone["folded"] == every["folded"] == starts
     assert bool(every["rescaled"]) == (starts == 1.0)
-    assert parts["before"] == every["before"] == sums
+    assert every["before"] == sums
     assert every["after"] == {micro_steps: 3, added: 2}.get(steps, 1)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(25)
 @pytest.mark.parametrize("steps", [micro_steps, local_after, on_constant, added, penalty], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("sync", SYNCS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("edit", ["third", "decay", "constant", "foreach"])
@@ -326,7 +324,7 @@ def test_edits_and_micro_steps(steps: Steps, sync: Callable[[Grads], None], edit
     checked(case(steps, sync, EDITS[edit]), PRUNE, OVERLAP, FUSE, SMALL, ALL)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("edit", EDITS)
 def test_edited_gradients_are_fused_and_overlapped(edit: str) -> None:
     given = case(edit=EDITS[edit])
@@ -513,7 +511,7 @@ def in_a_function(hook: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], Non
 HOOKS = [on_gradients, on_a_value, of_a_module, in_a_function]
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("form", ["g + 0.01", "0.01 - g", "int", "clamp", "where 0.5", "g * 2"])
 @pytest.mark.parametrize("where", HOOKS, ids=lambda f: f.__name__)
 def test_hooks(where: Callable[..., Any], form: str) -> None:
@@ -557,8 +555,7 @@ def levels(ps: Grads) -> None:
 
 @pytest.mark.parametrize("steps", [once, micro_steps], ids=lambda f: f.__name__)
 def test_groups(steps: Steps) -> None:
-    given = case(steps, levels)
-    given = Case(given.step, Net, {"dp": 2, "ep": 2})
+    given = Case(case(steps, levels).step, Net, {"dp": 2, "ep": 2})
     want, captured = as_written(given), Captured(given)
     for one in (PRUNE, FUSE, ALL):
         made, (program, *_), (record,) = captured.run([one])
@@ -604,7 +601,3 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     given = Case(case().step, Table, {"dp": N})
     with pytest.raises(CaptureError, match=r"a sparse tensor of shape \(6, 4\).*sparse=False"):
         Captured(given)
-
-
-__all__: Sequence[str] = ()
-_ = PassManager, mw
