@@ -199,7 +199,7 @@ def differences() -> dict[tuple[str, str], Any]:
 
 @pytest.mark.processes
 def test_several_backwards() -> None:
-    for found in run_processes(differences, 2):
+    for found in run_processes(differences, 2, timeout=180):
         wrong = {k: v for k, v in found.items() if v[0] > 1e-9}
         assert not wrong
         for kind in KINDS:
