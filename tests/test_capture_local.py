@@ -363,6 +363,9 @@ def experts(passes: Sequence[Any]) -> Any:
         run: Any = step
         if captured:
             run = capture_local(step, mesh, model=model, optimizer=optimizer, batch=data(0), passes=passes)
+            together = [n for n in run.program.graph.nodes if n.target is torch.ops.aten._foreach_mul_.Scalar]
+            assert sorted(len(n.args[0]) for n in together) == ([2, 4] if passes else []), "one op per factor"
+            assert scalings(run.program) == (2 if passes else 6)
             layouts = {n: repr(s.layout) for n, s in grads_of(run)}
             assert layouts["expert.weight"] == "<dp: Partial(), ep: Replicate()>"
             assert layouts["dense.weight"] == "<dp: Partial(), ep: Partial()>"

@@ -206,9 +206,14 @@ def test_sharded_parameters_and_states(more: dict[str, Any]) -> None:
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("option", ["fuse=false", "overlap=false", "prune=false", "fuse=false,overlap=false"])
 def test_each_part_can_be_left_out(option: str) -> None:
-    apart, kinds, fewer = both("cnn", {"dp": 2}, [f"data-parallel-optimization:bucket_bytes=100000,{option}"])
+    given = f"data-parallel-optimization:bucket_bytes=2000,{option}"
+    apart, kinds, fewer = both("cnn", {"dp": 2}, [given])
     assert apart == 0
     assert (kinds == fewer) == ("fuse=false" in option)
+    (program, *_) = programs("cnn", {"dp": 2}, given)
+    place = places(program)
+    backward = max(i for n, i in place.items() if info_of(n).role == "backward" and not info_of(n).sync)
+    assert (min(place[n] for n in starts(program)) < backward) == ("overlap=false" not in option)
 
 
 def test_with_gradient_merge_in_either_order() -> None:
@@ -287,14 +292,16 @@ def test_each_starts_when_its_last_gradient_exists_and_is_waited_for_at_its_firs
 
 def test_nobody_touches_a_buffer_under_way() -> None:
     for program in programs("gpt-tied", {"dp": 2, "tp": 2}, SMALL):
-        place = places(program)
+        place, meanwhile = places(program), 0
         for node in starts(program):
             (wait,) = node.users
             storage = checked_value(node).storage
             between = [n for n, i in place.items() if place[node] < i < place[wait]]
+            meanwhile += len([n for n in between if "aten.mm." in str(n.target)])
             for n in between:
                 touched = [x for x in (n, *n.all_input_nodes) if getattr(info_of(x).value, "storage", None) == storage]
                 assert not touched or n.target in VIEWS, f"{n} touches {node}"
+        assert meanwhile, "the backward goes on while they are under way"
 
 
 @pytest.mark.thin(6)
@@ -323,6 +330,28 @@ def test_limits_and_reasons() -> None:
     assert before.kinds["all_reduce"] - after.kinds["all_reduce"] == 29 - len(sizes)
     one = PassManager([DataParallelOptimization(bucket_bytes=1 << 30)]).run(before)[1][0]
     assert one.details["after"] == 1
+
+
+class Mixed(Experts):
+    """Experts, whose other weights are of two dtypes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = torch.tanh(self.inside(x.float())).double()
+        return self.out(torch.tanh(torch.bmm(inside, self.expert)))  # type: ignore[no-any-return]
+
+
+def test_what_shares_a_bucket() -> None:
+    """It is summed over the same ranks, and of one dtype."""
+    model, (_, loss, batch, options) = Mixed().double(), case("experts", {"dp": 2, "ep": 2})
+    model.inside.float()
+    plan = Plan(**options)
+    built = build(model, loss, torch.optim.SGD(model.parameters()), batch, mw.Mesh({"dp": 2, "ep": 2}), plan)
+    for size in (1 << 30, "auto"):
+        program, (record,) = PassManager([DataParallelOptimization(bucket_bytes=size)]).run(built.program)
+        buckets = sorted(sorted(b["gradients"]) for b in record.details["buckets"])
+        assert buckets == [["expert"], ["inside.bias", "inside.weight"], ["out.bias", "out.weight"]]
+        sent = {(n.args[-2], checked_value(n).dtype) for n in starts(program)}
+        assert sent == {("dp", torch.float64), ("dp,ep", torch.float32), ("dp,ep", torch.float64)}
 
 
 def test_nothing_to_do() -> None:

@@ -9,9 +9,8 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright.passes import gradient_merge, gradients
 from meshwright.program.capture import naming
-from meshwright.program.ir.nodes import VIEWS
+from meshwright.program.ir.nodes import LINEAR_VIEWS, VIEWS
 
 Tensor = torch.Tensor
 MESH = mw.Mesh({"dp": 2})
@@ -50,7 +49,7 @@ class Looking(nn.Module):
         return (x @ self.w + self.look(self.v)).square().mean()
 
 
-@pytest.mark.parametrize("linear", [naming._LINEAR, gradient_merge._LINEAR, gradients._UNARY])
+@pytest.mark.parametrize("linear", [naming._PASSED, LINEAR_VIEWS])
 def test_what_may_be_exchanged_with_a_sum_are_all_views_but_those_of_bits(linear: set[object]) -> None:
     assert VIEWS - linear == {torch.ops.aten.view.dtype}
 

@@ -143,9 +143,10 @@ def _record(
         axes = first.node.args[-2]
         lines.append(f"{len(b.members)} gradients over {axes}, {b.nbytes} bytes: {first.name} ... {b.members[-1].name}")
     lines += [f"alone: {name} ({why})" for name, why in alone]
+    starts = pruned.folded[0] if len(pruned.folded) == 1 else pruned.folded or 1.0
     details: dict[str, Any] = {
         "before": len(reductions), "after": len(buckets), "alone": dict(alone), "pruned": pruned.removed,
-        "folded": pruned.folded, "rescaled": dict(pruned.rescaled), "written_in_place": in_place, "joined": joined,
+        "folded": starts, "rescaled": dict(pruned.rescaled), "written_in_place": in_place, "joined": joined,
         "gathers": gathers,
         "buckets": [{"gradients": [r.name for r in b.members], "bytes": b.nbytes} for b in buckets],
     }  # fmt: skip

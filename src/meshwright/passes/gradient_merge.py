@@ -16,8 +16,8 @@ import torch.fx as fx
 from ..collective import COLLECTIVES, STARTS
 from ..errors import PassError
 from ..program.ir.inplace import follow, returned, storages, written
+from ..program.ir.linear import is_linear
 from ..program.ir.nodes import (
-    LINEAR_VIEWS,
     UPDATE,
     Value,
     ancestors,
@@ -27,6 +27,7 @@ from ..program.ir.nodes import (
     draws,
     info_of,
     is_sum,
+    reduces,
 )
 from ..program.ir.program import Input, Merged, Program
 from .core import Pass, PassRecord, register
@@ -35,8 +36,6 @@ from .slicing import copied, needed, new_storage, part_of
 aten = torch.ops.aten
 
 _HALF = {torch.bfloat16, torch.float16}
-# With one operand and linear in it: what runs behind such ops may as well run on a sum.
-_LINEAR = {*LINEAR_VIEWS, aten.clone.default, aten._to_copy.default, *COLLECTIVES}
 
 
 @register
@@ -350,7 +349,8 @@ def _unsent(node: fx.Node, whole_sums: bool) -> fx.Node:
     alone: the reduce-scatter that autograd puts behind the gather of a stored parameter, say.
     """
     at = found = node
-    while at.target in _LINEAR and len(at.all_input_nodes) == 1:
+    # What runs behind such ops may as well run on a sum.
+    while is_linear(at) or is_sum(at) or (at.target in COLLECTIVES and not reduces(at)):
         before = at.all_input_nodes[0]
         if len(before.users) > 1 or before.op != "call_function":
             break

@@ -13,19 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES, STARTS, Kind
 from ..layout import Shard, Spec, block_of, wire_from
 from ..program.ir.inplace import storages, written
-from ..program.ir.nodes import LINEAR_VIEWS, checked_value, draws, info_of, is_mutating, is_sum, value_of
+from ..program.ir.linear import is_linear
+from ..program.ir.nodes import checked_value, draws, info_of, is_mutating, is_sum, value_of
 from ..program.ir.program import Program
-
-aten = torch.ops.aten
-
-SCALES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
-_UNARY = {*LINEAR_VIEWS, aten.clone.default, aten._to_copy.default}
 
 
 @dataclass(frozen=True)
@@ -67,27 +62,6 @@ class SentGradient:
         return 1 if wire is None else block_of(wire_from(wire))
 
 
-def scale_of(node: fx.Node) -> float | None:
-    """The number that a node multiplies its first input with; None for any other node."""
-    if node.target not in SCALES or len(node.args) != 2 or node.kwargs:
-        return None
-    x, by = node.args
-    given = value_of(x) if isinstance(x, fx.Node) else None
-    made = value_of(node)
-    if isinstance(by, bool) or not isinstance(by, (int, float)) or not by or given is None or made is None:
-        return None
-    if given.dtype is not made.dtype:
-        return None
-    return float(by) if node.target in (aten.mul.Tensor, aten.mul.Scalar) else 1 / float(by)
-
-
-def is_linear(node: fx.Node) -> bool:
-    """Whether a node has one input, is linear in it and may run anywhere between that and its users."""
-    if len(node.all_input_nodes) != 1:
-        return False
-    return node.target in _UNARY or scale_of(node) is not None
-
-
 def chain_up(node: fx.Node, autograd: bool = False) -> Iterator[fx.Node]:
     """``node`` and what it is computed from by linear ops of one input.
 
@@ -121,8 +95,8 @@ class Gradients:
         self.later = len(found) < len(every)
         self._units = units_of(program)
         self._index()
-        for node in found:
-            self._hoist(node.args[0])
+        self._hoist(found)
+        self._sink(found)
         self._index()
         self.reductions = sorted((self._reduction(n, i) for i, n in enumerate(found)), key=lambda r: r.key)
 
@@ -159,17 +133,40 @@ class Gradients:
                 found = max(found, places[i - 1])
         return found
 
-    def _hoist(self, node: Any) -> None:
-        """Move what prepares a gradient (views, casts, factors) to where the gradient is complete."""
-        chain = list(chain_up(node, autograd=True))
-        for given, made in zip(chain[:0:-1], chain[-2::-1], strict=True):
-            place = self.place[made]
-            anchor = self.order[self.last_write(given, place)] if self.place[given] < place else given
-            at = max(self.place[anchor], self.place[given], self.inputs - 1)  # behind all inputs
-            if at + 1 < place and not draws(made):
-                behind = next((n for n in (given, anchor) if self.place[n] == at), self.order[at])
-                behind.append(made)
-                self.place[made] = at
+    def _hoist(self, reductions: list[fx.Node]) -> None:
+        """Move what prepares gradients (views, factors, a step's own weight decay) to where they are complete."""
+        moved: dict[fx.Node, None] = {}
+        for reduction in reductions:
+            gradient: Any = reduction.args[0]
+            moved.update(dict.fromkeys(list(chain_up(gradient, autograd=True))[:-1]))
+            stack = [gradient]
+            while stack:
+                node = stack.pop()
+                if _by_the_step(node):
+                    stack += [n for n in node.all_input_nodes if n not in moved]
+                    moved[node] = None
+        for node in sorted((n for n in moved if not draws(n)), key=self.place.__getitem__):
+            given = node.all_input_nodes
+            written_last = [self.order[self.last_write(n, self.place[node])] for n in given]
+            behind = max([*given, *written_last, *self.order[max(self.inputs - 1, 0) : self.inputs]])
+            if behind.next is not node and behind < node:
+                behind.append(node)
+
+    def _sink(self, reductions: list[fx.Node]) -> None:
+        """Move the factors of sums to where a later backward adds to them: until there they may be under way."""
+        for reduction in reductions:
+            chain, below = list[fx.Node](), reduction
+            while len(below.users) == 1 and is_linear(user := next(iter(below.users))) and _by_the_step(user):
+                chain.append(user)
+                below = user
+            readers = [u for u in below.users if info_of(u).role == "backward"]
+            if not chain or len(readers) < len(below.users):
+                continue
+            reader = min(readers)
+            end = self.place[reader]
+            if all(self.last_write(n, end) <= self.place[n] for n in (reduction, *chain)):
+                for node in chain:
+                    reader.prepend(node)
 
     def _reduction(self, node: fx.Node, index: int) -> SentGradient:
         gradient = node.args[0]
@@ -183,7 +180,7 @@ class Gradients:
         stage = ready if self.even else self.first.get(source, ready)
         needed = min((self.place[u] for u in node.users), default=len(self.order) - 1)
         unit = self._units.get(grad_below(node), "")
-        name = _name(node, gradient)
+        name = ", ".join(parameter_of(node)) or gradient.name
         return SentGradient(node, gradient, name, COLLECTIVES[node.target], nbytes, (stage, index), ready, needed, unit)
 
     def _spec(self, gradient: fx.Node) -> Spec | None:
@@ -208,6 +205,14 @@ class Gradients:
         """Whether nobody but ``reader`` touches the storage of ``node`` behind a place."""
         allowed = self.place[reader]
         return all(i <= place or i == allowed for s in storages(node) for i in self.touched[s])
+
+
+def _by_the_step(node: fx.Node) -> bool:
+    """Whether a node is what a step by hand does itself, behind its backward, and may run earlier."""
+    info = info_of(node)
+    if node.op != "call_function" or info.role not in ("backward", "optimizer") or is_mutating(node) or draws(node):
+        return False
+    return not (info.transposed or info.source or info.grad_of or info.seed or node.target in COLLECTIVES)
 
 
 def is_reduction(node: fx.Node) -> bool:
@@ -242,11 +247,13 @@ def is_view(node: fx.Node) -> bool:
     return bool(storages(node)) and set(storages(node)) <= {s for n in node.all_input_nodes for s in storages(n)}
 
 
-def _name(node: fx.Node, gradient: fx.Node) -> str:
-    for n in chain_up(gradient):
+def parameter_of(node: fx.Node) -> tuple[str, ...]:
+    """Names of the parameters whose gradient a reduction sums; empty where they are not known."""
+    for n in chain_up(node.args[0]):  # type: ignore[arg-type]
         if info_of(n).grad_of:
-            return ", ".join(name for name, _ in info_of(n).grad_of)
-    return info_of(node).sync or grad_below(node) or gradient.name
+            return tuple(name for name, _ in info_of(n).grad_of)
+    found = info_of(node).sync or grad_below(node)
+    return (found,) if found else ()
 
 
 def local_bytes(spec: Spec) -> int:
@@ -269,4 +276,4 @@ def _splits_evenly(spec: Spec) -> bool:
     return all(a * b == n for a, b, n in zip(first, parts, spec.shape, strict=True))
 
 
-__all__ = ["Gradients", "SentGradient", "chain_up", "is_linear", "scale_of", "units_of"]
+__all__ = ["Gradients", "SentGradient", "chain_up", "is_reduction", "parameter_of", "units_of"]

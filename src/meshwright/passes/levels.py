@@ -8,9 +8,10 @@ import torch.fx as fx
 
 from ..collective import COLLECTIVES, bytes_of
 from ..program.ir.inplace import follow
+from ..program.ir.linear import is_linear
 from ..program.ir.nodes import annotate, info_of, is_sum, value_of
 from ..program.ir.program import Program
-from .gradients import is_linear, is_reduction
+from .gradients import is_reduction
 
 
 def flattened(program: Program) -> tuple[Program, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
 from typing import Any
@@ -30,14 +30,14 @@ from ...errors import CaptureError
 from ...layout import Layout, Spec
 from ...mesh import Mesh
 from ..check.flow import updates
-from ..ir.inplace import functional, note_writes
+from ..ir.inplace import functional, note_writes, storages, written
 from ..ir.nodes import annotate, info_of, is_mutating, remove_dead
 from ..ir.program import Input, Output, Program
 from ..ir.regions import Path
 from ..ir.trace import Recorder
 from .distcalls import DistCalls
 from .fakes import like, named_in, replaced, stand_ins, writing_nothing
-from .naming import join, mark
+from .naming import join, settle
 from .optimizers import check_unscaled, parts_of
 from .partition import as_rank
 from .recompute import recompute
@@ -94,6 +94,8 @@ class _StepRecorder(Recorder):
         super().__init__()
         self.calls = calls
         self.by_hand: list[fx.Node] = []  # writes from the backward on: the step's own, to gradients mostly
+        self.updated = set[int]()  # storages of parameters
+        self.behind: list[fx.Node] = []  # what follows on optimizer.step()
         self.engine = False
         self.then = "forward"  # role of what comes outside of a forward, since the last backward or update
 
@@ -130,6 +132,10 @@ class _StepRecorder(Recorder):
             annotate(node, transposed=True)
         if self.role != "forward" and is_mutating(node):
             self.by_hand.append(node)
+            if not self.updated.isdisjoint(written(node)):  # an update by hand: weight decay, say
+                annotate(node, role="optimizer")
+        if self.then == "optimizer" and self.role != "forward":
+            self.behind.append(node)
         return node
 
 
@@ -188,6 +194,7 @@ class _Recording:
             node = self._input(t, f"{kind}_{name}", Input(name, kind))
             if kind == "param":
                 self.params[node] = name
+                self.recorder.updated.update(storages(node))
             if kind == "param" and t.requires_grad and self.held:
                 t.grad = torch.empty_like(t, requires_grad=False)
                 self.before[name] = self._input(t.grad, f"before_{name}", None)
@@ -316,18 +323,18 @@ class _Recording:
             self._join(graph)
         for node in self.before.values():
             graph.erase_node(node)
-        for node in [n for n in graph.nodes if info_of(n).grad_of]:
-            mark(node, self.local.mesh)
         if self.local.update is None:
-            _nothing_after(graph)
+            _nothing_after(n for n in self.recorder.behind if n.graph is graph)
         constants = dict(self.recorder.constants)
         inputs = self._in_order(graph, constants)
         note_writes(graph)
         graph.lint()
-        return Program(
+        made = Program(
             self.local.mesh, self.local.rank, graph, inputs, tuple(o for o, _ in self.outputs),
             tuple(self.recorder.causes), (), constants, "" if self.local.update is None else self.local.update.text,
         )  # fmt: skip
+        settle(made)
+        return made
 
     def _in_order(self, graph: fx.Graph, constants: dict[str, Tensor]) -> tuple[Input, ...]:
         first, late = iter(self.inputs), iter(self.late)
@@ -353,16 +360,15 @@ class _Recording:
         return Spec(p.shape, p.dtype, Layout(self.local.mesh))
 
 
-def _nothing_after(graph: fx.Graph) -> None:
+def _nothing_after(behind: Iterable[fx.Node]) -> None:
     """Raises CaptureError if the program goes on with parameters behind an update that it does not contain."""
-    for node in graph.nodes:
-        if node.op == "call_function" and info_of(node).role == "optimizer":
-            for used in node.all_input_nodes:
-                if used.op == "placeholder" and used.name.startswith("param_"):
-                    raise CaptureError(
-                        f"{info_of(node).line}: the step reads {used.name} after optimizer.step(), which runs behind "
-                        "the program for this optimizer: do it outside of the step, or use SGD, Adam or AdamW"
-                    )
+    for node in behind:
+        for used in node.all_input_nodes:
+            if used.op == "placeholder" and used.name.startswith("param_"):
+                raise CaptureError(
+                    f"{info_of(node).line}: the step reads {used.name} after optimizer.step(), which runs behind "
+                    "the program for this optimizer: do it outside of the step, or use SGD, Adam or AdamW"
+                )
 
 
 @contextlib.contextmanager

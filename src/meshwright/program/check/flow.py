@@ -14,7 +14,7 @@ from ...errors import ProgramError
 from ...layout import Partial, Spec
 from ..ir.inplace import storages, written
 from ..ir.nodes import checked_value, info_of, is_mutating, is_sum, value_of
-from ..ir.program import Input, Output, Program
+from ..ir.program import Input, Program
 from .derive import described
 
 # Name of a parameter to the axes over which its gradient, which is in a value, is still to be summed.
@@ -24,6 +24,11 @@ _NOTHING: Owed = {}
 
 # What a node gives, or what a node that writes leaves in the memory of this number: it may write to many at once.
 _Held = tuple[fx.Node, int | None]
+
+
+def owed_of_updates(program: Program) -> list[tuple[str, fx.Node, Owed]]:
+    """For each gradient that an update or an output reads: the parameter, the node, and which gradients are in it."""
+    return [(name, node, owed) for name, node, _, owed, _ in _Flow(program).used()]
 
 
 def check_gradients(program: Program) -> None:
@@ -51,6 +56,12 @@ class _Flow:
 
     def check(self) -> None:
         """Look at every use of a gradient."""
+        for name, gradient, left, owed, where in self.used():
+            self._check(name, gradient, left, owed, where)
+
+    def used(self) -> Iterator[tuple[str, fx.Node, frozenset[str], Owed, str]]:
+        """Every use of a gradient: of which parameter, what is used, the axes over which it may still be to be summed,
+        the gradients that are in it, and where."""
         self._seeds()
         for node in self.program.graph.nodes:
             if info_of(node).role != "optimizer":
@@ -58,21 +69,19 @@ class _Flow:
             for param, gradient in updates(node):
                 name = self._owner(param)
                 if name is not None:
-                    self._check(
-                        name, gradient, self.order[node], frozenset(), f"{described(node)}, the update of {name},"
-                    )
+                    where = f"{described(node)}, the update of {name},"
+                    yield name, gradient, frozenset(), self._in(gradient, self.order[node]), where
         for out, node in zip(self.program.outputs, self.program.results, strict=True):
             if out.kind == "grad":
-                self._check_output(out, node)
+                left = _partial(out.spec) if out.spec is not None else frozenset()
+                yield out.name, node, left, self._in(node, len(self.order)), f"output grad {out.name} (%{node.name})"
 
-    def _check_output(self, out: Output, node: fx.Node) -> None:
-        left = _partial(out.spec) if out.spec is not None else frozenset()
-        self._check(out.name, node, len(self.order), left, f"output grad {out.name} (%{node.name})")
+    def _in(self, gradient: fx.Node, at: int) -> Owed:
+        return _made(gradient, [self._owed(s) for s in self._latest(gradient, at)], sums=False)
 
-    def _check(self, name: str, gradient: fx.Node, at: int, left: frozenset[str], where: str) -> None:
+    def _check(self, name: str, gradient: fx.Node, left: frozenset[str], owed: Owed, where: str) -> None:
         if 0 in checked_value(gradient).shape:
             return  # of several without elements in a buffer none is told from the others
-        owed = _made(gradient, [self._owed(s) for s in self._latest(gradient, at)], sums=False)
         if name not in owed:
             other = f"that of {', '.join(sorted(owed)[:3])}" if owed else "not one that autograd gave"
             raise ProgramError(f"{where} gets %{gradient.name} as gradient of {name}; it is {other}")
@@ -95,7 +104,7 @@ class _Flow:
                 declared = {name: self._declared(node, name, spec) for name, spec in pairs}
                 writer = _writer(node)
                 if writer is not None:
-                    self.given[writer] = declared
+                    self.given[writer] = {**self.given.get(writer, _NOTHING), **declared}
                 if writer is not node:
                     self.found[node, None] = declared
             if node.op == "call_function" and is_mutating(node):
@@ -148,7 +157,7 @@ class _Flow:
         """The values that a value is made of, as they are when it is made."""
         if node.op != "call_function" or info_of(node).role == "forward":
             return
-        given = _entry(node) if storage is None else _entries(node, storage)
+        given = entry(node) if storage is None else _entries(node, storage)
         if _replaces(node):
             given = [n for n in node.all_input_nodes if n is not node.args[0]]
         for source in node.all_input_nodes if given is None else given:
@@ -217,7 +226,7 @@ def _partial(spec: Spec) -> frozenset[str]:
     return frozenset(axis for axis, n, p in listed if isinstance(p, Partial) and n > 1)
 
 
-def _entry(node: fx.Node) -> list[fx.Node] | None:
+def entry(node: fx.Node) -> list[fx.Node] | None:
     """Of what is picked from an op on lists, the entries of its lists that it is made of."""
     source = node.args[0] if node.target is operator.getitem else None
     if not isinstance(source, fx.Node) or "_foreach_" not in str(source.target):
@@ -246,4 +255,4 @@ def updates(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     yield from zip(params, grads, strict=True)  # type: ignore[arg-type]
 
 
-__all__ = ["check_gradients", "updates"]
+__all__ = ["check_gradients", "entry", "owed_of_updates", "updates"]

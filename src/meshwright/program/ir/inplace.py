@@ -158,8 +158,8 @@ class _Functional:
             return None
         one = _SINGLE.get(node.target)
         if one is not None:
-            return [self._one(node, one, t) for t in targets]
-        target = _counterpart(node.target)
+            return [self._one(node, one, i, t) for i, t in enumerate(targets)]
+        target = counterpart(node.target)
         if target is None or not self._keeps_dtype(node, targets[0]):
             return None
         with self.graph.inserting_before(node):
@@ -175,10 +175,11 @@ class _Functional:
         annotate(made, value=tuple(value_of(item) for item in items))
         return items
 
-    def _one(self, node: fx.Node, target: Any, of: fx.Node) -> fx.Node:
-        """What a write to many does to one of them."""
+    def _one(self, node: fx.Node, target: Any, i: int, of: fx.Node) -> fx.Node:
+        """What a write to many does to the i-th of them."""
+        args = tuple(a[i] if isinstance(a, (list, tuple)) else a for a in node.args)
         with self.graph.inserting_before(node):
-            made = call(self.graph, target, (of, *node.args[1:]), info_of(node))
+            made = call(self.graph, target, args, info_of(node), node.kwargs)
         self.order[made] = self.order[node] - 0.5
         self._new(made, of)
         return made
@@ -223,18 +224,22 @@ class _Functional:
 
 
 # A number for all: what is known of single ops (that they are linear, say) is then known of these too.
-_SINGLE: dict[Any, Any] = {aten._foreach_div_.Scalar: aten.div.Tensor, aten._foreach_mul_.Scalar: aten.mul.Tensor}
+# And each is there as soon as what it is made of.
+_SINGLE: dict[Any, Any] = {
+    aten._foreach_div_.Scalar: aten.div.Tensor, aten._foreach_mul_.Scalar: aten.mul.Tensor,
+    aten._foreach_add_.Scalar: aten.add.Tensor, aten._foreach_add_.List: aten.add.Tensor,
+}  # fmt: skip
 
 
 def _is_write(argument: Any) -> bool:
     return bool(argument.alias_info is not None and argument.alias_info.is_write)
 
 
-def _counterpart(target: Any) -> Any:
+def counterpart(target: Any) -> Any:
     """``aten.div.Tensor`` for ``aten.div_.Tensor``; None where there is none."""
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
     return getattr(packet, target._overloadname, None)
 
 
-__all__ = ["follow", "functional", "note_writes", "returned", "storages", "written"]
+__all__ = ["counterpart", "follow", "functional", "note_writes", "returned", "storages", "written"]

@@ -22,6 +22,7 @@ from ...collective import COLLECTIVES
 from ...compat import TorchDispatchMode
 from ...errors import CaptureError
 from ...record import Record
+from .inplace import counterpart
 from .memory import unless_row_major
 from .nodes import VIEWS, NodeInfo, Value, annotate, info_of, is_mutating, value_of
 from .regions import Path
@@ -101,6 +102,8 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if torch.is_grad_enabled() and not _differentiable(func):
             self._check_cut(func, args, kwargs, out)
+        if torch.Tag.inplace_view in func.tags:  # which writes nothing: squeeze_() gives another view from here on
+            func = plain if (plain := counterpart(func)) in VIEWS else func
         if func in _ALIASES:
             known = args[0].__dict__.get("_node")
             if known is not None:
@@ -187,6 +190,11 @@ class Recorder(TorchDispatchMode):
 
     def value(self, t: Tensor) -> Value:
         """Shape, dtype and storage of a fake tensor."""
+        if t.layout is not torch.strided:
+            raise CaptureError(
+                f"{runtime.user_line()}: the step makes a sparse tensor of shape {tuple(t.shape)}, which a captured "
+                "step cannot hold: make gradients of embeddings dense (sparse=False), or train eagerly"
+            )
         storage = t.untyped_storage()
         known = self._storages.get(storage._cdata)
         if known is None:
