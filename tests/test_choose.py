@@ -52,7 +52,7 @@ def test_norms_want_their_dim_whole():
     found = mw.infer_backward("layer_norm", spec((8, 16), R, R), (16,), outputs=[spec((8, 16), S0, S1)])
     assert [s.layout.placements for s in found.inputs] == [(S0, R)]
     (entry,) = mw.rules("layer_norm")
-    assert entry.notation == "... d, d, d -> ... d"
+    assert entry.notation == "... n0, n0, n0 -> ... n0"
     found = mw.infer_forward("layer_norm", spec((8, 16), S0, S1), (16,))
     assert [s.layout.placements for s in (*found.inputs, *found.outputs)] == [(S0, S1), (S0, S1)]
     assert 0 < found.bytes < 4 * 8 / 2 * 16 / 2  # less than to gather it

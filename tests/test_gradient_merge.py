@@ -342,15 +342,29 @@ def test_evaluation_between_micro_steps() -> None:
 
 
 def test_batches_of_other_shapes_share_the_sums() -> None:
-    def run() -> Any:
-        step, _, _, data = static(2)
-        step(data(0, MICRO))
-        step(data(1, MICRO // 2))
-        assert step.micro_step == 0
-        step(data(2, MICRO // 2))
-        return step.flush(), len(step._ready)
+    micros = [(0, MICRO), (1, MICRO // 2), (2, MICRO // 2)]
+    model, loss, data, _, _ = gpt_case({"dp": 2})
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for update in (micros[:2], micros[2:]):
+        for i, rows in update:
+            (loss(model, data(i, rows)) / len(update)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {n: p.detach() for n, p in model.named_parameters()}
 
-    assert mw.simulate(run, mw.Mesh({"dp": 2}))[0] == (True, 2)
+    def run() -> Any:
+        step, own, _, data = static(2)
+        after = []
+        for i, rows in micros:
+            step(data(i, rows))
+            after.append(step.micro_step)
+        assert after == [1, 0, 1]
+        assert step.flush()
+        assert len(step._ready) == 2
+        return {n: mw.unshard(p.detach()).clone() for n, p in own.named_parameters()}
+
+    for found in mw.simulate(run, mw.Mesh({"dp": 2})):
+        assert difference(found, wanted) < 1e-9
 
 
 # -- saving and loading ----------------------------------------------------------------------------------
