@@ -91,6 +91,10 @@ def test_fewest_bytes_win():
     ins, outs = forward("linear", spec((8, 64), S0, mesh=FOUR), spec((4096, 64), S0, mesh=FOUR))
     assert ins == [(R,), (S0,)]
     assert outs == [(S1,)]
+    # Of all that moves together, and not of the largest one: two of these are as many bytes as one is twice.
+    a, b = spec((8, 8), S1, mesh=FOUR), spec((8, 8), S0, mesh=FOUR)
+    ins, _ = forward("addcmul", a, b, b)
+    assert ins == [(S0,)] * 3
 
 
 def test_ties_keep_the_leftmost():
