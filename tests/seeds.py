@@ -1,7 +1,8 @@
 """For each row of ``docs/seeds.md`` a way to break the code that it speaks of: its test must turn red.
 
 ``python tests/seeds.py [WORDS...]`` breaks a copy of the checkout, row by row (those whose first cell has one of the
-words), runs the row's test in it and says which stay green.  ``test_seeds.py`` compares the table with the page and the code.
+words), runs the row's test in it and says which stay green.  ``test_seeds.py`` compares the table with the page and the
+code.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from processes import run_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright import collective
+from meshwright import collective, runtime
 from meshwright.compile import capture_local, compile_step
 from meshwright.errors import DesyncError, PassError, ProgramError
 from meshwright.passes import (
@@ -250,12 +250,35 @@ def test_the_program_that_is_given_stays() -> None:
 def test_the_mean_is_taken_as_sums_are_added_to() -> None:
     def run() -> Any:
         made, plain = static(4)[0].program, static(0)[0].program
+        sums = {n.name for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator"}
+        for program in (made, made.merged.accumulate):
+            added = [n for n in program.graph.nodes if n.args and getattr(n.args[0], "name", "") in sums]
+            shares = [n.kwargs.get("alpha") for n in added if "add_" in str(n.target)]
+            assert shares == [1 / 4] * len(sums)
         count = [sum("mul" in str(n.target) for n in p.graph.nodes) for p in (plain, made, made.merged.accumulate)]
         return count
 
     plain, last, accumulate = mw.simulate(run, mw.Mesh({"dp": 2}))[0]
     assert last == plain
     assert accumulate <= plain
+
+
+def test_sums_lie_as_parameters_are_stored() -> None:
+    def run() -> Any:
+        step, model, _, data = static(2, stored_over="dp")
+        step(data(0, MICRO))
+        split = 0
+        for name, p in model.named_parameters():
+            held, spec = step.carrier.sums[name], next(i.spec for i in step.program.inputs if i.name == name)
+            assert tuple(held.shape) == p.spec.local_shape(MESH_OF_TWO.coordinate(runtime.RT.rank)), name
+            split += held.numel() < p.numel()
+            assert spec.layout == p.spec.layout
+        return split
+
+    assert min(mw.simulate(run, MESH_OF_TWO)) > 4
+
+
+MESH_OF_TWO = mw.Mesh({"dp": 2})
 
 
 class Peak(TorchDispatchMode):

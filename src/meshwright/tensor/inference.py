@@ -243,9 +243,9 @@ def _function(name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Inside, the modes of the caller do not matter, and nothing that is drawn is missing afterwards."""
+    """Inside, the modes of the caller do not matter, and tensors are fakes: nothing is computed, or drawn."""
     with (
-        torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings(),
+        torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(),
         disable_current_modes(), disabled(), FakeTensorMode(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")
