@@ -253,8 +253,8 @@ def test_the_mean_is_taken_as_sums_are_added_to() -> None:
         sums = {n.name for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator"}
         for program in (made, made.merged.accumulate):
             added = [n for n in program.graph.nodes if n.args and getattr(n.args[0], "name", "") in sums]
-            shares = [n.kwargs.get("alpha") for n in added if "add_" in str(n.target)]
-            assert shares == [1 / 4] * len(sums)
+            added = [n for n in added if "add_" in str(n.target)]
+            assert [n.kwargs.get("alpha") for n in added] == [1 / 4] * len(sums)
         count = [sum("mul" in str(n.target) for n in p.graph.nodes) for p in (plain, made, made.merged.accumulate)]
         return count
 
@@ -325,6 +325,13 @@ def test_memory_of_a_micro_step_does_not_grow_with_k() -> None:
             assert sums == (sum(p.nbytes for p in step.model.parameters()) if k else 0)
         return peaks
 
+    def added() -> list[bool]:
+        """Whether gradients go into their sums as soon as they exist."""
+        made = static(2)[0].program.merged.accumulate
+        sums = [n for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator"]
+        return [n.prev is n.args[1] for n in made.graph.nodes if n.args and n.args[0] in sums]
+
+    assert all(mw.simulate(added, mw.Mesh({"dp": 2}))[0])
     plain, two, eight = mw.simulate(run, mw.Mesh({"dp": 2}))[0]
     assert two == eight
     assert two <= plain
