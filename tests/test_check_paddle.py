@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import torch
 from typer.testing import CliRunner
 
 import meshwright as mw
-from conformance.paddle import CaseError, Score, read_cases, score
+from conformance.paddle import CaseError, Score, read_cases, score, scoring
 from conformance.paddle.command import RECORDED
 from conformance.paddle.report import percent, tallies
 from conformance.paddle.scoring import GAPS, REASONS
 from conformance.paddle.steps import builder
 from meshwright.cli import app
 from meshwright.cli import check as yardsticks
+from meshwright.dispatch import forget_ops
 from meshwright.rules import RULES, notation
+from meshwright.tensor import Inference, of_rule
 
 DATA = Path(__file__).parent / "data"
 SAMPLES = [DATA / "paddle_cases.jsonl", DATA / "paddle_cases_pir.jsonl"]
@@ -282,25 +285,48 @@ def test_counts_of_the_sample() -> None:
     assert percent(found["both"])["stricter"] <= 5
 
 
-def test_a_rule_that_asks_for_too_much_is_stricter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Gives ops other rules."""
+
+    def told(**given: Any) -> None:
+        for name, rule in given.items():
+            monkeypatch.setitem(RULES, name, rule)
+        forget_ops()
+
+    yield told
+    monkeypatch.undo()
+    forget_ops()
+
+
+def test_a_rule_that_asks_for_too_much_is_stricter(rules: Callable[..., None]) -> None:
     before = counts(SAMPLES)["forward"]["stricter"]
-    monkeypatch.setitem(RULES, "matmul", lambda x, y: notation("... m k, k n -> ... m n", x, y, whole="m k n"))
+    rules(matmul=lambda x, y: notation("... m k, k n -> ... m n", x, y, whole="m k n"))
     assert counts(SAMPLES)["forward"]["stricter"] > before
 
 
-def test_a_rule_that_asks_for_too_little_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_asks_for_too_little_is_an_error(rules: Callable[..., None]) -> None:
     assert "error" not in counts(SAMPLES)["forward"]
-    monkeypatch.setitem(RULES, "softmax", lambda x, dim: notation("... d -> ... d", x))
-    monkeypatch.setitem(
-        RULES, "cross_entropy_loss", lambda x, y, *rest: notation("... c, ... -> ...", x, y, reduced="c")
+    rules(
+        softmax=lambda x, dim: notation("... d -> ... d", x),
+        cross_entropy_loss=lambda x, y, *rest: notation("... c, ... -> ...", x, y, reduced="c"),
     )
     assert counts(SAMPLES)["forward"]["error"] > 0
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
-def test_every_supported_case_has_a_rule_behind_it(path: Path) -> None:
+def test_every_supported_case_has_a_rule_behind_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[str] = []
+
+    def told(name: str, *rest: Any) -> Inference:
+        found = of_rule(name, *rest)
+        gathered.extend([name] * (found.kind == "gathered"))
+        return found
+
+    monkeypatch.setattr(scoring, "of_rule", told)
     for case in read_cases(path):
         found = score(case)
+        assert not gathered, case
         assert (found.ours is None) == (builder(case.op) is None or found.verdict == "unsupported"), found.note
 
 

@@ -119,6 +119,14 @@ def test_origins_say_who_and_what_lost() -> None:
     assert (reached.source, repr(reached.layout)) == ("propagated", "<dp: Replicate(), tp: Shard(1)>")
     assert "by k" in reached.reason
     assert "model.py:" in reached.reason
+    assert not reached.lost
+    back = {o.value: o for o in gpt({"*.down.weight": {"tp": S(1)}}, batch=DP).completed.origins}
+    before = back["blocks.0.mlp.up.weight"]  # against the order of the ops
+    assert (before.source, repr(before.layout)) == ("propagated", "<dp: Replicate(), tp: Shard(0)>")
+    plan = Plan({"weight": {"tp": S(0)}}, batch={"tp": S(1)})
+    built = build(nn.Linear(32, 8), lambda m, b: m(b).sum(), None, torch.ones(4, 32), MESH, plan)
+    (bias,) = (o for o in built.completed.origins if o.value == "bias")
+    assert [text.partition(":")[0] for text in bias.lost] == ["by k"]
 
 
 def test_where_operands_disagree_bytes_decide_and_the_loser_is_told() -> None:

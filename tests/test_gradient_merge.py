@@ -15,7 +15,7 @@ from processes import run_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright import collective
+from meshwright import collective, runtime
 from meshwright.compile import capture_local, compile_step
 from meshwright.errors import DesyncError, PassError, ProgramError
 from meshwright.passes import (
@@ -250,12 +250,35 @@ def test_the_program_that_is_given_stays() -> None:
 def test_the_mean_is_taken_as_sums_are_added_to() -> None:
     def run() -> Any:
         made, plain = static(4)[0].program, static(0)[0].program
+        sums = {n.name for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator"}
+        for program in (made, made.merged.accumulate):
+            added = [n for n in program.graph.nodes if n.args and getattr(n.args[0], "name", "") in sums]
+            added = [n for n in added if "add_" in str(n.target)]
+            assert [n.kwargs.get("alpha") for n in added] == [1 / 4] * len(sums)
         count = [sum("mul" in str(n.target) for n in p.graph.nodes) for p in (plain, made, made.merged.accumulate)]
         return count
 
     plain, last, accumulate = mw.simulate(run, mw.Mesh({"dp": 2}))[0]
     assert last == plain
     assert accumulate <= plain
+
+
+def test_sums_lie_as_parameters_are_stored() -> None:
+    def run() -> Any:
+        step, model, _, data = static(2, stored_over="dp")
+        step(data(0, MICRO))
+        split = 0
+        for name, p in model.named_parameters():
+            held, spec = step.carrier.sums[name], next(i.spec for i in step.program.inputs if i.name == name)
+            assert tuple(held.shape) == p.spec.local_shape(MESH_OF_TWO.coordinate(runtime.RT.rank)), name
+            split += held.numel() < p.numel()
+            assert spec.layout == p.spec.layout
+        return split
+
+    assert min(mw.simulate(run, MESH_OF_TWO)) > 4
+
+
+MESH_OF_TWO = mw.Mesh({"dp": 2})
 
 
 class Peak(TorchDispatchMode):
@@ -302,6 +325,13 @@ def test_memory_of_a_micro_step_does_not_grow_with_k() -> None:
             assert sums == (sum(p.nbytes for p in step.model.parameters()) if k else 0)
         return peaks
 
+    def added() -> list[bool]:
+        """Whether gradients go into their sums as soon as they exist."""
+        made = static(2)[0].program.merged.accumulate
+        sums = [n for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator"]
+        return [n.prev is n.args[1] for n in made.graph.nodes if n.args and n.args[0] in sums]
+
+    assert all(mw.simulate(added, mw.Mesh({"dp": 2}))[0])
     plain, two, eight = mw.simulate(run, mw.Mesh({"dp": 2}))[0]
     assert two == eight
     assert two <= plain
@@ -342,15 +372,29 @@ def test_evaluation_between_micro_steps() -> None:
 
 
 def test_batches_of_other_shapes_share_the_sums() -> None:
-    def run() -> Any:
-        step, _, _, data = static(2)
-        step(data(0, MICRO))
-        step(data(1, MICRO // 2))
-        assert step.micro_step == 0
-        step(data(2, MICRO // 2))
-        return step.flush(), len(step._ready)
+    micros = [(0, MICRO), (1, MICRO // 2), (2, MICRO // 2)]
+    model, loss, data, _, _ = gpt_case({"dp": 2})
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for update in (micros[:2], micros[2:]):
+        for i, rows in update:
+            (loss(model, data(i, rows)) / len(update)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {n: p.detach() for n, p in model.named_parameters()}
 
-    assert mw.simulate(run, mw.Mesh({"dp": 2}))[0] == (True, 2)
+    def run() -> Any:
+        step, own, _, data = static(2)
+        after = []
+        for i, rows in micros:
+            step(data(i, rows))
+            after.append(step.micro_step)
+        assert after == [1, 0, 1]
+        assert step.flush()
+        assert len(step._ready) == 2
+        return {n: mw.unshard(p.detach()).clone() for n, p in own.named_parameters()}
+
+    for found in mw.simulate(run, mw.Mesh({"dp": 2})):
+        assert difference(found, wanted) < 1e-9
 
 
 # -- saving and loading ----------------------------------------------------------------------------------

@@ -93,6 +93,19 @@ def test_the_first_non_linear_op_reduces_it(fn):
         torch.testing.assert_close(got, fn(X))
 
 
+def test_linear_ops_of_several_send_nothing_and_the_first_other_op_all():
+    def run():
+        x, y = dist(X, P), dist(Y, P)
+        made, sent = kinds(lambda: (x + y) * 2 - x)
+        assert (made.placements, sent) == ((P,), {})
+        done, sent = kinds(made.exp)
+        assert (done.placements, sent) == ((R,), {"all_reduce": 1})
+        return mw.unshard(done)
+
+    for got in on_ranks(run):
+        torch.testing.assert_close(got, ((X + Y) * 2 - X).exp())
+
+
 def test_it_is_reduced_before_something_grows_it():
     """(8, 1) is reduced before it becomes (8, 64)."""
 
@@ -222,6 +235,37 @@ def test_a_partial_loss_is_seeded_without_communication():
     for grad, loss in on_ranks(run):
         torch.testing.assert_close(grad, 2 * X / X.numel())
         assert loss == 3 * (0 + 1 + 4 + 9) / 4
+
+
+LOSSES = {
+    "mse": lambda x, y: F.mse_loss(x, y),
+    "huber": lambda x, y: F.huber_loss(x, y, reduction="sum"),
+    "bce": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "cross entropy": lambda x, y: F.cross_entropy(x, y.argmax(1)),
+    "weighted": lambda x, y: F.cross_entropy(x, y.argmax(1), weight=ramp(x.shape[1]).abs() + 1),
+    "some ignored": lambda x, y: F.cross_entropy(x, y.argmax(1), ignore_index=int(y[0].argmax())),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_over_an_uneven_batch(name):
+    """Sums and counts of parts, which are added up: never a mean of means."""
+    fn, x, y = LOSSES[name], ramp(10, 3).sin(), ramp(10, 3).cos()
+    leaf = x.clone().requires_grad_()
+    want = fn(leaf, y)
+    want.backward()
+
+    def run():
+        given = dist(x, S0).requires_grad_()
+        made = fn(given, dist(y, S0))
+        assert made.placements == ((R,) if name == "weighted" else (P,))  # the sum of the weights divides
+        _, sent = kinds(made.backward)
+        assert sent == {}
+        return made.item(), mw.unshard(given.grad)
+
+    for got, grad in on_ranks(run):
+        torch.testing.assert_close(got, want.item())
+        torch.testing.assert_close(grad, leaf.grad)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
@@ -517,8 +561,8 @@ class Rotated(torch.nn.Module):
         self.register_buffer("s", C.sin())
 
     def forward(self, x):
-        p = x @ self.w
-        return (p * self.c + p.roll(1, -1) * self.s).relu()
+        p, q = x @ self.w, x.sin() @ self.w  # of one value a reduction would serve both terms
+        return (p * self.c + q.roll(1, -1) * self.s).relu()
 
 
 def _rotated_eager():

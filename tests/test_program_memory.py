@@ -15,8 +15,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import collective, runtime
+from meshwright.collective import as_rank
 from meshwright.compile import capture_local
-from meshwright.program.capture.partition import as_rank
 from meshwright.program.ir.memory import dense, is_dense, laid, same
 from meshwright.program.ir.nodes import value_of
 

@@ -162,6 +162,9 @@ def test_ops_never_mix_them():
     x, i = torch.randn(4, 2, dtype=torch.float64), torch.tensor([[0, 1], [3, 2]])
     for p in ((Partial("max"), S0), (S0, Partial("min")), (S0, Partial("product"))):
         same(lambda x: [x.gather(0, i), x.sum(0), x.amax(0), x.index_select(0, i[1])], (x, p), mesh=GRID)
+    y = torch.randn(4, 2, dtype=torch.float64)
+    for op in ("max", "min", "product"):  # one of the two is reduced first
+        same(lambda x, y: [x + y, y - x, torch.cat([x, y]), x.lerp(y, 0.5)], (x, (Partial(),)), (y, (Partial(op),)))
 
 
 @pytest.mark.parametrize(

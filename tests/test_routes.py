@@ -12,8 +12,9 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import runtime
+from meshwright.dispatch import plan_call, routes
 from meshwright.dispatch.plans import CallPlan, Route
-from meshwright.tensor import DistTensor
+from meshwright.tensor import DistTensor, calls
 
 MESH = mw.Mesh({"a": 2})
 EVEN, WHOLE = {"a": mw.Shard(0)}, {"a": mw.Replicate()}
@@ -96,6 +97,30 @@ def test_known_calls_are_those_of_native_plans() -> None:
         assert not why.records
 
     on_all_ranks(run)
+
+
+def test_a_kind_of_call_is_planned_once_and_then_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+    looked_at: list[Any] = []
+
+    def plan(func: Any, *rest: Any, **named: Any) -> CallPlan:
+        planned.append(func)
+        return plan_call(func, *rest, **named)
+
+    def call(front: Any, key: Any, func: Any, *rest: Any) -> Any:
+        looked_at.append(func)
+        return routes.call(front, key, func, *rest)
+
+    monkeypatch.setattr(routes, "plan_call", plan)
+    monkeypatch.setattr(calls, "call", call)
+
+    def run() -> None:
+        for _ in range(5):
+            torch.relu(given(4, 6, at=EVEN))
+
+    on_all_ranks(run)
+    assert planned.count(torch.relu) == 2  # once on each rank
+    assert looked_at.count(torch.relu) == 4  # the third call is known by its key
 
 
 def test_under_autocast_only_plain_plans_serve_both() -> None:

@@ -90,7 +90,7 @@ def test_inference_without_a_rule_is_the_replicated_answer():
     back = mw.infer_backward("matrix_exp", spec(4, 4), outputs=[spec(4, 4, layout=[S0, R])])
     assert back.kind == "gathered"
     joined = mw.infer_forward("hstack", [spec(4, 4, layout=[S0, R]), spec(4, 4)])
-    assert (joined.kind, joined.outputs) == ("composite", (spec(4, 8),))
+    assert (joined.kind, joined.outputs) == ("composite", (spec(4, 8, layout=[S0, R]),))
     assert mw.infer_forward("tanh", spec(4, 4, layout=[S0, S1])).kind == "rule"
     assert mw.infer_forward("argmax", spec(4, 4, layout=[S0, R]), 1).outputs[0].dtype is torch.int64
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import seeds
+
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "seeds.md").read_text()
 
@@ -21,3 +23,19 @@ def test_each_point_has_a_test() -> None:
             tree = ast.parse((TESTS / file).read_text())
             known[file] = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
         assert name in known[file], row
+
+
+# Rows about the data-parallel pass; that they can fail is shown where the pass is tested.
+ELSEWHERE = "Data-parallel optimisation"
+
+
+def test_each_point_can_be_broken() -> None:
+    """That its test then turns red is shown by ``python tests/seeds.py``."""
+    found = seeds.rows(PAGE)
+    asked = {row.asked for row in found}
+    for one in seeds.breaks():
+        assert one.asked in asked, one.asked
+        assert (seeds.ROOT / one.path).read_text().count(one.old) == 1, f"{one.asked}: {one.path} has changed"
+        assert one.new != one.old
+    left = {r.asked for r in found if r.part != ELSEWHERE} - {one.asked for one in seeds.breaks()}
+    assert not left, f"no way to break them is known: {left}"

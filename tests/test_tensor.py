@@ -74,9 +74,12 @@ def test_in_place(name, p):
 def test_in_place_on_a_partial(fn):
     for q in WITH_PARTIAL:
 
-        def run(x, y):
-            fn(x, y)
-            assert not isinstance(x, mw.DistTensor) or x.placements == (P,)
+        def run(x, y, q=q):
+            with collective.counting() as counts:
+                fn(x, y)
+            if isinstance(x, mw.DistTensor):
+                assert x.placements == (P,)
+                assert not counts.total or q != (P,)
             return x
 
         same(run, (ramp(10, 4), (P,)), (ramp(10, 4) + 1, q))

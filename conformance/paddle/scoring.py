@@ -30,10 +30,9 @@ from typing import Any
 
 import torch
 
-from meshwright import api
-from meshwright.dispatch import Inference, gathered, infer
 from meshwright.layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
 from meshwright.resharding import plan
+from meshwright.tensor import Inference, of_rule
 
 from .cases import Case, CaseError, Entry, Given, flat
 from .question import Call, Fresh, Made, Question, Result, Slot, Steps, fill, slots_in, slots_of
@@ -200,7 +199,7 @@ def _outputs_of_theirs(
         views = [_viewed(a, s) for a, s in zip(asked, slots, strict=True)]
         if all(a is _unviewed(v, s, a) for a, v, s in zip(asked, views, slots, strict=True)):
             specs = iter(views)
-            found = api.infer_forward(call.op, *fill(call.args, specs), **fill(call.kwargs, specs))
+            found = of_rule(call.op, fill(call.args, specs), fill(call.kwargs, specs))
             if all(moved(v, i) < NEAR for v, i in zip(views, found.inputs, strict=True)):
                 return [_in_their_dims(o, r) for o, r in zip(found.outputs, results, strict=True)]
     return [o.with_(layout=_expected(case, r, o)) for o, r in zip(made, results, strict=True)]
@@ -228,17 +227,23 @@ def _asked(case: Case, call: Call, views: Sequence[Spec]) -> _Found:
         return _Found(results, found.inputs, found.outputs, native=found.native)
     results = call.results or [Result(i) for i in range(len(flat(case.outputs)))]
     wanted = [_tensor(flat(case.outputs), r.index) for r in results]
-    wishes = [_wish(w, r) for w, r in zip(wanted, results, strict=True)]
-    found = api.infer_backward(call.op, *args, outputs=wishes, **kwargs)
+    made = _inferred(call.op, args, kwargs).outputs
+    wishes: list[Spec | None] = [
+        _wish(w, r).with_(dtype=o.dtype) for w, r, o in zip(wanted, results, made, strict=False)
+    ]
+    wishes += [None] * (len(made) - len(wishes))
+    found = of_rule(call.op, args, kwargs, wishes)
     return _Found(results, found.inputs, found.outputs, wanted, found.native)
 
 
 def _inferred(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inference:
     """Forward, for inputs that need no gradient: the forward is the question."""
     if op:
-        return infer(op, args, kwargs, None, graded=False)
-    dtype = args[0][0].dtype  # no rule
-    return gathered("an op without a rule", args[0], [(torch.Size(n), dtype) for n in kwargs["outputs"]], None)
+        return of_rule(op, args, kwargs)
+    whole = Layout(args[0][0].mesh)  # no rule
+    inputs = tuple(s.with_(layout=whole, reduced=0, undecided=0) for s in args[0])
+    outputs = tuple(Spec(n, args[0][0].dtype, whole) for n in kwargs["outputs"])
+    return Inference(inputs, outputs, (), 0.0, True, "gathered")
 
 
 def _run(steps: Steps, slots: Sequence[Slot], views: Sequence[Spec]) -> _Found:

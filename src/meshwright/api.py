@@ -13,7 +13,7 @@ import torch.nn as nn
 from . import collective, convert, marks, resharding, runtime
 from . import functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
 from .collective import Fact, together
-from .dispatch import Inference, disabled, forget_ops, infer, refresh, relayout, wanted
+from .dispatch import disabled, forget_ops, refresh, relayout, wanted
 from .errors import LayoutError, MeshError, RuleError, takes
 from .generator import materialize
 from .launchers import launched
@@ -21,7 +21,7 @@ from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh
 from .rules import Rule
 from .rules import rule as _rule
-from .tensor import DistTensor, call_enabled, whole, wrap
+from .tensor import DistTensor, Inference, call_enabled, infer, whole, wrap
 
 Tensor = torch.Tensor
 
@@ -335,22 +335,30 @@ _OP = (str, 'give the name of the op before autograd, e.g. "linear"')
 
 @takes(RuleError, op=_OP)
 def infer_forward(op: str, *args: Any, **kwargs: Any) -> Inference:
-    """What the rule of ``op`` answers for inputs of these specs: layouts wanted, layouts made, bytes.
+    """What eager code does when it calls ``op`` on inputs of these specs: layouts wanted, layouts made, bytes.
 
     Args:
-        op: ATen name before autograd (``"linear"``).
+        op: ATen name before autograd (``"linear"``), or a function's (``"F.cross_entropy"``).
         args, kwargs: the op's arguments with a ``Spec`` for each tensor.
 
     Raises:
-        RuleError: no op of this name, or arguments that it cannot read.  An op without a rule answers as it would
-            run, on whole inputs: ``kind`` of the answer is then ``"gathered"``.
+        RuleError: no op of this name, arguments that PyTorch refuses, or an op of which what it gives hangs on values.
+            An op without a rule answers as it runs, on whole inputs: ``kind`` of the answer is then ``"gathered"``.
     """
-    return infer(op, args, kwargs, None)
+    return infer(op, args, kwargs)
 
 
 @takes(RuleError, op=_OP, outputs=(list, "give a Spec for each output, in a list"))
-def infer_backward(op: str, *args: Any, outputs: list[Spec], **kwargs: Any) -> Inference:
-    """What the inputs should be, given the layouts that the outputs should have (and the inputs' own)."""
+def infer_backward(op: str, *args: Any, outputs: list[Spec | None], **kwargs: Any) -> Inference:
+    """What the inputs should be, given the layouts that the outputs should have (and the inputs' own).
+
+    Args:
+        op, args, kwargs: as of :func:`infer_forward`.
+        outputs: a spec for each output, or None for one that may have any layout.
+
+    Raises:
+        RuleError: as for :func:`infer_forward`, or the op gives other outputs: in number, shapes or dtypes.
+    """
     return infer(op, args, kwargs, outputs)
 
 

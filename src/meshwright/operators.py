@@ -36,6 +36,9 @@ def kept_whole(schema: str, fn: Callable[..., Any]) -> Any:
     return getattr(torch.ops.meshwright, name)
 
 
+INTERNAL: dict[str, Internal] = {}
+
+
 class Internal:
     """A function as an op of its own: with distributed arguments, the rule of its name decides.
 
@@ -45,6 +48,7 @@ class Internal:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
+        INTERNAL[fn.__name__] = self
         self.__name__: str = fn.__name__
         functools.update_wrapper(self, fn)
 
@@ -57,4 +61,4 @@ class Internal:
 
 internal = Internal
 
-__all__ = ["FUNCTIONS", "KEPT", "Internal", "internal", "kept_whole", "operator"]
+__all__ = ["FUNCTIONS", "INTERNAL", "KEPT", "Internal", "internal", "kept_whole", "operator"]

@@ -206,6 +206,7 @@ class Runtime:
         groups: cache owned by collective.
         memo: scratch for the other layers.
         records: list that explain collects into, or None.
+        told: what is told of each call that is executed in full, or None; with records, that is every call.
         cause: the record that communication started now serves, or None; kept only while there are records.
         line: the user's line that records are to show, where the call stack cannot tell, or None.
         explicit: whether communication must be asked for by name.
@@ -235,6 +236,7 @@ class Runtime:
         self.groups: dict[Any, Any] = {}
         self.memo = Recent(MOST)
         self.records: list[Any] | None = None
+        self.told: Callable[[Any], None] | None = None
         self.cause: Any = None
         self.line: str | None = None
         self.explicit = False

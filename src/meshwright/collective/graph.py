@@ -8,7 +8,8 @@ a rank would meet the others it emits one operator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -172,6 +173,19 @@ class Emitter:
         return self.axes[ranks]
 
 
+@contextmanager
+def as_rank(mesh: Mesh, rank: int) -> Iterator[None]:
+    """Inside, this is ``rank`` of the mesh, which emits collectives instead of meeting others."""
+    outer = runtime.RT
+    inner = runtime.Runtime(rank, mesh.size, Emitter(mesh, rank))
+    inner.records = []
+    runtime.RT = inner
+    try:
+        yield
+    finally:
+        runtime.RT = outer
+
+
 def recording() -> bool:
     """Whether this rank's step is being recorded: then every rank must run the same ops, whatever its place."""
     return isinstance(runtime.RT.sim, Emitter)
@@ -188,6 +202,7 @@ __all__ = [
     "STARTS",
     "WAIT_OP",
     "Emitter",
+    "as_rank",
     "bytes_of",
     "group_of",
     "group_size",

@@ -23,11 +23,10 @@ from .calls import (
     spec_of,
     tensors_in,
 )  # fmt: skip
-from .execution import BRING, execute, relayout, root, unit_cotangent, wanted
-from .inference import Inference, gathered, infer
+from .execution import BRING, Execution, execute, relayout, root, unit_cotangent, wanted
 from .keys import key_of, key_part
 from .leaves import any_linked, link, resolve_types
-from .plans import AS_OP, casts_of, make_rule, plan_call
+from .plans import AS_OP, casts_of, make_rule, naming, plan_call
 from .results import global_outputs
 from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops, resolve_after
 from .views import count_write, refresh, remember_detached, write_through
@@ -41,8 +40,8 @@ __all__ = [
     "ONCE",
     "QUESTIONS",
     "Args",
+    "Execution",
     "Frontend",
-    "Inference",
     "Kwargs",
     "Once",
     "Special",
@@ -56,15 +55,14 @@ __all__ = [
     "execute",
     "forget_ops",
     "function_named",
-    "gathered",
     "global_outputs",
-    "infer",
     "key_of",
     "key_part",
     "link",
     "make_rule",
     "map_tensors",
     "mesh_of",
+    "naming",
     "plan_call",
     "refresh",
     "relayout",

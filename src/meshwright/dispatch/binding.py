@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,12 +31,17 @@ _NEEDED = inspect.Parameter.empty
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of a schema.  ``tensor``: whether it must be one, None where no matter."""
+    """A parameter of a schema.
+
+    ``tensor``: whether it must be one, None where no matter.  ``unread``: bindings of C take its default, a name, for a
+    number, and so for 0: ``torch.kl_div(x, y)`` is not reduced, as ``aten.kl_div(x, y)`` is.
+    """
 
     name: str
     keyword: bool = False
     default: Any = _NEEDED
     tensor: bool | None = None
+    unread: bool = False
 
     def is_called(self, name: str) -> bool:
         """Whether a caller may use this name for it."""
@@ -98,7 +103,19 @@ def _signatures(func: Any, name: str) -> Iterator[Signature]:
     else:
         for schema in compat.jit_get_schemas_for_operator(name if "::" in name else f"aten::{name}"):
             if _dispatched(schema) and not any(a.is_out for a in schema.arguments):
-                yield _of_schema(schema)
+                yield _as_read(_of_schema(schema))
+
+
+def unread(func: Any, name: str) -> bool:
+    """Whether a call that leaves out arguments means others than the schema says."""
+    return any(p.unread for s in signatures(func, name) for p in s)
+
+
+def _as_read(signature: Signature) -> Signature:
+    return tuple(
+        replace(p, default=0, unread=True) if p.name == "reduction" and p.default is not _NEEDED else p
+        for p in signature
+    )
 
 
 def _dispatched(schema: Any) -> bool:
@@ -142,7 +159,7 @@ def _fit(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> B
     if any(i < len(args) for i in places):
         return None
     given = {theirs for theirs, _ in named}
-    last = max(places, default=-1)
+    last = max([*places, *(i for i, p in enumerate(positional) if p.unread and i >= len(args))], default=-1)
     left = [p for i, p in enumerate(positional[len(args) :], len(args)) if i not in places]
     if any(p.default is _NEEDED for p in (*left, *[p for p in signature if p.keyword and p.name not in given])):
         return None

@@ -13,9 +13,10 @@ from .. import compat
 from ..errors import LayoutError, RuleError
 from ..layout import Layout, Spec
 from ..mesh import Mesh
+from ..operators import INTERNAL
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.pointwise import is_pointwise, pointwise_rule
-from .binding import Args, Bindings, Kwargs, bind
+from .binding import Args, Bindings, Kwargs, bind, unread
 
 Tensor = torch.Tensor
 NO: Kwargs = {}
@@ -47,10 +48,16 @@ class Op:
     pointwise: bool
     rule: Callable[..., Rule | None] | None
     composite: Callable[..., Any] | None
+    unread: bool = False
 
     def binding(self, args: Args, kwargs: Kwargs) -> Bindings | None:
-        """How a call with names is brought to the order of the op's schema; None where it is there."""
-        return bind(self.func, f"{self.name}_" if self.inplace else self.name, args, kwargs) if kwargs else None
+        """How a call with names is brought to the order of the op's schema; None where it is there.
+
+        A call of ``unread`` defaults always is.
+        """
+        if not kwargs and not self.unread:
+            return None
+        return bind(self.func, f"{self.name}_" if self.inplace else self.name, args, kwargs)
 
     @property
     def custom(self) -> bool:
@@ -104,6 +111,7 @@ def _resolve(func: Any) -> Op:
         pointwise,
         RULES.get(name) or (pointwise_rule if pointwise else None),
         _SELF_SECOND.get(func) or COMPOSITES.get(name),
+        isinstance(func, types.BuiltinFunctionType) and unread(func, name),
     )
 
 
@@ -125,6 +133,8 @@ _SPACES = ("nn.functional.", "special.", "linalg.", "fft.", "F.")
 def function_named(name: str) -> Callable[..., Any]:
     """The function that a name stands for: ``"gelu"``, ``"F.cross_entropy"``, ``"linalg.inv"``, ``"ns::op"``.
 
+    A name of ATen has the defaults of ATen: where PyTorch's binding for Python reads others, it is the op itself.
+
     Raises RuleError if there is none.
     """
     if "::" in name:
@@ -137,19 +147,38 @@ def function_named(name: str) -> Callable[..., Any]:
         home: Any = torch.nn.functional if space in ("F", "nn.functional") else getattr(torch, space)
         found = getattr(home, rest, None)
     else:
+        if name in INTERNAL:
+            return INTERNAL[name]
         homes = (
             torch,
             compat.C_NN,
-            torch.nn.functional,
             Tensor,
+            torch.nn.functional,
             torch.special,
             torch.linalg,
             torch.ops.aten,
         )
-        found = next((getattr(h, name) for h in homes if hasattr(h, name)), None)
+        there = [getattr(h, name) for h in homes if hasattr(h, name)]
+        there = sorted(filter(callable, there), key=lambda f: f is _python_method(name))
+        found = there[0] if there else None
+        if found is None and hasattr(Tensor, name):
+            return _property(name)
     if found is None:
         raise RuleError(f"no function is known by the name {name!r}")
-    return found
+    return getattr(torch.ops.aten, name) if resolve(found).unread else found
+
+
+def _python_method(name: str) -> Any:
+    """A method of Tensor that is written in Python: ``Tensor.index`` is not the op ``index``."""
+    found = getattr(Tensor, name, None)
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _property(name: str) -> Callable[..., Any]:
+    def read(x: Tensor) -> Any:
+        return getattr(x, name)
+
+    return read
 
 
 # Questions about the object or its memory, and autograd's own bookkeeping: the same for local and global.

@@ -197,6 +197,8 @@ class Execution:
             return self._planned_anew(known=False)
         if (plan.untyped or plan.known) and torch.is_grad_enabled() and self._decide():
             return self._planned_anew()
+        if runtime.RT.told is not None:
+            runtime.RT.told(self)
         locals_ = list(tensors)
         for i, steps in (*plan.known, *plan.conversions):
             locals_[i] = _convert_recorded(plan, i, locals_[i], steps)

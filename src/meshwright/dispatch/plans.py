@@ -453,7 +453,7 @@ _WARNED: set[str] = set()
 
 def warn_gathered(plan: CallPlan) -> None:
     """One warning per op that runs without a rule and moves data for it, at the user's line."""
-    if not plan.warning or plan.op.name in _WARNED:
+    if not plan.warning or plan.op.name in _WARNED or runtime.RT.told is not None:
         return
     _WARNED.add(plan.op.name)
     warnings.warn(plan.warning, stacklevel=runtime.users_level())

@@ -11,26 +11,31 @@ thread sees of a tensor while it works on the part.
 """
 
 from . import methods as methods
-from .carrier import ALIASED, GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor, GradientHook, call_enabled, whole, wrap
+from .carrier import ALIASED, DistTensor, GradientHook, call_enabled, whole, wrap
 from .gradients import Coming, held, hold, in_slot, in_spec
+from .inference import Inference, infer, of_rule
+from .local import GlobalCalls, tell
 from .opened import OpenTensor
 from .standin import OPEN, stands_in, within
 
 __all__ = [
     "ALIASED",
-    "GLOBAL_METHODS",
-    "GLOBAL_PROPERTIES",
     "OPEN",
     "Coming",
     "DistTensor",
+    "GlobalCalls",
     "GradientHook",
+    "Inference",
     "OpenTensor",
     "call_enabled",
     "held",
     "hold",
     "in_slot",
     "in_spec",
+    "infer",
+    "of_rule",
     "stands_in",
+    "tell",
     "whole",
     "within",
     "wrap",

@@ -1,8 +1,7 @@
 """Running the captured graph on fake local tensors, through the same dispatch as eager code.
 
 The fakes are local; what they are globally is their spec.  Calls go through ``plan_call`` and ``execute`` as an eager
-call does; composites, which ask for shapes as code on global tensors does, run inside :class:`_Global`, which answers
-with global values.
+call does (``tensor.local``).
 """
 
 from __future__ import annotations
@@ -12,47 +11,27 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.overrides import TorchFunctionMode
 
 from ... import compat
 from ...dispatch import (
-    NO,
-    ONCE,
-    Args,
-    Frontend,
-    Kwargs,
-    Special,
-    autocast,
-    call,
-    casts_of,
-    key_of,
     refresh,
     relayout,
-    remember_detached,
     resolve_types,
     root,
-    tensors_in,
     unit_cotangent,
     wanted,
 )
 from ...errors import CaptureError, MeshwrightError
 from ...layout import Spec
 from ...marks import CONSTRAIN, GRAD, read_placements
-from ...tensor import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor
+from ...tensor import GlobalCalls
+from ...tensor import tell as wrap
 from ..ir.nodes import annotate, info_of
 from ..ir.regions import Path
 from ..ir.trace import Recorder
 from .export import line_of, region_of
 
 Tensor = torch.Tensor
-
-
-def wrap(t: Tensor, spec: Spec) -> Tensor:
-    """Say what the local fake ``t`` is globally."""
-    if t.dtype is not spec.dtype:
-        spec = spec.with_(dtype=t.dtype)
-    t.__dict__["_spec"] = spec
-    return t
 
 
 def spec_at(t: Tensor) -> Spec | None:
@@ -79,8 +58,7 @@ class Interpreter:
 
     def __init__(self, recorder: Recorder, constraints: dict[str, Any], regions: dict[str, Path]) -> None:
         self.recorder, self.constraints, self.regions = recorder, constraints, regions
-        self.mode = _Global(self)
-        self.front = Frontend(wrap, self.enabled, _SPECIAL, lambda *_: None, lambda *_: None)
+        self.calls = GlobalCalls()
 
     def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any], *, top: bool = True) -> Any:
         """Run a graph; ``read`` gives the value of a placeholder when it is first needed."""
@@ -127,7 +105,7 @@ class Interpreter:
         elif func is CONSTRAIN.default:
             made = self._brought(args[0], read_placements(args[1]))
         elif isinstance(func, compat.OpOverload):
-            made = self.call(func, tuple(args), dict(kwargs))
+            made = self.calls.call(func, tuple(args), dict(kwargs))
         else:
             made = func(*args, **kwargs)  # operator.getitem and arithmetic on numbers
         if node.name in self.constraints:
@@ -186,53 +164,6 @@ class Interpreter:
         spec = spec_at(x)
         if spec is None or not (x.dtype.is_floating_point or x.dtype.is_complex):
             return x
-        refresh(x, self.enabled)
+        refresh(x, self.calls.enabled)
         target = wanted(spec, placements)
         return x if target is spec else relayout(x, target, wrap)
-
-    # -- calls ----------------------------------------------------------------------------------------
-
-    def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """One call on fakes, as eager dispatch would run it."""
-        tensors = tensors_in((args, kwargs))
-        if not any("_spec" in t.__dict__ for t in tensors):
-            return func(*args, **kwargs)
-        if autocast.active() and any(ONCE in t.__dict__ for t in tensors):
-            casts = casts_of(func, args, kwargs)
-            args, kwargs = (args, kwargs) if casts is None else self.enabled(casts.once, (args, kwargs), NO)
-        return call(self.front, key_of(func, args, kwargs), func, args, kwargs)
-
-    def enabled(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Code that calls ops on fakes as on the global tensors that they stand for."""
-        with self.mode:
-            return func(*args, **kwargs)
-
-
-def _detach(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    (x,) = args
-    made = func(x)
-    remember_detached(x, made)
-    return wrap(made, x.__dict__["_spec"].with_(reduced=0, undecided=x.__dict__["_spec"].mesh.everywhere))
-
-
-_SPECIAL: dict[str, Special] = {"detach": _detach, "detach_": _detach}
-
-
-class _Global(TorchFunctionMode):
-    """Inside, fakes with a spec answer as the global tensors that they stand for."""
-
-    def __init__(self, owner: Interpreter) -> None:
-        super().__init__()
-        self.owner = owner
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = args[0] if args else None
-        if isinstance(first, Tensor) and "_spec" in first.__dict__:
-            name = getattr(func, "__name__", "")
-            if name in GLOBAL_METHODS:
-                return getattr(DistTensor, name)(*args, **kwargs or NO)
-            name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-            if name in GLOBAL_PROPERTIES:
-                with self:
-                    return getattr(DistTensor, name).fget(first)
-        return self.owner.call(func, tuple(args), kwargs or NO)

@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ... import compat, runtime
+from ...collective import as_rank
 from ...compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -39,7 +40,6 @@ from .distcalls import DistCalls
 from .fakes import like, named_in, replaced, stand_ins, writing_nothing
 from .naming import join, settle
 from .optimizers import check_unscaled, parts_of
-from .partition import as_rank
 from .recompute import recompute
 from .refused import GENERATOR, generators, refused, without_anomaly_mode
 from .regions import Regions

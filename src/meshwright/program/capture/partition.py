@@ -24,13 +24,14 @@ from ...resharding import ConversionPlan, gathered_as, in_dtype
 from ...resharding import plan as plan_conversion
 from ...shard.packing import chunk_dim, cut_over
 from ...shard.precision import put
+from ...tensor import tell as wrap
 from ..ir.inplace import note_writes, storages, written
 from ..ir.memory import LAID, Strides, dense, is_dense, same
 from ..ir.nodes import annotate, info_of, remove_dead
 from ..ir.program import Input, Origin, Output, Program, without_unserved
 from ..ir.trace import Recorder
 from .export import VALUES, Captured, Source
-from .interpret import Interpreter, spec_at, wrap
+from .interpret import Interpreter, spec_at
 from .recompute import recompute
 from .regather import regather
 from .scale import LossScale, Scaling
@@ -102,7 +103,7 @@ def partition(
                     made.update(update, clip_grad_norm, gradients)
         return made
 
-    with as_rank(mesh, rank), _no_values():
+    with collective.as_rank(mesh, rank), _no_values():
         made = recorded(merge=True)
         if any(not made.recorder.merged.isdisjoint(written(n)) for n in made.recorder.graph.nodes):
             made = recorded(merge=False)  # one of two results is written to: each needs memory of its own
@@ -113,19 +114,6 @@ def partition(
         if regather_stored:
             regather(made.recorder.graph, made.recorder.causes)
         return made.program("" if update is None or not train else update.text)
-
-
-@contextmanager
-def as_rank(mesh: Mesh, rank: int) -> Iterator[None]:
-    """Inside, this is ``rank`` of the mesh, which emits collectives instead of meeting others."""
-    outer = runtime.RT
-    inner = runtime.Runtime(rank, mesh.size, collective.Emitter(mesh, rank))
-    inner.records = []
-    runtime.RT = inner
-    try:
-        yield
-    finally:
-        runtime.RT = outer
 
 
 @contextmanager
