@@ -42,8 +42,8 @@ _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.we
     placements=_GLOBS,
     inputs=_GLOBS,
     outputs=_GLOBS,
-    stored_over=((str, Mapping, NoneType), "give an axis, or a dict, glob of names to axis"),
-    stored_on=((str, Mapping, NoneType), 'give "cpu", or a dict, glob of names to that'),
+    stored_over=((str, Mapping, NoneType), "give an axis, or a dict, glob of names of parameters or modules to axis"),
+    stored_on=((str, Mapping, NoneType), 'give "cpu", or a dict, glob of names of parameters or modules to that'),
     precision=PRECISION_WANTED,
     bucket_bytes=((int, float), "give a number of bytes"),
 )
@@ -73,9 +73,10 @@ def shard_module(
             matches are replicated; buffers that none matches stay plain tensors, which count as replicated.
         inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
             positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
-        stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob to axis.
+        stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob of names of
+            parameters or modules to axis.
         stored_on: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
-            split or not, and are copied to the mesh's device for use; or glob to that.
+            split or not, and are copied to the mesh's device for use; or glob of names of parameters or modules.
         regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward, keeping nothing.
         precision: the dtypes in which ops see parameters and gradients are reduced, see :class:`Precision`; or glob of
             names of parameters or modules to those.  Where several globs match a name the last one counts.
@@ -254,7 +255,7 @@ def stored_specs(
 def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
     """First name of each tensor to be laid on the mesh, to its spec."""
     chosen: dict[str, Placements] = {}
-    for glob, matched in matching(placements, names.all, "parameter or buffer").items():
+    for glob, matched in matching(placements, names.all, "parameter or buffer", names.modules).items():
         for name in matched:
             # A pattern for weights meets counters too (num_batches_tracked), of which there is nothing to split.
             if names.tensors[names.all[name]].ndim or name == glob:
@@ -288,11 +289,7 @@ def _stored(
     if stored_over is None:
         return {}
     globs = {"*": stored_over} if isinstance(stored_over, str) else stored_over
-    params = [n for n, first in names.all.items() if isinstance(names.tensors[first], nn.Parameter)]
-    axes: dict[str, int] = {}
-    for glob, matched in matching(globs, params, "parameter").items():
-        for name in matched:
-            axes[names.all[name]] = mesh.axis_index(globs[glob])
+    axes = {names.all[name]: mesh.axis_index(axis) for name, axis in names.said(globs, "stored_over").items()}
     found = {}
     for name, axis in axes.items():
         spec = plan.get(name)
@@ -322,8 +319,7 @@ def _hosted(names: Names, stored_on: str | Mapping[str, str] | None) -> dict[str
     globs = {"*": stored_on} if isinstance(stored_on, str) else stored_on
     for device in globs.values():
         check_device(device)
-    params = [n for n, first in names.all.items() if isinstance(names.tensors[first], nn.Parameter)]
-    found = {names.all[n]: None for matched in matching(globs, params, "parameter").values() for n in matched}
+    found = {names.all[n]: None for n in names.said(globs, "stored_on")}
     for name in found:
         t = names.tensors[name]
         if isinstance(t, DistTensor) and ON not in t.__dict__:

@@ -7,12 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from .. import compat
 from ..dispatch import INTO_PLAIN, Args, Kwargs, Special, call_disabled
 from ..errors import DispatchError
 from .autograd import backward, grad
 from .carrier import DistTensor
 from .memory import READERS, into_plain
+
+
+TRANSFORMS = (
+    "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to differentiate again), or "
+    "apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
+)
+_FORWARD_MODE = (
+    "forward-mode differentiation does not support DistTensors: for a Jacobian-vector product differentiate "
+    "torch.autograd.grad(y, x, v, create_graph=True) with respect to v"
+)
 
 
 def _refuse_transforms() -> None:
@@ -25,10 +37,7 @@ def _refuse_transforms() -> None:
         @functools.wraps(original)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if any(a.__class__ is DistTensor for a in args):
-                raise DispatchError(
-                    "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to "
-                    "differentiate again), or apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
-                )
+                raise DispatchError(TRANSFORMS)
             return original(*args, **kwargs)
 
         setattr(module, name, guarded)
@@ -65,10 +74,15 @@ def _set(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _no_forward_mode(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise DispatchError(
-        "forward-mode differentiation does not support DistTensors: for a Jacobian-vector product differentiate "
-        "torch.autograd.grad(y, x, v, create_graph=True) with respect to v"
-    )
+    raise DispatchError(_FORWARD_MODE)
+
+
+def check_transforms(error: RuntimeError) -> None:
+    """Raises DispatchError where a conversion failed since it is transformed: plain tensors met distributed ones."""
+    if compat.peek_interpreter_stack() is not None:
+        raise DispatchError(TRANSFORMS) from error
+    if forward_ad._current_level >= 0:
+        raise DispatchError(_FORWARD_MODE) from error
 
 
 def _by_numbers(func: Any, args: Args, kwargs: Kwargs) -> Any:
