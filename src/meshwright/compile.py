@@ -144,7 +144,8 @@ def compile_step(
         model: for one device: plain (the same on every rank), on the meta device, or from
             ``shard_module(sync=False)``.  Its parameters are laid on the mesh, as completion decides.
         loss_fn: ``loss_fn(model, batch)`` gives the loss, or a tuple or dict that begins with it.  None: the model
-            does, called as ``model(**batch)`` with a dict, ``model(*batch)`` with a tuple or list, else ``model(batch)``.
+            does, called as ``model(**batch)`` with a dict, ``model(*batch)`` with a tuple or a list, else
+            ``model(batch)``.
         optimizer: of the model's parameters; several, each with its own, as a list; None: gradients only.  SGD, Adam
             and AdamW become part of the program; others, and those with step hooks, run after it, on local tensors.
         example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.

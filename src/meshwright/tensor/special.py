@@ -16,7 +16,6 @@ from .autograd import backward, grad
 from .carrier import DistTensor
 from .memory import READERS, into_plain
 
-
 TRANSFORMS = (
     "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to differentiate again), or "
     "apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
