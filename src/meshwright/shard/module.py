@@ -16,6 +16,7 @@ from ..api import MESH_WANTED, shard_tensor
 from ..collective import Fact, together
 from ..dispatch import disabled
 from ..errors import LayoutError, MeshwrightError, ShardError, takes
+from ..functions import guard_scripts
 from ..layout import Layout, Placements, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES
@@ -25,7 +26,7 @@ from .alike import facts_of
 from .buckets import STORED
 from .constraints import Inputs, Outputs, hooked
 from .host import HOST, ON, check_device, in_host_memory
-from .names import Globs, Names, matching
+from .names import Globs, Names, inside, matching
 from .packing import chunk_dim
 from .precision import PRECISION, PRECISION_WANTED, Casts, Dtypes, Precisions, casts_of
 from .sync import BUCKET_BYTES, GradSync
@@ -93,6 +94,7 @@ def shard_module(
         DesyncError: ranks that pass different models or placements.
     """
     _check_model(model)
+    guard_scripts()
     _check_sync(sync, stored_over, stored_on, precision)
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
     names, stored, casts, hosted = _laid(model, mesh, placements or {}, around, stored_over, stored_on, precision)
@@ -126,6 +128,7 @@ def _laid(
         plan = _plan(names, mesh, placements)
         stored = _stored(names, mesh, plan, stored_over)
         hosted = _hosted(names, stored_on)
+        _check_scripted(names, plan)
         casts = casts_of(model, names, precision)
         cast = _cast(names, casts, stored)
         for name, dtypes in casts.dtypes.items():
@@ -141,6 +144,19 @@ def _laid(
         for module, constraint in found:
             kind(mesh, constraint).attach(module)
     return names, stored, cast, {name for name in hosted if name in plan}
+
+
+def _check_scripted(names: Names, plan: Mapping[str, Spec]) -> None:
+    """Raises ShardError for modules of TorchScript whose tensors would be split: C++ takes a part for the whole."""
+    for prefix, module in names.modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            held = {names.all[n] for n in names.all if inside(n, prefix)}
+            split = next((n for n in held if n in plan and plan[n].layout != Layout(plan[n].mesh)), None)
+            if split is not None:
+                raise ShardError(
+                    f"{split} would be split, and {prefix or 'the model'} is a module of TorchScript, which runs in "
+                    "C++ and would take this rank's part for the whole: shard the module that it was made from"
+                )
 
 
 def _cast(names: Names, casts: Casts, stored: Collection[str]) -> dict[str, Dtypes]:
@@ -191,6 +207,12 @@ def _check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped as {type(module).__name__}, which would synchronise or split what "
                 "shard_module does: pass the module inside, unwrapped (stored_over= is what FSDP does)"
             )
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise ShardError(
+                f"{name or 'the model'} is compiled by torch.compile, which cannot trace DistTensors: shard the module "
+                'that was compiled; mw.compile_step(..., backend="inductor") captures a whole step and compiles what '
+                "lies between collectives"
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise ShardError(
                 f"{name or 'the model'} is an {type(module).__name__} with sparse=True, and sparse gradients cannot be "
@@ -201,6 +223,11 @@ def _check_model(model: nn.Module) -> None:
             raise ShardError(
                 f"{name} is a {type(t).__name__} of PyTorch: build the model with plain tensors and give their layout "
                 "in placements=, or bring one over with mw.from_dtensor"
+            )
+        if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, compat.FakeTensor):
+            raise ShardError(
+                f"{name} is a {type(t).__name__} of {type(t).__module__.partition('.')[0]}, which mw.shard_module does "
+                "not split: shard the model with plain tensors, and leave out what makes others of them (quantize_)"
             )
         if nn.parameter.is_lazy(t):
             raise ShardError(f"{name} has no shape yet: run one batch through the model before it is sharded")
