@@ -32,9 +32,7 @@ from .kept import KeptInputs, asked_again, check_reentrant
 from .layout import Layout, Replicate, Spec, widest
 from .raw import bare
 from .tensor import OPEN, DistTensor, whole, within, wrap
-from .tensor.special import check_transforms
 
-_OWN = __name__.partition(".")[0] + "."
 _enabled = compat.is_torch_function_enabled
 _warned: set[str] = set()
 
@@ -50,12 +48,7 @@ def _guarded(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls is CheckpointFunction:
         check_reentrant()
         args = (run_alike(args[0]), *args[1:])
-    try:
-        return apply_function(cls, *args, **kwargs)
-    except RuntimeError as error:
-        if cls.__module__.startswith(_OWN):
-            check_transforms(error)
-        raise
+    return apply_function(cls, *args, **kwargs)
 
 
 def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
