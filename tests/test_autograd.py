@@ -575,6 +575,35 @@ def test_functional_transforms_say_what_to_do():
     on_ranks(run)
 
 
+@pytest.mark.parametrize("learning", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_transforms_of_plain_tensors_that_meet_split_parameters(dim, learning):
+    """Each rank would transform its part: conversions refuse it, in our words."""
+
+    def run():
+        torch.manual_seed(0)
+        model = mw.shard_module(torch.nn.Linear(4, 4).double(), FOUR, {"weight": (mw.Shard(dim),)})
+        x = ramp(2, 4)
+
+        def loss(t):
+            return model(t).square().sum()
+
+        if learning:
+            loss(x).backward()  # what was planned before is refused too
+        model.requires_grad_(learning)
+        for call in (torch.func.grad(loss), torch.func.vmap(model), torch.func.jacrev(loss)):
+            with pytest.raises(DispatchError, match=r"torch\.func does not support DistTensors: use torch\.autograd"):
+                call(x)
+        torch.autograd.forward_ad.enter_dual_level()
+        try:
+            with pytest.raises(DispatchError, match="forward-mode differentiation does not support DistTensors"):
+                loss(torch.autograd.forward_ad.make_dual(x, x))
+        finally:
+            torch.autograd.forward_ad.exit_dual_level()
+
+    on_ranks(run)
+
+
 # ------------------------------------------------------------------------------------------ real processes
 
 

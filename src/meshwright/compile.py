@@ -143,16 +143,20 @@ def compile_step(
     Args:
         model: for one device: plain (the same on every rank), on the meta device, or from
             ``shard_module(sync=False)``.  Its parameters are laid on the mesh, as completion decides.
-        loss_fn: ``loss_fn(model, batch)`` gives the loss, or a tuple that begins with it; None: ``model(batch)`` does.
+        loss_fn: ``loss_fn(model, batch)`` gives the loss, or a tuple or dict that begins with it.  None: the model
+            does, called as ``model(**batch)`` with a dict, ``model(*batch)`` with a tuple or a list, else
+            ``model(batch)``.
         optimizer: of the model's parameters; several, each with its own, as a list; None: gradients only.  SGD, Adam
             and AdamW become part of the program; others, and those with step hooks, run after it, on local tensors.
         example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.
         mesh: connected (or simulated).
         layouts: glob over names of parameters, buffers, batch tensors (``batch.0``) or values of the program to
             placements.  All others follow by completion.
-        batch: placements of all batch tensors.
+        batch: placements of all batch tensors; or glob over their names to placements: ``{"input_ids": {"dp":
+            mw.Shard(0)}}`` of a dict, ``"0"`` of a tuple, ``"images.pixels"`` of what is nested.
         inputs, outputs: glob over module names to placements of their inputs and outputs.
-        stored_over: store parameters split over this axis, gather them for use (ZeRO-3).
+        stored_over: store parameters split over this axis, gather them for use (ZeRO-3); or glob of names of parameters
+            or modules to axis.
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
         states_over: split the optimizer's states over this axis, and with them gradients and the update (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients before the update.

@@ -14,10 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import collective, runtime
+from .compat import peek_interpreter_stack
 from .conversions import ConversionStep, lowered, op_of, replicated, transpose
-from .errors import ConversionError
+from .errors import ConversionError, DispatchError
 from .layout import Partial, Replicate, Shard, Spec, chunk_bounds, neutral, wire_name
 from .raw import as_plain, distributed
 
@@ -226,10 +228,27 @@ def weighted(step: ConversionStep) -> bool:
     return op_of(step.src, step) not in (None, "sum") or op_of(step.dst, step) == "product"
 
 
+TRANSFORMS = (
+    "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to differentiate again), or "
+    "apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
+)
+FORWARD_MODE = (
+    "forward-mode differentiation does not support DistTensors: for a Jacobian-vector product differentiate "
+    "torch.autograd.grad(y, x, v, create_graph=True) with respect to v"
+)
+
+
 def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
-    """Execute steps in order; differentiable, with the transposed steps as the backward."""
+    """Execute steps in order; differentiable, with the transposed steps as the backward.
+
+    Raises DispatchError where torch.func, or forward mode, would transform what this rank does alone.
+    """
     if not steps:
         return local
+    if peek_interpreter_stack() is not None:
+        raise DispatchError(TRANSFORMS)
+    if forward_ad._current_level >= 0:
+        raise DispatchError(FORWARD_MODE)
     if distributed(local):
         with as_plain(local):
             return apply(steps, local)

@@ -5,8 +5,8 @@ local ones, and the gradient of a replicated input of rank-dependent work would 
 is treated as every op without a rule: its inputs are gathered, it runs on every rank on plain tensors, and a warning
 names it.
 
-``DistributedDataParallel`` and FSDP hand parameters to C++ or lay them out anew, as if this rank's part were the whole:
-refused.
+``DistributedDataParallel``, FSDP and TorchScript hand parameters to C++ or lay them out anew, as if this rank's part
+were the whole: refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -75,16 +76,44 @@ def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
 
 def _refusal(wrapper: str, instead: str) -> ShardError:
     return ShardError(
-        f"{wrapper} was given a module with DistTensors, of which it would take this rank's part for the whole: leave "
-        f"it out, {instead}"
+        f"{wrapper} was given a module with DistTensors, of which it would take this rank's part for the whole: "
+        f"{_by_stack() or f'leave it out, {instead}'}"
     )
 
 
 _SYNC = (
-    "mw.shard_module synchronises gradients itself; with Ray Train leave out prepare_model, with accelerate pass only "
-    'what is not sharded to prepare() (mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)}) lays the batches)'
+    'mw.shard_module synchronises gradients itself (mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)}) lays the '
+    "batches)"
 )
 _STORED = 'mw.shard_module(model, mesh, ..., stored_over="dp") stores parameters split and gathers them for use'
+# What wraps models for their users, by the package that calls, the outer one first: what its user can do.
+_STACKS = {
+    "transformers": (
+        "Trainer lets accelerate wrap it; say model._is_accelerate_prepared = True behind mw.shard_module, and have "
+        "get_train_dataloader() of a subclass of Trainer return mw.shard_dataloader(loader, mesh, "
+        '{"dp": mw.Shard(0)}), or write the loop yourself'
+    ),
+    "accelerate": (
+        "leave the model out of accelerator.prepare(), and lay batches with mw.shard_dataloader(loader, mesh, "
+        '{"dp": mw.Shard(0)}) in place of prepared loaders; mw.shard_module synchronises gradients itself'
+    ),
+    "ray": f"leave out prepare_model of Ray Train, {_SYNC}",
+}
+_STACKS |= dict.fromkeys(
+    ("lightning", "lightning_fabric", "pytorch_lightning"),
+    "leave the model out of fabric.setup(), and loaders out of fabric.setup_dataloaders(), and call loss.backward(): "
+    f"{_SYNC}; a Trainer of Lightning wraps every model, so write the loop yourself",
+)
+
+
+def _by_stack() -> str:
+    """What to do, in the words of the package whose call led here; empty where that is the user's own."""
+    frame: types.FrameType | None = sys._getframe(1)
+    callers = set()
+    while frame is not None:
+        callers.add(str(frame.f_globals.get("__name__")).partition(".")[0])
+        frame = frame.f_back
+    return next((fix for package, fix in _STACKS.items() if package in callers), "")
 
 
 def _guard_wrapper(wrapper: Any, instead: str, called: str = "") -> None:
@@ -143,6 +172,43 @@ def _guard_compile() -> None:
         return compiling(model, *args, **kwargs)
 
     torch.compile = guarded
+
+
+_SCRIPTED = (
+    "TorchScript runs in C++, which would take this rank's part for the whole: build what is traced or scripted on one "
+    "device, with values from mw.unshard; mw.compile_step captures a step of the mesh"
+)
+
+
+@functools.cache
+def guard_scripts() -> None:
+    """From the first sharded model on, TorchScript, which does not ask whose tensors it is given, meets none of a mesh.
+
+    Scripted functions are given whole tensors, as every op without a rule.
+    """
+    for name in ("script", "trace"):
+        _guard_script(name)
+    run = torch.jit.ScriptFunction.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _enabled() and any(map(_is_dist, tensors_in((args, kwargs)))):
+            return DistTensor.__torch_function__(self, (DistTensor,), args, kwargs)
+        return run(self, *args, **kwargs)
+
+    torch.jit.ScriptFunction.__call__ = called  # type: ignore[method-assign]
+
+
+def _guard_script(name: str) -> None:
+    original = getattr(torch.jit, name)
+
+    @functools.wraps(original)
+    def guarded(what: Any, *args: Any, **kwargs: Any) -> Any:
+        held = (*what.parameters(), *what.buffers()) if isinstance(what, torch.nn.Module) else ()
+        if any(map(_is_dist, (*held, *tensors_in((args, kwargs))))):
+            raise ShardError(f"torch.jit.{name} was given DistTensors: {_SCRIPTED}")
+        return original(what, *args, **kwargs)
+
+    setattr(torch.jit, name, guarded)
 
 
 def _keep_layouts() -> None:

@@ -26,7 +26,7 @@ from .program.check.agree import CAPTURED, REBUILD, numbers, program_facts
 from .program.ir.program import Program
 from .program.ir.sizes import Unlike
 from .program.run.bind import BACKENDS, Carrier, Ready
-from .program.run.guard import Guard, modes
+from .program.run.guard import Guard, modes, switched_back
 from .program.run.lengths import Capture, Lengths, Read
 from .program.run.peers import Peers
 from .shard.kinds import own_work
@@ -222,13 +222,21 @@ class CompiledStep:
 
     def train(self, mode: bool = True) -> CompiledStep:
         """Train (or, with False, only compute the loss) from now on; the model's modules are switched too."""
+        if not isinstance(mode, bool):
+            raise ProgramError("step.train() switches, and takes True or False: step(batch) trains on a batch")
         self.training = mode
         self.model.train(mode)
         return self
 
-    def eval(self) -> CompiledStep:
-        """From now on steps compute the loss only, without dropout."""
-        return self.train(False)
+    def eval(self, batch: Any = ...) -> Any:
+        """``eval()``: from now on steps compute the loss only, without dropout; the step is returned.
+
+        ``eval(batch)``: the loss of this batch alone; training goes on as it was, in each module.
+        """
+        if batch is ...:
+            return self.train(False)
+        with switched_back(self.model, self):
+            return self.train(False)(batch)
 
     def _install(self, leaves: Sequence[Any], made: Ready) -> Ready:
         if self.training:

@@ -16,6 +16,7 @@ from ..api import MESH_WANTED, shard_tensor
 from ..collective import Fact, together
 from ..dispatch import disabled
 from ..errors import LayoutError, MeshwrightError, ShardError, takes
+from ..functions import guard_scripts
 from ..layout import Layout, Placements, Replicate, Shard, Spec
 from ..mesh import Mesh
 from ..rules import COMPOSITES
@@ -25,7 +26,7 @@ from .alike import facts_of
 from .buckets import STORED
 from .constraints import Inputs, Outputs, hooked
 from .host import HOST, ON, check_device, in_host_memory
-from .names import Globs, Names, matching
+from .names import Globs, Names, inside, matching
 from .packing import chunk_dim
 from .precision import PRECISION, PRECISION_WANTED, Casts, Dtypes, Precisions, casts_of
 from .sync import BUCKET_BYTES, GradSync
@@ -42,8 +43,8 @@ _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.we
     placements=_GLOBS,
     inputs=_GLOBS,
     outputs=_GLOBS,
-    stored_over=((str, Mapping, NoneType), "give an axis, or a dict, glob of names to axis"),
-    stored_on=((str, Mapping, NoneType), 'give "cpu", or a dict, glob of names to that'),
+    stored_over=((str, Mapping, NoneType), "give an axis, or a dict, glob of names of parameters or modules to axis"),
+    stored_on=((str, Mapping, NoneType), 'give "cpu", or a dict, glob of names of parameters or modules to that'),
     precision=PRECISION_WANTED,
     bucket_bytes=((int, float), "give a number of bytes"),
 )
@@ -73,9 +74,10 @@ def shard_module(
             matches are replicated; buffers that none matches stay plain tensors, which count as replicated.
         inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
             positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
-        stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob to axis.
+        stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob of names of
+            parameters or modules to axis.
         stored_on: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
-            split or not, and are copied to the mesh's device for use; or glob to that.
+            split or not, and are copied to the mesh's device for use; or glob of names of parameters or modules.
         regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward, keeping nothing.
         precision: the dtypes in which ops see parameters and gradients are reduced, see :class:`Precision`; or glob of
             names of parameters or modules to those.  Where several globs match a name the last one counts.
@@ -92,6 +94,7 @@ def shard_module(
         DesyncError: ranks that pass different models or placements.
     """
     _check_model(model)
+    guard_scripts()
     _check_sync(sync, stored_over, stored_on, precision)
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
     names, stored, casts, hosted = _laid(model, mesh, placements or {}, around, stored_over, stored_on, precision)
@@ -125,6 +128,7 @@ def _laid(
         plan = _plan(names, mesh, placements)
         stored = _stored(names, mesh, plan, stored_over)
         hosted = _hosted(names, stored_on)
+        _check_scripted(names, plan)
         casts = casts_of(model, names, precision)
         cast = _cast(names, casts, stored)
         for name, dtypes in casts.dtypes.items():
@@ -140,6 +144,19 @@ def _laid(
         for module, constraint in found:
             kind(mesh, constraint).attach(module)
     return names, stored, cast, {name for name in hosted if name in plan}
+
+
+def _check_scripted(names: Names, plan: Mapping[str, Spec]) -> None:
+    """Raises ShardError for modules of TorchScript whose tensors would be split: C++ takes a part for the whole."""
+    for prefix, module in names.modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            held = {names.all[n] for n in names.all if inside(n, prefix)}
+            split = next((n for n in held if n in plan and plan[n].layout != Layout(plan[n].mesh)), None)
+            if split is not None:
+                raise ShardError(
+                    f"{split} would be split, and {prefix or 'the model'} is a module of TorchScript, which runs in "
+                    "C++ and would take this rank's part for the whole: shard the module that it was made from"
+                )
 
 
 def _cast(names: Names, casts: Casts, stored: Collection[str]) -> dict[str, Dtypes]:
@@ -190,6 +207,12 @@ def _check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped as {type(module).__name__}, which would synchronise or split what "
                 "shard_module does: pass the module inside, unwrapped (stored_over= is what FSDP does)"
             )
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise ShardError(
+                f"{name or 'the model'} is compiled by torch.compile, which cannot trace DistTensors: shard the module "
+                'that was compiled; mw.compile_step(..., backend="inductor") captures a whole step and compiles what '
+                "lies between collectives"
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise ShardError(
                 f"{name or 'the model'} is an {type(module).__name__} with sparse=True, and sparse gradients cannot be "
@@ -200,6 +223,11 @@ def _check_model(model: nn.Module) -> None:
             raise ShardError(
                 f"{name} is a {type(t).__name__} of PyTorch: build the model with plain tensors and give their layout "
                 "in placements=, or bring one over with mw.from_dtensor"
+            )
+        if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, compat.FakeTensor):
+            raise ShardError(
+                f"{name} is a {type(t).__name__} of {type(t).__module__.partition('.')[0]}, which mw.shard_module does "
+                "not split: shard the model with plain tensors, and leave out what makes others of them (quantize_)"
             )
         if nn.parameter.is_lazy(t):
             raise ShardError(f"{name} has no shape yet: run one batch through the model before it is sharded")
@@ -254,7 +282,7 @@ def stored_specs(
 def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
     """First name of each tensor to be laid on the mesh, to its spec."""
     chosen: dict[str, Placements] = {}
-    for glob, matched in matching(placements, names.all, "parameter or buffer").items():
+    for glob, matched in matching(placements, names.all, "parameter or buffer", names.modules).items():
         for name in matched:
             # A pattern for weights meets counters too (num_batches_tracked), of which there is nothing to split.
             if names.tensors[names.all[name]].ndim or name == glob:
@@ -288,11 +316,7 @@ def _stored(
     if stored_over is None:
         return {}
     globs = {"*": stored_over} if isinstance(stored_over, str) else stored_over
-    params = [n for n, first in names.all.items() if isinstance(names.tensors[first], nn.Parameter)]
-    axes: dict[str, int] = {}
-    for glob, matched in matching(globs, params, "parameter").items():
-        for name in matched:
-            axes[names.all[name]] = mesh.axis_index(globs[glob])
+    axes = {names.all[name]: mesh.axis_index(axis) for name, axis in names.said(globs, "stored_over").items()}
     found = {}
     for name, axis in axes.items():
         spec = plan.get(name)
@@ -322,8 +346,7 @@ def _hosted(names: Names, stored_on: str | Mapping[str, str] | None) -> dict[str
     globs = {"*": stored_on} if isinstance(stored_on, str) else stored_on
     for device in globs.values():
         check_device(device)
-    params = [n for n, first in names.all.items() if isinstance(names.tensors[first], nn.Parameter)]
-    found = {names.all[n]: None for matched in matching(globs, params, "parameter").values() for n in matched}
+    found = {names.all[n]: None for n in names.said(globs, "stored_on")}
     for name in found:
         t = names.tensors[name]
         if isinstance(t, DistTensor) and ON not in t.__dict__:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..collective import travelled
 from ..errors import ShardError
 from ..layout import CASTS, Float8, Wire, wire_name
-from .names import Names, matching
+from .names import Names, inside, outermost
 
 Tensor = torch.Tensor
 PRECISION = "_precision"  # in the dict of a parameter: its Dtypes, where they are not the stored one
@@ -166,30 +166,17 @@ def casts_of(model: nn.Module, names: Names, given: Precisions | None) -> Casts:
     if given is None:
         return Casts({}, {}, {})
     globs = {"*": given} if isinstance(given, Precision) else given
-    modules = dict(model.named_modules())
     for glob, policy in globs.items():
         if not isinstance(policy, Precision):
             raise ShardError(f"precision: {glob!r} is given {policy!r}: a mw.Precision was expected")
-    chosen: dict[str, Precision] = {}
-    inputs: dict[str, torch.dtype] = {}
-    outputs: dict[str, torch.dtype] = {}
-    params = {n: first for n, first in names.all.items() if isinstance(names.tensors[first], nn.Parameter)}
-    for glob, matched in matching(globs, [*params, *modules], "parameter or module (in precision)").items():
-        policy, heads = globs[glob], _outermost([n for n in matched if n in modules])
-        for name, first in params.items():
-            if fnmatch.fnmatchcase(name, glob) or any(_inside(name, m) for m in heads):
-                if name == glob and not names.tensors[first].is_floating_point():
-                    raise ShardError(
-                        f"precision: {name} is {names.tensors[first].dtype}, and only floating-point ones can be cast"
-                    )
-                chosen[name] = policy
-        for m in heads:
-            for name in [n for n in inputs if _inside(n, m)]:
-                del inputs[name]
-            if policy.inputs and policy.compute is not None:
-                inputs[m] = policy.compute
-            if policy.outputs is not None:
-                outputs[m] = policy.outputs
+    params, chosen = names.params, names.said(globs, "precision")
+    for name in chosen:
+        if name in globs and not names.tensors[params[name]].is_floating_point():
+            raise ShardError(
+                f"precision: {name} is {names.tensors[params[name]].dtype}, and only floating-point ones can be cast"
+            )
+    modules = dict(model.named_modules())
+    inputs, outputs = _around(names, modules, globs)
     dtypes = _dtypes(names, params, chosen)
     chosen = {first: chosen[name] for name, first in params.items() if name in chosen}
     for name, module in modules.items():
@@ -199,6 +186,25 @@ def casts_of(model: nn.Module, names: Names, given: Precisions | None) -> Casts:
         if len(seen) == 1 and any(n in chosen and chosen[n].inputs for n in own):
             inputs[name] = seen.pop()
     return Casts(dtypes, inputs, outputs)
+
+
+def _around(
+    names: Names, modules: Mapping[str, nn.Module], globs: Mapping[str, Precision]
+) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
+    """Names of the outermost modules that globs name, to what their inputs, and their outputs, are cast to."""
+    inputs: dict[str, torch.dtype] = {}
+    outputs: dict[str, torch.dtype] = {}
+    first = {id(module): name for name, module in modules.items()}
+    for glob, policy in globs.items():
+        for name in outermost([n for n in names.modules if fnmatch.fnmatchcase(n, glob)]):
+            m = first[id(names.modules[name])]  # a module that is there twice is called under its first name
+            for other in [n for n in inputs if inside(n, m)]:
+                del inputs[other]
+            if policy.inputs and policy.compute is not None:
+                inputs[m] = policy.compute
+            if policy.outputs is not None:
+                outputs[m] = policy.outputs
+    return inputs, outputs
 
 
 def _dtypes(names: Names, params: Mapping[str, str], chosen: Mapping[str, Precision]) -> dict[str, Dtypes]:
@@ -216,14 +222,6 @@ def _dtypes(names: Names, params: Mapping[str, str], chosen: Mapping[str, Precis
                 )
     named = {params[name] for name in chosen}
     return {first: said for first, said in found.items() if first in named}
-
-
-def _inside(name: str, module: str) -> bool:
-    return not module or name == module or name.startswith(f"{module}.")
-
-
-def _outermost(modules: list[str]) -> list[str]:
-    return [m for m in modules if not any(m != other and _inside(m, other) for other in modules)]
 
 
 def check_autocast(named: Iterable[tuple[str, Dtypes]], device: str) -> None:

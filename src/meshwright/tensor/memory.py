@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +40,23 @@ def global_values(a: Any) -> Any:
     return map_tensors(a, lambda t: whole(t) if isinstance(t, DistTensor) else t)
 
 
+TRACED = (
+    "torch.compile and torch.export cannot trace what is done with DistTensors: mw.compile_step(..., "
+    'backend="inductor") captures a whole step and compiles what lies between collectives; what is exported, build on '
+    "one device, with values from mw.unshard"
+)
+
+
+def _compiling() -> bool:
+    """Whether Dynamo wants a stand-in for a tensor; one that an exported program holds may be a replicated one."""
+    if "torch._dynamo" not in sys.modules or torch.compiler.is_exporting():
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch._dynamo."):
+        frame = frame.f_back
+    return frame is not None
+
+
 class StorageView:
     """Stands for the storage of a rank's part: it can be told from others, but not read."""
 
@@ -53,6 +72,8 @@ class StorageView:
             return getattr(self._storage, name)
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "_fix_weakref":  # whoever makes a fake tensor asks for it
+            raise DispatchError(TRACED)
         raise _refusal(self._of, f"untyped_storage().{name}")
 
     def __len__(self) -> int:
@@ -88,7 +109,11 @@ def _address(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _storage(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
-    return StorageView(x) if is_part(x._spec) else call_disabled(func, (), args, kwargs)
+    if is_part(x._spec):
+        return StorageView(x)
+    if _compiling():
+        raise DispatchError(TRACED)
+    return call_disabled(func, (), args, kwargs)
 
 
 def _dlpack(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..convert import FORWARD_MODE, TRANSFORMS
 from ..dispatch import INTO_PLAIN, Args, Kwargs, Special, call_disabled
 from ..errors import DispatchError
 from .autograd import backward, grad
-from .carrier import DistTensor
+from .carrier import DistTensor, is_part
 from .memory import READERS, into_plain
 
 
@@ -20,21 +21,19 @@ def _refuse_transforms() -> None:
     from ..compat import eager_transforms, functorch_vmap
 
     def guard(module: Any, name: str) -> None:
-        original = getattr(module, name)
+        original, given = getattr(module, name), name != "_remove_batch_dim"
 
         @functools.wraps(original)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(a, DistTensor) for a in args):
-                raise DispatchError(
-                    "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to "
-                    "differentiate again), or apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
-                )
+            if any(isinstance(a, DistTensor) and (given or is_part(a._spec)) for a in args):
+                raise DispatchError(TRANSFORMS)
             return original(*args, **kwargs)
 
         setattr(module, name, guarded)
 
     guard(eager_transforms, "_wrap_for_grad")
     guard(functorch_vmap, "_add_batch_dim")
+    guard(functorch_vmap, "_remove_batch_dim")
 
 
 _refuse_transforms()
@@ -65,10 +64,7 @@ def _set(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _no_forward_mode(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise DispatchError(
-        "forward-mode differentiation does not support DistTensors: for a Jacobian-vector product differentiate "
-        "torch.autograd.grad(y, x, v, create_graph=True) with respect to v"
-    )
+    raise DispatchError(FORWARD_MODE)
 
 
 def _by_numbers(func: Any, args: Args, kwargs: Kwargs) -> Any:

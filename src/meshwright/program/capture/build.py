@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from ...compat import pytree
-from ...errors import LayoutError, ProgramError
+from ...errors import LayoutError, ProgramError, near
 from ...layout import Layout, Placements, Spec
 from ...mesh import Mesh
 from ...shard.constraints import Inputs, Outputs, hooked
@@ -51,7 +51,7 @@ class Plan:
     Attributes:
         layouts: glob over names of parameters and buffers, of batch tensors (``batch``, ``batch.0``, ``batch.x``) or of
             values of the captured graph, to placements.
-        batch: placements of every batch tensor (or a mapping from their names to placements).
+        batch: placements of every batch tensor, or a mapping from their names (``x``, ``batch.x``) to placements.
         inputs, outputs: glob over module names to placements of what goes in or comes out, as for ``shard_module``.
         stored_over: parameters are stored split over this axis and seen whole by the ops (ZeRO-3).
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
@@ -271,7 +271,8 @@ def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, b
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
     # From the widest glob to the narrowest: a narrower one may differ from a wider one, others must agree.
     what = "parameter, buffer, batch tensor or value of the program"
-    found = {g: set(matched) for g, matched in matching(dict(plan.layouts or {}), names, what).items()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {g: set(matched) for g, matched in matching(dict(plan.layouts or {}), names, what, modules).items()}
     for glob in sorted(found, key=lambda g: -len(found[g])):
         placements = dict(plan.layouts)[glob]
         for name in sorted(found[glob]):
@@ -284,8 +285,9 @@ def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, b
                     f"{constraints[node]!r}: keep one"
                 )
             constraints[node], words[node] = placements, (found[glob], repr(glob))
+    said = _of_batch(plan.batch, [s.name for s in captured.sources if s.kind == "batch"], mesh)
     for source in captured.sources:
-        wanted = _of_batch(plan.batch, source.name) if source.kind == "batch" else None
+        wanted = said.get(source.name) if source.kind == "batch" else None
         if wanted is plan.batch and not source.fake.ndim:
             wanted = None  # said of all tensors of the batch: a number has nothing to split
         if wanted is not None and source.node not in constraints:
@@ -301,10 +303,36 @@ def _alike(mesh: Mesh, a: Any, b: Any, name: str) -> bool:
     return Layout(mesh, a).placements == Layout(mesh, b).placements
 
 
-def _of_batch(given: Any, name: str) -> Any:
-    if isinstance(given, Mapping) and given and all(str(k).startswith("batch") for k in given):
-        return next((p for glob, p in given.items() if fnmatch.fnmatchcase(name, glob)), None)
-    return given
+def _of_batch(given: Any, names: Sequence[str], mesh: Mesh) -> dict[str, Any]:
+    """Name of each tensor of the batch to what the user said of it, by its name or of all; of several globs the
+    narrowest counts, and of those the last.
+
+    Raises LayoutError for a name that is none of a tensor, nor of an axis.
+    """
+    if given is None or not isinstance(given, Mapping) or (given.keys() <= set(mesh.axes) and _are_placements(given)):
+        return dict.fromkeys(names, given)
+    short = {name: name.removeprefix("batch.") for name in names}
+    found = {g: [n for n in names if any(fnmatch.fnmatchcase(x, str(g)) for x in (n, short[n]))] for g in given}
+    for glob, matched in found.items():
+        if not matched:
+            raise LayoutError(
+                f"batch: {glob!r} is neither an axis of {mesh!r} nor a tensor of the batch"
+                f"{near(str(glob), short.values())}"
+            )
+        if glob not in mesh.axes and not isinstance(given[glob], (Mapping, Layout, list, tuple)):
+            raise LayoutError(
+                f"batch: {glob!r} is given {given[glob]!r}, which does not say on which axis: "
+                f"{{{glob!r}: {{{mesh.axes[0]!r}: {given[glob]!r}}}}} does"
+            )
+    made: dict[str, Any] = {}
+    for glob in sorted(given, key=lambda g: -len(found[g])):
+        made.update(dict.fromkeys(found[glob], given[glob]))
+    return made
+
+
+def _are_placements(given: Mapping[Any, Any]) -> bool:
+    """Whether a mapping says something of axes, and nothing of names that are called like axes."""
+    return not any(isinstance(p, (Mapping, Layout, list, tuple)) for p in given.values())
 
 
 # ---------------------------------------------------------------------------------------------- layouts as specs

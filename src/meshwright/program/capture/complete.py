@@ -26,7 +26,8 @@ from ...marks import CONSTRAIN, read_placements
 from ...mesh import Mesh
 from ...rules import Rule, Strategy
 from ..ir.program import Origin
-from .export import Captured, line_of
+from .export import Captured
+from .lines import line_of
 
 Tensor = torch.Tensor
 Key = tuple[str, int]  # a node and which of its outputs

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
-import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,19 +24,28 @@ from torch.export.graph_signature import InputKind
 from torch.fx.proxy import TracerBase
 from torch.fx.traceback import annotate, preserve_node_meta
 
-from ... import compat
 from ...compat import FakeTensor, FakeTensorMode, pytree
 from ...dispatch import disabled
-from ...errors import CaptureError, MeshwrightError
+from ...errors import CaptureError
 from ...marks import gradients_marked
 from ...runtime import is_users
 from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
 from ..ir.regions import Path
 from .custom import Kept, functions_as_ops
+from .lines import check_returned, files_of, instead, line_of, naming_the_line, own_loss, refusal_at, used_by
 from .outs import copy_into_out
 from .outside import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
-from .refused import GENERATOR, Shapes, derived, generators, inference_without_gradients, refused, without_validation
+from .refused import (
+    GENERATOR,
+    Shapes,
+    derived,
+    generators,
+    inference_without_gradients,
+    masks_as_given,
+    refused,
+    without_validation,
+)
 from .regions import Regions
 
 aten = torch.ops.aten
@@ -108,7 +115,7 @@ class StepModule(nn.Module):
         super().__init__()
         self.model = model
         leaves, self.tree = pytree.tree_flatten(batch)
-        self.loss_fn = loss_fn or _own_loss
+        self.loss_fn = loss_fn or own_loss
         self.assigned = Assigned()
         self.fixed = [None if isinstance(x, Tensor) else x for x in leaves]
         self.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -121,12 +128,10 @@ class StepModule(nn.Module):
         with (
             noting_attributes(self.assigned), buffers_written(self.model, self.assigned),
             refused(*derived(), *generators()), inference_without_gradients(), functions_as_ops(),
-            without_validation(), _autocast_caches(self.caches), Shapes(tensors),
+            without_validation(), masks_as_given(), _autocast_caches(self.caches), Shapes(tensors),
         ):  # fmt: skip
             made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
-        flat = pytree.tree_leaves(made)
-        if not flat or not isinstance(flat[0], Tensor) or flat[0].numel() != 1:
-            raise CaptureError("the loss function must return a scalar tensor, or a tuple that begins with one")
+        check_returned(self.loss_fn, self.model, made)
         return made
 
 
@@ -140,13 +145,6 @@ def _autocast_caches(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-def _own_loss(model: nn.Module, batch: Any) -> Any:
-    """Of a model that computes its loss itself."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def capture(
@@ -171,7 +169,8 @@ def capture(
     leaves, names = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)], _leaf_names(batch)
     given = [fake_of(t, mode, device) for t in leaves]
     exported, regions = export(step, model, fakes, given)
-    for graph in [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]:
+    graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    for graph in reversed(graphs):  # blocks first: the node that stands for one has no line
         _check_nodes(model, graph)
         _check_mapped(graph)
         copy_into_out(graph)
@@ -218,8 +217,8 @@ def export(
     """
     regions: dict[str, Path] = {}
     with (
-        _swapped(step, fakes), _naming_the_line(model), _quiet(), _noting_users_frames(), gradients_marked(),
-        preserve_node_meta(), Regions(partial(_annotated, regions)).noted(), Kept(),
+        _swapped(step, fakes), naming_the_line(model, step.loss_fn), _quiet(), _noting_users_frames(),
+        gradients_marked(), preserve_node_meta(), Regions(partial(_annotated, regions)).noted(), Kept(),
     ):  # fmt: skip
         return torch.export.export(step, tuple(given), strict=False, dynamic_shapes=dynamic), regions
 
@@ -234,19 +233,23 @@ def _places(loss_fn: LossFn | None, model: nn.Module, sources: Sequence[Source])
     return found
 
 
+_DETACH = "say .detach(), and write to it under torch.no_grad()"
+
+
 def _constant(exported: Any, step: StepModule, node: fx.Node, name: str) -> Tensor:
     """The tensor that the graph takes as a constant.  Raises CaptureError for what is none of the user's."""
     value = attribute(step, name)
     if value is None:
         value = {**exported.state_dict, **exported.constants}[name]
     if isinstance(value, torch.Generator):
-        raise CaptureError(f"{_used_at(exported.graph_module, node)}: {GENERATOR}")
+        user = used_by(exported.graph_module, node)
+        raise CaptureError(f"{'' if user is None else line_of(user)}: {GENERATOR}")
     if isinstance(value, FakeTensor):
-        line = _used_at(exported.graph_module, node)
+        user = used_by(exported.graph_module, node)
+        line = "" if user is None else line_of(user)
         raise CaptureError(
             f"{line + ': ' if line else ''}the model uses .data of a tensor, or makes a constant from values "
-            "of others, which a captured program does not see: say .detach(), and write to it under "
-            "torch.no_grad()"
+            f"of others, which a captured program does not see: {instead(user, _DETACH)}"
         )
     return cast("Tensor", value)
 
@@ -324,34 +327,7 @@ def _leaf_names(batch: Any) -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- lines and errors
-
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-
-
-def line_of(node: fx.Node) -> str:
-    """``file:line`` of the user's code that a node came from, ``""`` where torch did not say."""
-    found = ""
-    for match in _FRAME.finditer(node.meta.get("stack_trace") or ""):
-        if is_users(match["file"]) or not found:
-            found = f"{os.path.basename(match['file'])}:{match['line']}"
-    return found
-
-
-def _used_at(module: fx.GraphModule, node: fx.Node) -> str:
-    """The line of the first use of a value, in the blocks of a graph too; ``""`` where torch did not say."""
-    for user in node.users:
-        bodies = [a for a in user.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-        line = line_of(user)
-        if isinstance(user.target, compat.HigherOrderOperator) and bodies:
-            body = getattr(module, str(bodies[0].target))
-            given = user.args[user.args.index(bodies[0]) + 1 :]
-            inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-            line = _used_at(body, inputs[given.index(node)])
-        if line:
-            return line
-    return ""
-
+# ---------------------------------------------------------------------------------------------- frames and checks
 
 _REGION = "meshwright_region"
 
@@ -406,7 +382,7 @@ def _check_nodes(model: nn.Module, graph: fx.Graph) -> None:
     for node in graph.nodes:
         for t in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(t, torch.SymInt) or (isinstance(t, Tensor) and any(not isinstance(n, int) for n in t.shape)):
-                raise CaptureError(f"{type(model).__name__} cannot be captured: {VALUES} at {line_of(node)}")
+                raise CaptureError(f"{type(model).__name__} cannot be captured: {refusal_at(node, files_of(model))}")
 
 
 _VALUES = (Tensor, int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
@@ -435,48 +411,6 @@ def _check_mapped(graph: fx.Graph) -> None:
                     f"{line_of(node)}: torch.func.vmap of tensors of the model or the batch cannot be captured: write "
                     "it as ops on the whole batch"
                 )
-
-
-@contextmanager
-def _naming_the_line(model: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except CaptureError:
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        users = [f for f in frames if is_users(f.filename)]
-        if not users and isinstance(error, _DEFECTS) and frames[-1].name not in _CALLS:
-            raise MeshwrightError(
-                f"{type(model).__name__} was not captured: {type(error).__name__}: {error}, in {frames[-1].filename}:"
-                f"{frames[-1].lineno}, and in no line of the step. This is a defect of Meshwright or of torch.export, "
-                "not a limit of your code: please report it with this traceback, and train eagerly (mw.shard_module) "
-                "meanwhile"
-            ) from error
-        inside = [f for f in users if f.name == "forward" or f.line]
-        where = f"{inside[-1].filename}:{inside[-1].lineno}: {inside[-1].line}" if inside else "unknown line"
-        raise CaptureError(f"{type(model).__name__} cannot be captured: {_reason(error)} at {where}") from error
-
-
-_DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
-_CALLS = {_own_loss.__name__, "_call_impl", "_wrapped_call_impl"}  # the model refuses what it is given
-VALUES = (
-    "what it does next depends on the value of a tensor (if, while, .item(), a shape made from values), and a captured "
-    "program does the same in every step: use torch.where or masks, or train eagerly;"
-)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    kind = type(error).__name__
-    if "data-dependent" in text.lower() or "GuardOnDataDependent" in kind or kind == "DataDependentOutputException":
-        return VALUES
-    if "cast NotImplemented to Tensor" in text:
-        return (
-            "the loss function closes over a DistTensor: reach parameters through the model that it is given, and make "
-            "other modules part of that model;"
-        )
-    return f"{kind}: {text.strip().splitlines()[0] if text.strip() else ''};"
 
 
 def batch_sources(sources: Sequence[Source]) -> list[Source]:

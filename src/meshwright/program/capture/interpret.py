@@ -29,7 +29,8 @@ from ...tensor import tell as wrap
 from ..ir.nodes import annotate, info_of
 from ..ir.regions import Path
 from ..ir.trace import Recorder
-from .export import line_of, region_of
+from .export import region_of
+from .lines import line_of
 
 Tensor = torch.Tensor
 

@@ -30,8 +30,9 @@ from ..ir.memory import LAID, Strides, dense, is_dense, same
 from ..ir.nodes import annotate, info_of, remove_dead
 from ..ir.program import Input, Origin, Output, Program, without_unserved
 from ..ir.trace import Recorder
-from .export import VALUES, Captured, Source
+from .export import Captured, Source
 from .interpret import Interpreter, spec_at
+from .lines import VALUES
 from .recompute import recompute
 from .regather import regather
 from .scale import LossScale, Scaling

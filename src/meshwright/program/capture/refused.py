@@ -221,6 +221,14 @@ def without_validation() -> contextlib.AbstractContextManager[None]:
     return replaced(torch.distributions.Distribution, _validate_args=False)
 
 
+def masks_as_given() -> contextlib.AbstractContextManager[None]:
+    """Inside, nn.Transformer and its kind do not look whether a mask is the causal one, which is only a hint to faster
+    kernels: a capture has no values to look at."""
+    return replaced(
+        nn.modules.transformer, _detect_is_causal_mask=lambda mask, is_causal=None, size=None: bool(is_causal)
+    )
+
+
 @contextlib.contextmanager
 def without_anomaly_mode() -> Iterator[None]:
     """Inside, anomaly mode is off, whatever the step says: it looks at values, which a capture has not."""
@@ -235,6 +243,7 @@ __all__ = [
     "derived",
     "generators",
     "inference_without_gradients",
+    "masks_as_given",
     "refused",
     "without_anomaly_mode",
     "without_validation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,17 @@ def modes() -> tuple[Any, ...]:
     """What of the process is part of a program: default dtype, deterministic algorithms, autocast."""
     casts = autocast.state() if autocast.active() else ()
     return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), casts
+
+
+@contextlib.contextmanager
+def switched_back(model: nn.Module, step: Any) -> Iterator[None]:
+    """Inside, modules and the step may be switched to evaluation; behind, each is what it was."""
+    was = [(part, part.training) for part in (step, *model.modules())]
+    try:
+        yield
+    finally:
+        for part, training in was:
+            part.training = training
 
 
 class Guard:
