@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
+from meshwright.ranks import runtime
 
 from . import ours, peers
 from .core import Benchmark, Effort, Row, Samples, ratio

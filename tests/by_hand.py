@@ -15,14 +15,15 @@ import torch.nn as nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.passes import PassManager, PassRecord
 from meshwright.program import Plan, Program
-from meshwright.program.capture.distcalls import DistCalls
+from meshwright.program.capture.distributed_calls import DistCalls
 from meshwright.program.capture.local import HandWritten, record_step
 from meshwright.program.capture.update import update_of
 from meshwright.program.check.verify import verify_together
-from meshwright.step import CaptureSource, CompiledStep, Recorded
+from meshwright.program.step import CaptureSource, CompiledStep, Recorded
+from meshwright.ranks import runtime
 
 Tensor = torch.Tensor
 # Of a step: the model, the optimizer and this rank's batch.

@@ -24,7 +24,7 @@ from processes import CONTEXT
 
 import meshwright as mw
 from meshwright import collective
-from meshwright.collective import process
+from meshwright.failures import process
 
 LONG = 600.0  # seconds that nobody waits for: a rank that still sleeps then was not told
 

@@ -21,7 +21,7 @@ from meshwright.compat import EXPORTER
 CONTEXT = multiprocessing.get_context("forkserver")
 # With what captured steps and test files import: 2.4 s for each rank otherwise.
 CONTEXT.set_forkserver_preload(
-    ["torch.distributed", *EXPORTER, "networkx", "pytest", "meshwright.collective", "meshwright.compile"]
+    ["torch.distributed", *EXPORTER, "networkx", "pytest", "meshwright.collective", "meshwright.program.compile"]
 )
 
 

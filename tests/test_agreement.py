@@ -19,10 +19,11 @@ import torch.distributed as dist
 from processes import run_processes
 
 import meshwright as mw
-from meshwright import collective, runtime
-from meshwright.collective import watch
-from meshwright.collective.words import Word
+from meshwright import collective
+from meshwright.collective import monitor
+from meshwright.collective.store_messages import Word
 from meshwright.errors import CollectiveError, DesyncError, MeshError
+from meshwright.ranks import runtime
 
 Case = Callable[[mw.Mesh], Any]
 
@@ -122,7 +123,7 @@ def again(rank: int, folder: str, name: str) -> None:
 
 
 def each_case(folder: str) -> list[tuple[str, float]]:
-    watch.SPEAK, rank = 0.5, dist.get_rank()
+    monitor.SPEAK, rank = 0.5, dist.get_rank()
     told = []
     for case, (settings, *_) in CASES.items():
         again(rank, folder, case.__name__)
@@ -163,20 +164,20 @@ def test_a_circle_of_waiting_ranks_is_a_deadlock() -> None:
         3: word((0, 1, 2, 3), 1, _1_3=1, _0_1_2_3=1),
         2: word((0, 1, 2, 3), 1, _0_1_2_3=1, _0_2=1),
     }
-    assert watch.judge(heard, 0).startswith("deadlock: every rank waits for another one\n  rank 0: waits in number 3")
+    assert monitor.judge(heard, 0).startswith("deadlock: every rank waits for another one\n  rank 0: waits in number 3")
     del heard[3]  # it computes, and may come
-    assert watch.judge(heard, 0) == ""
+    assert monitor.judge(heard, 0) == ""
 
 
 def test_a_slow_collective_is_no_deadlock() -> None:
     heard = {0: word((0, 1), 3, (3, 7, "x"), _0_1=3), 1: word((0, 1), 2, (2, 5, "y"), (3, 7, "x"), _0_1=3)}
-    assert watch.judge(heard, 0) == watch.judge(heard, 1) == ""  # started together, and on its way
+    assert monitor.judge(heard, 0) == monitor.judge(heard, 1) == ""  # started together, and on its way
 
 
 def test_other_histories_are_a_disagreement() -> None:
     heard = {0: word((0, 1), 3, (2, 5, "y"), (3, 7, "x"), _0_1=3), 1: word((0, 1), 2, (2, 6, "z"), _0_1=2)}
-    assert "  rank 0: y; now in number 3" in watch.judge(heard, 0)
-    assert "  rank 1: number 2 of" in watch.judge(heard, 1)
+    assert "  rank 0: y; now in number 3" in monitor.judge(heard, 0)
+    assert "  rank 1: number 2 of" in monitor.judge(heard, 1)
 
 
 # -- process groups that end, and begin again -------------------------------------------------------------

@@ -12,8 +12,9 @@ from strategies import layouts, meshes, numbered, shapes
 from torch import nn
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.errors import LayoutError, MeshError
+from meshwright.ranks import runtime
 
 LAYOUTS = [(R,), (S0,), (S1,), (P,)]
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import DesyncError
+from meshwright.ranks import runtime
 
 DP = mw.Mesh({"dp": 3})
 

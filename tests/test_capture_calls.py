@@ -17,7 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.errors import CaptureError, LayoutError, ProgramError
 from meshwright.program import Plan
-from meshwright.program.capture import lines
+from meshwright.program.capture import source_lines
 from meshwright.program.capture.build import build
 
 MESH = mw.Mesh({"dp": 2})
@@ -51,7 +51,7 @@ def refusal(model: nn.Module, batch: Any, loss: Any = None) -> str:
 def equals_one_device(model: nn.Module, example: Any, loss: Any = None, **options: Any) -> None:
     """The loss and the gradients of a captured step."""
     one = copy.deepcopy(model)
-    want = lines.own_loss(one, example) if loss is None else loss(one, example)
+    want = source_lines.own_loss(one, example) if loss is None else loss(one, example)
     want.backward()
 
     def run() -> None:
@@ -78,7 +78,7 @@ def equals_one_device(model: nn.Module, example: Any, loss: Any = None, **option
 )
 def test_a_batch_that_forward_does_not_take(batch: Any, called: str) -> None:
     text = refusal(Regression(), batch)
-    assert lines.re.search(called, text)
+    assert source_lines.re.search(called, text)
     assert "loss_fn=lambda model, batch: model(batch)" in text
 
 
@@ -95,7 +95,7 @@ def test_a_batch_that_forward_does_not_take(batch: Any, called: str) -> None:
     ids=["function", "module", "arguments", "no mean", "a number", "a dict"],
 )
 def test_loss_functions_that_are_none(loss: Any, text: str) -> None:
-    assert lines.re.search(text, refusal(Regression(), (X, Y), loss))
+    assert source_lines.re.search(text, refusal(Regression(), (X, Y), loss))
 
 
 def test_a_model_without_a_loss_and_a_mistake_in_its_forward() -> None:
@@ -240,7 +240,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "def pick(x):\n    return x[x.sum(1) > 0]\n\n\n"
         "def wrapped(fn):\n    def wrapper(*args):\n        return fn(*args)\n    return wrapper\n"
     )
-    monkeypatch.setattr(lines, "_INSTALLED", (str(tmp_path),))
+    monkeypatch.setattr(source_lines, "_INSTALLED", (str(tmp_path),))
     spec = importlib.util.spec_from_file_location("library", file)
     assert spec is not None
     assert spec.loader is not None
@@ -277,7 +277,7 @@ def test_the_line_is_the_models_and_not_that_of_a_librarys_helper(library: Any, 
 
 def test_the_line_of_a_model_that_is_installed(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of a library is named, whoever calls it; what it calls of the library is not."""
-    monkeypatch.setattr(lines, "_INSTALLED", (*lines._INSTALLED, str(Path(__file__).parent)))
+    monkeypatch.setattr(source_lines, "_INSTALLED", (*source_lines._INSTALLED, str(Path(__file__).parent)))
 
     class Model(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ def ctc(model: Any, x: Tensor) -> Tensor:
 def test_known_code_says_what_to_write(loss: Callable[[Any, Any], Any], text: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
     message = refusal(model, X, loss)
-    assert lines.re.search(text, message)
+    assert source_lines.re.search(text, message)
     assert "test_capture_calls.py:" in message
 
 

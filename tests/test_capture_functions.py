@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.dispatch import plans
 from meshwright.errors import CaptureError, DesyncError
+from meshwright.ranks import runtime
 
 Tensor = torch.Tensor
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no rule")

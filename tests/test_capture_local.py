@@ -15,14 +15,15 @@ from processes import run_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright as mw
-from meshwright import collective, runtime
-from meshwright.compile import capture_local
+from meshwright import collective
 from meshwright.errors import CaptureError, DesyncError, ProgramError
 from meshwright.passes import DataParallelOptimization, PassManager
 from meshwright.program.capture.local import HandWritten, record_step
 from meshwright.program.capture.update import update_of
+from meshwright.program.compile import capture_local
 from meshwright.program.ir.nodes import info_of
-from meshwright.step import CompiledStep
+from meshwright.program.step import CompiledStep
+from meshwright.ranks import runtime
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 

@@ -14,9 +14,9 @@ from programs import DP, MESH
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import CaptureError, PassError
 from meshwright.passes import DataParallelOptimization, GradientMerge
+from meshwright.ranks import runtime
 
 Tensor = torch.Tensor
 FUSED, MERGED = DataParallelOptimization(bucket_bytes=1 << 20), GradientMerge(k_steps=2)

@@ -13,10 +13,10 @@ import torch.nn as nn
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.compile import capture_local
 from meshwright.errors import CaptureError, MeshwrightError
 from meshwright.program.capture.build import build
-from meshwright.program.capture.refused import Refused, derived, generators
+from meshwright.program.capture.refusals import Refused, derived, generators
+from meshwright.program.compile import capture_local
 
 MESH = mw.Mesh({"dp": 2})
 X = torch.arange(12.0).view(4, 3) / 6

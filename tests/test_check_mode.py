@@ -11,9 +11,9 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.collective import Fact, together
 from meshwright.errors import DesyncError
+from meshwright.ranks import runtime
 
 TWO = mw.Mesh({"dp": 2})
 SQUARE = mw.Mesh({"dp": 2, "tp": 2})

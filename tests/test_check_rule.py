@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.dispatch import forget_ops
 from meshwright.errors import ConversionError, RuleError
 from meshwright.layout import Layout, Spec
-from meshwright.resharding import ConversionPlan
+from meshwright.resharding.planner import ConversionPlan
 from meshwright.rules import RULES, Arg, Local, Rule, notation
 from meshwright.testing import function_named
 

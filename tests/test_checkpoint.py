@@ -14,9 +14,9 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.checkpoint import arrays, files, pieces, saving
 from meshwright.errors import CheckpointError, DesyncError
+from meshwright.ranks import runtime
 
 ONE = mw.Mesh({"dp": 1})
 

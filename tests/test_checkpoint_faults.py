@@ -19,9 +19,9 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.checkpoint import files
 from meshwright.errors import CheckpointError
+from meshwright.ranks import runtime
 
 MESH = mw.Mesh({"dp": 2})
 

@@ -28,7 +28,7 @@ from meshwright.checkpoint.inspection import damages, manifest_of
 from meshwright.cli import app
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.program.load import load_program
-from meshwright.reading import plain_name
+from meshwright.untrusted_files import plain_name
 
 ODD_NAMES = (
     "../evil.json", "/tmp/evil.json", "a/b", "a\\b", "..\\evil", "C:evil", "", ".", "..", "\0", "a\0b", "a\nb",

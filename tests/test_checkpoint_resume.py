@@ -18,8 +18,8 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import CheckpointError, DesyncError, ShardError
+from meshwright.ranks import runtime
 
 STEPS = 3  # of each leg
 TP = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}, "embed.weight": {"tp": mw.Shard(0)}}

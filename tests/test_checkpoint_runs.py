@@ -17,11 +17,11 @@ import torch.nn as nn
 from processes import run_processes
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.checkpoint import files, runs
 from meshwright.checkpoint.export import chosen
 from meshwright.checkpoint.runs import Run
 from meshwright.errors import CheckpointError
+from meshwright.ranks import runtime
 
 DP = mw.Mesh({"dp": 2})
 SOMEBODY = "somebody else saved step {} in step-.* there after this run began.*give each a folder of its own"

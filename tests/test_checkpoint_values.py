@@ -15,9 +15,9 @@ import torch.nn as nn
 from processes import run_processes
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.checkpoint import files, saving
 from meshwright.errors import CheckpointError, DesyncError, ShardError
+from meshwright.ranks import runtime
 
 MESH = mw.Mesh({"dp": 2})
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from shard_networks import Weights
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.checkpoint import files, pieces
 from meshwright.errors import CheckpointError, DesyncError
+from meshwright.ranks import runtime
 
 ONE = mw.Mesh({"dp": 1})
 BOTH = mw.Mesh({"dp": 2, "tp": 2})

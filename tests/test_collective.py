@@ -13,10 +13,11 @@ from processes import ProcessError, run_processes
 from torch import Tensor
 from torch.testing import assert_close
 
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.errors import CollectiveError
 from meshwright.mesh import Mesh
-from meshwright.simulation import simulate
+from meshwright.ranks import runtime
+from meshwright.ranks.simulation import simulate
 
 SQUARE = Mesh({"dp": 2, "tp": 2})
 WIDE = Mesh({"dp": 2, "tp": 3})

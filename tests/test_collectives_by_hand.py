@@ -14,8 +14,8 @@ import torch.distributed.nn.functional as dist_nn
 from processes import run_processes
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import DispatchError
+from meshwright.ranks import runtime
 
 Tensor = torch.Tensor
 WORLD = [0, 1]

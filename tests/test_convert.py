@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright import collective, convert, runtime
+from meshwright import collective
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
-from meshwright.resharding import plan as make_plan
+from meshwright.ranks import runtime
+from meshwright.resharding import executor
+from meshwright.resharding.planner import plan as make_plan
 
 
 def types(ndim: int):
@@ -57,10 +59,10 @@ def dot(x: torch.Tensor, x_spec: Spec, y: torch.Tensor, y_spec: Spec) -> torch.T
 def check(src: Spec, dst: Spec, value: torch.Tensor, cotangent: torch.Tensor) -> None:
     plan = make_plan(src, dst)
     x = local_of(value, src, 3).requires_grad_()
-    out = convert.apply(plan.steps, x)
+    out = executor.apply(plan.steps, x)
     whole = make_plan(dst, Spec(dst.shape, dst.dtype, Layout(dst.mesh)))
     with torch.no_grad():
-        assert torch.allclose(convert.apply(whole.steps, out), value), (src, dst, plan.steps)
+        assert torch.allclose(executor.apply(whole.steps, out), value), (src, dst, plan.steps)
     # Cotangents of replicated (invariant) types must be equal on all ranks; of the others they are per rank.
     y = local_of(cotangent, dst.grad(), 5)
     (back,) = torch.autograd.grad(out, x, y)

@@ -12,8 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import meshwright as mw
-from meshwright.compile import capture_local
 from meshwright.errors import CaptureError, DispatchError
+from meshwright.program.compile import capture_local
 
 Tensor = torch.Tensor
 DP = mw.Mesh({"dp": 2})

@@ -11,9 +11,9 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import DesyncError
-from meshwright.shard.sync import _sampled
+from meshwright.ranks import runtime
+from meshwright.shard.gradients.sync import _sampled
 
 DP, TP, BOTH = mw.Mesh({"dp": 3}), mw.Mesh({"tp": 2}), mw.Mesh({"dp": 2, "tp": 2})
 SPLIT = {"0.weight": {"tp": mw.Shard(0)}, "0.bias": {"tp": mw.Shard(0)}, "3.weight": {"tp": mw.Shard(1)}}

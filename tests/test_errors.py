@@ -12,8 +12,9 @@ from compare import FOUR, GRID, S0, S1, P, R, on_ranks, ramp
 from processes import run_processes
 
 import meshwright as mw
-from meshwright import errors, runtime
+from meshwright import errors
 from meshwright.errors import DesyncError, DispatchError, LayoutError, MeshError, MeshwrightError, RuleError
+from meshwright.ranks import runtime
 from meshwright.rules import RULES
 
 

@@ -12,8 +12,9 @@ from compare import FOUR, GRID, S0, S1, P, R, on_ranks, ramp
 from processes import run_processes
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.errors import ExplicitError
+from meshwright.ranks import runtime
 
 
 def dist(t, *p, mesh=FOUR):

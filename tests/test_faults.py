@@ -17,9 +17,9 @@ import pytest
 import sweep
 
 import meshwright as mw
-from meshwright.collective import obituary, process
-from meshwright.collective.obituary import Obituary
-from meshwright.collective.watcher import Watcher, _Line
+from meshwright.failures import process, report
+from meshwright.failures.report import Obituary
+from meshwright.failures.watchdog import Watcher, _Line
 
 pytestmark = [
     pytest.mark.processes,
@@ -132,7 +132,7 @@ def test_what_a_script_sees_and_what_its_launcher_reads(tmp_path: Path) -> None:
 
 def test_what_is_told_of_a_rank() -> None:
     one = Obituary(2, "n7", True, "was ended by SIGKILL")
-    error = obituary.failed([one], "all_reduce over dp at train.py:3", "Connection closed by peer")
+    error = report.failed([one], "all_reduce over dp at train.py:3", "Connection closed by peer")
     assert isinstance(error, mw.RankFailedError)
     assert (error.ranks, error.host, error.cause) == ((2,), "n7", "was ended by SIGKILL")
     assert str(error).splitlines() == [

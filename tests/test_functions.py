@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright import functions
+from meshwright import autograd_functions
 
 MESH = mw.Mesh({"x": 4})
 
@@ -39,14 +39,14 @@ def test_gradients_are_those_of_one_device(layout):
         y.exp().sum().backward()
         return mw.unshard(u.grad), mw.unshard(v.grad)
 
-    functions._warned.add("Scaled")
+    autograd_functions._warned.add("Scaled")
     for got_x, got_w in mw.simulate(run, MESH):
         torch.testing.assert_close(got_x, a.grad)
         torch.testing.assert_close(got_w, b.grad)
 
 
 def test_it_is_named_once():
-    functions._warned.discard("Scaled")
+    autograd_functions._warned.discard("Scaled")
 
     def run():
         Scaled.apply(mw.shard_tensor(torch.ones(6, 3), MESH, [mw.Shard(0)]), torch.ones(3))

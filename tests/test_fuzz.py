@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from conformance.fuzz import Leaf, Program, campaign, draw_program, judge, run_seed, shrink
-from meshwright import conversions, convert
 from meshwright.cli import app
+from meshwright.resharding import conversions, executor
 
 F64 = torch.float64
 MESH = mw.Mesh({"a": 2})
@@ -38,7 +38,7 @@ def test_equal_programs_are_equal() -> None:
 
 
 def test_a_broken_conversion_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_reduce_op", lambda step: "max")
+    monkeypatch.setattr(executor, "_reduce_op", lambda step: "max")
     given = program(
         "v1 = v0 * 2", "v2 = v0.exp()", "v3 = v1.sum(0)", "v4 = v3 + 1", "v5 = v2.relu()", outputs=("v4", "v5"),
         layout={"a": mw.Shard(0)},
@@ -59,19 +59,19 @@ def test_refusals_defects_and_disagreement_are_told_apart(monkeypatch: pytest.Mo
     def fails(step: object, here: object) -> object:
         raise KeyError("broken")
 
-    monkeypatch.setitem(convert._PREPARE, "all_gather", fails)
+    monkeypatch.setitem(executor._PREPARE, "all_gather", fails)
     assert judge(broken).kind == "internal"
 
 
 def test_one_rank_that_raises_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = convert._all_gather
+    before = executor._all_gather
 
     def fails(step: conversions.ConversionStep, here: tuple[int, ...]) -> object:
         if here == (1,):
             raise ValueError("one rank only")
         return before(step, here)
 
-    monkeypatch.setitem(convert._PREPARE, "all_gather", fails)
+    monkeypatch.setitem(executor._PREPARE, "all_gather", fails)
     assert judge(program("v1 = v0.tanh()", layout={"a": mw.Shard(0)})).kind == "hang"
 
 
@@ -87,7 +87,7 @@ def test_unstable_programs_are_no_findings() -> None:
 
 
 def test_an_unstable_value_hides_no_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_reduce_op", lambda step: "max")
+    monkeypatch.setattr(executor, "_reduce_op", lambda step: "max")
     rounding = "v1 = (v0.sum() - v0.flip(0).sum() + v0.flip(1).cumsum(0)[-1].sum() - v0.sum()).sign()"
     given = program(rounding, "v2 = v0.exp().sum(0)", "v3 = v2 + 1", layout={"a": mw.Shard(0)})
     verdict = judge(given)
@@ -110,7 +110,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     made = CliRunner().invoke(app, ["check", "fuzz", "--count", "2", "--seed", "0", "--json"])
     assert made.exit_code == 0, made.output
     assert json.loads(made.stdout)["programs"] == 2
-    monkeypatch.setattr(convert, "_reduce_op", lambda step: "min")
+    monkeypatch.setattr(executor, "_reduce_op", lambda step: "min")
     made = CliRunner().invoke(app, ["check", "fuzz", "--count", "8", "--whole"])
     assert made.exit_code == 1
     assert "wrong (--seed" in made.stdout

@@ -13,10 +13,11 @@ from shard_networks import TP, Net, loss_of
 from wire_values import F32, WIRES, parts_of, through
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.errors import CollectiveError, ShardError
 from meshwright.explanation.step import explain_program
 from meshwright.layout import Wire, chunk_sizes, wire_bytes, wire_name
+from meshwright.ranks import runtime
 
 BF16, F64 = torch.bfloat16, torch.float64
 Tensor = torch.Tensor

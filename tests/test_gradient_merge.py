@@ -15,8 +15,7 @@ from processes import run_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright import collective, runtime
-from meshwright.compile import capture_local, compile_step
+from meshwright import collective
 from meshwright.errors import DesyncError, PassError, ProgramError
 from meshwright.passes import (
     DataParallelOptimization,
@@ -24,7 +23,9 @@ from meshwright.passes import (
     PassManager,
     parse,
 )
+from meshwright.program.compile import capture_local, compile_step
 from meshwright.program.ir.nodes import info_of
+from meshwright.ranks import runtime
 from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for

@@ -18,10 +18,10 @@ from compare import check_equal, plain
 from torch import nn
 
 import meshwright as mw
-from meshwright import conversions
 from meshwright.errors import ConversionError
 from meshwright.layout import Layout, Partial, Placement, Replicate, Shard, Spec
-from meshwright.resharding import plan as make_plan
+from meshwright.resharding import conversions
+from meshwright.resharding.planner import plan as make_plan
 
 Tensor = torch.Tensor
 F64 = torch.float64

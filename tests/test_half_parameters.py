@@ -11,7 +11,7 @@ import torch.optim as O
 
 import meshwright as mw
 from meshwright.errors import ProgramError, ShardError
-from meshwright.shard.kinds import fused_sgd_works
+from meshwright.shard.optimizers.kinds import fused_sgd_works
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (O.SGD, {}), (O.SGD, {"momentum": 0.9, "nesterov": True}), (O.SGD, {"weight_decay": 0.1, "foreach": True}),

@@ -14,8 +14,8 @@ import torch
 
 import meshwright as mw
 from meshwright import collective
-from meshwright.compile import compile_step
 from meshwright.errors import CaptureError
+from meshwright.program.compile import compile_step
 
 transformers = pytest.importorskip("transformers", reason="the oracle is the transformers library")
 

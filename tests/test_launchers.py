@@ -21,9 +21,9 @@ from processes import CONTEXT
 
 import meshwright as mw
 from meshwright.api import _own_device
-from meshwright.collective import joining
+from meshwright.collective import rendezvous
 from meshwright.errors import MeshError
-from meshwright.launchers import Launch, launched
+from meshwright.ranks.launchers import Launch, launched
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 OPEN_MPI = {
@@ -162,7 +162,7 @@ def test_an_attempt_does_not_meet_the_one_before() -> None:
 def meets(rank: int, port: int, agent: bool, said: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent)}
-    joining.MUTE = 2
+    rendezvous.MUTE = 2
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch says a lot
     try:
         mw.init_mesh({"dp": 2})

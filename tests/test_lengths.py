@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.choose import choice, search
 from meshwright.dispatch import plan_call, results
 from meshwright.errors import MeshwrightError
+from meshwright.ranks import runtime
 
 PAIR = mw.Mesh({"x": 2})
 
@@ -274,7 +274,7 @@ def test_ranks_that_forget_at_different_times_stay_together() -> None:
 
 def test_a_conversion_is_known_by_its_ends() -> None:
     """A value is reduced once, also by a rank that forgot the plan of it in between."""
-    from meshwright.resharding import plan
+    from meshwright.resharding.planner import plan
 
     def run() -> int:
         x = mw.from_local(torch.ones(4), PAIR, [mw.Partial()]).requires_grad_()
@@ -296,7 +296,7 @@ def test_a_conversion_is_known_by_its_ends() -> None:
 
 def test_the_programs_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are those of one device, whatever left; that lengths vary is said once, at the user's line."""
-    from meshwright import step as steps
+    from meshwright.program import step as steps
 
     monkeypatch.setattr(steps, "_MANY", 3)
     monkeypatch.setattr(steps.CompiledStep, "most_programs", 2)

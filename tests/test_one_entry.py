@@ -11,10 +11,11 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright import collective, conversions, convert
+from meshwright import collective
 from meshwright.collective import checking, graph, ops
 from meshwright.errors import ProgramError
 from meshwright.passes import PassManager
+from meshwright.resharding import conversions, executor
 
 MESH = mw.Mesh({"one": 2, "entry": 2})  # axes of its own: what is known of conversions is kept
 
@@ -38,13 +39,13 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def prepared(step: Any, here: tuple[int, ...]) -> Any:
         (axis,) = step.axes
         group = collective.group(step.src.mesh, step.axes)
-        d, sizes = convert._dim(step.src, axis), convert._lengths(step.src, axis, here)
+        d, sizes = executor._dim(step.src, axis), executor._lengths(step.src, axis, here)
         return lambda t: _ring(t, d, sizes, group)
 
     known = conversions.kind_of
     named = {"all_gather": "ring_gather"}
     monkeypatch.setattr(conversions, "kind_of", lambda a, b: named.get(known(a, b), known(a, b)))
-    monkeypatch.setitem(convert._PREPARE, "ring_gather", prepared)
+    monkeypatch.setitem(executor._PREPARE, "ring_gather", prepared)
     yield
     for table in (ops.KINDS, graph.OPERATORS):
         table.pop("ring_gather")

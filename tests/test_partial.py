@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from compare import FOUR, GRID, S0, S1, P, R, on_ranks, plain, ramp, same
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
+from meshwright.ranks import runtime
 
 X, Y = ramp(8, 4), ramp(8, 4).flip(0).contiguous() + 0.5
 

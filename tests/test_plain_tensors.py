@@ -13,9 +13,10 @@ from processes import run_processes
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.collective.digest import digests
 from meshwright.errors import DesyncError
+from meshwright.ranks import runtime
 
 Tensor = torch.Tensor
 TP = mw.Mesh({"tp": 2})

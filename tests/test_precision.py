@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import ShardError
+from meshwright.ranks import runtime
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 POLICY = mw.Precision(compute=F32, reduce=F64)

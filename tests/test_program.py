@@ -13,7 +13,7 @@ from programs import DP, MESH, MLP, TP, compare, pairs, squares
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import compile as steps
+from meshwright.program import compile as steps
 from meshwright.program.ir.nodes import checked_value, info_of
 
 # ---------------------------------------------------------------------------------------------- the GPT

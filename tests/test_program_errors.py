@@ -11,9 +11,10 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.errors import CaptureError, DesyncError, LayoutError, MeshwrightError, ProgramError
 from meshwright.program import build
+from meshwright.ranks import runtime
 
 MESH = mw.Mesh({"dp": 2})
 BATCH = torch.ones(4, 8)

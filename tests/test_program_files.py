@@ -17,11 +17,11 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import ProgramError
 from meshwright.program import Plan, build
 from meshwright.program.ir.store import digest
 from meshwright.program.run.runner import compile_program, python_of
+from meshwright.ranks import runtime
 
 ONE = mw.Mesh({"dp": 1})
 LAST = torch.arange(12.0).reshape(1, 3, 2, 2).contiguous(memory_format=torch.channels_last)

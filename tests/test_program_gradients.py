@@ -10,8 +10,8 @@ import torch.nn as nn
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.compile import compile_step
 from meshwright.errors import CaptureError
+from meshwright.program.compile import compile_step
 
 BATCH = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -14,10 +14,10 @@ from programs import DP, MESH, MLP, TP, pairs, squares
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import runtime
-from meshwright.compile import capture_local
 from meshwright.errors import CaptureError, DesyncError, ProgramError
 from meshwright.generator import reproducible_random
+from meshwright.program.compile import capture_local
+from meshwright.ranks import runtime
 
 Change = Callable[[Any, Any], Any]
 BATCHES = pairs(5)

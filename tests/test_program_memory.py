@@ -14,11 +14,12 @@ from programs import compare
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.collective import as_rank
-from meshwright.compile import capture_local
+from meshwright.program.compile import capture_local
 from meshwright.program.ir.memory import dense, is_dense, laid, same
 from meshwright.program.ir.nodes import value_of
+from meshwright.ranks import runtime
 
 LAST = torch.channels_last
 ONE, TWO, THREE = mw.Mesh({"dp": 1}), mw.Mesh({"dp": 2}), mw.Mesh({"tp": 3})

@@ -14,10 +14,11 @@ from programs import DP, MLP, TP, captured, compare, on_one_device, pairs, squar
 from test_program import CNN, classes, images
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.program import load_program
 from meshwright.program.run.bind import local, part
 from meshwright.program.run.runner import compile_program
+from meshwright.ranks import runtime
 
 STEPS = 20
 CASES: dict[str, tuple[dict[str, int], Any, Any, Any, dict[str, Any]]] = {

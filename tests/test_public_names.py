@@ -36,7 +36,7 @@ def test_what_few_scripts_need_is_imported_at_its_first_use() -> None:
 import sys, meshwright as mw
 before = [m for m in sys.modules if m.startswith(("meshwright.program", "meshwright.passes", "meshwright.checkpoint"))]
 assert not before, before
-import meshwright.explanation, meshwright.compile, meshwright.testing
+import meshwright.explanation, meshwright.program.compile, meshwright.testing
 missing = [n for n in mw.__all__ if not hasattr(mw, n)]
 assert not missing, missing
 assert callable(mw.explain) and set(mw.__all__) <= set(dir(mw))

@@ -11,11 +11,11 @@ import torch
 from compare import FOUR, GRID, S0, R, on_ranks, same
 
 import meshwright as mw
-from meshwright import conversions
-from meshwright.cost import step_bytes
 from meshwright.errors import ConversionError, LayoutError
 from meshwright.layout import REDUCE_OPS, Layout, Partial, Replicate, Shard, Spec, commute, unreducible
-from meshwright.resharding import plan
+from meshwright.resharding import conversions
+from meshwright.resharding.cost import step_bytes
+from meshwright.resharding.planner import plan
 from meshwright.testing import check_conversion
 
 THREE = mw.Mesh({"x": 3})

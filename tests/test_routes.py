@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.dispatch import plan_call, routes
 from meshwright.dispatch.plans import CallPlan, Route
-from meshwright.tensor import DistTensor, calls
+from meshwright.ranks import runtime
+from meshwright.tensor import DistTensor, torch_function
 
 MESH = mw.Mesh({"a": 2})
 EVEN, WHOLE = {"a": mw.Shard(0)}, {"a": mw.Replicate()}
@@ -112,7 +112,7 @@ def test_a_kind_of_call_is_planned_once_and_then_one_look_up(monkeypatch: pytest
         return routes.call(front, key, func, *rest)
 
     monkeypatch.setattr(routes, "plan_call", plan)
-    monkeypatch.setattr(calls, "call", call)
+    monkeypatch.setattr(torch_function, "call", call)
 
     def run() -> None:
         for _ in range(5):

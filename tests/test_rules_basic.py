@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.dispatch import plans
+from meshwright.ranks import runtime
 
 Tensor = torch.Tensor
 f64 = torch.float64

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from sweep import fixed, mesh_of, sweep
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import RuleError
+from meshwright.ranks import runtime
 
 torch.manual_seed(0)
 

@@ -15,8 +15,8 @@ from processes import run_processes
 from shard_networks import batches, loss_of, net, same_values
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import DesyncError, MeshwrightError
+from meshwright.ranks import runtime
 
 Tensor = torch.Tensor
 DP, THREE = mw.Mesh({"dp": 2}), mw.Mesh({"dp": 3})

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.errors import DesyncError, ShardError
+from meshwright.ranks import runtime
 from meshwright.shard import shard_dataloader
 
 MESH = mw.Mesh({"dp": 3})

@@ -13,8 +13,9 @@ import torch.nn as nn
 from shard_networks import TP, Net, batches, loss_of, net, same_values
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.errors import DesyncError, LayoutError, MeshError, ShardError
+from meshwright.ranks import runtime
 
 DP = mw.Mesh({"dp": 2})
 BOTH = mw.Mesh({"dp": 2, "tp": 2})

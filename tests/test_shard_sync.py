@@ -11,8 +11,9 @@ import torch.nn as nn
 from shard_networks import TP, Net, batches, loss_of, net, same_values, trained
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.errors import ShardError
+from meshwright.ranks import runtime
 
 Tensor = torch.Tensor
 DP = mw.Mesh({"dp": 2})

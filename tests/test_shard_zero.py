@@ -13,7 +13,8 @@ from shard_networks import TP, Block, batches, loss_of, net, same_values, traine
 
 import meshwright as mw
 from meshwright import collective
-from meshwright.shard import backward, units
+from meshwright.shard.gradients import backward
+from meshwright.shard.units import unit as units
 
 DP = mw.Mesh({"dp": 2})
 THREE = mw.Mesh({"dp": 3})

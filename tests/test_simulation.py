@@ -14,10 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.errors import CollectiveError, DesyncError
 from meshwright.mesh import Mesh
-from meshwright.simulation import Call, simulate
+from meshwright.ranks import runtime, simulation
+from meshwright.ranks.simulation import Call, simulate
 
 FOUR = Mesh({"dp": 2, "tp": 2})
 TWO = Mesh({"dp": 2})
@@ -383,7 +384,7 @@ def test_a_rank_of_a_run_that_was_left_cannot_disturb_the_next_one() -> None:
             meet(TWO, 1)
             reached.append("met")
 
-    with pytest.raises(DesyncError, match="has been running for"), mock.patch("meshwright.simulation.LEAVE", 0.05):
+    with pytest.raises(DesyncError, match="has been running for"), mock.patch.object(simulation, "LEAVE", 0.05):
         simulate(orphan, TWO, timeout=0.05)
     assert simulate(lambda: [time.sleep(0.4), meet(TWO, 1).item()][1], TWO) == [2.0, 2.0]
     assert simulated_threads() == []

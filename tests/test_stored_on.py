@@ -16,12 +16,13 @@ import torch.nn as nn
 from shard_networks import TP, batches, loss_of, net, same_values, trained
 
 import meshwright as mw
-from meshwright import collective, compat, runtime
-from meshwright.collective.elsewhere import from_elsewhere
+from meshwright import collective, compat
+from meshwright.collective.host_tensors import from_elsewhere
 from meshwright.errors import CaptureError, CollectiveError, DesyncError, ShardError
-from meshwright.shard import backward as backwards
-from meshwright.shard import host
-from meshwright.shard.host import ON
+from meshwright.ranks import runtime
+from meshwright.shard.gradients import backward as backwards
+from meshwright.shard.parameters import host
+from meshwright.shard.parameters.host import ON
 from meshwright.tensor import GradientHook
 
 ONE, DP, THREE = mw.Mesh({"dp": 1}), mw.Mesh({"dp": 2}), mw.Mesh({"dp": 3})
@@ -333,7 +334,7 @@ def test_a_leaf_that_is_served_in_another_thread_belongs_to_the_backward(monkeyp
         sync: Any = model.__dict__["_gradient_sync"]
         monkeypatch.setattr(compat, "current_graph_task_id", lambda: 7)
         made = backwards.Backward(sync)
-        monkeypatch.setattr("meshwright.shard.sync.begin", lambda _: made)
+        monkeypatch.setattr("meshwright.shard.gradients.sync.begin", lambda _: made)
         found = [sync.backward()]
         thread = threading.Thread(target=lambda: found.append(sync.backward()))
         thread.start()
@@ -454,7 +455,7 @@ def test_the_device_that_code_of_a_model_asks_for() -> None:
 
     class Asks(nn.Linear):
         def forward(self, x: Any) -> Any:
-            from meshwright.tensor.standin import OPEN
+            from meshwright.tensor.substitutes import OPEN
 
             OPEN.scopes[-1].unit.zero.mesh = mw.Mesh({"dp": 1}, device="meta")
             seen.append((self.weight.device.type, self.weight.is_cpu, self.weight.is_cuda, self.weight.is_meta))
@@ -511,7 +512,7 @@ def test_parameters_that_were_moved_or_replaced(monkeypatch: pytest.MonkeyPatch)
             model(x)
         model.weight = kept
         model(x)
-        monkeypatch.setattr("meshwright.shard.host.HOST", "the host")
+        monkeypatch.setattr("meshwright.shard.parameters.host.HOST", "the host")
         with pytest.raises(ShardError, match=r"weight is stored on the host .* and lies on cpu since model.to"):
             model(x)
 

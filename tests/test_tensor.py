@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.errors import DispatchError, LayoutError
+from meshwright.ranks import runtime
 
 LAYOUTS = [(R,), (S0,), (S1,)]
 WITH_PARTIAL = [*LAYOUTS, (P,)]

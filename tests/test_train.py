@@ -15,9 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright import runtime
 from meshwright.cli import app
 from meshwright.errors import DataError, DesyncError, MeshError
+from meshwright.ranks import runtime
 from meshwright.train import OptionError, TrainConfig, launch, loop, show
 from meshwright.train.config import TOLERANCES
 from meshwright.train.loop import Summary, train

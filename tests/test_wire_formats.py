@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from wire_values import WIRES, bound, parts_of, summed, through, values
 
 import meshwright as mw
-from meshwright import collective, runtime
-from meshwright.collective.coding import encode
+from meshwright import collective
+from meshwright.collective.codec import encode
 from meshwright.errors import CollectiveError, LayoutError, ShardError
 from meshwright.layout import Wire, block_of, wire_bytes, wire_from, wire_name
+from meshwright.ranks import runtime
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 

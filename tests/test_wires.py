@@ -16,12 +16,13 @@ from shard_networks import TP, Net, loss_of
 from wire_values import summed, values
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.collective import STARTS, WAIT_OP
 from meshwright.errors import DesyncError, ShardError
 from meshwright.explanation.step import explain_program
 from meshwright.layout import Wire, wire_from, wire_name
 from meshwright.program.check.verify import verify_together
+from meshwright.ranks import runtime
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
-from meshwright.collective.coding import decode, encode, units
+from meshwright.collective.codec import decode, encode, units
 from meshwright.layout import Wire, wire_bytes
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64

@@ -12,9 +12,9 @@ import torch
 import torch.nn as nn
 
 from meshwright import api
-from meshwright.compile import compile_step
 from meshwright.errors import ConversionError, DesyncError, MeshwrightError, RuleError
-from meshwright.simulation import simulate
+from meshwright.program.compile import compile_step
+from meshwright.ranks.simulation import simulate
 
 from .program import Leaf, Program, namespace, run_line, tensors, values
 

@@ -98,7 +98,7 @@ class Meshwright:
 
     @contextlib.contextmanager
     def traffic(self) -> Iterator[Callable[[], float]]:
-        from meshwright import runtime
+        from meshwright.ranks import runtime
 
         # Its own count: gloo has no reduce-scatter, so that what goes through the process group is an all-reduce.
         counts = runtime.RT.counts

@@ -1,11 +1,12 @@
 """Scores our rules against what Paddle's answer, on the same model of bytes.
 
-The model is that of :mod:`meshwright.cost`: on a ring, all-gather and reduce-scatter send (n-1)/n of the gathered
-bytes, all-reduce twice that, all-to-all (n-1)/n of the local bytes; slicing, padding and zeroing send nothing.  Both
-answers are priced by the same search for the cheapest conversions (:func:`meshwright.resharding.plan`), and of these
-only the forward bytes count.  Elements are float32 (indices int64, masks bool), since cases do not say.  Replicated
-inputs are given as *reduced* (each rank's gradient of them is its own contribution), and forward our rules are asked
-for inputs that need no gradient: what the forward sends is the question; with gradients what is cheaper both ways wins.
+The model is that of :mod:`meshwright.resharding.cost`: on a ring, all-gather and reduce-scatter send (n-1)/n of the
+gathered bytes, all-reduce twice that, all-to-all (n-1)/n of the local bytes; slicing, padding and zeroing send
+nothing. Both answers are priced by the same search for the cheapest conversions
+(:func:`meshwright.resharding.planner.plan`), and of these only the forward bytes count. Elements are float32 (indices
+int64, masks bool), since cases do not say. Replicated inputs are given as *reduced* (each rank's gradient of them is
+its own contribution), and forward our rules are asked for inputs that need no gradient: what the forward sends is the
+question; with gradients what is cheaper both ways wins.
 
 *Forward*: an answer costs the conversions of the inputs as given to the layouts that the rule asks for.
 
@@ -14,10 +15,10 @@ that running the op on these gives to the outputs wished.
 
 Where two answers cost the same, their outputs decide: forward, those that need bytes to become the other's are the
 worse; backward, those of which fewer wished shards are made by the op itself (the rest are cut from replicated
-results, so work was not divided).  In both, a shard of a dim of size 1 is as good as a replica (there is nothing to
+results, so work was not divided). In both, a shard of a dim of size 1 is as good as a replica (there is nothing to
 divide), and pending reductions are alike: which one is pending is arithmetic, not a choice of layouts.
 
-The verdicts are those of :data:`VERDICTS`.  What would count for or against us is tried in numbers first
+The verdicts are those of :data:`VERDICTS`. What would count for or against us is tried in numbers first
 (:mod:`.sound`): an answer of Paddle's that beats ours, and one of ours that beats Paddle's.
 """
 
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 from meshwright.layout import REPLICATE, Layout, Partial, Placement, Shard, Spec
-from meshwright.resharding import plan
+from meshwright.resharding.planner import plan
 from meshwright.tensor import Inference, of_rule
 
 from .cases import Case, CaseError, Entry, Given, flat

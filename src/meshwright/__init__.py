@@ -9,15 +9,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .launchers import interrupts_in_a_line as _interrupts_in_a_line
-from .launchers import is_command as _is_command
+from .ranks.launchers import interrupts_in_a_line as _interrupts_in_a_line
+from .ranks.launchers import is_command as _is_command
 
 _COMMAND = _is_command()
 if _COMMAND:  # before the imports that take seconds
     _interrupts_in_a_line()
 
 if TYPE_CHECKING or not _COMMAND:
-    from . import functions as _functions  # noqa: F401 (guards torch.autograd.Function)
+    from . import autograd_functions as _functions  # noqa: F401 (guards torch.autograd.Function)
     from .api import (
         constrain,
         from_dtensor,
@@ -34,19 +34,19 @@ if TYPE_CHECKING or not _COMMAND:
     )
     from .errors import RankFailedError
     from .generator import reproducible_random
-    from .kept import saved_split
     from .layout import Float8, Layout, Partial, Replicate, Shard, Spec
     from .mesh import Mesh
+    from .ranks.simulation import simulate
     from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
-    from .simulation import simulate
+    from .split_checkpoints import saved_split
     from .tensor import DistTensor
 
 if TYPE_CHECKING:
     from . import passes
     from .checkpoint import Checkpoints, load_weights, save_weights
-    from .compile import capture_local, compile_step
     from .explanation import Explanation, explain, explicit
     from .program import LossScale, load_program, save_program
+    from .program.compile import capture_local, compile_step
     from .testing import check_conversion, check_program, check_rule
 
 # What few scripts need, and its module: imported at its first use, as all of it costs as much as the rest together.
@@ -54,8 +54,8 @@ _LATER = {
     "Checkpoints": "checkpoint",
     "load_weights": "checkpoint",
     "save_weights": "checkpoint",
-    "capture_local": "compile",
-    "compile_step": "compile",
+    "capture_local": "program.compile",
+    "compile_step": "program.compile",
     "Explanation": "explanation",
     "explain": "explanation",
     "explicit": "explanation",
@@ -70,7 +70,10 @@ _LATER = {
 
 
 # Where the others are from.  The command line imports them when it has something to compute: not for help and errors.
-_CORE = ("functions", "api", "errors", "generator", "kept", "layout", "mesh", "shard", "simulation", "tensor")
+_CORE = (
+    "autograd_functions", "api", "errors", "generator", "split_checkpoints", "layout", "mesh", "shard",
+    "ranks.simulation", "tensor",
+)  # fmt: skip
 
 
 def _import_core() -> None:

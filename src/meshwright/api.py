@@ -10,15 +10,17 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from . import collective, convert, marks, resharding, runtime
-from . import functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
+from . import autograd_functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
+from . import collective, graph_marks
 from .collective import Fact, together
 from .dispatch import disabled, forget_ops, refresh, relayout, wanted
 from .errors import LayoutError, MeshError, RuleError, takes
 from .generator import materialize
-from .launchers import launched
 from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh
+from .ranks import runtime
+from .ranks.launchers import launched
+from .resharding import executor, planner
 from .rules import Rule
 from .rules import rule as _rule
 from .tensor import DistTensor, Inference, call_enabled, infer, whole, wrap
@@ -134,7 +136,7 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
         _agree("shard_tensor", (tuple(t.shape), str(t.dtype), repr(spec.layout), values), mesh)
     source = Spec(t.shape, t.dtype, Layout(mesh))
     with torch.no_grad():
-        local = convert.apply(resharding.plan(source, spec.with_(undecided=0)).steps, t.detach())
+        local = executor.apply(planner.plan(source, spec.with_(undecided=0)).steps, t.detach())
         local = local.clone(memory_format=torch.contiguous_format)
     made = wrap(local, spec)
     made.requires_grad_(t.requires_grad)
@@ -263,7 +265,7 @@ def constrain(x: Tensor, placements: Placements) -> Tensor:
     """
     if isinstance(x, DistTensor):
         return reshard(x, placements)
-    return marks.mark(x, placements) if marks.exporting() else x
+    return graph_marks.mark(x, placements) if graph_marks.exporting() else x
 
 
 @takes(LayoutError, x=_DIST)

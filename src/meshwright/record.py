@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from . import resharding, runtime
-from .conversions import ConversionStep, lowered
-from .cost import step_bytes
 from .errors import ExplicitError
 from .layout import Layout, wire_name
-from .runtime import user_line
+from .ranks import runtime
+from .ranks.runtime import user_line
+from .resharding import planner
+from .resharding.conversions import ConversionStep, lowered
+from .resharding.cost import step_bytes
 
 SINCE = "; it is Partial since "
 _USED = "each rank uses the value for its own part of "
@@ -86,7 +87,7 @@ class Record:
         )
 
 
-def make(op: str, argument: int, plan: resharding.ConversionPlan, reason: str) -> Record:
+def make(op: str, argument: int, plan: planner.ConversionPlan, reason: str) -> Record:
     """Record of one plan that is about to be executed."""
     sent = _sent([s for s in lowered(plan.steps) if s.moves])
     return Record(
@@ -123,9 +124,7 @@ def since(op: str, factors: str) -> str:
     return f"{op} at {user_line()}, where {factors} is split"
 
 
-def implicit(
-    op: str, argument: int, plan: resharding.ConversionPlan, why: str, moves: bool, producer: str = ""
-) -> None:
+def implicit(op: str, argument: int, plan: planner.ConversionPlan, why: str, moves: bool, producer: str = "") -> None:
     """Note communication that an op implies now or, if no data moves yet, in its backward; inside of ``serving``.
 
     ``producer``: what made a Partial value one.
@@ -155,7 +154,7 @@ def implicit(
         )
 
 
-def asked(what: str, plan: resharding.ConversionPlan, reason: str) -> AbstractContextManager[None]:
+def asked(what: str, plan: planner.ConversionPlan, reason: str) -> AbstractContextManager[None]:
     """Note a conversion that somebody asked for by name, and that runs inside of what is returned."""
     if runtime.RT.records is None:
         return nullcontext()

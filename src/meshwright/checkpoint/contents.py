@@ -17,11 +17,11 @@ from torch.optim.optimizer import Optimizer
 from ..collective import Fact, together
 from ..errors import CheckpointError
 from ..layout import Layout, Spec
+from ..local_tensor import bare
 from ..mesh import Mesh
-from ..raw import bare
-from ..shard.apart import opaque
-from ..shard.names import Names
-from ..shard.optimizer import binding_of
+from ..shard.optimizers.blocks import opaque
+from ..shard.optimizers.optimizer import binding_of
+from ..shard.parameters.names import Names
 from ..tensor import DistTensor
 from .arrays import NAMES
 from .files import as_stored

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..reading import making_sense, plain_name
+from ..untrusted_files import making_sense, plain_name
 from .arrays import OpenFile, StoredArray, inside
 from .pieces import Box, common, nothing
 from .sources import ArrayFiles

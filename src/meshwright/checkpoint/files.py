@@ -17,7 +17,7 @@ import torch
 from xxhash import xxh3_64_intdigest as digest  # ten times as fast as zlib's CRC32: a load is not kept by it
 
 from ..errors import CheckpointError
-from ..reading import making_sense
+from ..untrusted_files import making_sense
 from .arrays import DTYPES, NAMES, STRETCH, OpenFile, bytes_of, inside, read_box, slabs
 from .pieces import Box
 

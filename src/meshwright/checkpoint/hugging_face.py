@@ -14,16 +14,17 @@ from types import NoneType
 import torch
 import torch.nn as nn
 
-from .. import convert, runtime
 from ..dispatch import disabled
 from ..errors import CheckpointError, takes
 from ..layout import Shard, Spec
+from ..local_tensor import bare
 from ..mesh import Mesh
-from ..raw import bare
-from ..resharding import plan as plan_conversion
+from ..ranks import runtime
+from ..resharding import executor
+from ..resharding.planner import plan as plan_conversion
 from ..tensor import DistTensor
 from . import files
-from .agree import attempt, from_first, mesh_of, prepared
+from .agreement import attempt, from_first, mesh_of, prepared
 from .arrays import NAMES, STRETCH, bytes_of, inside, slabs
 from .contents import Roles, configurations, model_tensors, stored_spec
 from .files import NewFiles, header_of
@@ -200,7 +201,7 @@ def _own(spec: Spec, local: Tensor, here: Sequence[int]) -> Iterator[tuple[Box, 
     ):
         rows = _rows(part)
         with torch.no_grad(), disabled():
-            value = convert.apply(plan_conversion(part, rows).steps, t)
+            value = executor.apply(plan_conversion(part, rows).steps, t)
         if rows.layout.is_replicated() and runtime.RT.rank != spec.mesh.ranks[0]:
             continue
         box = tuple(rows.layout.local_bounds(rows.shape, here))

@@ -13,15 +13,16 @@ from typing import Protocol
 
 import torch
 
-from .. import convert, runtime
 from ..dispatch import disabled
 from ..errors import CheckpointError, MeshwrightError
 from ..layout import Spec
 from ..mesh import Mesh
-from ..reading import making_sense
-from ..resharding import plan as plan_conversion
-from ..shard.states import batched_by
-from .agree import attempt, from_first, prepared
+from ..ranks import runtime
+from ..resharding import executor
+from ..resharding.planner import plan as plan_conversion
+from ..shard.optimizers.states import batched_by
+from ..untrusted_files import making_sense
+from .agreement import attempt, from_first, prepared
 from .contents import OPTIMIZER, OTHERS, Roles
 from .files import TensorFile, as_stored
 from .manifest import Manifest, SaveFolder, parsed, read_manifest, saves_in
@@ -265,7 +266,7 @@ def place(one: Rows, value: Tensor) -> None:
     """Bring what the ranks read to how it lies."""
     with torch.no_grad(), disabled():
         if value is not one.local:
-            one.local.copy_(convert.apply(plan_conversion(one.read, one.spec).steps, value))
+            one.local.copy_(executor.apply(plan_conversion(one.read, one.spec).steps, value))
         if not one.first:
             torch.autograd.graph.increment_version(one.target.counted)
 

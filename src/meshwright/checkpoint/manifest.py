@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError
 from ..layout import Spec, spec_data, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
-from ..reading import making_sense, plain_name, read_regular
+from ..untrusted_files import making_sense, plain_name, read_regular
 from . import files
 from .files import Line
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from .. import convert, runtime
 from ..dispatch import disabled
 from ..errors import CheckpointError
 from ..layout import Shard, Spec
-from ..resharding import plan as plan_conversion
+from ..ranks import runtime
+from ..resharding import executor
+from ..resharding.planner import plan as plan_conversion
 from ..tensor import DistTensor, wrap
 
 Tensor = torch.Tensor
@@ -57,7 +58,7 @@ def reduced(local: Tensor, spec: Spec) -> DistTensor:
     target = _whole_spec(spec)
     with torch.no_grad(), disabled():
         source = Spec(spec.shape, local.dtype, spec.layout)
-        made = convert.apply(plan_conversion(source, target.with_(dtype=local.dtype)).steps, local)
+        made = executor.apply(plan_conversion(source, target.with_(dtype=local.dtype)).steps, local)
         return wrap(made.clone() if made is local else made, target)
 
 
@@ -104,7 +105,7 @@ def _copy(into: Tensor, value: Tensor) -> None:
 def _spread(into: Tensor, value: Tensor, read: Spec, spec: Spec) -> None:
     """Bring a sum that was read to how the step holds it: what is Partial on one rank, zeros elsewhere."""
     with torch.no_grad(), disabled():
-        into.copy_(convert.apply(plan_conversion(read, Spec(spec.shape, read.dtype, spec.layout)).steps, value))
+        into.copy_(executor.apply(plan_conversion(read, Spec(spec.shape, read.dtype, spec.layout)).steps, value))
 
 
 __all__ = ["merge_state", "reduced", "restore_merge"]

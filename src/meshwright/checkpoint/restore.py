@@ -12,17 +12,17 @@ import torch
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
-from .. import runtime
 from ..errors import CheckpointError, MeshwrightError
 from ..layout import Layout, Spec
+from ..local_tensor import bare
 from ..mesh import Mesh
-from ..raw import bare
-from ..reading import making_sense
-from ..shard.kinds import builtin
-from ..shard.loader import ShardedLoader
-from ..shard.optimizer import binding_of
+from ..ranks import runtime
+from ..shard.data.loader import ShardedLoader
+from ..shard.optimizers.kinds import builtin
+from ..shard.optimizers.optimizer import binding_of
 from ..tensor import DistTensor, wrap
-from .agree import close_to
+from ..untrusted_files import making_sense
+from .agreement import close_to
 from .contents import (
     GRADIENT,
     OPTIMIZER,

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .. import runtime
 from ..errors import CheckpointError
-from ..reading import open_regular
+from ..ranks import runtime
+from ..untrusted_files import open_regular
 from .manifest import NAME, SaveFolder, remove, saves_in
 
 _RUN = re.compile(rb'\n"run": "([0-9a-f]+)"')

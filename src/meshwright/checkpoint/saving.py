@@ -14,14 +14,15 @@ from pathlib import Path
 
 import torch
 
-from .. import collective, runtime
+from .. import collective
 from ..errors import CheckpointError, DesyncError
+from ..local_tensor import bare
 from ..mesh import Mesh
-from ..raw import bare
-from ..shard.replicas import facts_of
+from ..ranks import runtime
+from ..shard.gradients.replicas import facts_of
 from ..tensor import DistTensor
 from . import files
-from .agree import everyone, prepared
+from .agreement import everyone, prepared
 from .contents import Contents, Roles, gather, host_generators
 from .files import Line, Part, write_file
 from .manifest import NAME, Manifest, commit, make_folder, new_folder, remove, remove_old

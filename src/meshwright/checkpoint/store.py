@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import runtime
 from ..errors import CheckpointError, takes
 from ..mesh import Mesh
-from .agree import attempt, mesh_of
+from ..ranks import runtime
+from .agreement import attempt, mesh_of
 from .contents import Roles
 from .files import BLOCK, NewFiles
 from .loading import load

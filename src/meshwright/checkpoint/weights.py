@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from .. import runtime
 from ..errors import CheckpointError, takes
+from ..local_tensor import bare
 from ..mesh import Mesh
-from ..raw import bare
-from ..reading import making_sense, plain_name, read_regular
+from ..ranks import runtime
 from ..tensor import DistTensor
-from .agree import attempt, mesh_of, prepared
+from ..untrusted_files import making_sense, plain_name, read_regular
+from .agreement import attempt, mesh_of, prepared
 from .arrays import bytes_of
 from .contents import ModelTensors, Roles, model_tensors, stored_spec
 from .dcp import METADATA, DcpFiles

@@ -16,13 +16,13 @@ from typing import Any, cast
 
 import torch
 
-from ..cost import held_bytes
 from ..errors import DispatchError
 from ..layout import Partial, Placement, Replicate, Shard, Spec, commute, wider, widest
 from ..mesh import Mesh
-from ..resharding import plan
+from ..ranks.runtime import Recent
+from ..resharding.cost import held_bytes
+from ..resharding.planner import plan
 from ..rules.strategies import Dims, Rule, Strategy
-from ..runtime import Recent
 from .choice import Choice, Like, Types, Wanted, carries_grad, types
 
 Price = tuple[float, float, int]

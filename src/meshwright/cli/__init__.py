@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from meshwright.errors import MeshError
-from meshwright.launchers import launched
+from meshwright.ranks.launchers import launched
 
 from .lazy import LazyGroup
 

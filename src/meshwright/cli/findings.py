@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from meshwright import compat
 from meshwright.errors import MeshwrightError
-from meshwright.launchers import launched
+from meshwright.ranks.launchers import launched
 
 # Package: what it is for.
 OPTIONAL = {

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from meshwright.errors import MeshError, MeshwrightError, RankFailedError
-from meshwright.launchers import Launch
+from meshwright.ranks.launchers import Launch
 from meshwright.train.config import OUTPUT, TrainConfig
 from meshwright.train.log import sinks_of
 from meshwright.train.plot import can_draw, check_path, draw

@@ -1,7 +1,7 @@
 """Collectives: the only place that moves data between ranks, real or simulated.
 
 Plain functions over a ``Group``.  They work on values: inputs are detached, no graph is recorded; autograd is
-the business of ``convert``.  What backends lack is hidden here: uneven parts, other dims than 0, ``avg`` and
+the business of ``resharding``.  What backends lack is hidden here: uneven parts, other dims than 0, ``avg`` and
 small dtypes on gloo, reduce-scatter on gloo (there an all-reduce is faster than gloo's own emulation).
 
 Whether a collective moves anything is decided from sizes that all ranks know, never from the local part
@@ -11,11 +11,10 @@ alone: a rank with an empty part must still take part.
 from __future__ import annotations
 
 from .agreement import Fact, difference, differing, together
-from .by_hand import OPERATORS as BY_HAND
-from .by_hand import refuse_by_hand, sends_objects
 from .checking import claim_all, compare, same_values, so_far
 from .digest import digests
-from .elsewhere import from_elsewhere, silent
+from .direct_calls import OPERATORS as BY_HAND
+from .direct_calls import refuse_by_hand, sends_objects
 from .graph import (
     COLLECTIVES,
     OPERATORS,
@@ -32,8 +31,9 @@ from .graph import (
     recording,
 )
 from .groups import Group, connect, group, override_group
-from .joining import meeting
+from .host_tensors import from_elsewhere, silent
 from .kinds import ADDS, Kind, rounds
+from .messages import Post, leave_with, watch_over
 from .ops import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -52,9 +52,7 @@ from .ops import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from .post import Post, leave_with, watch_over
-from .wire import Pending, row_major
-from .wired import (
+from .quantized import (
     WIRE_ALL_GATHER,
     gather_async,
     scatter_sum_async,
@@ -64,6 +62,8 @@ from .wired import (
     wire_all_reduce,
     wire_reduce_scatter,
 )
+from .rendezvous import meeting
+from .transport import Pending, row_major
 
 # Below this package a tensor may lie on the host while ranks meet with tensors of a device.
 all_gather, all_gather_async = from_elsewhere(all_gather), from_elsewhere(all_gather_async)

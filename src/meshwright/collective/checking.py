@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from .. import runtime
 from ..errors import CollectiveError, DesyncError
-from ..raw import bare, mine
-from ..simulation import Call
+from ..local_tensor import bare, mine
+from ..ranks import runtime
+from ..ranks.process_group import mark
+from ..ranks.simulation import Call
 from .claims import PLAIN, Row, Window, claim, verdict, window, word
 from .digest import digests
 from .groups import Group
-from .link import mark
-from .watch import disagreement, failure, started
-from .wire import GATHER
+from .monitor import disagreement, failure, started
+from .transport import GATHER
 
 Tensor = torch.Tensor
 _FOLD: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}

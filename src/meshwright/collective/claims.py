@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from .. import runtime
 from ..compat import DisableTorchFunctionSubclass, outside_modes
+from ..ranks import runtime
 from .digest import digest
 from .groups import Group
 

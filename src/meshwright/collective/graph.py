@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from .. import runtime
 from ..errors import CollectiveError
 from ..mesh import Mesh, parse_mesh
 from ..operators import operator
-from ..simulation import Call
-from . import ops, wired
+from ..ranks import runtime
+from ..ranks.simulation import Call
+from . import ops, quantized
 from .groups import Group, group
 from .kinds import Kind
 
@@ -99,8 +99,8 @@ def add(kind: Kind) -> None:
 
 
 for _kind in (
-    ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.ALL_TO_ALL, ops.BROADCAST, wired.WIRE_ALL_REDUCE,
-    wired.WIRE_REDUCE_SCATTER, wired.WIRE_ALL_GATHER,
+    ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.ALL_TO_ALL, ops.BROADCAST, quantized.WIRE_ALL_REDUCE,
+    quantized.WIRE_REDUCE_SCATTER, quantized.WIRE_ALL_GATHER,
 ):  # fmt: skip
     add(_kind)
 

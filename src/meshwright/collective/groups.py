@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import compat, runtime
+from .. import compat
 from ..errors import CollectiveError
 from ..mesh import Mesh
-from . import by_hand, words
-from .link import TIMEOUT, Link, open_sockets
+from ..ranks import runtime
+from ..ranks.process_group import TIMEOUT, Link, open_sockets
+from . import direct_calls, store_messages
 
 
 class Group:
@@ -121,8 +122,8 @@ def _process_group(mesh: Mesh, axes: tuple[int, ...]) -> Link:
     key = ("process group", parts)  # shared by all meshes that split the ranks alike
     if key not in made:
         if not any(isinstance(k, tuple) and k[0] == "process group" for k in made):
-            by_hand.guard()
-            words.announce()
+            direct_calls.guard()
+            store_messages.announce()
         made[key] = _new_group(parts, mesh.device)
     found: Link = made[key]
     return found

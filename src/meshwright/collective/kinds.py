@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..layout import Wire, wire_bytes, wire_from
-from .wire import resized
+from .transport import resized
 
 Tensor = torch.Tensor
 ADDS = ("sum", "avg")  # reductions that add up

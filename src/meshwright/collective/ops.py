@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import runtime
 from ..compat import BarrierOptions, BroadcastOptions
 from ..errors import CollectiveError
-from ..simulation import Call
+from ..ranks import runtime
+from ..ranks.simulation import Call
 from . import checking
 from .groups import Group
 from .kinds import ADDS, Cut, Kind, rounds
-from .watch import Underway, started
-from .wire import (
+from .monitor import Underway, started
+from .transport import (
     BASIC,
     EXCHANGE,
     GATHER,

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import torch
 
-from .. import compat, convert, record, resharding, runtime
+from .. import compat, record
 from ..errors import RuleError
 from ..layout import REPLICATE, Layout, Partial, Placements, Spec, widest
-from ..raw import as_plain
+from ..local_tensor import as_plain
+from ..ranks import runtime
+from ..resharding import executor, planner
 from ..rules import Native
 from .binding import Args, Kwargs
 from .calls import disabled, map_tensors, mesh_of, spec_of, tensors_in
@@ -23,13 +25,13 @@ Tensor = torch.Tensor
 
 
 Wrap = Callable[[Tensor, Spec], Any]
-Note = Callable[[resharding.ConversionPlan, bool], None]
-Converter = Callable[[Tensor, resharding.ConversionPlan, "Note | None"], Tensor]
+Note = Callable[[planner.ConversionPlan, bool], None]
+Converter = Callable[[Tensor, planner.ConversionPlan, "Note | None"], Tensor]
 
 BRING = "_bring"  # in the dict of what ops see of a parameter: converts it, with a backward of its own dtype
 
 
-def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | None = None) -> Tensor:
+def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None = None) -> Tensor:
     """``t`` brought to ``steps.dst``; made once per value and layout, so that its backward reduces once.
 
     ``note`` is called before anything is done, with what is converted how, and whether data moves.
@@ -65,7 +67,7 @@ def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | Non
     if made is None:
         if note is not None:
             note(steps, steps.moves)
-        made = convert.apply(steps.steps, t)
+        made = executor.apply(steps.steps, t)
     if memo is not None and (made is not t or steps.moves):  # itself (on the rank that keeps it): would hold itself
         memo[ends] = made
         if grad:
@@ -75,9 +77,9 @@ def convert_tensor(t: Tensor, steps: resharding.ConversionPlan, note: Note | Non
     return made
 
 
-def _of_whole(t: Tensor, steps: resharding.ConversionPlan, note: Note | None, grad: bool) -> Tensor | None:
+def _of_whole(t: Tensor, steps: planner.ConversionPlan, note: Note | None, grad: bool) -> Tensor | None:
     """A piece brought to ``steps.dst`` by bringing there what it was cut from; None where that does not pay."""
-    if any(s.kind not in ("all_reduce", "retype") or (grad and convert.weighted(s)) for s in steps.steps):
+    if any(s.kind not in ("all_reduce", "retype") or (grad and executor.weighted(s)) for s in steps.steps):
         return None
     if not steps.moves or _saving() or (found := cut_from(t)) is None:
         return None
@@ -90,14 +92,14 @@ def _of_whole(t: Tensor, steps: resharding.ConversionPlan, note: Note | None, gr
     if note is not None:  # the backward is that of this piece
         note(steps, False)
     value = source.whole[axes][i]
-    return convert.apply_known(steps.steps, t, value) if grad else value
+    return executor.apply_known(steps.steps, t, value) if grad else value
 
 
 def _cut_whole(source: PieceSource, axes: Sequence[int], note: Note | None) -> list[Tensor]:
     """All pieces of a source that is whole on these axes."""
     spec: Spec = source.base.__dict__["_spec"].with_(undecided=0)
     layout = spec.layout.without_partial(axes)
-    whole = convert_tensor(source.base, resharding.plan(spec, spec.with_(layout=layout)), note)
+    whole = convert_tensor(source.base, planner.plan(spec, spec.with_(layout=layout)), note)
     whole.__dict__.setdefault("_spec", spec.with_(layout=layout))
     args, kwargs = with_base(source.base, whole, source.args, source.kwargs)
     return tensors_in(execute(plan_call(source.func, args, kwargs), source.func, args, kwargs, _named))
@@ -108,7 +110,7 @@ def _named(t: Tensor, spec: Spec) -> Tensor:
     return t
 
 
-def _learn(t: Tensor, steps: resharding.ConversionPlan, made: Tensor) -> None:
+def _learn(t: Tensor, steps: planner.ConversionPlan, made: Tensor) -> None:
     """A Partial was reduced: from now on its consumers get the reduced value, which is a tensor as any other."""
     if not steps.src.layout.partial or steps.dst.layout.partial:
         return
@@ -127,9 +129,9 @@ def _saving() -> bool:
 _OWN = __name__.partition(".")[0]
 
 
-def _kept_apart(steps: resharding.ConversionPlan) -> bool:
+def _kept_apart(steps: planner.ConversionPlan) -> bool:
     """Whether a conversion saves tensors, which a checkpoint counts in both of its runs: neither finds the other's."""
-    return any(convert.weighted(s) for s in steps.steps) and _saving()
+    return any(executor.weighted(s) for s in steps.steps) and _saving()
 
 
 def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
@@ -151,7 +153,7 @@ def convert_then_native(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs) -
 
 
 def _already_there(
-    t: Tensor, steps: resharding.ConversionPlan, memo: dict[Any, Tensor] | None, note: Note | None
+    t: Tensor, steps: planner.ConversionPlan, memo: dict[Any, Tensor] | None, note: Note | None
 ) -> Tensor | None:
     """The value as the target type without moving data that was moved before.
 
@@ -159,22 +161,22 @@ def _already_there(
     backward.  A shard gathered by name (``mw.reshard``) is first taken as invariant; where it turns out to feed
     rank-dependent work, its gradient goes back in one reduce-scatter instead of an all-reduce and a slice.
     """
-    if steps.moves and memo is not None and not any(convert.weighted(s) for s in steps.steps):
+    if steps.moves and memo is not None and not any(executor.weighted(s) for s in steps.steps):
         value = memo.get(steps.dst.layout)
         if value is not None and note is not None:
             note(steps, False)
-        return convert.apply_known(steps.steps, t, value) if value is not None else None
+        return executor.apply_known(steps.steps, t, value) if value is not None else None
     origin, versions = t.__dict__.get("_origin", (None, None))
     if steps.moves or origin is None or versions != (origin._version, t._version):
         return None
-    direct = resharding.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
-    if direct.backward_bytes >= steps.backward_bytes or any(convert.weighted(s) for s in direct.steps):
+    direct = planner.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
+    if direct.backward_bytes >= steps.backward_bytes or any(executor.weighted(s) for s in direct.steps):
         return None
     if note is not None:
         note(steps, False)
     with torch.no_grad():
-        value = convert.apply(steps.steps, t)  # moves nothing, but may take this rank's part
-    return convert.apply_known(direct.steps, origin, value)
+        value = executor.apply(steps.steps, t)  # moves nothing, but may take this rank's part
+    return executor.apply_known(direct.steps, origin, value)
 
 
 class Execution:
@@ -396,24 +398,24 @@ def _told_otherwise(t: Tensor, spec: Spec) -> bool:
 
 
 def _convert_recorded(
-    plan: CallPlan, i: int, t: Tensor, steps: resharding.ConversionPlan, make: Converter = convert_tensor
+    plan: CallPlan, i: int, t: Tensor, steps: planner.ConversionPlan, make: Converter = convert_tensor
 ) -> Tensor:
     rt = runtime.RT
     if rt.records is None and not (steps.moves and rt.explicit):
         return make(t, steps, None)
     producer = " and ".join(t.__dict__.get("_producers", ()))
 
-    def note(steps: resharding.ConversionPlan, moved: bool) -> None:
+    def note(steps: planner.ConversionPlan, moved: bool) -> None:
         record.implicit(plan.op.name, i, steps, plan.why, moved, producer)
 
     with runtime.serving(None):
         return make(t, steps, note)
 
 
-def _bring_back(t: Tensor, steps: resharding.ConversionPlan, note: Note | None) -> Tensor:
+def _bring_back(t: Tensor, steps: planner.ConversionPlan, note: Note | None) -> Tensor:
     if note is not None:
         note(steps, steps.moves)
-    return convert.apply(steps.steps, t)
+    return executor.apply(steps.steps, t)
 
 
 def _use(plan: CallPlan, axes: int) -> str:
@@ -445,11 +447,11 @@ def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
         resolve_types(x, spec.with_(undecided=0))
     source = x.__dict__["_spec"].with_(undecided=0)
     if spec.known is not None and not target.layout.partial and not _saving():
-        x = convert_tensor(x, resharding.plan(source, spec.known.with_(undecided=0)))
+        x = convert_tensor(x, planner.plan(source, spec.known.with_(undecided=0)))
         source = spec.known.with_(undecided=0)
-    plan = resharding.plan(source, target)
+    plan = planner.plan(source, target)
     with record.asked("reshard", plan, "asked for by name"):
-        made = convert.apply(plan.steps, x)
+        made = executor.apply(plan.steps, x)
     if not plan.moves and made.untyped_storage()._cdata == x.untyped_storage()._cdata:
         made = made.clone()
     out: Tensor = wrap(made, target)

@@ -12,13 +12,15 @@ from typing import Any, TypedDict
 
 import torch
 
-from .. import compat, resharding, runtime
+from .. import compat
 from ..choose import Choice, carries_grad, choose
 from ..collective import BY_HAND, refuse_by_hand
 from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
 from ..layout import Layout, Spec, widest
 from ..operators import FUNCTIONS
+from ..ranks import runtime
+from ..resharding import planner as resharding
 from ..rules import Arg, Local, Native, Rule, Strategy
 from ..rules.core import LocalFn
 from ..rules.dims import on_padded

@@ -22,8 +22,8 @@ import torch
 from ..compat import disable_current_modes
 from ..errors import RuleError
 from ..layout import Spec
+from ..ranks.runtime import Recent
 from ..rules import Rule
-from ..runtime import Recent
 from . import autocast
 from .binding import Args, Kwargs
 from .calls import Op, disabled, map_tensors, tensors_in

@@ -1,7 +1,7 @@
 """The way of a call: its key, the plan that is kept for it, and the route that this takes.
 
-The commonest calls do not come here: ``tensor.calls`` knows those that are one native op with one output (``RT.fast``)
-by their key alone.  All plans are in ``RT.plans``.  A plan never changes: what a first run shows of it makes another,
+The commonest calls do not come here: ``tensor.torch_function`` knows those that are one native op with one output
+(``RT.fast``) by their key alone.  All plans are in ``RT.plans``.  A plan never changes: what a first run shows of it makes another,
 which takes its place.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import torch
 
-from .. import runtime
 from ..compat import redispatch_function
+from ..ranks import runtime
 from ..rules import Native
 from . import autocast
 from .binding import Args, Kwargs

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from .. import convert, resharding, runtime
 from ..errors import DispatchError
+from ..local_tensor import as_plain
 from ..operators import Internal
-from ..raw import as_plain
+from ..ranks import runtime
+from ..resharding import executor, planner
 from .binding import Args, Kwargs
 from .calls import disabled, op_name, tensors_in
 from .leaves import lead_root, resolve_types
@@ -210,7 +211,7 @@ def _replace(t: Tensor, made: Tensor) -> None:
         resolve_types(made, made.__dict__["_spec"].with_(undecided=0))
     source = made.__dict__["_spec"]
     spec = written_spec(t.__dict__["_spec"], source)
-    local = convert.apply(resharding.plan(source, spec.with_(dtype=source.dtype)).steps, made)
+    local = executor.apply(planner.plan(source, spec.with_(dtype=source.dtype)).steps, made)
     with as_plain(t, local):
         t.copy_(local)
     if torch.is_grad_enabled() and t.requires_grad:

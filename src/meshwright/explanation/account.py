@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import runtime
 from ..mesh import Mesh
 from ..program.check.verify import ROLES
+from ..ranks import runtime
 from ..record import Record
 from .core import Collective, Laid, Total, Warned, folded, plain, recorded
 from .memory import Memory

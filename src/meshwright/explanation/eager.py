@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Any
 
-from .. import collective, runtime
+from .. import collective
 from ..errors import MeshwrightError, takes
+from ..ranks import runtime
 from .explanation import Explanation
 
 

@@ -6,11 +6,11 @@ import math
 
 import torch.fx as fx
 
-from .. import runtime
 from ..collective import ADDS, COLLECTIVES, bytes_of, rounds
 from ..layout import dtype_name, wire_name
 from ..program import Program, value_of
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
+from ..ranks import runtime
 from ..record import Record
 from .core import Collective, Laid
 from .explanation import Explanation

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from .. import runtime
 from ..operators import operator
+from ..ranks import runtime
 
 Tensor = torch.Tensor
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import runtime
 from ..compat import FakeTensor, get_current_function_mode_stack, redispatch_function
+from ..ranks import runtime
 from . import counter
 
 Tensor = torch.Tensor

@@ -26,7 +26,7 @@ class Spec:
     clear: the gradient is replicated.  ``undecided`` axes (leaves that no op has used yet) may become either.
     ``copied`` marks the result of a view that had to be a copy: writing to it would not reach its base.
     ``known`` is set on the spec of a Partial that was reduced: its value is at hand in that spec too.
-    ``stored`` marks a parameter for which another tensor may stand in (see ``tensor.standin``).
+    ``stored`` marks a parameter for which another tensor may stand in (see ``tensor.substitutes``).
     ``sums`` is the least dtype in which what ranks hold is summed, of the value and of its gradient; None: their own.
     ``wires`` are the formats in which what ranks hold travels where it is summed, of the value (``wire``) and of its
     gradient (``grad_wire``), which swaps them; None: as it is.

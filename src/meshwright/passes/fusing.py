@@ -18,7 +18,7 @@ from ..program.ir.nodes import VIEWS, Value, annotate, call, checked_value, info
 from ..program.ir.packed import PACK
 from ..program.ir.program import Program
 from ..record import Record
-from ..shard.packing import Packing, aligned
+from ..shard.parameters.packing import Packing, aligned
 from .buckets import FusedBucket
 from .gradients import Gradients, SentGradient, is_view
 from .slicing import new_storage

@@ -21,7 +21,7 @@ from ..program.ir.nodes import Value, annotate, call, checked_value, info_of
 from ..program.ir.packed import ROW, UNPACK
 from ..program.ir.program import Program
 from ..record import Record
-from ..shard.packing import Packing
+from ..shard.parameters.packing import Packing
 from .buckets import FusedBucket
 from .slicing import new_storage
 

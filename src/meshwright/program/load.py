@@ -22,9 +22,9 @@ from .. import compat
 from ..errors import MeshwrightError, ProgramError, takes
 from ..layout import Layout, Spec, dtype_from, layout_from, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
-from ..reading import open_regular
 from ..record import Record
 from ..rules import RULES
+from ..untrusted_files import open_regular
 from .check.verify import verify
 from .ir.nodes import NodeInfo, Value
 from .ir.program import Input, Merged, Origin, Output, Program

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from . import foreach as foreach
-from .loader import shard_dataloader
-from .module import shard_module
-from .optimizer import shard_optimizer
-from .precision import Precision
-from .sync import no_sync
+from .data.loader import shard_dataloader
+from .gradients.sync import no_sync
+from .modules.module import shard_module
+from .optimizers import foreach as foreach
+from .optimizers.optimizer import shard_optimizer
+from .parameters.precision import Precision
 
 __all__ = ["Precision", "no_sync", "shard_dataloader", "shard_module", "shard_optimizer"]

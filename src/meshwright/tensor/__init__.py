@@ -4,19 +4,19 @@ It is the local tensor itself with its class set to ``DistTensor`` and a spec at
 node.  Calls are intercepted above autograd (``__torch_function__``), so autograd runs natively on locals; during the
 backward only transposed conversions run Python.  Making, moving and reading distributed tensors is in ``api``.
 
-``carrier`` has the class, and the other modules put in place what it does: ``gradients`` its ``.grad``, ``autograd``
-the way into autograd's engine and back, ``standin`` what ops read in the place of a tensor, ``special`` what is no op,
-``calls`` the way from a call to its plan, ``methods`` shortcuts to that for the commonest ones, ``opened`` what a
+``dist_tensor`` has the class, and the other modules put in place what it does: ``gradients`` its ``.grad``,
+``autograd`` the way into autograd's engine and back, ``substitutes`` what ops read in the place of a tensor,
+``non_ops`` what is no op, ``torch_function`` the way from a call to its plan, ``methods`` shortcuts to that for the commonest ones, ``opened`` what a
 thread sees of a tensor while it works on the part.
 """
 
 from . import methods as methods
-from .carrier import ALIASED, DistTensor, GradientHook, call_enabled, whole, wrap
+from .dist_tensor import ALIASED, DistTensor, GradientHook, call_enabled, whole, wrap
+from .global_calls import GlobalCalls, tell
 from .gradients import Coming, held, hold, in_slot, in_spec
 from .inference import Inference, infer, of_rule
-from .local import GlobalCalls, tell
 from .opened import OpenTensor
-from .standin import OPEN, stands_in, within
+from .substitutes import OPEN, stands_in, within
 
 __all__ = [
     "ALIASED",

@@ -12,7 +12,7 @@ from ..compat import engine_run_backward
 from ..dispatch import NO, Args, Kwargs, disabled, resolve_types, root, unit_cotangent
 from ..errors import DispatchError
 from . import modes
-from .carrier import DistTensor, local_of, plain, whole, wrap
+from .dist_tensor import DistTensor, local_of, plain, whole, wrap
 
 Tensor = torch.Tensor
 

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import convert, resharding
 from ..dispatch import NO, call_disabled, disabled
 from ..errors import LayoutError
 from ..layout import Spec
-from ..raw import get_grad, set_grad
-from .carrier import DistTensor, as_layout_of, raw_grad, wrap
+from ..local_tensor import get_grad, set_grad
+from ..resharding import executor, planner
+from .dist_tensor import DistTensor, as_layout_of, raw_grad, wrap
 
 Tensor = torch.Tensor
 
@@ -68,7 +68,7 @@ def in_spec(g: Tensor, source: Spec, target: Spec) -> Tensor:
 
 def _converted(g: Tensor, source: Spec, target: Spec) -> Tensor:
     source, target = source.with_(undecided=0), target.with_(dtype=source.dtype, undecided=0)
-    return convert.apply(resharding.plan(source, target).steps, g)
+    return executor.apply(planner.plan(source, target).steps, g)
 
 
 def _merge(p: DistTensor, kept: DistTensor, slot: Tensor) -> None:
@@ -141,7 +141,7 @@ def _guard(p: DistTensor, given: Spec) -> None:
     """See to it that an assigned gradient has the layout of the backward's before that adds to it.
 
     Dispatch must be disabled.  An undecided leaf may yet turn out to want another layout than it would now.  Parameters
-    of sharded modules have theirs laid beside the slot instead (``shard.sync``).
+    of sharded modules have theirs laid beside the slot instead (``shard.gradients``).
     """
     if p.__dict__.keys() & {"_guarded", "_sync"} or (given.layout == p._spec.grad().layout and not p._spec.undecided):
         return

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from .. import runtime
 from ..choose import Choice, Wanted, carries_grad, choose, choose_for
 from ..collective import as_rank
 from ..compat import (
@@ -41,10 +40,11 @@ from ..dispatch import (
 )
 from ..errors import MeshwrightError, RuleError
 from ..layout import Layout, Partial, Shard, Spec
-from ..resharding import plan as conversion
+from ..ranks import runtime
+from ..resharding.planner import plan as conversion
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.book import did_you_mean
-from .local import GlobalCalls, tell
+from .global_calls import GlobalCalls, tell
 
 Tensor = torch.Tensor
 Wishes = Sequence[Spec | None]

@@ -8,9 +8,9 @@ import torch
 
 from .. import compat
 from ..dispatch import NO, QUESTIONS, call_disabled
-from .calls import dispatch
-from .carrier import BASE, DistTensor
-from .standin import OPEN
+from .dist_tensor import BASE, DistTensor
+from .substitutes import OPEN
+from .torch_function import dispatch
 
 Tensor = torch.Tensor
 _TYPES = (DistTensor,)

@@ -15,8 +15,8 @@ import torch
 from .. import compat
 from ..compat import OpOverload, TorchDispatchMode, disable_current_modes
 from ..dispatch import NO, call_disabled, disabled, map_tensors
-from ..raw import bare
-from .carrier import DistTensor
+from ..local_tensor import bare
+from .dist_tensor import DistTensor
 
 Tensor = torch.Tensor
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..dispatch import NO, call_disabled
-from ..raw import mine, open_as
-from .calls import dispatch
-from .carrier import DistTensor
+from ..local_tensor import mine, open_as
+from .dist_tensor import DistTensor
+from .torch_function import dispatch
 
 Tensor = torch.Tensor
 

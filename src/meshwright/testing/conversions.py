@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from .. import collective, convert, runtime
+from .. import collective
 from ..choose import carries_grad
 from ..errors import ConversionError, takes
 from ..layout import Layout, Partial, Replicate, Spec
-from ..resharding import plan as conversion_plan
-from ..simulation import simulate
+from ..ranks import runtime
+from ..ranks.simulation import simulate
+from ..resharding import executor
+from ..resharding.planner import plan as conversion_plan
 from .values import difference_of, local_part
 
 Tensor = torch.Tensor
@@ -46,8 +48,8 @@ def check_conversion(src: Spec, dst: Spec) -> None:
 def _run_conversion(src: Spec, dst: Spec, value: Tensor, cotangent: Tensor) -> str | None:
     mesh, everywhere = src.mesh, Spec(dst.shape, dst.dtype, Layout(dst.mesh))
     x = local_part(value, src, 3).requires_grad_(carries_grad(src.dtype))
-    out = convert.apply(conversion_plan(src, dst).steps, x)
-    whole_ = convert.apply(conversion_plan(dst, everywhere).steps, out)
+    out = executor.apply(conversion_plan(src, dst).steps, x)
+    whole_ = executor.apply(conversion_plan(dst, everywhere).steps, out)
     finding = _told("value", whole_.detach(), value)
     if not x.requires_grad:
         return finding

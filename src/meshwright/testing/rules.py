@@ -26,8 +26,8 @@ from ..dispatch import (
 from ..errors import MeshwrightError, RuleError
 from ..layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Shard, Spec, commute, unreducible
 from ..mesh import Mesh
+from ..ranks.simulation import simulate
 from ..rules import Rule, Strategy
-from ..simulation import simulate
 from ..tensor import DistTensor, whole, wrap
 from .values import difference_of, local_part, tolerance_of
 

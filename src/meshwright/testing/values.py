@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .. import runtime
 from ..choose import carries_grad
 from ..layout import Partial, Spec
+from ..ranks import runtime
 
 Tensor = torch.Tensor
 _TOLERANCE = {

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright import collective, compat, errors, runtime
+from meshwright import collective, compat, errors
 from meshwright.errors import MeshwrightError, RankFailedError
-from meshwright.launchers import Launch
+from meshwright.ranks import runtime
+from meshwright.ranks.launchers import Launch
 
 from .config import TrainConfig
 from .loop import Emit, train

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright import collective, runtime
+from meshwright import collective
 from meshwright.collective import Fact
 from meshwright.errors import DataError
 from meshwright.explanation import memory_of
-from meshwright.shard.loader import shard_dataloader
+from meshwright.ranks import runtime
+from meshwright.shard.data.loader import shard_dataloader
 
 from .config import TrainConfig
 from .data import Corpus, Windows, load_corpus

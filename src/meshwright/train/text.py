@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshwright.errors import DataError
-from meshwright.reading import read_regular
+from meshwright.untrusted_files import read_regular
 
 LIMIT = 8_000_000  # bytes of the default text: more would only take longer to read
 SKIPPED = {"site-packages", "dist-packages", "__pycache__"}

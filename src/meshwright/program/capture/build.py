@@ -20,11 +20,11 @@ from ...compat import pytree
 from ...errors import LayoutError, ProgramError, near
 from ...layout import Layout, Placements, Spec
 from ...mesh import Mesh
-from ...shard.constraints import Inputs, Outputs, hooked
-from ...shard.module import stored_specs
-from ...shard.names import Names, matching
-from ...shard.precision import PRECISION, Casts, Precisions, casts_of, check_autocast
-from ...shard.zero import units_of
+from ...shard.modules.constraints import Inputs, Outputs, hooked
+from ...shard.modules.module import stored_specs
+from ...shard.parameters.names import Names, matching
+from ...shard.parameters.precision import PRECISION, Casts, Precisions, casts_of, check_autocast
+from ...shard.units.stored import units_of
 from ...tensor import DistTensor
 from ..ir.program import Program
 from .complete import Completed, complete
@@ -32,7 +32,7 @@ from .export import Captured, LossFn, capture
 from .fakes import writing_nothing
 from .optimizers import Given, as_one, parts_of
 from .partition import Assignment, partition
-from .refused import without_anomaly_mode
+from .refusals import without_anomaly_mode
 from .scale import LossScale
 from .update import Update, update_of
 

@@ -18,16 +18,16 @@ import torch.fx as fx
 
 from ... import compat
 from ...choose import Search, Wanted
-from ...cost import held_bytes
 from ...dispatch import make_rule, map_tensors, resolve, tensors_in
 from ...errors import LayoutError
+from ...graph_marks import CONSTRAIN, read_placements
 from ...layout import REPLICATE, Layout, Placement, Shard, Spec
-from ...marks import CONSTRAIN, read_placements
 from ...mesh import Mesh
+from ...resharding.cost import held_bytes
 from ...rules import Rule, Strategy
 from ..ir.program import Origin
 from .export import Captured
-from .lines import line_of
+from .source_lines import line_of
 
 Tensor = torch.Tensor
 Key = tuple[str, int]  # a node and which of its outputs

@@ -27,16 +27,16 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from ...compat import FakeTensor, FakeTensorMode, pytree
 from ...dispatch import disabled
 from ...errors import CaptureError
-from ...marks import gradients_marked
-from ...runtime import is_users
+from ...graph_marks import gradients_marked
+from ...ranks.runtime import is_users
 from ...tensor import DistTensor
 from ..ir.memory import Strides, dense
 from ..ir.regions import Path
-from .custom import Kept, functions_as_ops
-from .lines import check_returned, files_of, instead, line_of, naming_the_line, own_loss, refusal_at, used_by
-from .outs import copy_into_out
-from .outside import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
-from .refused import (
+from .autograd_functions import Kept, functions_as_ops
+from .checkpoint_calls import Regions
+from .free_variables import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
+from .out_arguments import copy_into_out
+from .refusals import (
     GENERATOR,
     Shapes,
     derived,
@@ -46,7 +46,7 @@ from .refused import (
     refused,
     without_validation,
 )
-from .regions import Regions
+from .source_lines import check_returned, files_of, instead, line_of, naming_the_line, own_loss, refusal_at, used_by
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

@@ -1,7 +1,7 @@
 """Running the captured graph on fake local tensors, through the same dispatch as eager code.
 
 The fakes are local; what they are globally is their spec.  Calls go through ``plan_call`` and ``execute`` as an eager
-call does (``tensor.local``).
+call does (``tensor.global_calls``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ...dispatch import (
     wanted,
 )
 from ...errors import CaptureError, MeshwrightError
+from ...graph_marks import CONSTRAIN, GRAD, read_placements
 from ...layout import Spec
-from ...marks import CONSTRAIN, GRAD, read_placements
 from ...tensor import GlobalCalls
 from ...tensor import tell as wrap
 from ..ir.nodes import annotate, info_of
 from ..ir.regions import Path
 from ..ir.trace import Recorder
 from .export import region_of
-from .lines import line_of
+from .source_lines import line_of
 
 Tensor = torch.Tensor
 

@@ -18,7 +18,7 @@ import torch.fx as fx
 import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ... import compat, runtime
+from ... import compat
 from ...collective import as_rank
 from ...compat import (
     DataDependentOutputException,
@@ -30,19 +30,20 @@ from ...compat import (
 from ...errors import CaptureError
 from ...layout import Layout, Spec
 from ...mesh import Mesh
+from ...ranks import runtime
 from ..check.flow import updates
 from ..ir.inplace import functional, note_writes, storages, written
 from ..ir.nodes import annotate, info_of, is_mutating, remove_dead
 from ..ir.program import Input, Output, Program
 from ..ir.regions import Path
 from ..ir.trace import Recorder
-from .distcalls import DistCalls
+from .checkpoint_calls import Regions
+from .distributed_calls import DistCalls
 from .fakes import like, named_in, replaced, stand_ins, writing_nothing
 from .naming import join, settle
 from .optimizers import check_unscaled, parts_of
 from .recompute import recompute
-from .refused import GENERATOR, generators, refused, without_anomaly_mode
-from .regions import Regions
+from .refusals import GENERATOR, generators, refused, without_anomaly_mode
 from .update import Update, emit_update
 
 Tensor = torch.Tensor

@@ -14,16 +14,18 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ... import collective, convert, record, runtime
+from ... import collective, record
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
 from ...dispatch import BRING, ONCE, Once, link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Replicate, Spec, Wire
 from ...mesh import Mesh
-from ...resharding import ConversionPlan, gathered_as, in_dtype
-from ...resharding import plan as plan_conversion
-from ...shard.packing import chunk_dim, cut_over
-from ...shard.precision import put
+from ...ranks import runtime
+from ...resharding import executor
+from ...resharding.planner import ConversionPlan, gathered_as, in_dtype
+from ...resharding.planner import plan as plan_conversion
+from ...shard.parameters.packing import chunk_dim, cut_over
+from ...shard.parameters.precision import put
 from ...tensor import tell as wrap
 from ..ir.inplace import note_writes, storages, written
 from ..ir.memory import LAID, Strides, dense, is_dense, same
@@ -32,10 +34,10 @@ from ..ir.program import Input, Origin, Output, Program, without_unserved
 from ..ir.trace import Recorder
 from .export import Captured, Source
 from .interpret import Interpreter, spec_at
-from .lines import VALUES
 from .recompute import recompute
 from .regather import regather
 from .scale import LossScale, Scaling
+from .source_lines import VALUES
 from .update import Update, clip, emit_update
 
 Tensor = torch.Tensor
@@ -226,15 +228,15 @@ class _Partition:
         why = "the parameter is stored split and seen whole by the ops"
         with record.asked(name, plan, why), self.recorder.noting(gather=name):
             with torch.no_grad():
-                value = convert.apply(plan.steps, local.to(seen.dtype))
-            made = convert.bring(local, value, wide, back.steps)
+                value = executor.apply(plan.steps, local.to(seen.dtype))
+            made = executor.bring(local, value, wide, back.steps)
         wrap(made, seen.with_(reduced=moved, undecided=open_ & ~moved))
         if made.requires_grad:
 
             def brought(t: Tensor, steps: ConversionPlan, value: Tensor | None) -> Tensor:
                 with torch.no_grad():
-                    value = convert.apply(steps.steps, t) if value is None else value
-                return convert.bring(local, value, wide, (*back.steps, *in_dtype(steps, wide).steps))
+                    value = executor.apply(steps.steps, t) if value is None else value
+                return executor.bring(local, value, wide, (*back.steps, *in_dtype(steps, wide).steps))
 
             made.__dict__[BRING] = brought
             made.__dict__[ONCE] = Once(self.mesh.device)
@@ -255,7 +257,7 @@ class _Partition:
                 self.recorder.begin("", "")
                 with torch.no_grad():
                     steps = plan_conversion(have, want.with_(dtype=have.dtype)).steps
-                    put(local.detach(), convert.apply(steps, made.detach()), self.laid.wires.get(names[id(local)]))
+                    put(local.detach(), executor.apply(steps, made.detach()), self.laid.wires.get(names[id(local)]))
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -307,7 +309,7 @@ class _Partition:
         annotate(node, grad_of=(*info_of(node).grad_of, (name, have)))
         served = record.asked(f"gradient of {name}", steps, why + (record.SINCE + since if since else ""))
         with served if steps.moves else nullcontext(), self.recorder.noting(sync=name):
-            return wrap(convert.apply(steps.steps, grad).to(spec.dtype), want.with_(dtype=spec.dtype))
+            return wrap(executor.apply(steps.steps, grad).to(spec.dtype), want.with_(dtype=spec.dtype))
 
     # -- update ---------------------------------------------------------------------------------------
 
@@ -352,7 +354,7 @@ class _Partition:
         steps = plan_conversion(chunk, whole)
         why = "each rank updated its own part of the parameter"
         with record.asked(f"update of {name}", steps, why), self.recorder.noting(gather=name):
-            whole_again = convert.apply(steps.steps, own)
+            whole_again = executor.apply(steps.steps, own)
         self.params[name].detach().copy_(whole_again)
 
     # -- the result -----------------------------------------------------------------------------------

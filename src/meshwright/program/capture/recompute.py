@@ -25,7 +25,7 @@ from ...record import Record
 from ..ir.inplace import storages, written
 from ..ir.nodes import VIEWS, NodeInfo, Value, annotate, call, info_of, is_mutating
 from ..ir.nodes import draws as random
-from .kept_split import RECOMPUTATION, keep_split
+from .split_checkpoints import RECOMPUTATION, keep_split
 
 aten = torch.ops.aten
 

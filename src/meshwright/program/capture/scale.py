@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from ... import convert, record
+from ... import record
 from ...errors import ProgramError
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
-from ...resharding import plan as plan_conversion
+from ...resharding import executor
+from ...resharding.planner import plan as plan_conversion
 from ..ir.nodes import annotate, info_of
 from ..ir.program import Input
 from ..ir.trace import Recorder
@@ -111,7 +112,7 @@ class Scaling:
         split = Spec((), found.dtype, Layout(self.mesh, [Partial("max")] * self.mesh.ndim))
         steps = plan_conversion(split, Spec((), found.dtype, Layout(self.mesh)))
         with record.asked("found_inf", steps, "an update is skipped on all ranks if a gradient on any is not finite"):
-            self.found = convert.apply(steps.steps, found)
+            self.found = executor.apply(steps.steps, found)
         return made
 
     def found_inf(self) -> fx.Node:

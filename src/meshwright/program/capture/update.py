@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ... import convert, record
+from ... import record
 from ...errors import ProgramError
 from ...layout import Layout, Partial, Shard, Spec
 from ...mesh import Mesh
-from ...resharding import plan as plan_conversion
-from ...shard.kinds import check_fused, forgets, own_work
+from ...resharding import executor
+from ...resharding.planner import plan as plan_conversion
+from ...shard.optimizers.kinds import check_fused, forgets, own_work
 from ..ir.memory import LAID, Strides, dense, is_dense, same, unless_row_major
 from ..ir.nodes import Value, annotate, checked_value
 from ..ir.program import Input
@@ -292,4 +293,4 @@ def _over_ranks(part: Tensor, axes: tuple[int, ...], mesh: Mesh) -> Tensor:
     names = ", ".join(mesh.axes[a] for a in axes)
     why = f"gradients that are split over {names}: the squares of their parts are summed"
     with record.asked("norm of the gradients", plan, why):
-        return convert.apply(plan.steps, part)
+        return executor.apply(plan.steps, part)

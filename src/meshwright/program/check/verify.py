@@ -24,7 +24,7 @@ from ...record import Record
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
 from ..ir.program import Program
-from .agree import CAPTURED, program_facts
+from .agreement import CAPTURED, program_facts
 from .derive import check_values, described
 from .flow import check_gradients
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...operators import operator
-from ...shard.packing import Packing
+from ...shard.parameters.packing import Packing
 
 Tensor = torch.Tensor
 

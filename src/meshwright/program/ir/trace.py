@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ... import compat, runtime
+from ... import compat
 from ...collective import COLLECTIVES
 from ...compat import TorchDispatchMode
 from ...errors import CaptureError
+from ...ranks import runtime
 from ...record import Record
 from .inplace import counterpart
 from .memory import unless_row_major

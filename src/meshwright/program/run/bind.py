@@ -11,16 +11,16 @@ import torch.fx as fx
 import torch.nn as nn
 
 from ...compat import pytree
-from ...convert import apply
 from ...dispatch import disabled
 from ...errors import ProgramError
 from ...layout import Layout, Spec
-from ...raw import bare
-from ...resharding import plan as plan_conversion
-from ...shard.states import held_state
+from ...local_tensor import bare
+from ...resharding.executor import apply
+from ...resharding.planner import plan as plan_conversion
+from ...shard.optimizers.states import held_state
 from ...tensor import DistTensor, wrap
+from ..capture.free_variables import Place
 from ..capture.optimizers import parts_of
-from ..capture.outside import Place
 from ..ir.inplace import written
 from ..ir.memory import laid, same
 from ..ir.nodes import Value, checked_value, info_of

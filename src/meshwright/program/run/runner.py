@@ -16,7 +16,7 @@ from ... import collective, compat
 from ...collective import COLLECTIVES, STARTS, WAIT_OP
 from ...dispatch import autocast
 from ...errors import ProgramError
-from ...runtime import PROGRAM
+from ...ranks.runtime import PROGRAM
 from ..ir.inplace import storages
 from ..ir.memory import LAID, Strides, laid, same
 from ..ir.nodes import checked_value, is_mutating, value_of

@@ -1,0 +1,112 @@
+"""Marks that a model leaves in its captured program: constraints of layouts, and gradients that are part of the loss.
+
+Below ``api``, which writes constraints where a model is exported, and ``program``, which reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import compat
+from .errors import CaptureError, LayoutError
+from .layout import Layout, Partial, Placement, Replicate, Shard, as_placement
+from .operators import operator
+from .ranks.runtime import user_line
+
+Tensor = torch.Tensor
+
+
+def _same(x: Tensor, placements: str) -> Tensor:
+    return x.clone()
+
+
+def _like(x: Tensor, placements: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+CONSTRAIN = operator("constrain(Tensor x, str placements) -> Tensor", _same, _like)
+
+
+def exporting() -> bool:
+    """Whether ``torch.export`` is running the model."""
+    return torch.compiler.is_exporting()
+
+
+def mark(x: Tensor, placements: Any) -> Tensor:
+    """Leave a constraint of ``x`` in the program that is being exported."""
+    made: Tensor = CONSTRAIN(x, placements_text(placements))
+    return made
+
+
+def placements_text(placements: Any) -> str:
+    """Placements as text: ``tp=Shard(1);dp=Replicate()``; without names the axes are counted."""
+    if isinstance(placements, Layout):
+        placements = dict(zip(placements.mesh.axes, placements.placements, strict=True))
+    if not isinstance(placements, Mapping):
+        listed = placements if isinstance(placements, (list, tuple)) else [placements]
+        placements = dict(enumerate(listed))
+    return ";".join(f"{a}={as_placement(p)!r}" for a, p in placements.items())
+
+
+def _empty(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create: bool
+) -> list[Tensor]:
+    return [torch.empty_like(x) for x in inputs]
+
+
+GRAD: Any = operator(
+    "grad(Tensor[] outputs, Tensor[] inputs, Tensor[] cotangents, bool create) -> Tensor[]",
+    _empty,  # never run: a partition differentiates in its place
+    _empty,
+)
+
+
+@contextmanager
+def gradients_marked() -> Iterator[None]:
+    """Inside, ``torch.autograd.grad`` leaves a mark in the program that is being exported, which cannot hold it."""
+    original = torch.autograd.grad
+
+    def grad(
+        outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        if compat.peek_interpreter_stack() is not None:
+            raise CaptureError(f"{user_line()}: the step differentiates with torch.func: say torch.autograd.grad")
+        if options.get("is_grads_batched"):
+            raise CaptureError("autograd.grad(is_grads_batched=True) cannot be captured: loop over the rows")
+        listed = [[x] if isinstance(x, Tensor) else list(x or ()) for x in (outputs, inputs, grad_outputs)]
+        if any(g is None for g in listed[2]):
+            raise CaptureError("autograd.grad with None among grad_outputs cannot be captured: give ones")
+        return tuple(GRAD(*listed, create_graph))
+
+    torch.autograd.grad = grad  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.grad = original
+
+
+_ENTRY = re.compile(r"(\w+)=(Shard|Replicate|Partial)\((.*)\)")
+
+
+def read_placements(text: str) -> dict[Any, Placement]:
+    """What :func:`placements_text` wrote: axis name (or index) to placement."""
+    made: dict[Any, Placement] = {}
+    for entry in filter(None, text.split(";")):
+        found = _ENTRY.fullmatch(entry)
+        if found is None:
+            raise LayoutError(
+                f"cannot read the constraint {entry!r}: write axis=Shard(dim), axis=Replicate() or axis=Partial()"
+            )
+        axis, kind, inner = found.groups()
+        key: Any = int(axis) if axis.isdigit() else axis
+        if kind == "Shard":
+            made[key] = Shard(int(inner))
+        else:
+            made[key] = Replicate() if kind == "Replicate" else Partial(inner.strip("'\"") or "sum")
+    return made

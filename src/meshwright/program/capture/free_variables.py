@@ -1,0 +1,230 @@
+"""Tensors that a step finds outside of its model's state: closed over, global, attributes of modules.
+
+A program shares their memory.  Where they are found is looked at before each step; another tensor there means another
+program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ... import compat
+from ...compat import FakeTensor
+from ...errors import CaptureError
+from ...ranks import runtime
+from .fakes import replaced
+
+Tensor = torch.Tensor
+LIMIT = 20000  # objects to look at
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step finds a tensor: the cell, dict or list, the key in it, and what was there."""
+
+    table: Any
+    key: Any
+    tensor: Tensor
+    memory: tuple[Any, ...]
+
+    def same(self) -> bool:
+        """Whether the same tensor is there, in the same memory."""
+        try:
+            found = self.table.cell_contents if isinstance(self.table, types.CellType) else self.table[self.key]
+        except (LookupError, ValueError):
+            return False
+        return found is self.tensor and _memory(found) == self.memory
+
+
+def _memory(t: Tensor) -> tuple[Any, ...]:
+    with compat.DisableTorchFunctionSubclass():
+        return Tensor.data_ptr(t), tuple(t.shape), Tensor.stride(t)
+
+
+def places(roots: Iterable[Any], wanted: Iterable[Tensor]) -> tuple[Place, ...]:
+    """Where the functions and modules of a step have these tensors."""
+    keys = {_memory(t) for t in wanted if t.numel()}
+    found, seen, stack = [], set[int](), list(roots)
+    while stack and keys and len(seen) < LIMIT:
+        held = stack.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        for table, key, value in _inside(held):
+            if not isinstance(value, Tensor):
+                stack.append(value)
+            elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and _memory(value) in keys:
+                found.append(Place(table, key, value, _memory(value)))
+    return tuple(found)
+
+
+def _inside(held: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What an object refers to, and where."""
+    if isinstance(held, types.FunctionType):
+        for cell in held.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not yet assigned
+                yield cell, None, cell.cell_contents
+        for name in sorted(_names(held.__code__)):
+            if name in held.__globals__:
+                yield held.__globals__, name, held.__globals__[name]
+        yield from ((held.__dict__, k, v) for k, v in ((0, held.__defaults__), (1, held.__kwdefaults__)) if v)
+    elif isinstance(held, types.MethodType):
+        yield from ((None, 0, x) for x in (held.__self__, held.__func__))
+    elif isinstance(held, functools.partial):
+        yield from ((None, 0, x) for x in (held.func, held.args, held.keywords))
+    elif isinstance(held, dict):
+        yield from ((held, k, v) for k, v in list(held.items()))
+    elif isinstance(held, (list, tuple)):
+        yield from ((held, i, v) for i, v in enumerate(held))
+    elif isinstance(held, nn.Module):
+        yield None, 0, held.__dict__
+        yield None, 0, type(held).forward
+    elif _is_users(held):
+        yield None, 0, held.__dict__
+
+
+def _is_users(held: Any) -> bool:
+    """Whether an object is of a class of the user's."""
+    own = type(held).__module__.startswith(("torch", "meshwright"))
+    return not own and not isinstance(held, (type, types.ModuleType)) and hasattr(held, "__dict__")
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The globals that a function may read, those of functions inside of it included."""
+    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+def numbers(roots: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    """The numbers and words that the functions and modules of a step may read, by name, in one order."""
+    found, seen, stack = [], set[int](), list(roots)
+    while stack and len(seen) < LIMIT:
+        held = stack.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, types.FunctionType) and not runtime.is_users(held.__code__.co_filename):
+            continue
+        inside = [(key, value) for _, key, value in _inside(held)]
+        if isinstance(held, types.FunctionType):  # config.limit, Config.limit
+            named = _names(held.__code__)
+            for value in [v for _, v in inside if isinstance(v, (types.ModuleType, type))]:
+                inside += [(n, vars(value)[n]) for n in sorted(named & vars(value).keys())]
+        for key, value in inside:
+            if isinstance(value, (bool, int, float, complex, str, bytes)):
+                found.append((str(key), repr(value)))
+            elif isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] not in _NOT_READ:
+                stack.append(value)
+    return tuple(found)
+
+
+# Of whose objects nothing is read: loggers, locks, tensors; but of functions and containers what is in them.
+_NOT_READ = {*sys.stdlib_module_names, "torch"} - {"builtins", "types", "functools", "collections"}
+
+
+# ---------------------------------------------------------------------------------------------- attributes
+
+
+class Gone:
+    """In place of a tensor that the forward of a captured step set as an attribute: it has no value behind the step."""
+
+    def __init__(self, name: str, line: str) -> None:
+        self.__dict__["text"] = (
+            f"{line}: {name} was set in the forward of a captured step and has no value outside of it: return it "
+            "beside the loss, or make it a buffer (register_buffer)"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # how copy and pickle ask
+            raise AttributeError(name)
+        raise CaptureError(self.text)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise CaptureError(next((a.text for a in args if isinstance(a, Gone)), "set in the forward of a captured step"))
+
+    def _refuse(self, *_: Any) -> Any:
+        raise CaptureError(self.text)
+
+    __float__ = __int__ = __bool__ = __len__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = _refuse
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __neg__ = __iter__ = _refuse
+
+
+class Assigned(dict[tuple[nn.Module, str], str]):
+    """Attributes that got tensors, and the user's lines; of a class that torch.export does not take for a container of
+    the module's, which it would set back."""
+
+
+@contextlib.contextmanager
+def noting_attributes(noted: Assigned) -> Iterator[None]:
+    """Inside, tensors that become attributes of modules are noted, with the user's line."""
+    original: Callable[..., None] = nn.Module.__setattr__
+
+    def assign(self: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            noted[(self, name)] = runtime.user_line()
+        original(self, name, value)
+
+    with replaced(nn.Module, __setattr__=assign):
+        yield
+
+
+@contextlib.contextmanager
+def buffers_written(model: nn.Module, noted: Assigned) -> Iterator[None]:
+    """Behind it, what became a buffer is written to the buffer that was there."""
+    before = [(m, dict(m._buffers)) for m in model.modules()]
+    yield
+    for module, buffers in before:
+        for key, old in buffers.items():
+            new = module._buffers.get(key)
+            if old is new:
+                continue
+            if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
+                raise CaptureError(
+                    f"{noted.get((module, key), key)}: the step replaces the buffer {key} by one of another shape or "
+                    "dtype, which a captured step cannot"
+                )
+            with torch.no_grad():
+                old.copy_(new)
+            module._buffers[key] = old
+
+
+def attribute(step: nn.Module, name: str) -> Any:
+    """The tensor of the user's that is an attribute of a module; None where there is none of that name."""
+    owner, _, key = name.rpartition(".")
+    with contextlib.suppress(AttributeError):
+        found = vars(step.get_submodule(owner)).get(key)
+        return found if isinstance(found, Tensor) and not isinstance(found, FakeTensor) else None
+    return None
+
+
+def forget_attributes(step: nn.Module, assigned: Assigned, read: set[str]) -> None:
+    """Leave a word in place of tensors that the forward set as attributes.
+
+    Raises:
+        CaptureError: of an attribute whose value of the step before the step reads.
+    """
+    names = {m: n for n, m in step.named_modules()}
+    for (module, key), line in assigned.items():
+        name = f"{names.get(module, type(module).__name__)}.{key}"
+        if name in read:
+            raise CaptureError(
+                f"{line}: the step sets {name.removeprefix('model.')}, which it reads in the next step, and a captured "
+                "step keeps state in buffers: register_buffer it"
+            )
+        if key in vars(module):
+            vars(module)[key] = Gone(name.removeprefix("model."), line)
+
+
+__all__ = [
+    "Assigned", "Gone", "Place", "attribute", "buffers_written", "forget_attributes", "noting_attributes", "numbers",
+    "places",
+]  # fmt: skip

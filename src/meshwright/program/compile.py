@@ -1,0 +1,282 @@
+"""``compile_step`` and ``capture_local``: what a captured step is captured from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from ..collective import together
+from ..errors import CaptureError, ProgramError, takes
+from ..layout import Placements
+from ..mesh import Mesh
+from ..passes import Pass, PassManager
+from ..ranks import runtime
+from ..shard.modules.module import lay_module
+from ..shard.optimizers.optimizer import binding_of, shard_optimizer
+from ..shard.parameters.host import ON
+from ..shard.parameters.precision import PRECISION, PRECISION_WANTED, Precisions
+from ..tensor import DistTensor
+from . import LossScale, Plan
+from .capture.build import SEEN, Globs, build, checked_mesh, conditions_of
+from .capture.export import LossFn, batch_sources
+from .capture.fakes import named_in
+from .capture.free_variables import numbers, places
+from .capture.local import HandWritten, StepFn, record_step
+from .capture.optimizers import as_one, parts_of
+from .capture.update import update_of
+from .run.guard import check_hooks
+from .run.lengths import Read
+from .step import CaptureSource, CompiledStep, Recorded
+
+if TYPE_CHECKING:
+    from .capture.conditions import Conditions
+
+
+@dataclass(frozen=True)
+class _OfDevice(CaptureSource):
+    """A step of global values, as one device would take it.
+
+    Attributes:
+        names: id of each parameter, as the model was given, to its name.
+    """
+
+    name, by_hand = "compile_step", False
+
+    loss_fn: LossFn | None
+    init: Callable[[nn.Module], Any] | None
+    names: Mapping[int, str]
+
+    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+        if not again:
+            check_hooks(self.model)
+        made = build(
+            self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
+            rank=runtime.RT.rank, train=train, again=again,
+        )  # fmt: skip
+        captured = made.captured
+        leaves = {s.name: s.leaf for s in batch_sources(captured.sources)}
+        return Recorded(made.program, leaves, captured.out_tree, captured.module, captured.places, made)
+
+    def conditions(self, batch: Any, dims: Mapping[int, Sequence[int]]) -> Conditions:
+        return conditions_of(self.model, self.loss_fn, batch, self.mesh, self.plan, dims)
+
+    def reads(self) -> Read:
+        return numbers([self.loss_fn, self.model])
+
+    def prepare(self, recorded: Recorded) -> None:
+        """Lay the model on the mesh; the optimizer follows."""
+        assert recorded.built is not None
+        laid = lay_module(self.model, self.mesh, recorded.built.stored, self.init)
+        for name, layout in recorded.built.seen.items():
+            laid[name].__dict__[SEEN] = layout
+        for part in parts_of(self.optimizer):
+            self._follow(part)
+            shard_optimizer(part, states_over=self.plan.states_over)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer hold the tensors that took the place of those of a model on the meta device."""
+        names, params = self.names, dict(self.model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [params[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        for p in [p for p in optimizer.state if id(p) in names and params[names[id(p)]] is not p]:
+            optimizer.state[params[names[id(p)]]] = optimizer.state.pop(p)
+
+
+@dataclass(frozen=True)
+class _ByHand(CaptureSource):
+    """A step that was written for one rank."""
+
+    name, by_hand = "capture_local", True
+
+    step_fn: StepFn
+
+    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+        if not train:
+            raise ProgramError("a step by hand does what it was written to do: capture another one without an update")
+        model, optimizer = self.model, self.optimizer
+        update = update_of(optimizer, {id(p): n for n, p in named_in(model, optimizer).items()})
+        made = HandWritten(self.step_fn, self.mesh, runtime.RT.rank, model, optimizer, batch, update)
+        program, tree = record_step(made)
+        leaves = {i.name: int(i.name.partition(".")[2]) for i in program.inputs if i.kind == "batch"}
+        return Recorded(program, leaves, tree, places=places([self.step_fn, model], program.constants.values()))
+
+
+_MODEL = (nn.Module, "give the nn.Module that is trained")
+_OPTIMIZER = ((torch.optim.Optimizer, list, tuple, NoneType), "give an optimizer of the model's parameters, or None")
+_GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}')
+_PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names")
+
+
+@takes(
+    ProgramError, model=_MODEL, optimizer=_OPTIMIZER, layouts=_GLOBS, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES,
+    precision=PRECISION_WANTED,
+)  # fmt: skip
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    example_batch: Any,
+    *,
+    mesh: Mesh,
+    layouts: Globs | None = None,
+    batch: Placements | Mapping[str, Placements] | None = None,
+    inputs: Globs | None = None,
+    outputs: Globs | None = None,
+    stored_over: str | Mapping[str, str] | None = None,
+    regather: bool = True,
+    states_over: str | None = None,
+    clip_grad_norm: float | None = None,
+    gradients: bool = False,
+    loss_scale: str | float | LossScale | None = None,
+    precision: Precisions | None = None,
+    passes: Sequence[Pass | str] | PassManager = (),
+    init: Callable[[nn.Module], Any] | None = None,
+    backend: str | None = None,
+) -> CompiledStep:
+    """Capture a training step of ``model`` on a mesh as one static program, which ``loss = step(batch)`` runs.
+
+    Args:
+        model: for one device: plain (the same on every rank), on the meta device, or from
+            ``shard_module(sync=False)``.  Its parameters are laid on the mesh, as completion decides.
+        loss_fn: ``loss_fn(model, batch)`` gives the loss, or a tuple or dict that begins with it.  None: the model
+            does, called as ``model(**batch)`` with a dict, ``model(*batch)`` with a tuple or a list, else
+            ``model(batch)``.
+        optimizer: of the model's parameters; several, each with its own, as a list; None: gradients only.  SGD, Adam
+            and AdamW become part of the program; others, and those with step hooks, run after it, on local tensors.
+        example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.
+        mesh: connected (or simulated).
+        layouts: glob over names of parameters, buffers, batch tensors (``batch.0``) or values of the program to
+            placements.  All others follow by completion.
+        batch: placements of all batch tensors; or glob over their names to placements: ``{"input_ids": {"dp":
+            mw.Shard(0)}}`` of a dict, ``"0"`` of a tuple, ``"images.pixels"`` of what is nested.
+        inputs, outputs: glob over module names to placements of their inputs and outputs.
+        stored_over: store parameters split over this axis, gather them for use (ZeRO-3); or glob of names of parameters
+            or modules to axis.
+        regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
+        states_over: split the optimizer's states over this axis, and with them gradients and the update (ZeRO-1/2).
+        clip_grad_norm: clip the global norm of the gradients before the update.
+        gradients: set ``parameter.grad`` after each step.
+        loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
+            gradients are not finite, on whatever rank, is skipped on all; the host waits for nothing.
+        precision, init: as for ``shard_module``; micro-steps accumulate in the precision's ``reduce``.
+        passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
+            that they declare, then as listed.  Or a :class:`PassManager`.
+        backend: ``"inductor"`` compiles what lies between collectives.
+
+    Raises:
+        PassError: a pass given twice, passes that conflict, one that cannot be applied.
+        CaptureError, LayoutError, ShardError, DesyncError (programs differ): on all ranks, before anything runs.
+    """
+    plan = Plan(
+        dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
+        clip_grad_norm, gradients, LossScale.of(loss_scale), precision,
+    )  # fmt: skip
+    mesh, names = checked_mesh(mesh), {id(p): n for n, p in model.named_parameters()}
+    _check_prepared(model, as_one(optimizer), plan)
+    source = _OfDevice(model, _one("compile_step", mesh, optimizer), mesh, plan, loss_fn, init, names)
+    return CompiledStep(source, example_batch, transform=_manager(passes), backend=backend)
+
+
+def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
+    """What eager code splits by hooks and copies, a captured step splits itself: it must be said to it.
+
+    Raises:
+        CaptureError: it was said to ``shard_module`` or ``shard_optimizer`` alone.
+    """
+    _check_hosted(model)
+    said = [binding_of(o) for o in parts_of(optimizer)] if plan.states_over is None else []
+    if any(b is not None and b.states_over is not None for b in said):
+        word, where = "states_over", "mw.shard_optimizer"
+    elif any(
+        isinstance(p, DistTensor) and p._spec.stored and not {SEEN, PRECISION} & p.__dict__.keys()
+        for p in model.parameters()
+    ):  # a precision is refused with words of its own
+        word, where = "stored_over", "mw.shard_module"
+    else:
+        return
+    raise CaptureError(
+        f"{word}= was said to {where}, which prepares eager steps: give it to mw.compile_step({word}=...), and leave "
+        "it out there; or capture the eager step with mw.capture_local"
+    )
+
+
+def _check_hosted(model: nn.Module) -> None:
+    """Raises CaptureError for a model that is stored on the host."""
+    hosted = next((n for n, p in model.named_parameters() if ON in p.__dict__), None)
+    if hosted is not None:
+        raise CaptureError(
+            f"{hosted} is stored on the host (mw.shard_module(stored_on=)), and captured steps keep parameters on the "
+            "mesh's device: train it with eager steps, or capture a model that was not sharded so"
+        )
+
+
+@takes(
+    ProgramError, step_fn=(Callable, "give a function of a batch"), model=_MODEL, optimizer=_OPTIMIZER, passes=_PASSES
+)
+def capture_local(
+    step_fn: StepFn,
+    mesh: Mesh,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    batch: Any,
+    passes: Sequence[Pass | str] | PassManager = (),
+    backend: str | None = None,
+) -> CompiledStep:
+    """Capture a step that was written by hand for one rank, with calls of ``torch.distributed``.
+
+    ``step_fn(batch)`` does what a step does on this rank, with the model and the optimizer that it closes over::
+
+        def step_fn(batch):
+            loss = loss_of(model(batch[0]), batch[1])
+            loss.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+    It runs once on fake tensors, which stand for the parameters, buffers and the batch while it does; nothing is sent
+    and nothing is changed.  Calls of the result then do on real tensors what was recorded.  So Python's own effects
+    (a counter, a print) happen once, and nothing may depend on values (``loss.item()``).
+
+    Args:
+        step_fn: takes a batch; returns the loss, or a tuple or dict of tensors that begins with it, or None.
+        mesh: its axes are the process groups that the step uses.
+        model: whose parameters and buffers the step changes, in place; several as an ``nn.ModuleList``.
+        optimizer: whose ``step()`` the step calls, once.  SGD, Adam and AdamW become part of the program, others run
+            after it.  Several as a list: all that the step calls.
+        batch: this rank's batch, as an example: shapes, dtypes and structure count.
+        backend: ``"inductor"`` compiles what lies between collectives.
+        passes: as for :func:`compile_step`.
+
+    Returns:
+        A step: ``loss = step(batch)``, with this rank's batch and loss.
+
+    Raises:
+        PassError: a pass given twice, passes that conflict, one that cannot be applied.
+        CaptureError: the step reads values, calls what no program can hold, or leaves gradients to the next step.
+        DesyncError: the ranks recorded different steps; before anything runs.
+    """
+    mesh = checked_mesh(mesh)
+    _check_hosted(model)
+    source = _ByHand(model, _one("capture_local", mesh, optimizer), mesh, Plan(), step_fn)
+    return CompiledStep(source, batch, transform=_manager(passes), backend=backend)
+
+
+def _one(what: str, mesh: Mesh, optimizer: Any) -> Any:
+    with together(mesh, what):
+        return as_one(optimizer)
+
+
+def _manager(passes: Sequence[Pass | str] | PassManager) -> PassManager:
+    return passes if isinstance(passes, PassManager) else PassManager(passes)
+
+
+__all__ = ["capture_local", "compile_step"]

@@ -1,0 +1,128 @@
+"""What the other ranks do with a captured step: compared at each update, by a few words beside its collectives."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ... import collective
+from ...errors import DesyncError
+from ...layout import Layout
+from ...mesh import Mesh
+from ...ranks import runtime
+from ...shard.gradients.replicas import astray
+from ...tensor import DistTensor
+from .bind import Bound, Carrier
+
+Tensor = torch.Tensor
+
+_STATES = "programs for (state of the model, training, default dtype, deterministic algorithms, autocast)"
+
+
+class Peers:
+    """Compares learning rates, what programs were made for, batches and writes to what a step owns.
+
+    Args:
+        whole: whether plain tensors hold global values; otherwise each rank has its own.
+    """
+
+    def __init__(self, mesh: Mesh, carrier: Carrier, whole: bool) -> None:
+        self.mesh, self.carrier, self.whole = mesh, carrier, whole
+        self.batches = 0  # digest of those since the last update
+        self.states: list[Any] = []  # what the programs since then were made for
+        self.torn = False  # a call ended with an error
+
+    def run(self, bound: Bound, leaves: Sequence[Any], updates: bool, state: Any) -> Any:
+        """Run a program; where it updates, compare.
+
+        Args:
+            state: what the program was made for.
+
+        Raises:
+            DesyncError: on every rank, after the update, if they did not do the same since the last one.
+        """
+        runtime.RT.updates += updates
+        if self.mesh.size == 1:
+            return bound(leaves)
+        torn, self.torn = self.torn, True
+        plain = self._plain(bound, leaves)
+        self._claim(bound, [] if updates else plain)
+        digests = collective.digests(plain, whole=runtime.RT.check)
+        self.batches = zlib.crc32(repr((self.batches, digests)).encode())
+        self.states.append(state)
+        answer = self._start(bound, torn) if updates else None
+        made = bound(leaves)
+        bound.seen = bound.writes()
+        if answer is not None:
+            answer()
+            self.batches, self.states = 0, []
+        self.torn = torn and answer is None
+        return made
+
+    def evaluate(self, bound: Bound, leaves: Sequence[Any]) -> Any:
+        """Run a program that updates nothing."""
+        if self.mesh.size > 1:
+            self._claim(bound, self._plain(bound, leaves))
+        return bound(leaves)
+
+    def _plain(self, bound: Bound, leaves: Sequence[Any]) -> list[Tensor]:
+        """Tensors of a batch that are the same on all ranks."""
+        given = [leaves[k] for _, k, spec, _ in bound.batch if spec is not None]
+        return [t for t in given if not isinstance(t, DistTensor)] if self.whole else []
+
+    def _claim(self, bound: Bound, batch: Sequence[Tensor]) -> None:
+        """Tensors from outside of the model, and batches without an update, are compared as all plain tensors are."""
+        if not self.whole:
+            return
+
+        def everyone() -> collective.Group:
+            return collective.group(self.mesh)
+
+        collective.claim_all("what a captured step finds outside of the model", bound.outside, everyone)
+        collective.claim_all("what a captured step is given", batch, everyone)
+
+    def _start(self, bound: Bound, torn: bool) -> Callable[[], None]:
+        optimizer = self.carrier.optimizer
+        rates = [] if optimizer is None else [float(g["lr"]) for g in optimizer.param_groups if "lr" in g]
+        group = collective.group(self.mesh)
+        words = (zlib.crc32(repr((rates, self.states)).encode()), self.batches, bound.writes() - bound.seen, int(torn))
+        heard = collective.so_far(words, group)
+        return lambda: self._judge(bound, group, heard(), rates)
+
+    def _judge(self, bound: Bound, group: collective.Group, heard: list[tuple[int, ...]], rates: list[float]) -> None:
+        numbers, batches, writes, torn = zip(*heard, strict=True)
+        if self.whole and len(set(numbers)) > 1:
+            facts = [collective.Fact("learning rates", rates), collective.Fact(_STATES, self.states)]
+            found, _ = collective.difference(group, facts)
+            raise DesyncError(f"the ranks update with {found}")
+        if len(set(batches)) > 1:
+            sides = ", ".join(f"digest {n:x} on rank {r}" for r, n in zip(group.ranks, batches, strict=True))
+            raise DesyncError(
+                f"the ranks were given different batches since the last update ({sides}): did one rank leave out a "
+                "batch, or shuffle otherwise? Plain tensors hold the global batch, the same on all ranks"
+            )
+        if len(set(writes)) == 1 and not any(torn) and not runtime.RT.check:
+            return
+        counts = ", ".join(f"{n} on rank {r}" for r, n in zip(group.ranks, writes, strict=True))
+        text = f"parameters were not written to equally often on all ranks since the last update ({counts})"
+        if any(torn):
+            text = "an earlier call ended with an error or an interrupt on some rank"
+        first = astray(self._values(bound), group) if self.whole else ""
+        if first:
+            raise DesyncError(f"the ranks hold {first}; {text}; load the same weights and states on all ranks")
+        if not self.whole and len(set(writes)) > 1:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def _values(self, bound: Bound) -> dict[str, tuple[Layout, Tensor]]:
+        return {
+            given.name: (Layout(self.mesh) if given.spec is None else given.spec.layout, t)
+            for given, t in zip(bound.program.inputs, bound.inputs, strict=True)
+            if given.kind in ("param", "buffer", "state")
+        }
+
+
+__all__ = ["Peers"]

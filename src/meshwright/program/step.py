@@ -1,0 +1,495 @@
+"""Captured steps: one program per batch shape, micro-steps that are merged, a state to save."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn as nn
+
+from ..collective import Fact, together
+from ..compat import pytree
+from ..errors import ProgramError
+from ..explanation import Explanation, explain_program
+from ..mesh import Mesh
+from ..ranks import runtime
+from ..shard.optimizers.kinds import own_work
+from .capture.build import Built, Plan
+from .capture.export_caches import forgotten
+from .capture.free_variables import Place
+from .capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
+from .capture.scale import SCALE
+from .check.agreement import CAPTURED, REBUILD, numbers, program_facts
+from .ir.program import Program
+from .ir.sizes import Unlike
+from .run.agreement import Peers
+from .run.bind import BACKENDS, Carrier, Ready
+from .run.guard import Guard, modes, switched_back
+from .run.lengths import Capture, Lengths, Read
+
+if TYPE_CHECKING:
+    from .capture.conditions import Conditions
+
+Tensor = torch.Tensor
+_MANY = 8  # shapes of batches
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step as it was captured.
+
+    Attributes:
+        program: this rank's, before any passes.
+        leaves: name of a batch input to its place among the leaves of a batch.
+        tree: how the loss and what came with it were returned; None for a loss alone.
+        module: the graph of global values, if there is one: its numbers are the same on all ranks.
+        places: where the step found tensors outside of the model.
+        built: all that the stages returned, of a step of global values.
+    """
+
+    program: Program
+    leaves: Mapping[str, int]
+    tree: Any
+    module: Any = None
+    places: Sequence[Place] = ()
+    built: Built | None = None
+
+
+@dataclass(frozen=True)
+class CaptureSource:
+    """What a step is captured from.
+
+    Attributes:
+        model, optimizer, mesh: what it trains, and where.
+        plan: what was said of it.
+        name: of the function that captures, for messages.
+        by_hand: whether it was written for one rank: hooks are captured, batches and losses are a rank's own.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    mesh: Mesh
+    plan: Plan
+    name: ClassVar[str]
+    by_hand: ClassVar[bool]
+
+    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+        """Capture it for batches like this one.
+
+        Args:
+            train: or only compute the loss.
+            again: it was captured before.
+        """
+        raise NotImplementedError
+
+    def conditions(self, batch: Any, dims: Mapping[int, Sequence[int]]) -> Conditions:
+        """What sizes of batches must fulfil, so that one program serves many; steps by hand do not say.
+
+        Args:
+            dims: of the batch's tensors, by number, those of which the sizes vary.
+        """
+        raise Unlike(f"{self.name} does not say what it does with sizes")
+
+    def reads(self) -> Read:
+        """The numbers that the user's code may read, which a program holds as they were."""
+        return ()
+
+    def prepare(self, recorded: Recorded) -> None:
+        """Make model and optimizer what the first capture wants them to be."""
+
+
+class CompiledStep:
+    """A captured training step.  Call it with a batch; it returns the loss.
+
+    Of global tensors (``compile_step``) the loss is a DistTensor; of a step by hand (``capture_local``) batch and loss
+    are this rank's.
+
+    Batches of another shape are captured when they come; the programs used last are kept.
+
+    Attributes:
+        most_programs: how many are kept.
+        model, optimizer, mesh: what it trains, and where; of several optimizers ``optimizer.parts``.
+        training: whether calls train or only compute the loss.
+        built: all that the stages returned for the example batch, of ``compile_step``.
+    """
+
+    most_programs = 32
+
+    @torch.inference_mode(False)  # a step trains, whatever is on around it; this turns gradients on too
+    def __init__(
+        self,
+        source: CaptureSource,
+        example_batch: Any,
+        *,
+        transform: Callable[[Program], Program],
+        backend: str | None = None,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
+        self.mesh, self.model, self.optimizer = source.mesh, source.model, source.optimizer
+        self.training = True
+        self._source, self._transform = source, transform
+        self._ready: dict[Any, Ready] = {}  # the one used last at the end
+        self._captured: Counter[Any] = Counter()  # shapes of batches, by what else a program is made for
+        self._merged: Ready | None = None
+        self._micro = 0
+        self._tree = pytree.tree_flatten(example_batch)[1]
+        self._places = pytree.tree_flatten(_tuples(example_batch))[1]
+        recorded = self._recorded(example_batch, again=False)
+        self.built = recorded.built
+        source.prepare(recorded)
+        updates, how = bool(recorded.program.update), source.plan.loss_scale
+        self.carrier = Carrier(self.model, self.optimizer, updates, source.plan.gradients, backend)
+        if how is not None:
+            self.carrier.scale = how.state(self.mesh.device)
+        self._numbers = numbers_of(self.optimizer)
+        self._guard = Guard(self.model, source.by_hand)
+        signature = self._signature(pytree.tree_leaves(example_batch))
+        self._first, self._captured[signature[:-1]] = signature[-1], 1
+        self._named = False
+        self._lengths = Lengths(self.mesh)
+        self._peers = Peers(self.mesh, self.carrier, whole=not source.by_hand)
+        leaves = pytree.tree_leaves(example_batch)
+        self._install(leaves, self._bound(recorded, leaves))
+
+    # -- compiling ------------------------------------------------------------------------------------
+
+    def _recorded(self, batch: Any, again: bool = True) -> Recorded:
+        """The step as it is captured for batches like this one, the same on all ranks."""
+        with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
+            with forgotten():
+                made = self._source.record(batch, self.training, again)
+            if self.training:
+                made = replace(made, program=self._transform(made.program))
+            facts += [Fact("default dtype, deterministic algorithms, autocast", modes())]
+            facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
+        return made
+
+    def _bound(self, made: Recorded, leaves: Sequence[Any]) -> Ready:
+        """A capture, ready to run; others that differ in sizes may follow from it."""
+        ready = Ready(made.program, self.carrier, (made.leaves, made.tree), made.places)
+        if self.carrier.backend is None:
+            batch = pytree.tree_unflatten(list(leaves), self._tree)
+            capture = Capture(ready, made.module, self._source.reads())
+            self._lengths.captured(
+                self._key(leaves), _shapes(leaves), capture, lambda d: self._source.conditions(batch, d)
+            )
+        return ready
+
+    def _of_many(self, leaves: Sequence[Any]) -> Ready | None:
+        """From the program for many sizes, where there is one for this batch."""
+        key, shapes = self._key(leaves), _shapes(leaves)
+        found = self._lengths.serving(key, shapes)
+        if found is None:
+            return None
+        many, variables = found
+        with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
+            made = many.ready(variables, self._source.reads())
+            facts.append(Fact("a program for many sizes", (shapes, made is None)))
+        if made is None:
+            self._lengths.forget(key)
+        else:
+            made.given = [x.to("meta") if isinstance(x, Tensor) else x for x in leaves]
+        return made
+
+    def _key(self, leaves: Sequence[Any]) -> Any:
+        """What a program is made for, but sizes."""
+        return (*self._state(), tuple([(x.ndim, x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves]))
+
+    @property
+    def program(self) -> Program:
+        """This rank's program for the batches of the last call; of merged micro-steps the one that updates."""
+        ready = self._current
+        if ready.many:  # the graph in use is that of another size: captured for this one, to be looked at
+            given = pytree.tree_unflatten(ready.given, self._tree)
+            with torch.inference_mode(False), torch.enable_grad(), forgotten():
+                made = self._source.record(given, self.training, True).program
+            ready.program, ready.many = self._transform(made) if self.training else made, False
+        return ready.program
+
+    @property
+    def passes(self) -> tuple[Any, ...]:
+        """What each pass did to :attr:`program`, in order: a :class:`~meshwright.passes.PassRecord` each."""
+        return self._current.program.passes
+
+    def explain(self) -> Explanation:
+        """Every collective of the step and why, where layouts came from, bytes and memory."""
+        return explain_program(self.program)
+
+    def train(self, mode: bool = True) -> CompiledStep:
+        """Train (or, with False, only compute the loss) from now on; the model's modules are switched too."""
+        if not isinstance(mode, bool):
+            raise ProgramError("step.train() switches, and takes True or False: step(batch) trains on a batch")
+        self.training = mode
+        self.model.train(mode)
+        return self
+
+    def eval(self, batch: Any = ...) -> Any:
+        """``eval()``: from now on steps compute the loss only, without dropout; the step is returned.
+
+        ``eval(batch)``: the loss of this batch alone; training goes on as it was, in each module.
+        """
+        if batch is ...:
+            return self.train(False)
+        with switched_back(self.model, self):
+            return self.train(False)(batch)
+
+    def _install(self, leaves: Sequence[Any], made: Ready) -> Ready:
+        if self.training:
+            if self.optimizer is not None and bool(made.program.update) != self.carrier.updates:
+                raise ProgramError(
+                    "the optimizer ran behind the program for its step hooks or a step() of its own, and has none now: "
+                    "capture the step again"
+                )
+            self._join(made)
+        self._ready[self._signature(leaves)] = self._current = made
+        while len(self._ready) > max(1, self.most_programs):
+            del self._ready[next(iter(self._ready))]
+        return made
+
+    def _join(self, made: Ready) -> None:
+        """Merge with the micro-steps since the last update: their sums must be what this one adds to."""
+        before = self._merged
+        if made.flush is None or made is before:
+            return
+        if self._micro and before is not None and made.sums != before.sums:
+            other = sorted(set(made.sums) ^ set(before.sums))
+            if other:
+                raise ProgramError(
+                    f"{other[0]} has a gradient in one micro-step of a merge and none in another (requires_grad was "
+                    "changed between them): call step.flush() before the change"
+                )
+            name = next(n for n, s in made.sums.items() if s != before.sums[n])
+            raise ProgramError(
+                f"the gradient of {name} lies as {made.sums[name]!r} here and as {before.sums[name]!r} in the "
+                "micro-step before: a dim of one element is not split, so its work is done by every rank; call "
+                "step.flush() before this batch, or give micro-batches with more than one element in each split dim"
+            )
+        self._merged = made
+
+    def _signature(self, leaves: Sequence[Any]) -> Any:
+        shapes = tuple([(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves])
+        return (*self._state(), shapes)
+
+    def _state(self) -> tuple[Any, ...]:
+        """What a program is made for, but the shapes of batches."""
+        return (self._guard.number, self.training, *modes())
+
+    def _leaves(self, batch: Any) -> list[Any]:
+        """The leaves of a batch in the order of the example's, whatever the order of a dict's keys."""
+        leaves, tree = pytree.tree_flatten(batch)
+        if tree == self._tree:
+            return leaves
+        try:
+            leaves = self._places.flatten_up_to(_tuples(batch))
+            if any(isinstance(leaf, (tuple, dict)) for leaf in leaves):  # where one value was
+                raise ValueError
+            return leaves
+        except ValueError:
+            raise ProgramError(
+                f"the batch is {tree}, the step was captured for {self._tree}: give it what it was captured for"
+            ) from None
+
+    def _for(self, leaves: list[Any]) -> Ready:
+        self._guard.check()
+        signature = self._signature(leaves)
+        found = self._ready.pop(signature, None)
+        if found is not None:
+            self._ready[signature] = found  # the one used last
+            if found.follow():
+                return found
+        batch = pytree.tree_unflatten(leaves, self._tree)
+        first = self._first
+        for i, (leaf, old) in enumerate(zip(leaves, first, strict=True)):
+            if isinstance(leaf, Tensor) and (leaf.dtype != old[1] or leaf.ndim != len(old[0])):
+                raise ProgramError(
+                    f"batch tensor {i} is {leaf.dtype} of shape {tuple(leaf.shape)}, the step was captured for "
+                    f"{old[1]} of shape {old[0]}: dtype and number of dims must be the same (sizes may differ: the "
+                    "step is then captured again)"
+                )
+        if found is None:
+            made = self._of_many(leaves)
+            if made is not None:
+                return self._install(leaves, made)
+            self._count(signature, leaves)
+        return self._install(leaves, self._bound(self._recorded(batch), leaves))
+
+    def _count(self, signature: Any, leaves: Sequence[Any]) -> None:
+        """Name it once that lengths vary: each new one is captured, which takes many times what a step does."""
+        self._captured[signature[:-1]] += 1
+        if self._captured[signature[:-1]] == _MANY and not self._named:
+            self._named = True
+            why = self._lengths.why(self._key(leaves))
+            warnings.warn(
+                f"this step was captured for {_MANY} shapes of batches, and is captured again for each new one, which "
+                f"takes far longer than a step{': ' + why if why else ''}; the {self.most_programs} programs used last "
+                "are kept. If lengths vary, pad them to a few sizes: mw.shard_dataloader(..., pad_to=[128, 256, 512], "
+                "pad_value={...})",
+                stacklevel=runtime.users_level(),
+            )
+
+    # -- running --------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> Any:
+        """One step on ``batch``: plain tensors hold global values, DistTensors lie as the program expects.
+
+        With ``gradient-merge`` it is one micro-step; every ``k_steps``-th call updates.
+
+        Returns:
+            The loss (and what the loss function returned beside it), not reduced until its value is asked for.
+
+        Raises:
+            ProgramError: a batch that does not fit, an optimizer that was changed; before anything runs, on all ranks.
+        """
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            with torch.inference_mode(False):
+                return self(batch)
+        self._unchanged()
+        leaves = self._leaves(batch)
+        ready = self._current = self._for(leaves)
+        if not self.training:
+            return self._peers.evaluate(ready.cycle[0], leaves)
+        self._join(ready)
+        made = self._peers.run(ready.cycle[self._micro], leaves, self._micro + 1 == len(ready.cycle), self._state())
+        self._micro = (self._micro + 1) % len(ready.cycle)
+        return made
+
+    def _unchanged(self) -> None:
+        if self.optimizer is None or not self.carrier.updates or not self.training:
+            return
+        check_unscaled(self.optimizer)
+        for part in parts_of(self.optimizer):
+            added = own_work(part)
+            if added:
+                raise ProgramError(
+                    f"{type(part).__name__} has {added} since the step was captured with its update inside of the "
+                    "program, which does not call it: take it away, or capture the step again (the optimizer then runs "
+                    "behind it)"
+                )
+        numbers = numbers_of(self.optimizer)
+        if numbers != self._numbers:
+            raise ProgramError(
+                f"the optimizer was changed after the step was captured: it had {difference(self._numbers, numbers)}. "
+                "The learning rate may change; for anything else capture the step again"
+            )
+
+    # -- merged micro-steps ---------------------------------------------------------------------------
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-steps since the last update; 0 right after one (and always, without ``gradient-merge``)."""
+        return self._micro
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """By what the loss is scaled, as a tensor that changes from step to step; None without ``loss_scale``."""
+        return self.carrier.scale.get(SCALE)
+
+    def flush(self) -> bool:
+        """Update now from the micro-steps since the last update: at the end of an epoch, say.
+
+        With ``avg`` it is their mean, however many they are.
+
+        Returns:
+            Whether there were any.
+        """
+        if not self._micro:
+            return False
+        assert self._merged is not None
+        assert self._merged.flush is not None
+        self._unchanged()
+        self._guard.check()
+        if not self._merged.follow():
+            raise ProgramError("parameters lie otherwise in memory than in the last micro-step: flush, then move them")
+        self.carrier.leftover.fill_(len(self._merged.cycle) / self._micro)
+        self._peers.run(self._merged.flush, [], True, self._state())
+        self._micro = 0
+        return True
+
+    def split(self, batch: Any, dim: int = 0) -> list[Any]:
+        """A batch of plain tensors as the micro-batches of one update, cut along ``dim``.
+
+        Raises:
+            ProgramError: ``k_steps`` does not divide a tensor's size.
+        """
+        leaves, tree = pytree.tree_flatten(batch)
+        k = 1 if self._merged is None else len(self._merged.cycle)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.shape[dim] % k:
+                raise ProgramError(
+                    f"a batch tensor of shape {tuple(leaf.shape)} cannot be cut into {k} micro-batches along dim "
+                    f"{dim}: {k} does not divide {leaf.shape[dim]}; give a batch that it divides, or another k_steps"
+                )
+        cut = [leaf.chunk(k, dim) if isinstance(leaf, Tensor) else [leaf] * k for leaf in leaves]
+        return [pytree.tree_unflatten([c[i] for c in cut], tree) for i in range(k)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a merge under way has (the number of micro-steps and this rank's sums of gradients), and the loss scale.
+
+        The model and the optimizer have their own.
+        """
+        made: dict[str, Any] = {"micro_step": self._micro, "sums": {n: t.clone() for n, t in self.carrier.sums.items()}}
+        if self.carrier.scale:
+            made[SCALE] = {name: t.clone() for name, t in self.carrier.scale.items()}
+        return made
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken; all ranks call it, each with its own.
+
+        Raises:
+            ProgramError: sums of another program.
+            DesyncError: ranks that were saved after different numbers of micro-steps.
+        """
+        sums, k = self.carrier.sums, 1 if self._merged is None else len(self._merged.cycle)
+        with together(self.mesh, "load_state_dict", fix="load on every rank what was saved together") as facts:
+            micro = _loadable(state, sums, k, self.carrier.scale)
+            facts.append(Fact("numbers of micro-steps since the last update", micro))
+        for name, t in sums.items():
+            t.copy_(state["sums"][name])
+        for name, t in self.carrier.scale.items():
+            t.copy_(state[SCALE][name])
+        self._micro = micro
+
+    def __repr__(self) -> str:
+        return f"<CompiledStep of {type(self.model).__name__}: {self._current.program!r}>"
+
+
+def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scale: Mapping[str, Tensor]) -> int:
+    """The number of micro-steps in a saved state that fits."""
+    wanted = {"micro_step", "sums", *((SCALE,) if scale else ())}
+    if set(state) != wanted:
+        raise ProgramError(f"no state of this step: it has {sorted(state)}, {sorted(wanted)} were expected")
+    if scale and set(state[SCALE]) != set(scale):
+        raise ProgramError(f"the state has {sorted(state[SCALE])} of a loss scale, this step has {sorted(scale)}")
+    micro, given = int(state["micro_step"]), state["sums"]
+    if not 0 <= micro < k:
+        raise ProgramError(f"the state was saved after {micro} micro-steps, but this step updates every {k}")
+    if set(given) != set(sums):
+        other = sorted(set(given) ^ set(sums))[0]
+        raise ProgramError(f"the state is of another program: only one of both has a sum for {other}")
+    for name, t in sums.items():
+        if given[name].shape != t.shape or given[name].dtype != t.dtype:
+            raise ProgramError(
+                f"the sum for {name} is {given[name].dtype} of shape {tuple(given[name].shape)} in the state, here it "
+                f"is {t.dtype} of shape {tuple(t.shape)}: load it on the mesh and layouts that it was saved on"
+            )
+    return micro
+
+
+def _shapes(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Of the tensors of a batch."""
+    return tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
+
+
+def _tuples(batch: Any) -> Any:
+    """A batch with tuples in place of its lists: loaders give one for the other."""
+    if isinstance(batch, list) or type(batch) is tuple:
+        return tuple(map(_tuples, batch))
+    return {k: _tuples(v) for k, v in batch.items()} if type(batch) is dict else batch
+
+
+__all__ = ["CaptureSource", "CompiledStep", "Recorded"]

@@ -1,0 +1,5 @@
+"""From one layout to another.
+
+Read ``conversions`` (steps as values, with their transposes), ``executor`` (steps run, differentiably), ``cost``
+(their bytes), ``planner`` (the cheapest sequence of steps).
+"""

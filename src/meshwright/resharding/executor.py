@@ -1,0 +1,420 @@
+"""One-step conversions between layouts, run: on values, and differentiably.
+
+A *step* changes what one mesh axis (or several flattened ones) does to a tensor and keeps its value.  Its backward is
+the step between the dual types, the other way round (see ``conversions``).
+
+A Partial that is reduced otherwise than by a sum has parts with different shares of the gradient: those shares sum
+up to it, so its dual is ``Partial(sum)``.  What the share of a part is, ``_Weighted`` alone knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from .. import collective
+from ..compat import peek_interpreter_stack
+from ..errors import ConversionError, DispatchError
+from ..layout import Partial, Replicate, Shard, Spec, chunk_bounds, neutral, wire_name
+from ..local_tensor import as_plain, distributed
+from ..ranks import runtime
+from .conversions import ConversionStep, lowered, op_of, replicated, transpose
+
+Tensor = torch.Tensor
+
+
+def run_all(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
+    """Execute steps in order on this rank's local tensor (no autograd)."""
+    for step in lowered(steps):
+        local = run(step, local)
+    return local
+
+
+def run(step: ConversionStep, local: Tensor) -> Tensor:
+    """Execute one step on this rank's local tensor (no autograd)."""
+    memo = runtime.RT.memo
+    ready: Runner | None = memo.get(step) or memo.find(step)
+    if ready is None:
+        ready = _prepare(step)
+        memo.keep(step, ready)
+    if runtime.RT.check:
+        return _checked(step, local, ready)
+    return ready(local)
+
+
+def _checked(step: ConversionStep, local: Tensor, ready: Runner) -> Tensor:
+    """In check mode: ranks that hold the same part by the step's source layout must hold the same values."""
+    layout = step.src.layout
+    same = tuple(a for a, p in enumerate(layout.placements) if isinstance(p, Replicate) and step.src.mesh.sizes[a] > 1)
+    # Of the other kinds a rank may leave out what does nothing to its own part.
+    if same and (step.moves or step.kind == "slice") and not collective.recording():
+        collective.same_values(local, repr(layout), collective.group(step.src.mesh, same))
+    if step.moves:
+        runtime.RT.doing = f"{layout!r} -> {step.dst.layout!r}"
+    return ready(local)
+
+
+Runner = Callable[[Tensor], Tensor]
+
+
+def _prepare(step: ConversionStep) -> Runner:
+    """What the step does on this rank, with groups and sizes looked up once."""
+    ready = _PREPARE[step.kind](step, step.src.mesh.coordinate(runtime.RT.rank))
+    scale = _scale(step)
+    return ready if scale == 1.0 else lambda t: ready(t) * scale
+
+
+def _scale(step: ConversionStep) -> float:
+    """``avg`` is ``sum`` x 1/n: what the data must be multiplied by around a plain sum."""
+    scale = 1.0
+    if step.kind == "retype":
+        return scale
+    for a in step.axes:
+        n = step.src.mesh.sizes[a]
+        p, q = step.src.layout.placements[a], step.dst.layout.placements[a]
+        if isinstance(p, Partial) and p.op == "avg":
+            scale /= n
+        if isinstance(q, Partial) and q.op == "avg":
+            scale *= n
+    return scale
+
+
+def _reduce_op(step: ConversionStep) -> str:
+    op = op_of(step.src, step)
+    assert op is not None
+    return "sum" if op == "avg" else op
+
+
+def _dim(spec: Spec, axis: int) -> int:
+    p = spec.layout.placements[axis]
+    assert isinstance(p, Shard)
+    return p.dim
+
+
+def _lengths(spec: Spec, axis: int, here: tuple[int, ...]) -> list[int]:
+    """Length on the dim that ``axis`` splits, for each rank along it."""
+    d = _dim(spec, axis)
+    n = spec.mesh.sizes[axis]
+    return [spec.local_shape((*here[:axis], i, *here[axis + 1 :]))[d] for i in range(n)]
+
+
+def _all_reduce(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    op, group = _reduce_op(step), collective.group(step.src.mesh, step.axes)
+    return lambda t: collective.all_reduce(t, op, group)
+
+
+def _reduce_scatter(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    (axis,) = step.axes
+    op, group = _reduce_op(step), collective.group(step.src.mesh, step.axes)
+    d, sizes = _dim(step.dst, axis), _lengths(step.dst, axis, here)
+    return lambda t: collective.reduce_scatter(t, d, sizes, op, group)
+
+
+def _wire_all_reduce(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    op, group, wire = _reduce_op(step), collective.group(step.src.mesh, step.axes), _wire(step)
+    return lambda t: collective.wire_all_reduce(t, op, wire, group)
+
+
+def _wire_reduce_scatter(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    (axis,) = step.axes
+    op, group, wire = _reduce_op(step), collective.group(step.src.mesh, step.axes), _wire(step)
+    d, sizes = _dim(step.dst, axis), _lengths(step.dst, axis, here)
+    return lambda t: collective.wire_reduce_scatter(t, op, d, sizes, wire, group)
+
+
+def _wire(step: ConversionStep) -> str:
+    assert step.src.wire is not None
+    return wire_name(step.src.wire)
+
+
+def _all_gather(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    (axis,) = step.axes
+    group = collective.group(step.src.mesh, step.axes)
+    d, sizes = _dim(step.src, axis), _lengths(step.src, axis, here)
+    return lambda t: collective.all_gather(t, d, sizes, group)
+
+
+def _wire_all_gather(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    (axis,) = step.axes
+    group, wire = collective.group(step.src.mesh, step.axes), _wire(step)
+    d, sizes = _dim(step.src, axis), _lengths(step.src, axis, here)
+    return lambda t: collective.wire_all_gather(t, d, sizes, wire, group)
+
+
+def _all_to_all(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    (axis,) = step.axes
+    group = collective.group(step.src.mesh, step.axes)
+    split, concat = _dim(step.dst, axis), _dim(step.src, axis)
+    give, take = _lengths(step.dst, axis, here), _lengths(step.src, axis, here)
+    return lambda t: collective.all_to_all(t, split, give, concat, take, group)
+
+
+def _slice(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    def cut(t: Tensor) -> Tensor:
+        for a in step.axes:
+            d = _dim(step.dst, a)
+            lo, hi = chunk_bounds(t.shape[d], step.src.mesh.sizes[a], here[a])
+            t = t.narrow(d, lo, hi - lo)
+        # Some kernels want dense inputs and gradients, and a view would keep the whole tensor alive.  A copy on every
+        # rank, also where a part of one row or none is contiguous: what autograd saves of a view of a gathered
+        # parameter is gathered again, by all or by none.
+        return t if d == 0 else t.clone(memory_format=torch.contiguous_format)
+
+    return cut
+
+
+def _keep_one(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    first = all(here[a] == 0 for a in step.axes)
+    ones = op_of(step.dst, step) == "product"
+    if collective.recording():
+        if ones:
+            return lambda t: collective.keep_one(t, first) + collective.keep_one(torch.ones_like(t), not first)
+        return lambda t: collective.keep_one(t, first)
+    return _same if first else torch.ones_like if ones else torch.zeros_like
+
+
+def _pad(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    (axis,) = step.axes
+    d, shape = _dim(step.src, axis), step.dst.local_shape(here)
+    lo, hi = chunk_bounds(shape[d], step.src.mesh.sizes[axis], here[axis])
+
+    # constant_pad_nd takes (before, after) of the last dim first.
+    around = [0, 0] * (len(shape) - d - 1) + [lo, shape[d] - hi]
+    value = neutral(op_of(step.dst, step) or "sum", step.dst.dtype)
+
+    def pad(t: Tensor) -> Tensor:
+        return torch.constant_pad_nd(t, around, value)
+
+    return pad
+
+
+def _retype(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    return _same
+
+
+def _cast(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    return lambda t: t.to(step.dst.dtype)
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+_PREPARE: dict[str, Callable[[ConversionStep, tuple[int, ...]], Runner]] = {
+    "retype": _retype,
+    "scale": _retype,
+    "cast": _cast,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "wire_all_reduce": _wire_all_reduce,
+    "wire_reduce_scatter": _wire_reduce_scatter,
+    "all_gather": _all_gather,
+    "wire_all_gather": _wire_all_gather,
+    "all_to_all": _all_to_all,
+    "slice": _slice,
+    "keep_one": _keep_one,
+    "pad": _pad,
+}
+
+
+@lru_cache(maxsize=2048)
+def weighted(step: ConversionStep) -> bool:
+    """Whether the parts of the result or of what is reduced have shares of the gradient: see :class:`_Weighted`."""
+    if step.kind == "retype":
+        return False
+    return op_of(step.src, step) not in (None, "sum") or op_of(step.dst, step) == "product"
+
+
+TRANSFORMS = (
+    "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to differentiate again), or "
+    "apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
+)
+FORWARD_MODE = (
+    "forward-mode differentiation does not support DistTensors: for a Jacobian-vector product differentiate "
+    "torch.autograd.grad(y, x, v, create_graph=True) with respect to v"
+)
+
+
+def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
+    """Execute steps in order; differentiable, with the transposed steps as the backward.
+
+    Raises DispatchError where torch.func, or forward mode, would transform what this rank does alone.
+    """
+    if not steps:
+        return local
+    if peek_interpreter_stack() is not None:
+        raise DispatchError(TRANSFORMS)
+    if forward_ad._current_level >= 0:
+        raise DispatchError(FORWARD_MODE)
+    if distributed(local):
+        with as_plain(local):
+            return apply(steps, local)
+    if torch.is_grad_enabled():
+        if local.requires_grad:
+            parts = runtime.RT.memo.find(steps)
+            if parts is None:
+                parts = _runs(tuple(s for s in steps if not _nothing_here(s)))
+                runtime.RT.memo.keep(steps, parts)
+            for part, function in parts:
+                local = function.apply(local, part)
+            return local
+        with torch.no_grad():
+            return run_all(steps, local)
+    return run_all(steps, local)
+
+
+def _nothing_here(step: ConversionStep) -> bool:
+    """Whether the step and its transpose leave this rank's data alone: no autograd node is needed then."""
+    back = step.transpose()
+    if step.moves or back.moves or weighted(step) or _scale(step) != 1.0:
+        return False
+    here = step.src.mesh.coordinate(runtime.RT.rank)
+    return _PREPARE[step.kind](step, here) is _same and _PREPARE[back.kind](back, here) is _same
+
+
+@lru_cache(maxsize=2048)
+def _runs(steps: tuple[ConversionStep, ...]) -> tuple[tuple[tuple[ConversionStep, ...], Any], ...]:
+    """Linear steps that follow each other share one autograd node; weighted ones have their own."""
+    parts: list[tuple[ConversionStep, ...]] = []
+    for step in steps:
+        if parts and not weighted(step) and not weighted(parts[-1][0]):
+            parts[-1] = (*parts[-1], step)
+        else:
+            parts.append((step,))
+    return tuple((part, _Weighted if weighted(part[0]) else _Convert) for part in parts)
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
+        ctx.steps, ctx.cause = steps, runtime.RT.cause
+        return _apart(run_all(steps, local), local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return back(ctx.steps, grad, ctx.cause), None
+
+
+class _Bring(torch.autograd.Function):
+    """Another value of a leaf; its gradient is brought to a dtype and converted in that, which it keeps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, value: Tensor, dtype: torch.dtype, steps: tuple[ConversionStep, ...]
+    ) -> Tensor:
+        ctx.dtype, ctx.steps, ctx.cause = dtype, steps, runtime.RT.cause
+        return value.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return back(ctx.steps, grad.to(ctx.dtype), ctx.cause), None, None, None
+
+
+def bring(local: Tensor, value: Tensor, dtype: torch.dtype, steps: tuple[ConversionStep, ...]) -> Tensor:
+    """``value``, which a leaf was cast and converted to; its gradient becomes ``dtype`` before anything is sent.
+
+    Args:
+        local: the leaf, which takes gradients of any dtype.
+        steps: those of the conversion, of ``dtype``.
+    """
+    made: Tensor = _Bring.apply(local, value, dtype, steps)
+    return made
+
+
+def _apart(out: Tensor, local: Tensor) -> Tensor:
+    """What a Function returns: by ``.data`` what is its input, or a view of memory that it made itself.
+
+    A view of the input would tie the result's version counter and base to it; of a view made in a Function PyTorch
+    lets nobody write to a part.  What shares the input's memory stays a view: writes to it are refused.
+    """
+    base = out._base
+    return out.data if out is local or not (base is None or base is local or base is local._base) else out
+
+
+def back(steps: tuple[ConversionStep, ...], grad: Tensor, cause: Any) -> Tensor:
+    """The transposed steps, in the name of the record that the forward was made for."""
+    backward = transpose(steps)
+    if not backward:  # differentiated past a conversion, to where the data already was
+        return grad
+    with runtime.serving(cause and cause.transposed(backward)):
+        made = apply(backward, grad)
+    # A slice is a view of a cotangent that others may hold: a leaf would take it for its own and add to it in place.
+    return made.clone() if made is not grad and _only_slices(backward) else made
+
+
+@lru_cache(maxsize=2048)
+def _only_slices(steps: tuple[ConversionStep, ...]) -> bool:
+    return all(s.kind in ("slice", "retype") for s in steps) and any(s.kind == "slice" for s in steps)
+
+
+def apply_known(steps: tuple[ConversionStep, ...], local: Tensor, value: Tensor) -> Tensor:
+    """What ``apply(steps, local)`` would give, where the data (``value``) is there already; moves nothing."""
+    made: Tensor = _Known.apply(local, value, steps)
+    return made
+
+
+class _Known(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, value: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
+        ctx.steps, ctx.cause = steps, runtime.RT.cause
+        return value.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return back(ctx.steps, grad, ctx.cause), None, None
+
+
+class _Weighted(torch.autograd.Function):
+    """Reduction by other than a sum, where each part has its share of the gradient: 1/n of an average, equal shares for
+    all that hold a maximum, the product of the others for a product.  And what is made a product: ones have no share.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
+        (step,) = steps
+        ctx.steps, ctx.cause = steps, runtime.RT.cause
+        op, group = op_of(step.src, step), collective.group(step.src.mesh, step.axes)
+        if op == "avg":
+            ctx.save_for_backward(local.new_tensor(1 / group.size))
+            return _apart(run_all(steps, local), local)
+        if op is None:  # made a product
+            ctx.save_for_backward(1 - run(step, torch.zeros_like(local)))
+            return _apart(run(step, local), local)
+        out = run(_reduced_everywhere(step), local)
+        share = _share_of_product(local, group) if op == "product" else _share_of_holders(local, out, group)
+        ctx.save_for_backward(share)
+        return _slice(step, step.src.mesh.coordinate(runtime.RT.rank))(out) if step.kind == "reduce_scatter" else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (step,) = ctx.steps
+        (share,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and op_of(step.src, step) == "product":
+            raise ConversionError("a reduction by product has no second derivative here: gather the factors first")
+        back = transpose(ctx.steps)
+        with runtime.serving(ctx.cause and ctx.cause.transposed(back)):
+            made = apply(back, grad * share) if op_of(step.src, step) is None else apply(back, grad) * share
+        return made, None
+
+
+def _share_of_holders(local: Tensor, out: Tensor, group: Any) -> Tensor:
+    held = local == out
+    ties = collective.all_reduce(held.to(local.dtype), "sum", group)
+    return held / ties.clamp(min=1)
+
+
+def _share_of_product(local: Tensor, group: Any) -> Tensor:
+    """The product of the other parts; those that are zero are counted, to divide by none."""
+    zero = local == 0
+    zeros = collective.all_reduce(zero.to(local.dtype), "sum", group)
+    rest = collective.all_reduce(local.masked_fill(zero, 1), "product", group)
+    return torch.where(zero, rest.where(zeros == 1, 0), (rest / local).where(zeros == 0, 0))
+
+
+@lru_cache(maxsize=1024)
+def _reduced_everywhere(step: ConversionStep) -> ConversionStep:
+    return ConversionStep("all_reduce", step.axes, step.src, replicated(step.src, step.axes))

@@ -1,0 +1,256 @@
+"""From one layout to another: the cheapest sequence of steps, forward and backward bytes together.
+
+``plan`` searches (Dijkstra) over all sequences of steps of ``conversions``: each axis may split any dim on the way, or
+be replicated.  Bytes are in proportion to the tensor's, so a way is found once for all shapes.  The plan is data;
+``executor.apply`` executes it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from ..collective import ADDS
+from ..errors import ConversionError
+from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec, Wire, Wires, bytes_each, commute, dual, widest
+from . import conversions
+from .conversions import ConversionStep
+from .cost import bytes_of, passes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConversionPlan:
+    """Steps from ``src`` to ``dst`` with their cost in bytes sent per rank.
+
+    ``moves``: data crosses between ranks in the forward; ``free``: only types change; ``ends``: ``src`` and ``dst``
+    without the types of axes that no step touches, as any type is right there.
+    """
+
+    src: Spec
+    dst: Spec
+    steps: tuple[ConversionStep, ...]
+    forward_bytes: float
+    backward_bytes: float
+    moves: bool = field(init=False)
+    free: bool = field(init=False)
+    ends: tuple[Spec, Spec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        touched = sum(1 << a for a in {a for s in self.steps for a in s.axes})
+        ends = [s.with_(reduced=s.reduced & touched, undecided=0) for s in (self.src, self.dst)]
+        object.__setattr__(self, "ends", tuple(ends))
+        object.__setattr__(self, "moves", any(s.moves for s in self.steps))
+        object.__setattr__(self, "free", all(s.kind == "retype" for s in self.steps))
+
+    @property
+    def bytes(self) -> float:
+        """Forward and backward bytes together."""
+        return self.forward_bytes + self.backward_bytes
+
+
+@lru_cache(maxsize=2048)
+def plan(src: Spec, dst: Spec) -> ConversionPlan:
+    """The cheapest plan from ``src`` to ``dst``.  No step touches an axis that is undecided in both.
+
+    Raises ConversionError for different shapes or meshes, where one of the two is undecided on an axis and the other is
+    not, or where no sequence of steps exists.
+    """
+    if src.shape != dst.shape or src.mesh != dst.mesh:
+        raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
+    if src.undecided != dst.undecided:
+        raise ConversionError(f"an axis that is undecided in one of {src!r} and {dst!r} must be decided before")
+    sums, wires = widest((src, dst)), src.wires
+    src, dst = _value(src, sums, wires), _value(dst, sums, wires)
+    if src is dst:
+        return ConversionPlan(src, dst, (), 0.0, 0.0)
+    steps: list[ConversionStep] = []
+    here = src
+    for axes, (placement, reduced) in _moves(src, dst):
+        layout, mask = here.layout, here.reduced
+        for a in axes:
+            layout, mask = layout.replace(a, placement), mask & ~(1 << a) | (reduced << a)
+        steps.append(conversions.between(here, here.with_(layout=layout, reduced=mask), axes))
+        here = steps[-1].dst
+    assert here is dst, (here, dst)
+    way = tuple(steps)
+    return ConversionPlan(src, dst, way, bytes_of(way), bytes_of(conversions.transpose(way)))
+
+
+def in_dtype(conversion: ConversionPlan, dtype: torch.dtype) -> ConversionPlan:
+    """The plan of the same conversion of values of another dtype, which are summed in that."""
+    return plan(conversion.src.summed_as(dtype), conversion.dst.summed_as(dtype))
+
+
+def gathered_as(conversion: ConversionPlan, wire: Wire) -> ConversionPlan:
+    """The plan with what it gathers travelling in a format; its steps have no transpose."""
+    steps = conversions.gathered_as(conversion.steps, wire)
+    return ConversionPlan(conversion.src, conversion.dst, steps, bytes_of(steps), conversion.backward_bytes)
+
+
+def _value(spec: Spec, sums: torch.dtype | None, wires: Wires) -> Spec:
+    marked = spec.copied or spec.known or spec.stored or spec.sums is not sums or spec.wires != wires
+    return spec.with_(copied=False, stored=False, sums=sums, wires=wires) if marked else spec
+
+
+# ---------------------------------------------------------------------------------------------- the search
+
+Type = tuple[Placement, int]  # placement, and of Replicate what its gradient is
+_INVARIANT, _REDUCED, _UNDECIDED = 0, 1, 2  # whole, Partial, not known yet: then no step may touch the axis
+Move = tuple[tuple[int, ...], Type]  # these axes become this
+# A state is one number for each axis: the index of its type times _ORDERS, plus its place among the axes of its dim.
+State = tuple[int, ...]
+_ORDERS = 16
+_SPARE = 2  # dims that neither side splits and that may be split on the way
+
+
+def _moves(src: Spec, dst: Spec) -> list[Move]:
+    """The cheapest way.  Raises ConversionError where there is none."""
+    # A dim shorter than the mesh would put more on some ranks than bytes on average tell.
+    used = {*src.layout.dim_axes(), *dst.layout.dim_axes()}
+    spare = tuple([d for d, n in enumerate(src.shape) if n >= src.mesh.size and d not in used][:_SPARE])
+    # A wire rounds: it is no reason to sum what could be moved, however few bytes that would send.
+    sent = (src.summed.itemsize if w is None else max(bytes_each(w), src.dtype.itemsize) for w in src.wires)
+    there, back = (n / src.dtype.itemsize for n in sent)
+    try:
+        return _between((src.layout, _types(src)), (dst.layout, _types(dst)), spare, (there, back))
+    except ConversionError:
+        raise ConversionError(f"no sequence of conversions leads from {src!r} to {dst!r}") from None
+
+
+def _types(spec: Spec) -> tuple[int, ...]:
+    return tuple(_UNDECIDED if spec.undecided >> a & 1 else spec.reduced >> a & 1 for a in range(spec.mesh.ndim))
+
+
+@lru_cache(maxsize=4096)
+def _between(
+    src: tuple[Layout, tuple[int, ...]], dst: tuple[Layout, tuple[int, ...]], spare: tuple[int, ...], wide: Wide
+) -> list[Move]:
+    """The cheapest way, found for dims by number of appearance: shapes do not matter to it."""
+    dims = [*sorted({*src[0].dim_axes(), *dst[0].dim_axes()}), *spare]
+    ends = tuple(
+        tuple(
+            (Shard(dims.index(p.dim)) if isinstance(p, Shard) else p, types[a], layout.place(a))
+            for a, p in enumerate(layout.placements)
+        )
+        for layout, types in (src, dst)
+    )
+    found = _cheapest(src[0].mesh.sizes, *ends, len(dims), wide)
+    return [(axes, (Shard(dims[p.dim]) if isinstance(p, Shard) else p, r)) for axes, (p, r) in found]
+
+
+Wide = tuple[float, float]
+End = tuple[tuple[Placement, int, int], ...]
+
+
+@lru_cache(maxsize=16384)
+def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide) -> list[Move]:
+    """Dijkstra over all layouts of ``ndim`` dims, with the reductions that occur at the ends, by bytes of both ways.
+
+    ``wide``: bytes that are sent in a sum for each byte of tensor, forward and backward.
+    """
+    ends = dict.fromkeys((p, r) for p, r, _ in (*dst, *src))
+    others: list[Type] = [(REPLICATE, _INVARIANT), (REPLICATE, _REDUCED), (Partial(), _INVARIANT)]
+    types: list[Type] = list(dict.fromkeys([*ends, *others, *((Shard(d), _INVARIANT) for d in range(ndim))]))
+    table = _prices(tuple(types), wide)
+    mixed = not commute(*(p for p, _ in types))
+    first, last = (tuple(types.index((p, r)) * _ORDERS + place for p, r, place in end) for end in (src, dst))
+    queue: list[tuple[float, int, State]] = [(0.0, 0, first)]
+    count = 0
+    best: dict[State, float] = {first: 0.0}
+    came: dict[State, tuple[State, Move]] = {}
+    while queue:
+        cost, _, here = heapq.heappop(queue)
+        if here == last:
+            return _way(came, last)
+        if cost > best[here]:
+            continue
+        for axes, to, price in _steps(here, sizes, types, table):
+            state = _moved(here, axes, to, types)
+            if mixed and not commute(*(types[code // _ORDERS][0] for code in state)):
+                continue
+            # The tiny term per step makes fewer steps win among equals.
+            total = cost + price + 1e-7
+            if total < best.get(state, math.inf):
+                best[state], came[state] = total, (here, (axes, types[to]))
+                count += 1
+                heapq.heappush(queue, (total, count, state))
+    raise ConversionError("no sequence of conversions")
+
+
+def _way(came: dict[State, tuple[State, Move]], at: State) -> list[Move]:
+    moves = []
+    while at in came:
+        at, move = came[at]
+        moves.append(move)
+    return moves[::-1]
+
+
+# Index of a type to become; passes of what is held before and after, both ways together.
+Price = tuple[int, float, float]
+
+
+@lru_cache(maxsize=1024)
+def _prices(types: tuple[Type, ...], wide: Wide) -> list[list[Price]]:
+    """For each type what it may become in one step, by the kinds of the step and of its transpose."""
+    table: list[list[Price]] = []
+    for p, r in types:
+        table.append([])
+        for i, (q, s) in enumerate(types):
+            if (p, r) == (q, s) or _UNDECIDED in (r, s):
+                continue
+            try:
+                there = _passes(p, q, wide[0])
+            except ConversionError:
+                continue
+            source = (Partial(), _INVARIANT) if isinstance(p, Partial) else (p, r)
+            back = _passes(dual(q, bool(s))[0], dual(source[0], bool(source[1]))[0], wide[1])
+            table[-1].append((i, there[0] + back[1], there[1] + back[0]))
+    return table
+
+
+def _passes(p: Placement, q: Placement, wide: float) -> tuple[float, float]:
+    """Of the step from one placement to another: see ``cost.passes``."""
+    before, after = passes(conversions.kind_of(p, q))
+    sums = isinstance(p, Partial) and p.op in ADDS
+    return (before * wide, after * wide) if sums else (before, after)
+
+
+def _steps(
+    here: State, sizes: tuple[int, ...], types: list[Type], table: list[list[Price]]
+) -> Iterator[tuple[tuple[int, ...], int, float]]:
+    """All steps from a state: axes, index of the type that they get, bytes of both ways for one byte of tensor."""
+    now = [code // _ORDERS for code in here]
+    shard = [isinstance(types[i][0], Shard) for i in now]
+    held = 1.0 / math.prod(n for n, s in zip(sizes, shard, strict=True) if s)
+    groups: dict[int, list[int]] = {}
+    for a, i in enumerate(now):
+        if not shard[a]:
+            groups.setdefault(i, []).append(a)
+        elif any(now[b] == i and here[b] > here[a] for b in range(len(here))):
+            continue  # only the minor axis of a dim can leave it: the others hold interleaved parts
+        n = sizes[a]
+        gathered = held * n if shard[a] else held
+        for i_to, before, after in table[i]:
+            after_held = gathered / n if isinstance(types[i_to][0], Shard) else gathered
+            yield (a,), i_to, (n - 1) / n * (before * held + after * after_held)
+    for i, alike in groups.items():
+        for k in range(2, len(alike) + 1):
+            for axes in itertools.combinations(alike, k):  # one collective over several axes
+                n = math.prod(sizes[a] for a in axes)
+                for i_to, before, after in table[i]:
+                    if (before or after) and not isinstance(types[i_to][0], Shard):
+                        yield axes, i_to, (n - 1) / n * (before + after) * held
+
+
+def _moved(here: State, axes: tuple[int, ...], to: int, types: list[Type]) -> State:
+    state = list(here)
+    split = isinstance(types[to][0], Shard)
+    for a in axes:
+        state[a] = to * _ORDERS + (sum(c // _ORDERS == to for c in here) if split else 0)
+    return tuple(state)

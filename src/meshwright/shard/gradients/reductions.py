@@ -1,0 +1,172 @@
+"""Reductions of gradients that are in flight, and how they are finalized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ... import collective
+from ...dispatch import disabled
+from ...layout import Partial, Spec
+from ...local_tensor import get_grad, set_grad
+from ...mesh import Mesh
+from ...tensor import Coming, DistTensor, held, hold, in_spec, wrap
+from ..parameters.host import Leaving, on_host
+from ..parameters.packing import Packing
+
+Tensor = torch.Tensor
+
+
+class InFlight:
+    """One collective with the gradients of some parameters, each of which holds it in the place of its gradient."""
+
+    pending: collective.Pending
+
+    def __init__(self, params: Sequence[DistTensor], specs: Sequence[Spec]) -> None:
+        self.specs = {id(p): (k, spec) for k, (p, spec) in enumerate(zip(params, specs, strict=True))}
+        for p in params:
+            hold(p, _Seat(self, p.__dict__.get("_held")))
+
+    def settle(self) -> None:
+        """Wait, if what is kept until somebody reads it is smaller then.  Dispatch must be disabled."""
+
+    def advance(self) -> None:
+        """Start what is to come after the first of several collectives; all ranks must do so in one order."""
+        self.pending.advance()
+
+    def arrived(self, k: int) -> Tensor:
+        """The reduced gradient of the ``k``-th parameter, after a wait.  Dispatch must be disabled."""
+        raise NotImplementedError
+
+
+class _Seat:
+    """The gradient of one parameter on its way, and what its parameter held beside its slot before."""
+
+    __slots__ = ("kept", "source")
+
+    def __init__(self, source: InFlight, kept: DistTensor | Coming | None) -> None:
+        self.source, self.kept = source, kept
+
+    def finalize(self, p: DistTensor) -> None:
+        """Wait, and add it to what is there."""
+        k, spec = self.source.specs[id(p)]
+        with torch.no_grad(), disabled():
+            made = self.source.arrived(k)
+            hold(p, self.kept)
+            give(p, made, spec)
+
+
+def give(p: DistTensor, made: Tensor, spec: Spec) -> None:
+    """Add a reduced gradient to what a parameter has, in its dtype: in place, as it lies.  Dispatch must be disabled.
+
+    Where contributions came meanwhile, the sum is one more of them, which sends nothing.
+    """
+    earlier, slot, made = held(p), get_grad(p), made.to(spec.dtype)
+    hold(p, None)
+    set_grad(p, None)
+    for before in (earlier, slot):
+        if before is None:
+            continue
+        own: Spec = before.__dict__.get("_spec") or p._spec.grad()
+        more = (made if own.layout == spec.layout else in_spec(made, spec, own)).to(before.device)
+        # A view that is a copy gets its values from its base: what is written to it alone is lost.
+        made = Tensor.add(before, more) if own.copied else Tensor.add_(before, more)
+        spec = own.with_(copied=False)
+    if Tensor.size(made) == Tensor.size(p):
+        set_grad(p, wrap(made.to(p.device), spec))
+    else:
+        hold(p, wrap(made, spec))
+
+
+class Reduction(InFlight):
+    """An all-reduce: afterwards each gradient is a view of the buffer, in the layout of its parameter.
+
+    Those of parameters that are stored on the host are views of a copy of it there; they travel with no others.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[DistTensor],
+        specs: Sequence[Spec],
+        views: Sequence[Tensor],
+        pending: collective.Pending,
+    ) -> None:
+        self.views, self.pending = views, pending
+        self.leaving: list[Leaving] | None = None
+        self.hosted = on_host(params[0])
+        super().__init__(params, specs)
+
+    def settle(self) -> None:
+        """Start the copies to the host, where gradients go there."""
+        if self.hosted and self.leaving is None:
+            self.pending.wait()
+            device = next(iter(self.specs.values()))[1].mesh.device
+            specs = [spec for _, spec in self.specs.values()]
+            self.leaving = [Leaving(v.to(s.dtype), device) for v, s in zip(self.views, specs, strict=True)]
+
+    def arrived(self, k: int) -> Tensor:
+        self.settle()
+        if self.leaving is not None:
+            return self.leaving[k].wait()
+        self.pending.wait()
+        return self.views[k]
+
+
+class Scattering(InFlight):
+    """A reduce-scatter: afterwards each rank has its chunk of each gradient.
+
+    Args:
+        params: the parameters.
+        grads: their gradients, Partial on ``axis`` (and on ``others``).
+        specs: of the chunks.
+        axis: the axis that is scattered over.
+        others: further axes to reduce over, once the chunks are there (every rank must then read one).
+    """
+
+    def __init__(
+        self,
+        params: Sequence[DistTensor],
+        grads: Sequence[Tensor],
+        specs: Sequence[Spec],
+        packing: Packing,
+        axis: int,
+        others: tuple[int, ...],
+    ) -> None:
+        mesh: Mesh = specs[0].mesh
+        self.packing, self.chunks = packing, list[Tensor]()
+        self.leaving: Leaving | None = None
+        self.to_host, self.dtype, self.device = on_host(params[0]), specs[0].dtype, mesh.device
+        self.group = collective.group(mesh, (axis,))
+        self.others = collective.group(mesh, others) if others else None
+        self.wire = specs[0].grad_wire
+        flat = packing.pack(grads)
+        self.pending = collective.scatter_sum_async(flat, packing.sizes, self.group, self.wire)
+        super().__init__(params, specs)
+
+    def settle(self) -> None:
+        """Keep this rank's chunks, in place of whole gradients; start their copy to the host, where they go there."""
+        if self.chunks or self.leaving is not None:
+            return
+        row = self.pending.wait()
+        if self.others is not None:
+            collective.sum_async(row, self.others, self.wire).wait()
+        if self.to_host:
+            self.leaving = Leaving(row.to(self.dtype), self.device)
+        else:
+            self.chunks = self.packing.chunks(row, self.group.index)
+
+    def arrived(self, k: int) -> Tensor:
+        self.settle()
+        if self.leaving is not None:
+            self.chunks, self.leaving = self.packing.chunks(self.leaving.wait(), self.group.index), None
+        return self.chunks[k]
+
+
+def partial_axes(spec: Spec) -> tuple[int, ...]:
+    """Axes of more than one rank on which a value is Partial."""
+    sizes = spec.mesh.sizes
+    return tuple(a for a, p in enumerate(spec.layout.placements) if isinstance(p, Partial) and sizes[a] > 1)
+
+
+__all__ = ["InFlight", "Reduction", "Scattering", "give", "partial_axes"]

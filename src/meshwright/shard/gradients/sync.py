@@ -1,0 +1,383 @@
+"""Gradient synchronisation: gradients born Partial are reduced once per backward, in buckets, while it runs.
+
+A parameter that rank-dependent work used on an axis gets, on each rank, that rank's contribution.
+Contributions are copied into flat buffers ("buckets"), each reduced by one collective as soon as its last
+gradient is there, in an order that is the same on all ranks.  When the backward ends ``p.grad`` is a view of
+the reduced buffer.  Nothing is divided by the number of ranks: the loss is the global one, so the sum of the
+contributions is its gradient.
+
+What belongs to one backward is in an object that dies with it, however it ends (``backward``); gradients on their way
+are held by their parameters.  So after a backward that raised a parameter has what it would have on one device: what
+was accumulated before, Partial where its bucket had not left yet.
+
+The idea of buckets that follow the order of the backward is that of PyTorch's DistributedDataParallel (Li et
+al., 2020).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ... import collective, compat
+from ...dispatch import disabled
+from ...errors import DesyncError, ShardError, takes
+from ...layout import Replicate
+from ...local_tensor import bare, get_grad, set_grad
+from ...mesh import Mesh
+from ...ranks import runtime
+from ...resharding import executor
+from ...resharding.planner import plan as plan_conversion
+from ...tensor import DistTensor, hold, wrap
+from ..parameters.host import ON, on_host
+from .backward import Backward, begin, call_after
+from .buckets import STORED, Buckets
+from .replicas import astray
+
+Tensor = torch.Tensor
+DRIFT = (
+    "did one rank update with other options, from another state or other gradients, leave out zero_grad(), or draw "
+    "other random numbers?"
+)
+WORD = 1 << 62  # what is compared of a sum
+BUCKET_BYTES = 8 << 20  # small enough for most of the work to overlap with the backward, large enough for bandwidth
+
+
+def _sampled(n: int) -> bool:
+    """Whether values are compared at the backward of this number: what costs time then costs none on the whole."""
+    return n <= 8 or n % 64 == 0 or n in (16, 32)
+
+
+class GradSync:
+    """Reduces the gradients of a set of parameters; one per sharded model.  A parameter belongs to one of them.
+
+    Args:
+        mesh: the mesh that the parameters lie on.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.bucket_bytes = mesh, BUCKET_BYTES
+        self.names: list[str] = []
+        self.params: list[DistTensor] = []
+        self.enabled = True
+        self.apart: set[int] = set()  # parameters whose gradients come another way (see zero)
+        self._start()
+
+    def cover(self, params: Mapping[str, DistTensor], bucket_bytes: int = BUCKET_BYTES) -> list[GradSync]:
+        """From now on reduce the gradients of these parameters, but of those that others do.
+
+        Args:
+            params: each once, in the order of the model.
+            bucket_bytes: gradients are collected up to this size; larger ones travel alone and are not copied.
+
+        Returns:
+            The others.
+        """
+        others = {n: sync for n, p in params.items() if (sync := sync_of(p)) not in (None, self)}
+        own = {n: p for n, p in params.items() if n not in others}
+        self.names, self.params, self.bucket_bytes = list(own), list(own.values()), bucket_bytes
+        self.apart = {i for i, p in enumerate(self.params) if {STORED, ON} & p.__dict__.keys()}
+        self._begin()
+        return [sync for sync in dict.fromkeys(others.values()) if sync is not None]
+
+    def _start(self) -> None:
+        # By graph task, and by thread: a nested one belongs to that around it.
+        self.running: weakref.WeakValueDictionary[tuple[str, int], Backward] = weakref.WeakValueDictionary()
+        self.beginning = threading.Lock()
+        self.interrupted = False  # the last backward raised: gradients may be left Partial
+        self.scatter: Any = None  # starts the reduction of what stored parameters have been brought (see zero)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.divided: Buckets | None = None
+        self.order: list[int] | None = None  # in which the first backward brought the gradients
+        self.backwards = 0  # that were compared
+        self.added = 0  # gradients that were added to others
+        self.updated = 0  # a sum over all updates of digests of the numbers that they were made with
+        self.numbers: dict[int, dict[str, Any]] = {}  # those of the last one, by parameter group
+        self.digests: dict[int, int] = {}  # of these
+        # What was done when it was last compared, over which axes.
+        self.marks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.first = self._done()
+        for i, p in enumerate(self.params):
+            member = _member(p)
+            member.sync, member.i = weakref.ref(self), i
+            p.__dict__["_param_name"] = self.names[i]  # for messages
+
+    def replan(self) -> None:
+        """Divide anew before the next backward: what is wanted of the gradients has changed."""
+        self.divided = None
+
+    def buckets(self) -> Buckets:
+        """How the gradients of the next backward are divided."""
+        if self.divided is None or not self.divided.fits():
+            order = self.order or range(len(self.params) - 1, -1, -1)
+            self.divided = Buckets(self.params, order, self.bucket_bytes, self.apart)
+        return self.divided
+
+    def follow(self, seen: Sequence[int]) -> None:
+        """From now on buckets follow the order of the first whole backward, as the first rank saw it."""
+        group = collective.group(self.mesh)
+        first = collective.all_gather_object(list(dict.fromkeys(seen)), group)[0]
+        known = set(first)
+        self.order = first + [i for i in range(len(self.params) - 1, -1, -1) if i not in known]
+        self.replan()
+
+    # -- what the ranks did ---------------------------------------------------------------------------
+
+    def note(self, i: int, numbers: dict[str, Any]) -> None:
+        """An optimizer updates its parameter group ``i`` with these."""
+        if numbers != self.numbers.get(i):
+            self.numbers[i], self.digests[i] = numbers, zlib.crc32(repr(numbers).encode(), i)
+        self.updated += self.digests[i]
+
+    def _done(self) -> tuple[int, ...]:
+        """What was done so far: writes to parameters, gradients added to others, updates, seeds drawn."""
+        with disabled():
+            written = sum(p._version for p in self.params)
+        return written, self.added, self.updated, runtime.RT.drawn
+
+    def compare(self) -> list[Callable[[], None]]:
+        """Start to compare with the other ranks what was done since the last time; the answers raise.
+
+        Only one rank left a step out, took one alone, or went on after an error: its gradients would be added to those
+        of another step, or to those for other weights.
+
+        It travels beside the gradients.  At some backwards a sample of the values goes with it, and it goes over the
+        whole mesh where gradients do not.
+        """
+        self.backwards += 1
+        now, over, sampled = self._done(), list(self.buckets().groups), _sampled(self.backwards) or runtime.RT.check
+        if sampled and {a for a, n in enumerate(self.mesh.sizes) if n > 1} > {a for axes in over for a in axes}:
+            over.insert(0, tuple(range(self.mesh.ndim)))  # first: what differs is an error on all ranks then
+        answers: list[Callable[[], None]] = []
+        for axes in over:
+            group = collective.group(self.mesh, axes)
+            words = [(n - before) % WORD for n, before in zip(now, self.marks.get(axes, self.first), strict=True)]
+            sample = zlib.crc32(repr(collective.digests(self._replicas(axes), whole=False)).encode()) if sampled else 0
+            self.marks[axes] = now
+            answers.append(functools.partial(self._judge, group, collective.so_far((*words, sample), group)))
+        return [*answers, self._compare_values] if runtime.RT.check else answers
+
+    def _replicas(self, axes: Sequence[int]) -> list[Tensor]:
+        """Parameters that lie whole on these axes."""
+        return [bare(p) for p in self.params if all(isinstance(p._spec.layout.placements[a], Replicate) for a in axes)]
+
+    def _compare_values(self) -> None:
+        """Check mode: raise on every rank where replicas of parameters or gradients differ."""
+        values = {n: (p._spec.layout, bare(p)) for n, p in zip(self.names, self.params, strict=True)}
+        with disabled():
+            for name, p in zip(self.names, self.params, strict=True):
+                g = get_grad(p)
+                spec = None if g is None else g.__dict__.get("_spec")
+                if g is not None and spec is not None:
+                    values[f"the gradient of {name}"] = spec.layout, bare(g)
+        first = astray(values, collective.group(self.mesh))
+        if first:
+            raise DesyncError(f"the ranks hold {first}, after the backward at {runtime.user_line()}: {DRIFT}")
+
+    def _judge(self, group: collective.Group, answer: Callable[[], list[tuple[int, ...]]]) -> None:
+        written, added, updated, drawn, sample = zip(*answer(), strict=True)
+        if len(set(written)) > 1:
+            self._judge_writes(group, written)
+        if len(set(added)) > 1:
+            counts = ", ".join(f"{n} on rank {r}" for r, n in zip(group.ranks, added, strict=True))
+            raise DesyncError(
+                f"the ranks added gradients to those of an earlier backward for different parameters ({counts}): did "
+                "one rank leave out zero_grad()?"
+            )
+        if len(set(updated)) > 1:
+            items = ((i, k, v) for i, listed in sorted(self.numbers.items()) for k, v in listed.items())
+            found, _ = collective.difference(group, [collective.Fact(f"{k} of group {i}", v) for i, k, v in items])
+            text = f"with {found}" if found else "differently often, or with different numbers"
+            raise DesyncError(
+                f"the ranks updated {text}: did one rank set an option of the optimizer, or its scheduler, by a value "
+                "of its own?"
+            )
+        if len(set(drawn)) > 1:
+            raise DesyncError(
+                "the ranks drew different seeds of dropout since the last backward: did one rank draw random numbers "
+                "alone? Draw those from a torch.Generator of their own, or inside torch.random.fork_rng()"
+            )
+        if len(set(sample)) > 1:
+            self._judge_values(group)
+
+    def _judge_values(self, group: collective.Group) -> None:
+        first = self._astray(group)
+        if first:
+            raise DesyncError(f"the ranks hold {first}, after the backward at {runtime.user_line()}: {DRIFT}")
+
+    def _astray(self, group: collective.Group) -> str:
+        return astray({n: (p._spec.layout, bare(p)) for n, p in zip(self.names, self.params, strict=True)}, group)
+
+    def _judge_writes(self, group: collective.Group, written: Sequence[int]) -> None:
+        # Where the values are still the same on all ranks (weights swapped and put back, say) nothing is wrong.
+        first = self._astray(group)
+        counts = ", ".join(f"{n} on rank {r}" for r, n in zip(group.ranks, written, strict=True))
+        text = (
+            f"parameters were not written to equally often on all ranks since the last backward ({counts}): did one "
+            "rank leave out an optimizer step, or take one alone?"
+        )
+        if first:
+            raise DesyncError(f"the ranks hold {first}; {text}")
+        over = [self.mesh.axis_index(a) for a in group.axes]
+        if any(not isinstance(p._spec.layout.placements[a], Replicate) for p in self.params for a in over):
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    # -- copies of the model --------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("mesh", "names", "params", "bucket_bytes", "enabled", "apart")
+        return {k: self.__dict__[k] for k in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    # -- the backward ---------------------------------------------------------------------------------
+
+    def backward(self) -> Backward:
+        """The backward that this thread is in; of nested ones the outermost that has come to these parameters.
+
+        One may run in two threads: autograd serves leaves on the host in the one that asked for it, and what a device
+        computes in the device's.
+        """
+        task, thread = ("task", compat.current_graph_task_id()), ("thread", threading.get_ident())
+        found = self.running.get(task)
+        if found is None or found.over:
+            with self.beginning:
+                found = next((b for k in (task, thread) if (b := self.running.get(k)) and not b.over), None)
+                found = self.running[task] = self.running[thread] = found or begin(self)
+        return found
+
+    def ready(self, i: int) -> None:
+        """The gradient of parameter ``i`` was accumulated (called inside the backward)."""
+        if on_host(self.params[i]):  # in another thread than what a device computes, which alone sends
+            if self.enabled:
+                self.backward().note(i)
+            else:
+                call_after(self.params[i])
+            return
+        if i in self.apart:
+            self.backward().complete(self.params[i])
+        if self.enabled:
+            self.backward().ready(i)
+        else:
+            call_after(self.params[i])
+
+    def before(self, i: int) -> None:
+        """Something will be added to the gradient of parameter ``i``: lay a reduced one beside the slot.
+
+        It stays what it is, whoever else looks at it; what comes is reduced and added to it, in place.
+        """
+        p = self.params[i]
+        with disabled():
+            g = get_grad(p)
+            own = g.__dict__.get("_spec") if g is not None else None
+            if g is None or own is None or not p._spec.reduced:
+                return
+            self.added += 1
+            partial = p._spec.grad()
+            if own.layout == partial.layout or not _accumulates(p):
+                return
+            if g.requires_grad:
+                made = executor.apply(plan_conversion(own.with_(undecided=0), partial).steps, g)
+                set_grad(p, wrap(made.clone() if made is g else made, partial))
+                return
+            set_grad(p, None)
+            hold(p, wrap(g, own))
+
+
+def _accumulates(p: Tensor) -> bool:
+    """Whether the running backward will add to the gradient of a leaf (``torch.autograd.grad`` does not)."""
+    node = torch.autograd.graph.get_gradient_edge(p).node
+    try:
+        return bool(compat.will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+@dataclass
+class _Member:
+    """Where a parameter is among those whose gradients are reduced together, and its hooks, which look there."""
+
+    sync: Callable[[], GradSync | None] = lambda: None
+    i: int = 0
+
+    def ready(self, _: Tensor) -> None:
+        own = self.sync()
+        if own is not None:
+            own.ready(self.i)
+
+    def before(self, grad: Tensor | None) -> None:
+        own = self.sync()
+        if own is not None and grad is not None:
+            own.before(self.i)
+
+
+def sync_of(p: Tensor) -> GradSync | None:
+    """What reduces the gradients of a parameter."""
+    member: _Member | None = p.__dict__.get("_sync")
+    return None if member is None else member.sync()
+
+
+def _member(p: DistTensor) -> _Member:
+    """Of a parameter of which autograd tells us; the user's hooks after accumulation are called by us."""
+    if "_sync" in p.__dict__:
+        found: _Member = p.__dict__["_sync"]
+        return found
+    member = p.__dict__["_sync"] = _Member()
+    with disabled():
+        theirs = p._post_accumulate_grad_hooks
+        p.__dict__["_after"] = OrderedDict() if theirs is None else theirs  # handles of hooks know this dict
+        if p.is_floating_point() or p.is_complex():
+            kept = p.requires_grad
+            p.requires_grad_(True)  # hooks of a frozen parameter serve when it is thawed
+            p._post_accumulate_grad_hooks = OrderedDict({-1: member.ready})
+            Tensor.register_hook(p, member.before)
+            p.requires_grad_(kept)
+    return member
+
+
+def syncs_of(model: nn.Module) -> list[GradSync]:
+    """The gradient synchronisations of a model and of its parts."""
+    held = [m.__dict__ for m in model.modules() if "_gradient_sync" in m.__dict__]
+    found = [sync for d in held for sync in (d["_gradient_sync"], *d["_others_sync"])]
+    if not found:
+        raise ShardError("no_sync: this model was not sharded; call mw.shard_module(model, mesh, placements) first")
+    return list(dict.fromkeys(found))
+
+
+@takes(ShardError, model=(torch.nn.Module, "give the model that mw.shard_module returned"))
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients stay Partial and accumulate on each rank; nothing is sent.
+
+    The next backward outside synchronises the accumulated total, once.
+
+    Raises:
+        ShardError: the model was not sharded by ``shard_module``.
+    """
+    syncs = syncs_of(model)
+    before = [s.enabled for s in syncs]
+    for s in syncs:
+        s.enabled = False
+    try:
+        yield
+    finally:
+        for s, was in zip(syncs, before, strict=True):
+            s.enabled = was
+
+
+__all__ = ["BUCKET_BYTES", "GradSync", "no_sync", "sync_of", "syncs_of"]

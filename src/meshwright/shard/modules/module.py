@@ -1,0 +1,462 @@
+"""Sharding of modules: parameters become DistTensors, constraints of activations become hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import NoneType
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ... import compat
+from ...api import MESH_WANTED, shard_tensor
+from ...autograd_functions import guard_scripts
+from ...collective import Fact, together
+from ...dispatch import disabled
+from ...errors import LayoutError, MeshwrightError, ShardError, takes
+from ...layout import Layout, Placements, Replicate, Shard, Spec
+from ...mesh import Mesh
+from ...ranks import runtime
+from ...rules import COMPOSITES
+from ...tensor import DistTensor, GradientHook, wrap
+from ..gradients.buckets import STORED
+from ..gradients.sync import BUCKET_BYTES, GradSync
+from ..parameters.host import HOST, ON, check_device, in_host_memory
+from ..parameters.names import Globs, Names, inside, matching
+from ..parameters.packing import chunk_dim
+from ..parameters.precision import PRECISION, PRECISION_WANTED, Casts, Dtypes, Precisions, casts_of
+from ..units import stored as zero
+from .agreement import facts_of
+from .constraints import Inputs, Outputs, hooked
+
+Tensor = torch.Tensor
+
+
+_GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}')
+
+
+@takes(
+    ShardError,
+    mesh=MESH_WANTED,
+    placements=_GLOBS,
+    inputs=_GLOBS,
+    outputs=_GLOBS,
+    stored_over=((str, Mapping, NoneType), "give an axis, or a dict, glob of names of parameters or modules to axis"),
+    stored_on=((str, Mapping, NoneType), 'give "cpu", or a dict, glob of names of parameters or modules to that'),
+    precision=PRECISION_WANTED,
+    bucket_bytes=((int, float), "give a number of bytes"),
+)
+def shard_module(
+    model: nn.Module,
+    mesh: Mesh,
+    placements: Globs | None = None,
+    *,
+    inputs: Globs | None = None,
+    outputs: Globs | None = None,
+    stored_over: str | Mapping[str, str] | None = None,
+    stored_on: str | Mapping[str, str] | None = None,
+    regather: bool = True,
+    precision: Precisions | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    sync: bool = True,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Lay the parameters of a model on a mesh, in place; their gradients are synchronised in the backward.
+
+    Args:
+        model: every rank passes the same values (same seed, or loaded from one file).  On the meta device it is
+            materialised shard by shard, never whole, with the values that one device gets from the same seed.
+        mesh: the mesh.
+        placements: glob of parameter and buffer names to placements, e.g. ``{"*.qkv.weight": {"tp":
+            mw.Shard(0)}}``. Where several globs match a name the last one counts.  Parameters that none
+            matches are replicated; buffers that none matches stay plain tensors, which count as replicated.
+        inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
+            positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
+        stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob of names of
+            parameters or modules to axis.
+        stored_on: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
+            split or not, and are copied to the mesh's device for use; or glob of names of parameters or modules.
+        regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward, keeping nothing.
+        precision: the dtypes in which ops see parameters and gradients are reduced, see :class:`Precision`; or glob of
+            names of parameters or modules to those.  Where several globs match a name the last one counts.
+        bucket_bytes: gradients travel together up to this size.
+        sync: False: gradients stay Partial where ranks did their own work (``mw.reshard(p.grad, ...)`` reduces one).
+        init: called with a meta-device model that has memory now, in place of ``reset_parameters()`` of modules.
+
+    Returns:
+        The model.  Its parameters are the same objects as before (new ones, if it was on the meta device).
+
+    Raises:
+        ShardError: a glob without a match, a parameter that is sharded already, a meta module that cannot initialise.
+        LayoutError: a placement for a dim that the parameter does not have.
+        DesyncError: ranks that pass different models or placements.
+    """
+    _check_model(model)
+    guard_scripts()
+    _check_sync(sync, stored_over, stored_on, precision)
+    around = {"inputs": inputs or {}, "outputs": outputs or {}}
+    names, stored, casts, hosted = _laid(model, mesh, placements or {}, around, stored_over, stored_on, precision)
+    params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
+    if any(t.is_meta for t in names.tensors.values()):
+        _materialise(model, names, mesh, init)
+    if not sync:
+        return model
+    before: GradSync | None = model.__dict__.get("_gradient_sync")  # it was sharded before, and got other parameters
+    synced = before if before is not None and before.mesh == mesh else GradSync(mesh)
+    if stored or casts or hosted:
+        axes, dtypes = ({id(params[n]): said for n, said in by_name.items()} for by_name in (stored, casts))
+        zero.install(model, mesh, synced, axes, dtypes, {id(params[n]) for n in hosted}, regather=regather)  # type: ignore[arg-type]
+    model.__dict__.update(_gradient_sync=synced, _others_sync=synced.cover(params, bucket_bytes))
+    return model
+
+
+def _laid(
+    model: nn.Module,
+    mesh: Mesh,
+    placements: Globs,
+    constraints: dict[str, Globs],
+    stored_over: Any,
+    stored_on: Any,
+    precision: Precisions | None,
+) -> tuple[Names, dict[str, int], dict[str, Dtypes], set[str]]:
+    """Lay tensors and attach constraints, or raise the same on all ranks; what is stored split, and over which axis,
+    what is cast, and what is stored on the host."""
+    names, modules = Names(model), dict(model.named_modules())
+    with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
+        plan = _plan(names, mesh, placements)
+        stored = _stored(names, mesh, plan, stored_over)
+        hosted = _hosted(names, stored_on)
+        _check_scripted(names, plan)
+        casts = casts_of(model, names, precision)
+        cast = _cast(names, casts, stored)
+        for name, dtypes in casts.dtypes.items():
+            if name in plan:
+                plan[name] = plan[name].with_(wires=(None, dtypes.wire))
+        hooks = [hooked(modules, globs, what) for what, globs in constraints.items()]
+        facts += [*facts_of(names, plan), *(Fact(f"precision {part!r}") for part in casts.parts())]
+        facts += [Fact(f"stored on the host: {name}") for name in hosted]
+    for name, spec in plan.items():
+        _lay(names, name, spec, hosted=name in hosted)
+    list(casts.attach(model))  # in front of the constraints: what those send has the dtype
+    for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
+        for module, constraint in found:
+            kind(mesh, constraint).attach(module)
+    return names, stored, cast, {name for name in hosted if name in plan}
+
+
+def _check_scripted(names: Names, plan: Mapping[str, Spec]) -> None:
+    """Raises ShardError for modules of TorchScript whose tensors would be split: C++ takes a part for the whole."""
+    for prefix, module in names.modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            held = {names.all[n] for n in names.all if inside(n, prefix)}
+            split = next((n for n in held if n in plan and plan[n].layout != Layout(plan[n].mesh)), None)
+            if split is not None:
+                raise ShardError(
+                    f"{split} would be split, and {prefix or 'the model'} is a module of TorchScript, which runs in "
+                    "C++ and would take this rank's part for the whole: shard the module that it was made from"
+                )
+
+
+def _cast(names: Names, casts: Casts, stored: Collection[str]) -> dict[str, Dtypes]:
+    """Parameters that ops see in another dtype or as they were gathered, or whose gradients are reduced in another.
+
+    Raises ShardError for what was sharded before with another precision, or without one.
+    """
+    found = {}
+    for name, dtypes in casts.dtypes.items():
+        t = names.tensors[name]
+        if name not in stored and STORED not in t.__dict__:
+            dtypes = dtypes._replace(gather=None)  # it is whole
+        plain = Dtypes(t.dtype, t.dtype, wire=dtypes.wire)  # the wire is in its spec
+        if isinstance(t, DistTensor):
+            have = t.__dict__.get(PRECISION, plain)._replace(wire=t._spec.grad_wire)
+            if have != dtypes:
+                raise ShardError(
+                    f"precision: {name} is sharded already, {have}: say precision= where it is sharded first, and the "
+                    "same here"
+                )
+        elif dtypes != plain:
+            found[name] = dtypes
+    return found
+
+
+def _check_sync(sync: bool, stored_over: Any, stored_on: Any, precision: Any) -> None:
+    """Raises ShardError for options that do nothing without the synchronisation of gradients."""
+    fix = "needs the synchronisation of gradients: leave out sync=False"
+    if stored_over and not sync:
+        raise ShardError(f"stored_over= {fix}")
+    if stored_on and not sync:
+        raise ShardError(f"stored_on= {fix}")
+    if precision and not sync:
+        raise ShardError(f"precision= {fix}; mw.compile_step takes precision= itself")
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises ShardError for what is no module, or one whose tensors somebody else lays out or synchronises."""
+    if not isinstance(model, nn.Module):
+        raise ShardError(
+            f"shard_module takes an nn.Module, not {type(model).__name__}: shard the modules of a list one by one, or "
+            "put them into an nn.ModuleList"
+        )
+    wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+    for name, module in model.named_modules():
+        if any(kind.__name__ in wrappers for kind in type(module).__mro__):
+            raise ShardError(
+                f"{name or 'the model'} is wrapped as {type(module).__name__}, which would synchronise or split what "
+                "shard_module does: pass the module inside, unwrapped (stored_over= is what FSDP does)"
+            )
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise ShardError(
+                f"{name or 'the model'} is compiled by torch.compile, which cannot trace DistTensors: shard the module "
+                'that was compiled; mw.compile_step(..., backend="inductor") captures a whole step and compiles what '
+                "lies between collectives"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ShardError(
+                f"{name or 'the model'} is an {type(module).__name__} with sparse=True, and sparse gradients cannot be "
+                "synchronised: build it with sparse=False, or set its attribute sparse to False"
+            )
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if type(t).__module__.startswith("torch.distributed"):
+            raise ShardError(
+                f"{name} is a {type(t).__name__} of PyTorch: build the model with plain tensors and give their layout "
+                "in placements=, or bring one over with mw.from_dtensor"
+            )
+        if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, compat.FakeTensor):
+            raise ShardError(
+                f"{name} is a {type(t).__name__} of {type(t).__module__.partition('.')[0]}, which mw.shard_module does "
+                "not split: shard the model with plain tensors, and leave out what makes others of them (quantize_)"
+            )
+        if nn.parameter.is_lazy(t):
+            raise ShardError(f"{name} has no shape yet: run one batch through the model before it is sharded")
+        if t.is_inference():
+            raise ShardError(
+                f"{name} was made under torch.inference_mode(), and can never be trained: leave that first"
+            )
+
+
+def lay_module(
+    model: nn.Module, mesh: Mesh, specs: Mapping[str, Spec], init: Callable[[nn.Module], Any] | None = None
+) -> dict[str, DistTensor]:
+    """Lay the parameters and buffers of a model as ``specs`` say (by their first names); nothing else is done to it.
+
+    Tensors that lie on the mesh already must lie so.  Returns the distributed ones by name.
+
+    Raises:
+        ShardError: a tensor that lies otherwise already; a module that cannot initialise itself.
+        DesyncError: ranks that pass different models or specs.
+    """
+    names = Names(model)
+    plan = {n: s for n, s in specs.items() if not isinstance(names.tensors[n], DistTensor)}
+    with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
+        for name, spec in specs.items():
+            t = names.tensors[name]
+            have = t._spec.layout if isinstance(t, DistTensor) else spec.layout
+            if have != spec.layout:
+                raise ShardError(f"{name} is sharded already, as {have!r}, and the program needs {spec.layout!r}")
+        facts += facts_of(names, plan)
+    meta = any(t.is_meta for t in names.tensors.values())
+    for name, spec in plan.items():
+        _lay(names, name, spec)
+    if meta:
+        _materialise(model, names, mesh, init)
+    return {n: t for n, t in names.current().items() if isinstance(t, DistTensor)}
+
+
+def stored_specs(
+    model: nn.Module, mesh: Mesh, specs: Mapping[str, Spec], stored_over: str | Mapping[str, str] | None
+) -> dict[str, Spec]:
+    """Of parameters that are to be stored split over an axis, the specs as stored; ``specs`` are as the ops see them.
+
+    Raises as :func:`shard_module`.
+    """
+    plan = dict(specs)
+    return {name: plan[name] for name in _stored(Names(model), mesh, plan, stored_over)}
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
+    """First name of each tensor to be laid on the mesh, to its spec."""
+    chosen: dict[str, Placements] = {}
+    for glob, matched in matching(placements, names.all, "parameter or buffer", names.modules).items():
+        for name in matched:
+            # A pattern for weights meets counters too (num_batches_tracked), of which there is nothing to split.
+            if names.tensors[names.all[name]].ndim or name == glob:
+                chosen[names.all[name]] = placements[glob]
+    plan = {}
+    for name, t in names.tensors.items():
+        if isinstance(t, DistTensor):
+            if name in chosen:
+                raise ShardError(
+                    f"{name} is sharded already, as {t._spec.layout!r}: change it with mw.reshard, or build anew"
+                )
+            continue
+        if name not in chosen and not isinstance(t, nn.Parameter):
+            continue
+        try:
+            layout = Layout(mesh, chosen.get(name, ()), ndim=t.ndim)
+        except MeshwrightError as error:
+            error.args = (f"{name}, of shape {tuple(t.shape)}: {error}",)
+            raise
+        if layout.partial:
+            raise LayoutError(f"{name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
+        plan[name] = Spec(t.shape, t.dtype, layout, undecided=mesh.everywhere)
+    return plan
+
+
+def _stored(
+    names: Names, mesh: Mesh, plan: dict[str, Spec], stored_over: str | Mapping[str, str] | None
+) -> dict[str, int]:
+    """Parameters to be stored split, to the axis; their specs in ``plan`` become those of the stored
+    tensors."""
+    if stored_over is None:
+        return {}
+    globs = {"*": stored_over} if isinstance(stored_over, str) else stored_over
+    axes = {names.all[name]: mesh.axis_index(axis) for name, axis in names.said(globs, "stored_over").items()}
+    found = {}
+    for name, axis in axes.items():
+        spec = plan.get(name)
+        if spec is None:
+            continue
+        if not isinstance(spec.layout.placements[axis], Replicate):
+            raise ShardError(
+                f"{name} is split over {mesh.axes[axis]!r} as the ops see it ({spec.layout!r}), so it "
+                "cannot be "
+                "stored over that axis too: give another axis, or leave it out of stored_over"
+            )
+        dim = chunk_dim(spec, axis)
+        if dim is not None:
+            layout, everywhere = spec.layout.replace(axis, Shard(dim)), mesh.everywhere
+            plan[name] = Spec(spec.shape, spec.dtype, layout, undecided=everywhere, wires=spec.wires)
+            found[name] = axis
+    return found
+
+
+def _hosted(names: Names, stored_on: str | Mapping[str, str] | None) -> dict[str, None]:
+    """First names of parameters that are to be stored on the host, in their order.
+
+    Raises ShardError for another device, and for what was laid elsewhere before.
+    """
+    if stored_on is None:
+        return {}
+    globs = {"*": stored_on} if isinstance(stored_on, str) else stored_on
+    for device in globs.values():
+        check_device(device)
+    found = {names.all[n]: None for n in names.said(globs, "stored_on")}
+    for name in found:
+        t = names.tensors[name]
+        if isinstance(t, DistTensor) and ON not in t.__dict__:
+            raise ShardError(
+                f"stored_on: {name} is sharded already, and not so: say stored_on= where it is sharded first"
+            )
+    return found
+
+
+def _lay(names: Names, name: str, spec: Spec, *, hosted: bool = False) -> None:
+    """Make one tensor of the model distributed: the same object, unless it is on the meta device."""
+    t = names.tensors[name]
+    mesh = spec.mesh
+    here = mesh.coordinate(runtime.RT.rank)
+    if t.is_meta:
+        local = torch.empty(spec.local_shape(here), dtype=t.dtype, device=HOST if hosted else mesh.device)
+        made = wrap(in_host_memory(local, mesh.device) if hosted else local, spec)
+        made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})
+        made.requires_grad_(t.requires_grad)
+        made._is_param = isinstance(t, nn.Parameter)
+        for module, key, _ in names.places(name):
+            _registry(module, key)[key] = made
+        return
+    param = isinstance(t, nn.Parameter)
+    local = shard_tensor(t.detach(), mesh, spec.layout, order=dict(spec.layout.order), check=False)
+    with torch.no_grad(), disabled():
+        t.grad = None
+        if t.requires_grad:
+            # A graph from before (weight_norm, prune) may keep the node to which gradients of the old shape go; only
+            # data of another dtype have it made anew.
+            t.data = t.new_empty(0, dtype=torch.float16 if t.dtype is not torch.float16 else torch.float32)
+        put = in_host_memory(local, mesh.device) if hosted else Tensor.to(local, mesh.device)
+        t.data = put.as_subclass(Tensor)
+    wrap(t, spec)
+    hooks: Any = t._backward_hooks or {}
+    for at, hook in hooks.items():  # autograd would call them with local gradients
+        hooks[at] = GradientHook(t, hook)
+    if param:
+        t._is_param = True
+
+
+def _registry(module: nn.Module, key: str) -> dict[str, Any]:
+    return module._parameters if key in module._parameters else module._buffers
+
+
+def _materialise(model: nn.Module, names: Names, mesh: Mesh, init: Callable[[nn.Module], Any] | None) -> None:
+    """Give a model from the meta device its values: those that its construction draws from the same seed."""
+    for name, t in names.current().items():
+        if t.is_meta:  # a buffer: small, the same everywhere
+            made = torch.empty_like(t, device=mesh.device)
+            for module, key, _ in names.places(name):
+                module._buffers[key] = made
+    if init is not None:
+        with torch.no_grad():
+            init(model)
+        return
+    helpless = []
+    done: set[int] = set()
+    for prefix, module in _construction_order(model):
+        own = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            with _apart(module, done):
+                reset()
+            done.update(id(p) for p in module.parameters(recurse=False))
+        elif own:
+            helpless.append(f"{prefix or type(module).__name__} ({type(module).__name__}: {', '.join(own)})")
+    if helpless:
+        raise ShardError(
+            "on the meta device, and without reset_parameters() to initialise themselves: "
+            f"{'; '.join(helpless)}. Give "
+            "these modules a reset_parameters(), pass shard_module(..., init=fn), or build the model on a "
+            "real device"
+        )
+
+
+@contextlib.contextmanager
+def _apart(module: nn.Module, done: set[int]) -> Iterator[None]:
+    """Let a module draw for tied parameters that have their values already, but into scratch memory."""
+    tied = {k: p for k, p in module._parameters.items() if p is not None and id(p) in done}
+    module._parameters.update({k: copy.deepcopy(p) for k, p in tied.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(tied)
+
+
+def _construction_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children before their parent, which initialises its own parameters after having made them."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        if id(module) in found:
+            return
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}.{key}" if prefix else key, child)
+        found[id(module)] = (prefix, module)
+
+    visit("", model)
+    return list(found.values())
+
+
+def _compatible(a: Tensor, b: Tensor) -> bool:
+    """Asked by ``Module.to`` of a parameter and its conversion."""
+    with disabled():
+        return compat.has_compatible_shallow_copy_type(a, b)
+
+
+COMPOSITES["_has_compatible_shallow_copy_type"] = _compatible
+
+__all__ = ["lay_module", "shard_module", "stored_specs"]

@@ -1,0 +1,6 @@
+"""Optimizers on distributed parameters.
+
+Read ``optimizer`` (``mw.shard_optimizer``), ``kinds`` (what is known of classes of optimizers), ``states`` (how
+states are held and split), ``blocks`` (states that are not one value per element), ``foreach`` (lists of tensors in
+one call), ``hyperparameters``.
+"""

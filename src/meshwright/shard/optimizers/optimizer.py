@@ -1,0 +1,451 @@
+"""Optimizers on distributed parameters: the native step on local tensors.
+
+While an optimizer's own step function runs, parameters, gradients and states are what they are underneath: plain
+local tensors.  So foreach and fused kernels run as on one device.  Hooks of steps, closures and everything else see
+them distributed.  This serves every optimizer that treats elements one by one; ``shard_optimizer`` adds what needs
+to be asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from itertools import chain
+from types import NoneType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
+
+from ... import compat
+from ...dispatch import disabled, refresh, write_through
+from ...errors import ShardError, takes
+from ...layout import Partial, Spec
+from ...local_tensor import close_tensors, distributed, get_grad, mine, open_tensors, set_grad
+from ...ranks import runtime
+from ...resharding import executor
+from ...resharding.planner import plan as plan_conversion
+from ...tensor import DistTensor, call_enabled, hold, in_slot, wrap
+from ..gradients.sync import sync_of
+from .blocks import Apart
+from .hyperparameters import numbers_of
+from .kinds import builtin, check_class, check_fused, hooks_of, mixes, name_of
+from .states import Chunks, Shadow, check_state, held_state, own_spec
+
+Tensor = torch.Tensor
+
+
+class OptimizerBinding:
+    """What Meshwright knows of one optimizer.
+
+    Args:
+        opt: the optimizer.
+        elementwise: the caller's word that a step of an unknown class treats elements one by one.
+        reshards: bring gradients of other layouts to the parameter's, instead of refusing them.
+        states_over: the axis that states are split over.
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        *,
+        elementwise: bool = False,
+        reshards: bool = False,
+        states_over: str | None = None,
+    ) -> None:
+        self.elementwise, self.reshards, self.states_over = elementwise, reshards, states_over
+        self.chunks = Chunks(states_over, ()) if states_over is not None else None
+        self.shadow: Shadow | None = None
+        self.apart = Apart()
+        self.known: list[Any] = []
+        self.lies: dict[int, tuple[Spec, Spec]] = {}  # of a parameter and of its states
+        self.params: list[DistTensor] = []
+        self.copies: list[DistTensor] = []
+        self.specs: list[Spec] = []
+        self.wanted: list[Spec] = []
+        self.inside: Optimizer | None = None  # whose own step runs
+        self.swapped: list[Tensor] = []
+        self.states: list[Tensor] = []  # of one value per element
+        # When states were looked through: they and the parameters, the specs of these, and all values.
+        self.lying: list[Any] = []
+        self.laid: list[Any] = []
+        self.seen: list[Any] = []
+        self.follow(opt)
+        if _check_loaded not in opt._optimizer_load_state_dict_pre_hooks.values():
+            opt.register_load_state_dict_pre_hook(_check_loaded)
+            opt.register_load_state_dict_post_hook(_hold_states)
+            opt.register_state_dict_pre_hook(_check_whole)
+
+    def follow(self, opt: Optimizer) -> None:
+        """Look at the parameters (again): some may have been added."""
+        known = [*chain.from_iterable(map(_PARAMS, opt.param_groups))]
+        if _same(known, self.known):
+            return
+        every = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
+        check_class(opt, every, self.elementwise, self.chunks is not None)
+        if self.chunks is not None:
+            self.chunks.add(every)
+        self.known = known
+        self.params = [p for p in every if self.chunks is None or self.chunks.spec(p) is None]
+        self.lies = {id(p): (p._spec, self.state_spec(p)) for p in every}
+        self.specs = [p._spec for p in self.params]
+        self.copies = [p for p in self.params if p._spec.copied]  # views of others: those see the update too
+        self.wanted = [own_spec(s) for s in self.specs]
+        # Of each group: who compares what it is updated with.
+        self.syncs = [WeakSet(s for p in g["params"] if (s := sync_of(p)) is not None) for g in opt.param_groups]
+
+    def tell(self, opt: Optimizer) -> None:
+        """Note what the parameters are updated with: ranks compare it after their next backward."""
+        for i, (syncs, numbers) in enumerate(zip(self.syncs, numbers_of(opt), strict=True)):
+            for sync in syncs:
+                sync.note(i, numbers)
+
+    def state_spec(self, p: DistTensor) -> Spec:
+        """How the states of a parameter lie."""
+        return (self.chunks.spec(p) if self.chunks is not None else None) or own_spec(p._spec)
+
+    def open(self, opt: Optimizer) -> Optimizer:
+        """Make parameters, gradients and states plain; what the optimizer's own step is called with.
+
+        Raises ShardError, with nothing changed, for gradients of other layouts and states of other sizes.
+        """
+        check_fused(opt)
+        self._hold_states(opt)
+        if self.chunks is not None:
+            self.shadow = self.shadow or Shadow(opt, self.chunks)
+            self.shadow.load()
+        self._swap()
+        self.inside = opt
+        return opt if self.shadow is None else self.shadow.made
+
+    def close(self) -> None:
+        """Make them distributed again; of a step that raised, too: what it has updated goes to all ranks."""
+        opt, self.inside = self.inside, None
+        close_tensors(self.swapped)
+        self.swapped = []
+        if opt is None:
+            return
+        # An optimizer of PyTorch's leaves parameters without a gradient alone.
+        updated = [] if self.shadow is None else self.shadow.settle(everything=not builtin(opt))
+        self._wrap_states(opt)
+        if self.chunks is not None:
+            self.chunks.gather(updated)
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[Optimizer | None]:
+        """For what an optimizer's own step calls and what is none of it: closures, hooks."""
+        opt, shadow = self.inside, self.shadow
+        if opt is None:
+            yield None
+            return
+        self.close()
+        self.shadow = None
+        try:
+            with compat.EnableTorchFunction():
+                yield opt
+        finally:
+            self.shadow = shadow
+            self.open(opt)
+
+    def _swap(self) -> None:
+        swapped: list[Tensor] = []
+        with disabled():
+            for i, p in enumerate(self.params):
+                if mine(p):  # inside of another optimizer's step
+                    continue
+                g = in_slot(p) if "_held" in p.__dict__ else get_grad(p)
+                if g is None:
+                    continue
+                if not isinstance(g, DistTensor) or g._spec is not self.wanted[i]:
+                    g = self._fitted(i, p, g)
+                swapped.append(g)
+            swapped += filter(distributed, self.params)
+            swapped += self.states
+            open_tensors(swapped)
+            self.swapped = swapped
+
+    def _fitted(self, i: int, p: DistTensor, g: Tensor) -> Tensor:
+        """A gradient in the layout of its parameter."""
+        if p._spec is not self.specs[i]:
+            self.specs[i], self.wanted[i] = p._spec, own_spec(p._spec)
+        own: Spec = g.__dict__.get("_spec") or p._spec.grad()
+        wanted = self.wanted[i]
+        if own.layout == wanted.layout and g.dtype is wanted.dtype:
+            return wrap(g, wanted)
+        if not self.reshards and not _interrupted(p):
+            raise ShardError(_unfit(p, own))
+        plan = plan_conversion(own.with_(undecided=0), wanted.with_(dtype=own.dtype))
+        with torch.no_grad():
+            # It may be in what it is reduced in, and where.
+            made = wrap(executor.apply(plan.steps, g).to(p.device, wanted.dtype), wanted)
+        hold(p, None)
+        set_grad(p, made)
+        return made
+
+    def _hold_states(self, opt: Optimizer) -> None:
+        """Note the states of one value per element, brought to how their parameters' states lie."""
+        if self._seen(opt) and list(map(_SPEC, self.lying)) == self.laid:
+            return
+        found: list[Tensor] = []
+        for p, entry in opt.state.items():
+            lies = self.lies.get(id(p))
+            if lies is None:
+                continue
+            if lies[0] is not p._spec:  # type: ignore[attr-defined]
+                lies = self.lies[id(p)] = (p._spec, self.state_spec(p))  # type: ignore[attr-defined,arg-type]
+            spec = lies[1]
+            if self.apart.holds(opt, p, entry, spec):  # type: ignore[arg-type]
+                continue
+            for k, v in entry.items():
+                if not isinstance(v, DistTensor):
+                    if not isinstance(v, Tensor) or not v.dim():
+                        continue
+                    v = entry[k] = held_state(v, spec, k, p, opt)
+                elif v._spec is not spec and (v._spec.layout != spec.layout or v._spec.shape != spec.shape):
+                    v = entry[k] = held_state(v, spec, k, p, opt)
+                if isinstance(v, DistTensor):
+                    found.append(v)
+        self.states, self.lying = found, [*found, *(p for p in opt.state if isinstance(p, DistTensor))]
+        self.laid, self.seen = list(map(_SPEC, self.lying)), _values(opt)
+
+    def _seen(self, opt: Optimizer) -> bool:
+        """Whether all states are the objects that were last looked through."""
+        return _same(_values(opt), self.seen)
+
+    def _wrap_states(self, opt: Optimizer) -> None:
+        """States that a step has made become DistTensors."""
+        if self._seen(opt):  # a step writes to what is there
+            return
+        self.apart.judge(opt, self.lies)
+        for p, entry in opt.state.items():
+            if id(p) in self.lies and id(p) not in self.apart.found:
+                for v in entry.values():
+                    if v.__class__ is Tensor and v.dim():
+                        spec = self.lies[id(p)][1]
+                        if v.shape == spec.local_shape(spec.mesh.coordinate(runtime.RT.rank)):
+                            wrap(v, spec)
+
+
+_SPEC, _PARAMS, _VALUES = operator.attrgetter("_spec"), operator.itemgetter("params"), operator.methodcaller("values")
+
+
+def _values(opt: Optimizer) -> list[Any]:
+    return [*chain.from_iterable(map(_VALUES, opt.state.values()))]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    """Whether they hold the same objects."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _interrupted(p: DistTensor) -> bool:
+    """Whether the last backward raised: a gradient may then be left Partial, which nobody could have seen to."""
+    sync = sync_of(p)
+    return sync is not None and sync.interrupted
+
+
+def _unfit(p: DistTensor, own: Spec) -> str:
+    if any(isinstance(q, Partial) for q in own.layout.placements):
+        return (
+            f"the gradient of {name_of(p)} is still Partial ({own.layout!r}): each rank holds its own "
+            "contribution. "
+            "Synchronise it: shard the model with mw.shard_module, leave mw.no_sync before the last "
+            "backward, or set "
+            "p.grad = mw.reshard(p.grad, p.spec.layout)"
+        )
+    return (
+        f"the gradient of {name_of(p)} lies as {own.layout!r}, the parameter as {p._spec.layout!r}: set "
+        "p.grad = mw.reshard(p.grad, p.spec.layout), or have it done with mw.shard_optimizer(optimizer)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def binding_of(opt: Optimizer) -> OptimizerBinding | None:
+    """The binding of an optimizer, made at its first step; None if it has no distributed parameters."""
+    found: OptimizerBinding | None = opt.__dict__.get("_meshwright")
+    if found is None and any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
+        said = opt.__dict__.pop(_SAID, None)
+        if said is not None:  # a copy of one that was prepared
+            return binding_of(shard_optimizer(opt, **said))
+        found = opt.__dict__["_meshwright"] = OptimizerBinding(opt)
+    return found
+
+
+_SAID = "_meshwright_said"
+_reduce_ex: Any = Optimizer.__reduce_ex__
+
+
+def _with_options(opt: Optimizer, protocol: Any) -> Any:
+    """What is copied and pickled of an optimizer, with what ``shard_optimizer`` was told, for the copy's first step."""
+    make, args, *rest = _reduce_ex(opt, protocol)
+    binding: OptimizerBinding | None = opt.__dict__.get("_meshwright")
+    said = opt.__dict__.get(_SAID)
+    if binding is not None and binding.reshards:
+        said = {"states_over": binding.states_over, "elementwise": binding.elementwise}
+    if rest and isinstance(rest[0], dict):  # a class may keep all that it has
+        rest[0] = {k: v for k, v in rest[0].items() if k not in ("_meshwright", _SAID)}
+    return (make, args, *rest) if said is None else (_remade, (said, make, *args), *rest)
+
+
+def _remade(said: dict[str, Any], make: Any, *args: Any) -> Any:
+    opt = make(*args)
+    opt.__dict__[_SAID] = said
+    return opt
+
+
+Optimizer.__reduce_ex__ = _with_options  # type: ignore[method-assign,assignment]
+
+
+def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's own step function, with parameters, gradients and states plain while it runs."""
+
+    @functools.wraps(own)
+    def step(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        binding = binding_of(opt)
+        if binding is None:
+            return own(opt, *args, **kwargs)
+        binding.follow(opt)
+        binding.tell(opt)
+        for p in binding.copies:
+            refresh(p, call_enabled)
+        losses: list[Any] = []
+        args, kwargs = _with_closure(opt, binding, args, kwargs, losses)
+        try:
+            plain = binding.open(opt)
+            with disabled():
+                made = own(plain, *args, **kwargs)
+            return losses[0] if losses and mixes(opt) else made  # what it was given there are numbers
+        finally:
+            runtime.RT.updates += 1
+            binding.close()
+            binding.shadow = None
+            with torch.no_grad():
+                for p in binding.copies:
+                    write_through(p, call_enabled)
+
+    return step
+
+
+def _with_closure(opt: Optimizer, binding: OptimizerBinding, args: Any, kwargs: Any, losses: list[Any]) -> Any:
+    """A closure runs the model: for that the parameters must be distributed again."""
+    closure = args[0] if args else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+
+    def distributed() -> Any:
+        with binding.outside():
+            loss = closure()
+            losses.append(loss)
+            return loss.item() if isinstance(loss, DistTensor) and mixes(opt) else loss
+
+    return ((distributed, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": distributed})
+
+
+_profile_hook_step: Any = Optimizer.profile_hook_step
+
+
+def _hooked(own: Callable[..., Any]) -> Callable[..., Any]:
+    """What PyTorch makes of a class's step function: hooks around it, which see DistTensors."""
+    whole = _profile_hook_step(_on_locals(own))
+
+    @functools.wraps(own)
+    def step(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        binding: OptimizerBinding | None = opt.__dict__.get("_meshwright")
+        if binding is None or binding.inside is None:
+            return whole(opt, *args, **kwargs)
+        if not hooks_of(opt):  # the step of a class calls that of its base
+            return own(opt, *args, **kwargs)
+        with binding.outside() as real:
+            return whole(real, *args, **kwargs)
+
+    return step
+
+
+def _classes(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    yield kind
+    for sub in kind.__subclasses__():
+        yield from _classes(sub)
+
+
+Optimizer.profile_hook_step = staticmethod(_hooked)  # type: ignore[method-assign,assignment]
+for _kind in set(_classes(Optimizer)):  # optimizers have been made of some already
+    _step: Any = _kind.__dict__.get("step")
+    if getattr(_step, "hooked", False) and _step.__globals__["__name__"] == torch_optimizer.__name__:
+        _kind.step = _hooked(_step.__wrapped__)  # type: ignore[method-assign]
+        _kind.step.hooked = True  # type: ignore[attr-defined]
+
+
+@takes(ShardError, states_over=((str, NoneType), "give one axis of the mesh"))
+def shard_optimizer(opt: Optimizer, *, states_over: str | None = None, elementwise: bool = False) -> Optimizer:
+    """Prepare an optimizer for distributed parameters; the same object is returned.
+
+    Plain optimizers work on distributed parameters whose gradients lie as they do.  This adds: gradients of
+    other layouts are brought to the parameter's, and classes of your own may be declared elementwise.
+    ``state_dict()`` gives the states as DistTensors; ``load_state_dict()`` takes whole tensors, or
+    DistTensors of any layout.
+
+    Args:
+        opt: an optimizer over the parameters of a sharded model.
+        states_over: axis over which states are split (ZeRO-1), and with them the gradients of a model that was
+            sharded with ``shard_module`` (ZeRO-2): each rank updates its chunk of every parameter that is
+            replicated on the axis, then the chunks are gathered.
+        elementwise: a class of your own treats elements one by one.
+
+    Raises:
+        MeshError: no such axis.
+        ShardError: an optimizer that mixes elements of parameters that are split.
+    """
+    if not isinstance(opt, Optimizer):
+        raise ShardError(f"shard_optimizer takes a torch.optim.Optimizer, not {type(opt).__name__}")
+    if not any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
+        raise ShardError(
+            "none of the optimizer's parameters is distributed: call mw.shard_module(model, mesh, ...) first, and make "
+            "the optimizer after it from the model's own parameters; what replaces or adds parameters (PEFT, the meta "
+            "device) comes before both"
+        )
+    found: OptimizerBinding | None = opt.__dict__.pop("_meshwright", None)
+    made = OptimizerBinding(
+        opt,
+        elementwise=elementwise or (found is not None and found.elementwise),
+        reshards=True,
+        states_over=states_over,
+    )
+    opt.__dict__["_meshwright"] = made
+    _hold_states(opt)
+    return opt
+
+
+# ---------------------------------------------------------------------------------------------- state
+
+
+def _check_loaded(opt: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse a state that fits no parameter, before anything is loaded."""
+    saved = [i for g in state_dict["param_groups"] for i in g["params"]]
+    params = [p for g in opt.param_groups for p in g["params"]]
+    for index, p in zip(saved, params, strict=False):  # PyTorch says where there are more of one
+        entry = state_dict["state"].get(index)
+        if isinstance(p, DistTensor) and isinstance(entry, dict):
+            spec = opt.__dict__["_meshwright"].state_spec(p)
+            for k, v in entry.items():
+                if isinstance(v, Tensor):
+                    check_state(v, spec, k, p, opt)
+
+
+def _hold_states(opt: Optimizer) -> None:
+    """States that are there, whole or of any layout, become DistTensors that lie as their parameters' states do."""
+    opt.__dict__["_meshwright"]._hold_states(opt)
+
+
+def _check_whole(opt: Optimizer) -> None:
+    """Refuse to give states as whole that are a rank's own."""
+    if refused := opt.__dict__["_meshwright"].apart.refusal("state_dict()"):
+        raise ShardError(refused)
+
+
+__all__ = ["OptimizerBinding", "binding_of", "shard_optimizer"]

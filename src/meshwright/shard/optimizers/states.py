@@ -1,0 +1,262 @@
+"""Optimizer states: how they are held, and split over an axis on which the parameters are whole (ZeRO-1 and ZeRO-2).
+
+Each rank of the axis updates its own chunk of every parameter.  Gradients are reduce-scattered instead of
+reduced, the optimizer sees chunks only, and after its step the updated chunks are gathered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from ... import collective
+from ...dispatch import disabled
+from ...errors import ShardError
+from ...layout import Layout, Replicate, Spec
+from ...local_tensor import bare
+from ...ranks import runtime
+from ...resharding import executor
+from ...resharding.planner import plan as plan_conversion
+from ...tensor import DistTensor, in_spec, wrap
+from ..gradients.sync import BUCKET_BYTES, sync_of
+from ..parameters.packing import Packing, chunk_dim, cut_over, split_dim
+from .kinds import ELEMENTWISE, name_of
+
+T = TypeVar("T")
+
+Tensor = torch.Tensor
+
+
+class Chunks:
+    """The own chunks of some parameters.
+
+    Args:
+        axis: name of the mesh axis that the states are split over.
+        params: the parameters; those that are split over the axis already, or too small, are left as they are.
+    """
+
+    def __init__(self, axis: str, params: Iterable[DistTensor]) -> None:
+        self.axis = axis
+        self.specs: dict[int, Spec] = {}
+        self.views: dict[int, Tensor] = {}
+        self.add(params)
+
+    def add(self, params: Iterable[DistTensor]) -> None:
+        """Further parameters."""
+        for p in params:
+            axis = p._spec.mesh.axis_index(self.axis)
+            if id(p) in self.specs or not isinstance(p._spec.layout.placements[axis], Replicate):
+                continue
+            dim = chunk_dim(p._spec, axis, first=True)
+            if dim is None:
+                continue
+            self.specs[id(p)] = cut_over(p._spec, axis, dim)
+            p.__dict__["_chunk"] = self.specs[id(p)]  # the gradient synchronisation reads it
+            sync = sync_of(p)
+            if sync is not None:
+                sync.replan()
+
+    def spec(self, p: DistTensor) -> Spec | None:
+        """How the states of a parameter lie; None if they lie as the parameter."""
+        found = self.specs.get(id(p))
+        if found is not None and (found.dtype is not p._spec.dtype or found.shape != p._spec.shape):
+            found = self.specs[id(p)] = Spec(p._spec.shape, p._spec.dtype, found.layout)
+        return found
+
+    def view(self, p: DistTensor) -> Tensor:
+        """The own chunk of a parameter: memory of the parameter where the chunk is contiguous, else a
+        copy."""
+        spec = self.specs[id(p)]
+        axis = spec.mesh.axis_index(self.axis)
+        dim = split_dim(spec, axis)
+        local = bare(p)
+        here = spec.mesh.coordinate(runtime.RT.rank)
+        lo = spec.local_offset(here)[dim] - p._spec.local_offset(here)[dim]
+        own = local.narrow(dim, lo, spec.local_shape(here)[dim])
+        kept = self.views.get(id(p))
+        if kept is None or kept.shape != own.shape or kept.dtype is not own.dtype or kept.device != own.device:
+            kept = None
+        if own.is_contiguous():
+            if kept is None or kept.data_ptr() != own.data_ptr():
+                kept = own
+        elif kept is None:
+            kept = own.clone(memory_format=torch.contiguous_format)
+        else:
+            kept.copy_(own)
+        self.views[id(p)] = kept
+        return kept
+
+    def prepare(self, p: DistTensor) -> Tensor:
+        """The own chunk with its gradient, for a step."""
+        view, g, spec = self.view(p), p.grad, self.specs[id(p)]
+        if g is None:
+            view.grad = None
+            return view
+        view.grad = (bare(g) if g._spec.layout == spec.layout else bare(in_spec(g, g._spec, spec))).to(view.device)
+        return view
+
+    def gather(self, params: Sequence[DistTensor]) -> None:
+        """Bring the chunks that a step has updated to all ranks."""
+        in_flight: list[tuple[Packing, list[DistTensor], collective.Pending]] = []
+        with torch.no_grad(), disabled():
+            for members in _buckets(params):
+                mesh = members[0]._spec.mesh
+                axis = mesh.axis_index(self.axis)
+                shapes = [Tensor.size(p) for p in members]
+                dims = [split_dim(self.specs[id(p)], axis) for p in members]
+                packing = Packing(shapes, dims, mesh.sizes[axis])
+                row = packing.pack_row([self.views[id(p)] for p in members])
+                group = collective.group(mesh, (axis,))
+                in_flight.append((packing, members, collective.all_gather_async(row, 0, packing.sizes, group)))
+            for packing, members, pending in in_flight:
+                packing.unpack(pending.wait(), [bare(p) for p in members])
+
+
+def _buckets(params: Sequence[DistTensor]) -> Iterable[list[DistTensor]]:
+    """Parameters that travel together: same mesh and dtype, bounded size (of the first rank, as all must
+    agree)."""
+    groups: dict[Any, list[DistTensor]] = {}
+    for p in params:
+        groups.setdefault((p._spec.mesh, p._spec.dtype), []).append(p)
+    for members in groups.values():
+        yield from batched_by(members, lambda p: p._spec.nbytes, BUCKET_BYTES)
+
+
+def batched_by(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in order, in lists that end with the item that brings them to ``most`` bytes."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += nbytes(item)
+        if size >= most:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class Shadow:
+    """An optimizer of the same class and settings over the own chunks.
+
+    A step runs on a copy of the optimizer object, so that the real one never shows anything but its parameters.
+    """
+
+    def __init__(self, opt: Optimizer, chunks: Chunks) -> None:
+        self.opt, self.chunks = opt, chunks
+        self.made: Any = object.__new__(type(opt))
+        self.made.param_groups, self.made.state = [], defaultdict(dict)
+        self.stand_ins: dict[int, Tensor] = {}
+
+    def _params(self) -> list[Tensor]:
+        return [p for g in self.opt.param_groups for p in g["params"]]
+
+    def load(self) -> None:
+        """Take what the real optimizer has, with the gradients that are there.  What is known stays the same object."""
+        opt, made = self.opt, self.made
+        self.stand_ins = {id(p): self._stand_in(p) for p in self._params()}
+        made.__dict__.update({k: v for k, v in opt.__dict__.items() if k not in _OWN})
+        while len(made.param_groups) < len(opt.param_groups):
+            made.param_groups.append({"params": []})
+        del made.param_groups[len(opt.param_groups) :]
+        for group, shadowed in zip(opt.param_groups, made.param_groups, strict=True):
+            listed = shadowed["params"]
+            listed[:] = [self.stand_ins[id(p)] for p in group["params"]]
+            shadowed.update({**group, "params": listed})
+        made.state.clear()
+        made.state.update((self.stand_ins[id(p)], opt.state[p]) for p in self._params() if p in opt.state)
+
+    def _stand_in(self, p: Tensor) -> Tensor:
+        if not isinstance(p, DistTensor) or self.chunks.spec(p) is None:
+            return p
+        return self.chunks.prepare(p)
+
+    def settle(self, everything: bool) -> list[DistTensor]:
+        """After a step: what it left behind goes to the real optimizer; the parameters to be gathered.
+
+        Args:
+            everything: parameters without a gradient may have been updated, too.
+        """
+        opt, made = self.opt, self.made
+        updated: list[Any] = []
+        for p in self._params():
+            stand_in = self.stand_ins[id(p)]
+            if stand_in in made.state:
+                opt.state[p] = made.state[stand_in]
+            if stand_in is not p:
+                if everything or stand_in.grad is not None:
+                    updated.append(p)
+                stand_in.grad = None
+        for group, shadowed in zip(opt.param_groups, made.param_groups, strict=True):
+            group.update({k: v for k, v in shadowed.items() if k != "params"})
+        opt.__dict__.update({k: v for k, v in made.__dict__.items() if k not in _OWN})
+        return updated
+
+
+_OWN = ("param_groups", "state")
+
+
+def own_spec(spec: Spec) -> Spec:
+    """How gradients and states of a parameter lie for a step."""
+    return spec.with_(reduced=0, undecided=0, stored=False)
+
+
+def check_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -> None:
+    """Refuse a state that is not of its parameter's global shape.
+
+    States of one element fit every parameter, as do those of optimizers that mix elements, whose parameters are whole.
+
+    Raises:
+        ShardError: on all ranks alike.
+    """
+    shape = tuple(value.shape)
+    if shape == tuple(spec.shape) or value.numel() == 1:
+        return
+    if spec.layout.is_replicated() and type(opt).__name__ not in ELEMENTWISE:
+        return
+    raise ShardError(
+        f"the state {key!r} of {name_of(p)} has shape {shape}: expected the global shape {tuple(spec.shape)}, as a "
+        "DistTensor of any layout or a plain tensor with the global values"
+    )
+
+
+def held_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -> Tensor:
+    """A state of one value per element, whole or of any layout, as the DistTensor that an optimizer keeps.
+
+    Args:
+        spec: how it is to lie.
+        key, p, opt: its name, whose it is, and where; for errors.
+
+    Raises:
+        ShardError: of another shape than its parameter; a plain tensor that may be a rank's part.
+    """
+    shape, whole, distributed = tuple(value.shape), tuple(spec.shape), isinstance(value, DistTensor)
+    if shape != whole:
+        cut = {d for d in spec.layout.dim_axes() if d < len(shape)}
+        like_a_part = len(shape) == len(whole) and all(
+            a == b or d in cut for d, (a, b) in enumerate(zip(shape, whole, strict=True))
+        )
+        if distributed and value.numel() != 1:
+            raise ShardError(
+                f"{name_of(p)} had the shape {shape} when {type(opt).__name__} made (or was given) its state {key!r}, "
+                f"and has {whole} now: make the optimizer anew, or delete optimizer.state[p]"
+            )
+        if like_a_part:
+            check_state(value, spec, key, p, opt)
+        if not distributed:
+            return value  # what it is for is the optimizer's own
+    with torch.no_grad(), disabled():
+        given = value._spec if isinstance(value, DistTensor) else Spec(shape, value.dtype, Layout(spec.mesh))
+        target = own_spec(spec) if shape == whole else Spec(shape, value.dtype, Layout(spec.mesh))
+        steps = plan_conversion(given.with_(undecided=0, reduced=0), target.with_(dtype=value.dtype)).steps
+        made = executor.apply(steps, bare(value))
+        if steps:
+            made = made.clone()  # a part, so that the whole can go
+        return wrap(made, target) if shape == whole else made
+
+
+__all__ = ["Chunks", "Shadow", "check_state", "held_state", "own_spec"]

@@ -1,0 +1,168 @@
+"""Parameters that are stored on the host: marked, and copied to the mesh's device and back.
+
+A copy from the host is started before it is needed, on CUDA on a stream beside that of the ops; what is copied is as it
+is stored, so that neither direction costs the processor more than the start: casts are made on the device.  Who waits
+for a copy waits in Python too: from then on the memory that it read may be written to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ...dispatch import disabled
+from ...errors import ShardError
+from ...local_tensor import bare
+from ...ranks import runtime
+
+Tensor = torch.Tensor
+HOST = "cpu"
+ON = "_stored_on"  # in the dict of a parameter: the type of the device that it is stored on, where one was said
+
+
+def on_host(p: Tensor) -> bool:
+    """Whether a parameter was told to be stored on the host."""
+    return ON in p.__dict__
+
+
+def check_device(device: Any) -> None:
+    """Raises ShardError for a device that nothing is stored on."""
+    if device != HOST:
+        raise ShardError(
+            f"stored_on={device!r}: {HOST!r} was expected, the memory of the host; leave it out to store on the mesh's "
+            "device"
+        )
+
+
+def pins(device: str) -> bool:
+    """Whether memory of the host that is copied to and from this type of device is pinned."""
+    return device == "cuda" and torch.cuda.is_available()
+
+
+def in_host_memory(local: Tensor, device: str) -> Tensor:
+    """A plain tensor in memory of the host; pinned, where the mesh's device copies from that by itself."""
+    made = Tensor.to(local, HOST)
+    return made.pin_memory() if pins(device) else made
+
+
+def check_place(p: Tensor) -> None:
+    """Raises ShardError where a parameter that is stored on the host has been moved away since."""
+    with disabled():
+        lies = p.device
+    if lies.type != HOST:
+        raise ShardError(
+            f"{p.__dict__.get('_param_name', 'a parameter')} is stored on the host (stored_on={HOST!r}), and lies on "
+            f"{lies} since model.to() or p.data= moved it: move buffers before shard_module, and leave parameters "
+            "where they are stored"
+        )
+
+
+class Lane:
+    """Inside, what is queued for a device runs beside what it computes: on CUDA on a stream of its own.
+
+    It begins when all is done that the device was given before; so what it reads is there, and what it writes to is no
+    longer read.
+
+    Args:
+        device: type of the mesh's device.
+        back: towards the host: copies both ways go on at a time.
+    """
+
+    def __init__(self, device: str, *, back: bool = False) -> None:
+        self.cuda, self.back = pins(device), back
+        self.side: Any = None
+        self.inside: Any = None
+        self.done: Any = None
+
+    def __enter__(self) -> Lane:
+        if self.cuda:
+            self.side = _side(torch.cuda.current_device(), self.back)
+            self.side.wait_stream(torch.cuda.current_stream())
+            self.inside = torch.cuda.stream(self.side)
+            self.inside.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.cuda:
+            self.done = torch.cuda.Event()
+            self.done.record(self.side)
+            self.inside.__exit__(kind, error, at)
+
+    def reads(self, t: Tensor) -> Tensor:
+        """A tensor that is not of the lane and is read in it: its memory is kept until then."""
+        if self.cuda and t.is_cuda:
+            t.record_stream(self.side)
+        return t
+
+    def wait(self, made: Iterable[Tensor] = ()) -> None:
+        """Until its copies are made; ``made``: tensors of the lane that others read from now on."""
+        if self.done is not None:
+            self.done.synchronize()
+            for t in made:
+                if t.is_cuda:
+                    t.record_stream(torch.cuda.current_stream())
+
+
+@functools.cache
+def _side(device: int, back: bool) -> Any:
+    """The stream for copies to, or from, a device."""
+    return torch.cuda.Stream(device)
+
+
+def brought(p: Tensor, device: str) -> Tensor:
+    """A stored parameter's local tensor on the mesh's device; inside of a :class:`Lane`."""
+    local = bare(p)
+    runtime.RT.counts.add_copy("to_device", local.nbytes)
+    return local.to(device, non_blocking=True)
+
+
+def near(p: Tensor, g: Tensor) -> Tensor:
+    """A gradient of a parameter where ranks meet.  Dispatch must be disabled."""
+    if not on_host(p):
+        return g
+    runtime.RT.counts.add_copy("to_device", g.nbytes)
+    return g.to(p._spec.mesh.device)  # type: ignore[attr-defined]
+
+
+def home(p: Tensor, g: Tensor) -> Tensor:
+    """A gradient of a parameter where that is stored, at once; differentiable.  Dispatch must be disabled."""
+    if not on_host(p):
+        return g
+    runtime.RT.counts.add_copy("to_host", g.nbytes)
+    return g.to(HOST)
+
+
+class Leaving:
+    """A tensor on its way from the mesh's device to the host."""
+
+    def __init__(self, t: Tensor, device: str) -> None:
+        runtime.RT.counts.add_copy("to_host", t.nbytes)
+        self.lane, self.made = Lane(device, back=True), t
+        if t.device.type != HOST:
+            self.made = torch.empty(t.shape, dtype=t.dtype, pin_memory=pins(device))
+            with self.lane:
+                self.made.copy_(self.lane.reads(t), non_blocking=True)
+
+    def wait(self) -> Tensor:
+        """The tensor on the host."""
+        self.lane.wait()
+        return self.made
+
+
+__all__ = [
+    "HOST",
+    "ON",
+    "Lane",
+    "Leaving",
+    "brought",
+    "check_device",
+    "check_place",
+    "home",
+    "in_host_memory",
+    "near",
+    "on_host",
+]

@@ -1,0 +1,144 @@
+"""What autograd saves of gathered parameters: a reference instead of the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ... import compat
+from ...dispatch import disabled
+from ...local_tensor import bare
+from ...tensor import DistTensor
+from ..parameters.versions import state_of
+from .wholes import Whole
+
+Tensor = torch.Tensor
+
+
+class Gathered(Protocol):
+    """Parameters that can be gathered again."""
+
+    params: list[DistTensor]
+    again: bool  # a reference to one of them was saved
+
+    def regathered(self) -> list[Tensor]:
+        """The whole parameters, for the backward."""
+        ...
+
+
+def may_save_references() -> bool:
+    """Not inside a backward (a recomputed forward is used at once), nor below somebody else's hooks (a
+    checkpoint)."""
+    if compat.current_graph_task_id() != -1:
+        return False
+    top = compat.top_saved_tensors_default_hooks(True)
+    return top is None or isinstance(getattr(top[0], "__self__", None), Saver)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved tensor that looks at a gathered parameter."""
+
+    unit: Gathered
+    index: int
+    version: int  # of the parameter, when it was gathered
+    dtype: torch.dtype
+    cast: bool  # autocast made this of it
+    state: Any  # of the parameter then, as far as writes that are not counted may have changed it
+    kept: Tensor | None  # None: gather again
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+class Saver:
+    """Saved-tensor hooks of one forward of a unit.
+
+    Args:
+        keep: brings what was written to gathered parameters to the parameters.
+        again: gather again for the backward, in place of keeping what was gathered.
+    """
+
+    def __init__(self, unit: Gathered, keep: Callable[[], None], *, again: bool) -> None:
+        self.unit, self.keep, self.again = unit, keep, again
+        self.at: dict[int, tuple[int, torch.dtype, Any]] = {}  # parameter, dtype; its state when it was cast
+        self.wholes: Sequence[Whole] = ()
+        self.casts: list[Tensor] = []  # their memory is not given to others
+
+    def note(self, wholes: Sequence[Whole]) -> None:
+        """These were gathered."""
+        of_casts = {p: a for p, a in self.at.items() if any(p == c.untyped_storage().data_ptr() for c in self.casts)}
+        seen = [w.seen for w in wholes]
+        self.at = {t.untyped_storage().data_ptr(): (i, t.dtype, None) for i, t in enumerate(seen) if t.numel()}
+        self.at |= of_casts
+        self.wholes = wholes
+
+    def note_cast(self, index: int, cast: Tensor) -> None:
+        """This was made of a gathered parameter by autocast."""
+        with disabled():
+            local = bare(cast)
+        if local.numel():
+            p = self.unit.params[index]
+            self.at[local.untyped_storage().data_ptr()] = index, local.dtype, state_of(p)
+            self.casts.append(local)
+
+    def pack(self, t: Tensor) -> Any:
+        """A reference, if ``t`` looks at a gathered parameter."""
+        with disabled():
+            found = self.at.get(t.untyped_storage().data_ptr())
+            if found is None or found[1] is not t.dtype:
+                return t
+            self.keep()
+            i, dtype, cast = self.at[t.untyped_storage().data_ptr()]
+            version, *_ = cast or self.wholes[i].state
+            state, kept = cast or state_of(self.unit.params[i]), None if self.again else bare(t)
+            self.unit.again |= self.again
+            where = Tensor.size(t), t.stride(), t.storage_offset()
+            return Saved(self.unit, i, version, dtype, cast is not None, state, kept, *where)
+
+    def unpack(self, saved: Any) -> Tensor:
+        """The tensor again."""
+        if isinstance(saved, Saved):
+            p = saved.unit.params[saved.index]
+            if p._version != saved.version:
+                name = p.__dict__.get("_param_name", "a parameter")
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name} is at version {p._version}; expected version {saved.version} instead"
+                )
+            same = state_of(p) == saved.state
+            if saved.kept is not None and same:
+                return saved.kept
+            if saved.cast and not same:  # on one device the cast of before is kept
+                raise RuntimeError(
+                    f"{p.__dict__.get('_param_name', 'a parameter')} was given to .data or .detach() after autocast"
+                    " cast it, and may have been written to: its backward needs what it was; do so behind the backward"
+                )
+            whole = saved.unit.regathered()[saved.index]
+            with torch.no_grad():
+                whole = whole.to(saved.dtype)
+                return whole.as_strided(saved.size, saved.stride, saved.offset)
+        given: Tensor = saved
+        return given
+
+    def push(self) -> None:
+        """From now on autograd saves through these hooks."""
+        compat.push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def pop(self) -> None:
+        """No longer (and not at all, below hooks of others that are still there)."""
+        # What autograd saved has this object, which is not to hold on to what was gathered.
+        self.at, self.casts, self.wholes, self.keep = {}, [], (), _nothing
+        top = compat.top_saved_tensors_default_hooks(True)
+        if top is not None and getattr(top[0], "__self__", None) is self:
+            compat.pop_saved_tensors_default_hooks()
+
+
+def _nothing() -> None:
+    """Nothing is kept: the forward is over."""
+
+
+__all__ = ["Saver", "may_save_references"]

@@ -1,0 +1,231 @@
+"""What checkpoints keep of their inputs: split over axes on which they are whole, and gathered for the second run.
+
+After Megatron-LM's ``distribute_saved_activations`` (Narayanan et al., 2021).
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from . import record
+from .dispatch import disabled, wanted
+from .dispatch.leaves import link
+from .errors import LayoutError, ShardError
+from .layout import Layout, Partial, Replicate, Shard, Spec, as_placement
+from .local_tensor import bare
+from .resharding import executor, planner
+from .tensor import DistTensor, wrap
+
+Tensor = torch.Tensor
+
+
+class _Asked(threading.local):
+    """What this thread's checkpoints are asked for: axis name to how inputs are kept; empty: as they are."""
+
+    placements: Mapping[str, Shard] = {}
+
+
+ASKED = _Asked()
+REASON = "a checkpoint kept its input split (saved_split), and runs again for the backward"
+
+
+@contextmanager
+def saved_split(placements: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, what ``torch.utils.checkpoint`` keeps of its inputs is kept split, and gathered when it runs again.
+
+    Blocks under tensor parallelism get inputs that are replicated over ``tp``: each rank keeps the whole of them until
+    the backward.  Here it keeps its part, for one all-gather per input in front of the second run.  Splitting and
+    gathering move bits: gradients are bitwise the same.
+
+    Inputs that are split over an axis already or lack the dim, and parameters, are kept as they are, as is what is
+    passed by keyword.  So is what is Partial on an axis, with a warning: have it reduced where a block ends, by
+    ``mw.constrain(x, {"tp": mw.Replicate()})``; that sends what the next block would have sent.  A dim need not divide.
+    Use it around the forward, or as a decorator of one.  In captured steps all that the block reads of other
+    activations is kept so, as long as nothing is written to it.
+
+    Args:
+        placements: axis name to ``Shard(dim)``.
+
+    Raises:
+        LayoutError: a placement that does not split.
+        ShardError: inside, a checkpoint with ``use_reentrant=True``, in eager steps.
+    """
+    if not isinstance(placements, Mapping):
+        raise LayoutError(
+            f"saved_split({placements!r}): axis names with placements were expected: {{'tp': mw.Shard(1)}}"
+        )
+    asked = {axis: as_placement(p) for axis, p in placements.items()}
+    for axis, p in asked.items():
+        if not isinstance(p, Shard):
+            raise LayoutError(f"saved_split: {axis}={p!r} does not split what is kept: say Shard(dim)")
+    before, ASKED.placements = ASKED.placements, asked  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ASKED.placements = before
+
+
+class _Types:
+    """The types that a tensor gets, also after the last name of it is gone: what is linked to it tells a stand-in.
+
+    Without them each use of an input in the second run would find types of its own.
+    """
+
+    def __init__(self, t: DistTensor) -> None:
+        self.spec = spec = t._spec
+        self.mark = torch.empty(0, requires_grad=t.requires_grad)
+        self.mark.__dict__["_spec"] = Spec(
+            torch.Size((0,)), spec.dtype, Layout(spec.mesh), spec.reduced, spec.undecided, sums=spec.sums
+        )
+        link([t, self.mark])
+
+    def told(self) -> Spec:
+        """The spec of the tensor with the types that are known by now."""
+        own: Spec = self.mark.__dict__["_spec"]
+        return self.spec.with_(reduced=own.reduced, undecided=own.undecided, sums=own.sums)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How an input lay that is kept in part; ``strides``: in this rank's memory, by which ops choose what they save."""
+
+    types: _Types
+    part: Spec
+    requires_grad: bool
+    strides: tuple[int, ...]
+
+    def joined(self, part: Tensor) -> Tensor:
+        """The input again: a leaf with its values."""
+        plan = planner.plan(self.part, plain(self.types.spec))
+        with torch.no_grad(), disabled(), record.asked("saved_split", plan, REASON):
+            made = _laid_out(executor.apply(plan.steps, bare(part)), self.strides)
+        return wrap(made, self.types.told()).requires_grad_(self.requires_grad)
+
+
+class KeptInputs:
+    """The inputs of one checkpointed call: ``args`` is what is to be kept in their place."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._split: dict[int, _Split] = {}  # by place among all tensors
+        self._count = 0
+        self.args = [self._packed(a) for a in args] if ASKED.placements else list(args)
+        # Of tensors among the arguments themselves: hooks around it may give back plain ones.
+        self._layouts = [(weakref.ref(a), _Types(a)) if isinstance(a, DistTensor) else None for a in self.args]
+
+    def given(self, made: Sequence[Any]) -> list[Any]:
+        """The arguments of the second run, of what was kept."""
+        laid = [self._laid(a, known) for a, known in zip(made, self._layouts, strict=True)]
+        if not self._split:
+            return laid
+        self._count = 0
+        return [_through(a, self._unpack) for a in laid]
+
+    def _packed(self, a: Any) -> Any:
+        """An argument as it is kept: itself, where nothing of it is split."""
+        before = len(self._split)
+        made = _through(a, self._pack)
+        return a if len(self._split) == before else made
+
+    def _laid(self, a: Any, known: Any) -> Any:
+        if known is None or a.__class__ is not Tensor:
+            return a
+        ref, types = known
+        first = ref()
+        if types.spec.stored and first is not None:
+            return first  # what stands in for it is found by the object that it is
+        return wrap(a, types.told() if first is None else first._spec)
+
+    def _pack(self, t: Tensor) -> Tensor:
+        place, self._count = self._count, self._count + 1
+        whole = t._spec if isinstance(t, DistTensor) and not isinstance(t, nn.Parameter) else None
+        part = None if whole is None else part_of(whole, ASKED.placements)
+        if part is None:
+            return t
+        plan = planner.plan(plain(t._spec), part)  # type: ignore[attr-defined]
+        with torch.no_grad(), disabled():
+            made = executor.apply(plan.steps, bare(t)).clone(memory_format=torch.contiguous_format)
+        self._split[place] = _Split(_Types(t), part, t.requires_grad, bare(t).stride())  # type: ignore[arg-type]
+        return made  # a plain one: hooks around it, as of save_on_cpu, take it for what it is
+
+    def _unpack(self, t: Tensor) -> Tensor:
+        place, self._count = self._count, self._count + 1
+        split = self._split.get(place)
+        return t if split is None else split.joined(t)
+
+
+def _laid_out(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """``t`` with these strides, of which 0 says that a dim is one row, expanded."""
+    if t.stride() == strides or not t.numel():
+        return t
+    rows = t[tuple([slice(0, 1) if step == 0 else slice(None) for step in strides])]
+    return torch.empty_strided(rows.shape, strides, dtype=t.dtype, device=t.device).copy_(rows).expand(t.shape)
+
+
+def _through(a: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """Lists, tuples and dicts with each tensor replaced; containers of other classes are what they are."""
+    if isinstance(a, Tensor):
+        return fn(a)
+    if type(a) in (list, tuple):
+        return type(a)(_through(v, fn) for v in a)
+    return {k: _through(v, fn) for k, v in a.items()} if type(a) is dict else a
+
+
+def part_of(spec: Spec, asked: Mapping[str, Shard]) -> Spec | None:
+    """How a rank's part of an input of a checkpoint lies that is to be kept, or None where it is kept as it is.
+
+    Args:
+        spec: of the input.
+        asked: axis name to how inputs are to be kept.
+    """
+    mesh = spec.mesh
+    for axis in asked:
+        if isinstance(spec.layout.placements[mesh.axis_index(axis)], Partial):
+            warnings.warn(
+                f"saved_split: an input of a checkpoint is Partial over {axis} ({spec!r}) and is kept as it is: reduce "
+                f'it where the block before ends, with mw.constrain(x, {{"{axis}": mw.Replicate()}})',
+                stacklevel=2,
+            )
+    chosen = {
+        axis: p
+        for axis, p in asked.items()
+        if isinstance(spec.layout.placements[mesh.axis_index(axis)], Replicate)
+        and -len(spec.shape) <= p.dim < len(spec.shape)
+    }
+    return wanted(plain(spec), chosen, None) if chosen and not (spec.copied or spec.stored) else None
+
+
+def plain(spec: Spec) -> Spec:
+    """A spec without the types of replicas: nothing is differentiated."""
+    return spec.with_(undecided=0, reduced=0)
+
+
+def asked_again(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, to be called later, with what checkpoints are asked for now: those inside of it run again, too."""
+    placements = ASKED.placements
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with saved_split(placements) if placements else nullcontext():
+            return fn(*args, **kwargs)
+
+    return run if placements else fn
+
+
+def check_reentrant() -> None:
+    """Raises ShardError for a reentrant checkpoint where inputs are to be kept split."""
+    if ASKED.placements:
+        raise ShardError(
+            "mw.saved_split keeps inputs of torch.utils.checkpoint(..., use_reentrant=False): with use_reentrant=True "
+            "autograd keeps them itself. Say use_reentrant=False"
+        )
+
+
+__all__ = ["ASKED", "REASON", "KeptInputs", "asked_again", "check_reentrant", "part_of", "plain", "saved_split"]

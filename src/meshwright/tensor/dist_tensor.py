@@ -1,0 +1,460 @@
+"""The class ``DistTensor``: the local tensor with its class set and a spec attached.
+
+What it *does* is put in place by the modules beside this one, one for each concern: calls of ops (``calls``,
+``methods``), ``.grad`` (``gradients``) and ``backward`` (``autograd``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from .. import collective, compat
+from ..collective import refuse_by_hand, sends_objects, silent
+from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types
+from ..errors import LayoutError
+from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
+from ..local_tensor import bare, get_grad
+from ..mesh import Mesh, mesh_data, mesh_from
+from ..ranks import runtime
+from ..resharding import executor, planner
+from .substitutes import itself, stands_in
+
+Tensor = torch.Tensor
+
+# What answers for the global tensor by its spec, or by calls of ops.
+GLOBAL_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "__len__")
+GLOBAL_PROPERTIES = ("shape", "ndim", "T", "mT", "H", "mH", "real", "imag")
+BASE: Any = Tensor  # its properties as descriptors, to be called with dispatch disabled
+_DETACH = Tensor.detach
+_GET_REQUIRES = BASE.requires_grad.__get__
+_GET_DATA = BASE.data.__get__
+_SET_DATA = BASE.data.__set__
+
+
+class DistTensor(torch.Tensor):
+    """A tensor laid out on a mesh.  Behaves as the global tensor; holds this rank's part.
+
+    Made by ``shard_tensor``, ``from_local``, ``sharded`` and by every op on another DistTensor.
+    """
+
+    # The local tensor itself with its class set: dispatch sees it as the plain one for a while (``as_plain``).
+    class_set = True
+    _spec: Spec
+    grad: DistTensor | None  # the property is in gradients
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DistTensor:
+        raise LayoutError(
+            "a DistTensor is not made by its class: take mw.shard_tensor(t, mesh, placements), mw.from_local or "
+            "mw.sharded"
+        )
+
+    # -- what the tensor is -------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> Spec:
+        """Global shape, dtype and layout."""
+        return self._spec
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the tensor lies on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.layout.placements
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Global shape."""
+        return self._spec.shape
+
+    def size(self, dim: int | None = None) -> Any:
+        """Global size."""
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dims."""
+        return self._spec.ndim
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return self._spec.ndim
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        return self._spec.shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self._spec.ndim:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._spec.ndim:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    # -- values -------------------------------------------------------------------------------------------
+
+    def to_local(self) -> Tensor:
+        """This rank's part as a plain tensor that shares memory; differentiable.
+
+        Its gradient must have the layout of this tensor's gradient: whole on each rank where the tensor is
+        replicated or Partial, the own shard where it is sharded.
+        """
+        self = stands_in(self)
+        refresh(self, call_enabled)
+        with disabled():
+            if self._spec.undecided and self.requires_grad:
+                resolve_types(self, self._spec.with_(undecided=0))
+            spec = self._spec
+            if spec.reduced and self.requires_grad and torch.is_grad_enabled():
+                # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
+                return plain(executor.apply(planner.plan(spec, spec.with_(reduced=0)).steps, self))
+            return self.view_as(self) if self.layout is torch.strided else self.clone()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        spec = self._spec
+        if any(isinstance(p, Partial) for p in spec.layout.placements):
+            local, what = seen(self), "reduced value"
+        else:
+            local, what = self.to_local().detach(), "value" if spec.layout.is_replicated() else "local part"
+        return f"DistTensor({what}={local!r}, shape={tuple(spec.shape)}, layout={spec.layout!r})"
+
+    def __str__(self) -> str:
+        return self.__repr__()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item() if self.ndim == 0 and format_spec else str(self), format_spec)
+
+    def item(self) -> Any:
+        """The one value as a Python number.  A Partial is reduced first: every rank must call it."""
+        return seen(self).item()
+
+    def tolist(self) -> Any:
+        """The global values as nested lists.  Every rank must call it."""
+        return seen(self).tolist()
+
+    def __bool__(self) -> bool:
+        return bool(seen(self))
+
+    def __float__(self) -> float:
+        return float(seen(self))
+
+    def __int__(self) -> int:
+        return int(seen(self))
+
+    def __index__(self) -> int:
+        return seen(self).__index__()
+
+    def __complex__(self) -> complex:
+        return complex(seen(self))
+
+    def __contains__(self, element: Any) -> bool:
+        return bool((self == element).any())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
+        if id(self) in memo:
+            return cast(DistTensor, memo[id(self)])
+        refresh(self, call_enabled)
+        with disabled():
+            if not self.is_leaf:
+                raise RuntimeError("only leaf tensors can be deep-copied; use .detach().clone()")
+            made = wrap(Tensor.clone(Tensor.detach(self)), self._spec.with_(copied=False))
+            made.requires_grad_(self.requires_grad)
+            grad = None if getattr(self, "_is_param", False) else self.grad  # as torch: a copy of a parameter has none
+            if grad is not None:
+                made.grad = wrap(Tensor.clone(Tensor.detach(grad)), grad._spec)
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_part(self._spec) and sends_objects():
+            refuse_by_hand("an object collective", self._spec)
+        refresh(self, call_enabled)
+        local = bare(self)
+        spec = self._spec.with_(copied=False)
+        about = {
+            "mesh": mesh_data(spec.mesh),
+            "spec": spec_data(spec),
+            "rank": runtime.RT.rank,
+            "world": runtime.RT.world,
+            "requires_grad": self.requires_grad,
+            "parameter": getattr(self, "_is_param", False),
+        }
+        return _rebuild, (local, about)
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are recorded for this tensor."""
+        return cast(bool, call_disabled(_GET_REQUIRES, (), (self,), NO))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        with disabled():
+            self.requires_grad_(value)
+
+    @property
+    def data(self) -> DistTensor:
+        """The tensor without its history, sharing memory (writes to one are not counted for the other)."""
+        itself(self)
+        spec = self._spec.with_(undecided=self._spec.mesh.everywhere, stored=False)
+        made = wrap(call_disabled(_GET_DATA, (), (self,), NO), spec)
+        share(self, made)
+        remember_detached(self, made)
+        return made
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        old = self._spec
+        if not isinstance(value, DistTensor):
+            value = as_layout_of(value, _resized(old, value.shape))
+        elif _keeps_layout(self) and value._spec.layout != old.layout and value._spec.shape == old.shape:
+            value = wrap(local_of(value.detach(), old.with_(reduced=0)), old.with_(dtype=value.dtype))
+        with disabled():
+            _SET_DATA(self, value)
+        share(self, value)
+        self._spec = value._spec.with_(reduced=old.reduced, undecided=old.undecided, stored=old.stored)
+
+    def detach(self) -> DistTensor:
+        """The tensor without its history, sharing memory.
+
+        It has no type yet: what is made a leaf of it starts undecided.  A method and not an op, because code that
+        runs inside native ops (checkpoints) detaches what they save and compares the shapes.
+        """
+        itself(self)
+        spec = self._spec
+        undecided = spec.mesh.everywhere
+        made = wrap(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=undecided, stored=False))
+        remember_detached(self, made)
+        return made
+
+    def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
+        """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
+        self._spec.grad()  # complain now
+
+        with disabled():
+            return Tensor.register_hook(self, GradientHook(self, hook))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[DistTensor], None]) -> Any:
+        """``hook(tensor)`` after the gradient was accumulated into ``tensor.grad``, and synchronised there."""
+        with disabled():
+            if "_after" not in self.__dict__:
+                return Tensor.register_post_accumulate_grad_hook(self, hook)
+            handle = RemovableHandle(self.__dict__["_after"])
+            self.__dict__["_after"][handle.id] = hook
+            return handle
+
+    # -- properties of torch.Tensor that are ops ----------------------------------------------------------
+
+    @property
+    def T(self) -> Any:  # type: ignore[override]
+        """All dims reversed."""
+        return self.permute(*range(self.ndim - 1, -1, -1))
+
+    @property
+    def mT(self) -> Any:  # type: ignore[override]
+        """The last two dims exchanged."""
+        return self.transpose(-2, -1)
+
+    @property
+    def H(self) -> Any:  # type: ignore[override]
+        """Conjugate transpose of a matrix."""
+        return self.transpose(0, 1).conj() if self.ndim else self.conj()
+
+    @property
+    def mH(self) -> Any:  # type: ignore[override]
+        """Conjugate transpose of the last two dims."""
+        return self.transpose(-2, -1).conj()
+
+    @property
+    def real(self) -> Any:  # type: ignore[override]
+        """Real part."""
+        return torch.real(self)
+
+    @property
+    def imag(self) -> Any:  # type: ignore[override]
+        """Imaginary part."""
+        return torch.imag(self)
+
+
+class GradientHook:
+    """A user's hook on the gradient of a tensor, as autograd calls it, with a local gradient.
+
+    It knows the attributes of the tensor and not the tensor, which holds it: a cycle through C++ is never collected.
+    """
+
+    def __init__(self, of: Tensor, hook: Callable[[DistTensor], DistTensor | None]) -> None:
+        self.space, self.hook = of.__dict__, hook
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        spec = self.space["_spec"].grad().with_(dtype=grad.dtype)
+        with disabled():
+            given = wrap(grad.view_as(grad), spec)
+        if grad.device.type == spec.mesh.device:
+            return self._called(given, spec)
+        with silent(_BESIDE):  # autograd calls it in another thread than what the device computes, which sends
+            return self._called(given, spec)
+
+    def _called(self, given: DistTensor, spec: Spec) -> Tensor | None:
+        made = self.hook(given)
+        return None if made is None else plain(local_of(made, spec.with_(dtype=made.dtype)))
+
+
+_BESIDE = (
+    "a hook of p.register_hook, of a parameter that is stored on the host, runs beside the backward of the device and "
+    "cannot communicate: p.register_post_accumulate_grad_hook may, which is called when gradients are synchronised"
+)
+
+
+def call_enabled(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A call on distributed tensors, from where dispatch may be disabled."""
+    with compat.EnableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def wrap(local: Tensor, spec: Spec) -> DistTensor:
+    """Make ``local`` the DistTensor of ``spec``, in place: the object stays the same."""
+    if local.dtype is not spec.dtype and type(local) is Tensor:
+        spec = spec.with_(dtype=local.dtype)
+    local.__class__ = DistTensor
+    made = cast(DistTensor, local)
+    made._spec = spec
+    return made
+
+
+def plain(t: Tensor) -> Tensor:
+    """The local tensor of a distributed one as a plain alias, in the same graph."""
+    if not isinstance(t, DistTensor):
+        return t
+    with disabled():
+        return t.view_as(t)
+
+
+def raw_grad(t: Tensor) -> Tensor | None:
+    """What autograd's slot for the gradient holds."""
+    return cast("Tensor | None", call_disabled(get_grad, (), (t,), NO))
+
+
+ALIASED = "_aliased"  # of a tensor: another may have its memory now
+
+
+def share(*tensors: Tensor) -> None:
+    """These have the same memory and their own version counters: what is converted from them cannot be kept.
+
+    How often is counted: what is kept of a tensor for the time of a forward is made anew after each.
+    """
+    for t in tensors:
+        t.__dict__["_shared"] = t.__dict__.get("_shared", 0) + 1
+        t.__dict__[ALIASED] = True
+        t.__dict__.pop("_memo", None)
+
+
+def _rebuild(local: Tensor, about: dict[str, Any]) -> DistTensor:
+    """The tensor that a rank saved or sent.  Raises LayoutError on another rank, whose part it is not."""
+    spec = spec_from(about["spec"], mesh_from(about["mesh"]))
+    here, there = (runtime.RT.rank, runtime.RT.world), (about["rank"], about["world"])
+    if here != there and is_part(spec):
+        raise LayoutError(
+            f"this is the part that rank {there[0]} of {there[1]} holds of {spec!r} on {spec.mesh!r}, and here is rank "
+            f"{here[0]} of {here[1]}: each rank saves and loads a file of its own, after mw.init_mesh; for one file "
+            "save global values, mw.unshard(x) on every rank, and bring what was loaded back with mw.shard_tensor or "
+            "load_state_dict"
+        )
+    made = wrap(local, spec)
+    made.requires_grad_(about["requires_grad"])
+    if about["parameter"]:
+        made._is_param = True
+    return made
+
+
+# What torch.load(weights_only=True) may call: it gets a tensor, and otherwise only dicts, lists, words and numbers.
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def is_part(spec: Spec) -> bool:
+    """Whether what a rank holds is not the global value, on any rank."""
+    layout = spec.layout
+    return any(n > 1 and not isinstance(p, Replicate) for n, p in zip(spec.mesh.sizes, layout.placements, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def _keeps_layout(t: DistTensor) -> bool:
+    """Whether others count on the layout of ``t``: an optimizer's states, and graphs that will add to its gradient."""
+    return t._spec.stored or t.requires_grad or getattr(t, "_is_param", False)
+
+
+def _resized(spec: Spec, shape: torch.Size) -> Spec:
+    """The same placements for global values of another shape; a rank's part is no such shape."""
+    if len(shape) != spec.ndim or any(spec.local_shape(c) == tuple(shape) for c in spec.mesh.coordinates()):
+        return spec
+    return Spec(shape, spec.dtype, spec.layout, sums=spec.sums)
+
+
+def local_of(value: Tensor, spec: Spec) -> Tensor:
+    """Local part of ``value`` brought to the types of ``spec``."""
+    if not isinstance(value, DistTensor):
+        value = as_layout_of(value, spec)
+    itself(value)
+    refresh(value, call_enabled)
+    with disabled():
+        source = value._spec.with_(undecided=0)
+        if value.requires_grad:
+            resolve_types(value, source)
+        return executor.apply(planner.plan(source, spec.with_(dtype=source.dtype, undecided=0)).steps, value)
+
+
+def as_layout_of(value: Tensor, spec: Spec) -> DistTensor:
+    """A plain tensor in the place of a distributed one: a global value (the same everywhere), or a local part."""
+    here = spec.mesh.coordinate(runtime.RT.rank)
+    if tuple(value.shape) == tuple(spec.shape):
+        collective.claim_all("what takes the place of a DistTensor", [value], lambda: collective.group(spec.mesh))
+        source = Spec(spec.shape, value.dtype, Layout(spec.mesh))
+        target = spec.with_(dtype=value.dtype, undecided=0)
+        local = executor.apply(planner.plan(source, target).steps, value)
+        return wrap(local.detach() if local is value else local, target)
+    raise LayoutError(
+        f"a plain tensor of shape {tuple(value.shape)} was given for a DistTensor of global shape {tuple(spec.shape)} "
+        f"(local {spec.local_shape(here)}); plain tensors stand for global values: use mw.from_local for a local part"
+    )
+
+
+def whole(t: DistTensor) -> Tensor:
+    """The global value as a plain tensor, on every rank; differentiable."""
+    spec = t._spec
+    made = local_of(t, Spec(spec.shape, spec.dtype, Layout(spec.mesh)))
+    return t.to_local() if isinstance(made, DistTensor) else made
+
+
+def seen(t: DistTensor) -> Tensor:
+    """The global value where the user's code looks at it: what ranks read together must be read at one place.
+
+    Nothing else tells ``loss.item()`` on one rank from ``accuracy.item()`` on another.
+    """
+    rt = runtime.RT
+    if t._spec.layout.is_replicated():
+        return whole(t.detach())
+    rt.tag = runtime.user_line(exactly=True)
+    try:
+        return whole(t.detach())
+    finally:
+        rt.tag = ""

@@ -1,0 +1,90 @@
+"""Functions that are no ops: questions about the object, autograd's own, and what cannot work."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import INTO_PLAIN, Args, Kwargs, Special, call_disabled
+from ..errors import DispatchError
+from ..resharding.executor import FORWARD_MODE, TRANSFORMS
+from .autograd import backward, grad
+from .dist_tensor import DistTensor, is_part
+from .storage import READERS, into_plain
+
+
+def _refuse_transforms() -> None:
+    """torch.func works below ``__torch_function__``: it would silently transform this rank's local tensors."""
+    from ..compat import eager_transforms, functorch_vmap
+
+    def guard(module: Any, name: str) -> None:
+        original, given = getattr(module, name), name != "_remove_batch_dim"
+
+        @functools.wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(a, DistTensor) and (given or is_part(a._spec)) for a in args):
+                raise DispatchError(TRANSFORMS)
+            return original(*args, **kwargs)
+
+        setattr(module, name, guarded)
+
+    guard(eager_transforms, "_wrap_for_grad")
+    guard(functorch_vmap, "_add_batch_dim")
+    guard(functorch_vmap, "_remove_batch_dim")
+
+
+_refuse_transforms()
+
+
+def _detach(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return args[0].detach()
+
+
+def _detach_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    (x,) = args
+    call_disabled(func, (), args, kwargs)
+    x._spec = x._spec.with_(reduced=0, undecided=x._spec.mesh.everywhere)
+    return x
+
+
+def _set(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x, *source = args
+    if kwargs or len(source) != 1 or not isinstance(x, DistTensor) or not isinstance(source[0], Tensor):
+        raise DispatchError(
+            "set_ of a DistTensor takes one tensor, whose memory it gets: another storage or shape is of "
+            "this rank alone; give it to mw.from_local"
+        )
+    if torch.is_grad_enabled() and (x.requires_grad or source[0].requires_grad):
+        raise RuntimeError("derivative for set_ is not implemented")
+    x.data = source[0]
+    return x
+
+
+def _no_forward_mode(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    raise DispatchError(FORWARD_MODE)
+
+
+def _by_numbers(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``x[...]`` with integer tensors of no dim, which select as numbers do."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    tensors = [a for a in index if isinstance(a, Tensor)]
+    numbers = [a for a in tensors if not a.ndim and a.dtype not in (torch.bool, torch.uint8)]
+    if not numbers or any(a.is_floating_point() or a.is_complex() for a in tensors):
+        return NotImplemented
+    return func(args[0], tuple(int(a) if any(a is n for n in numbers) else a for a in index))
+
+
+SPECIAL: dict[str, Special] = {
+    **READERS,
+    INTO_PLAIN: into_plain,
+    "_make_dual": _no_forward_mode,
+    "grad": grad,
+    "backward": backward,
+    "detach": _detach,
+    "detach_": _detach_in_place,
+    "set_": _set,
+    "__getitem__": _by_numbers,
+}

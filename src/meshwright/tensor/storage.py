@@ -1,0 +1,269 @@
+"""What reads the memory of a tensor, or its values below ``__torch_function__``: the global bytes, or a refusal.
+
+A DistTensor says its global shape and holds this rank's part.  Whoever takes an address or a storage and walks it by
+that shape would read another rank's share of nothing: so an address is given only where the part is the whole.
+Storages stay comparable (tied weights are found by them) and answer nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..dispatch import Args, Kwargs, Special, call_disabled, disabled, map_tensors
+from ..errors import DispatchError
+from .dist_tensor import BASE, DistTensor, is_part, plain, seen, whole
+
+Tensor = torch.Tensor
+_enabled = compat.is_torch_function_enabled
+
+
+def refuse_part(what: str, x: DistTensor, instead: str = "") -> None:
+    """Raises DispatchError where ``x`` is more than this rank's memory."""
+    if is_part(x._spec):
+        raise DispatchError(
+            f"{what} would give this rank's memory, which is not the global value of {x._spec!r}: take mw.unshard(x) "
+            f"(every rank calls it), or x.to_local() for this rank's part{instead}"
+        )
+
+
+def global_values(a: Any) -> Any:
+    """Arguments with plain global values in place of distributed tensors; every rank must call it."""
+    return map_tensors(a, lambda t: whole(t) if isinstance(t, DistTensor) else t)
+
+
+TRACED = (
+    "torch.compile and torch.export cannot trace what is done with DistTensors: mw.compile_step(..., "
+    'backend="inductor") captures a whole step and compiles what lies between collectives; what is exported, build on '
+    "one device, with values from mw.unshard"
+)
+
+
+def _compiling() -> bool:
+    """Whether Dynamo wants a stand-in for a tensor; one that an exported program holds may be a replicated one."""
+    if "torch._dynamo" not in sys.modules or torch.compiler.is_exporting():
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch._dynamo."):
+        frame = frame.f_back
+    return frame is not None
+
+
+class StorageView:
+    """Stands for the storage of a rank's part: it can be told from others, but not read."""
+
+    _SAME = frozenset({"data_ptr", "_cdata", "_weak_ref", "nbytes", "size", "device", "is_cuda", "resizable"})
+
+    def __init__(self, of: DistTensor) -> None:
+        self._of = of
+        with disabled():
+            self._storage = of.untyped_storage()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._SAME:
+            return getattr(self._storage, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "_fix_weakref":  # whoever makes a fake tensor asks for it
+            raise DispatchError(TRACED)
+        raise _refusal(self._of, f"untyped_storage().{name}")
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _refusal(self._of, "untyped_storage()[...]")
+
+    def __eq__(self, other: object) -> bool:
+        return self._storage is (other._storage if isinstance(other, StorageView) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._storage)
+
+
+def _refusal(x: DistTensor, what: str) -> DispatchError:
+    try:
+        refuse_part(what, x)
+    except DispatchError as error:
+        return error
+    raise AssertionError(what)
+
+
+# ---------------------------------------------------------------------------------------------- methods of the tensor
+
+_SAVE = "; to save a model: {name: mw.unshard(t) for name, t in model.state_dict().items()}"
+
+
+def _address(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    refuse_part(f"{func.__name__}()", args[0], _SAVE)
+    return call_disabled(func, (), args, kwargs)
+
+
+def _storage(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0]
+    if is_part(x._spec):
+        return StorageView(x)
+    if _compiling():
+        raise DispatchError(TRACED)
+    return call_disabled(func, (), args, kwargs)
+
+
+def _dlpack(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    refuse_part("DLPack", args[0])
+    return func(plain(args[0]), *args[1:], **kwargs)
+
+
+def _is_nonzero(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    return bool(func(*global_values(args)))
+
+
+def _is_same_size(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    x, y = (*args, *kwargs.values())
+    return bool(x.shape == y.shape)
+
+
+def _type(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    wanted = (*args[1:], *kwargs.values())[:1]
+    if not wanted:
+        return call_disabled(func, (), args, kwargs)
+    (kind,) = wanted
+    return args[0].to(kind if isinstance(kind, torch.dtype) else torch.empty(0).type(kind).dtype)
+
+
+def into_plain(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """An op that writes to a plain tensor: with global values, on every rank; the tensor stays plain."""
+    return func(*global_values(args), **global_values(kwargs))
+
+
+READERS: dict[str, Special] = {
+    **dict.fromkeys(("data_ptr", "const_data_ptr", "storage", "_typed_storage"), _address),
+    "untyped_storage": _storage,
+    "__dlpack__": _dlpack,
+    "is_nonzero": _is_nonzero,
+    "is_same_size": _is_same_size,
+    "type": _type,
+}
+
+
+def _numpy(self: DistTensor, *, force: bool = False) -> Any:
+    """The global values as an array, which cannot be written to where it is a copy.  Every rank must call it."""
+    made = whole(self.detach() if force else self).numpy(force=force)
+    if is_part(self._spec):
+        made.flags.writeable = False
+    return made
+
+
+def _cuda_array_interface(self: DistTensor) -> Any:
+    if self.is_cuda:
+        refuse_part("__cuda_array_interface__", self)
+    return call_disabled(BASE.__cuda_array_interface__.__get__, (), (self,), {})
+
+
+DistTensor.numpy = _numpy  # type: ignore[method-assign,assignment]
+DistTensor.__cuda_array_interface__ = property(_cuda_array_interface)  # type: ignore[assignment]
+DistTensor.itemsize = property(lambda self: self.dtype.itemsize)  # type: ignore[assignment]
+DistTensor.nbytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)  # type: ignore[assignment]
+
+
+# ------------------------------------------------------------------------------------------------ below torch functions
+
+
+def _holds(a: Any) -> bool:
+    if isinstance(a, DistTensor):
+        return True
+    if a.__class__ is list or a.__class__ is tuple:
+        kinds = set(map(type, a))
+        return any(issubclass(k, DistTensor) for k in kinds) or (
+            (list in kinds or tuple in kinds) and any(map(_holds, a))
+        )
+    return False
+
+
+def _give_values(module: Any, name: str, first: int = 0) -> None:
+    """Have a function of PyTorch that reads tensors in C, without asking whose they are, read global values."""
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        own = name == "set_" and isinstance(args[0], DistTensor)
+        if not _enabled() or not (own or any(map(_holds, args[first:])) or any(map(_holds, kwargs.values()))):
+            return original(*args, **kwargs)
+        if own:
+            return DistTensor.__torch_function__(original, (DistTensor,), args, kwargs)
+        if name in _CASTS and args and isinstance(args[0], DistTensor):
+            dtype = kwargs.get("dtype", args[1] if len(args) > 1 else None)
+            return args[0] if dtype is None else args[0].to(dtype)
+        rest, kwargs = map_tensors((args[first:], kwargs), _detached)
+        return original(*args[:first], *global_values(rest), **global_values(kwargs))
+
+    setattr(module, name, reading)
+    if module is torch and compat.jit_builtins._builtin_table is not None:  # TorchScript knows functions by identity
+        compat.jit_builtins._register_builtin(reading, f"aten::{name}")
+
+
+def _detached(t: Tensor) -> Tensor:
+    return t.detach() if isinstance(t, DistTensor) else t
+
+
+_CASTS = ("as_tensor", "asarray")
+for _name in ("tensor", *_CASTS, "full", "arange", "scalar_tensor", "to_dlpack"):
+    _give_values(torch, _name)
+for _name in ("nested_tensor", "as_nested_tensor"):
+    _give_values(torch.nested, _name)
+for _name in ("new", "new_tensor", "new_full", "set_", "__new__"):
+    _give_values(Tensor, _name, first=1)
+Tensor.__new__ = staticmethod(Tensor.__new__)  # type: ignore[method-assign]
+_give_values(torch.utils.dlpack, "to_dlpack")
+
+
+def _number_of(kernel: Any, keys: Any) -> Callable[[Tensor], Any]:
+    """The kernel with which PyTorch reads a tensor as a number, for global numbers.
+
+    Its parser takes a 0-d tensor for a number (``torch.add(x, y, alpha=a)``) without asking whose tensor it is.
+    """
+
+    def read(t: Tensor) -> Any:
+        if isinstance(t, DistTensor) and _enabled() and is_part(t.__dict__["_spec"]):
+            return seen(t).item()
+        return kernel.call_boxed(keys, t)
+
+    return read
+
+
+_READ = "aten::_local_scalar_dense"
+_ATEN = torch.library.Library("aten", "IMPL")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that a kernel is replaced
+    for _device in ("CPU", "CUDA"):
+        if compat.dispatch_has_kernel_for_dispatch_key(_READ, _device):
+            _keys = compat.DispatchKeySet(getattr(compat.DispatchKey, _device))
+            _reader = _number_of(torch.library.get_kernel(_READ, _device), _keys)
+            _ATEN.impl(_READ.removeprefix("aten::"), _reader, _device, allow_override=True)
+
+
+def _set_data(self: Tensor, value: Any) -> None:
+    """``plain.data = x``: a plain tensor holds global values."""
+    if isinstance(value, DistTensor) and _enabled():
+        value = plain(whole(value.detach()))
+    _data.__set__(self, value)
+
+
+def _as_subclass(self: Tensor, cls: type[Any]) -> Any:
+    if isinstance(self, DistTensor) and _enabled():
+        refuse_part("as_subclass()", self)
+        self = self.to_local()
+    return _cast(self, cls)
+
+
+# The getter of Tensor.data stays PyTorch's own; a DistTensor has a property of its own.
+_data, _cast = BASE.data, BASE.as_subclass
+Tensor.data = property(_data.__get__, _set_data, _data.__delete__)  # type: ignore[assignment]
+Tensor.as_subclass = functools.wraps(_cast)(_as_subclass)  # type: ignore[method-assign,assignment]

@@ -1,0 +1,94 @@
+"""Calls on distributed tensors, as PyTorch hands them over: the commonest ones run here, the others in ``dispatch``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import collective
+from ..compat import python_dispatch as torchs
+from ..dispatch import (
+    LISTED,
+    NO,
+    Args,
+    Frontend,
+    Kwargs,
+    any_linked,
+    call,
+    call_disabled,
+    count_write,
+    key_part,
+    mesh_of,
+    resolve,
+    resolve_after,
+    tensors_in,
+)
+from ..ranks import runtime
+from . import modes
+from .dist_tensor import DistTensor, call_enabled, wrap
+from .non_ops import SPECIAL
+from .substitutes import with_stand_ins
+
+Tensor = torch.Tensor
+is_inference_mode = torch.is_inference_mode_enabled
+
+
+def claim_plain(func: Any, args: Args, kwargs: Kwargs) -> None:
+    """Plain tensors stand for what all ranks have: they are compared, in check mode now."""
+    given = tensors_in((args, kwargs))
+    plain = [t for t in given if not isinstance(t, DistTensor)]
+    if kwargs.get("beta") == 0 and plain and plain[0] is given[0]:  # of torch.addmm and its kind: it is not read
+        del plain[0]
+    name = resolve(func).name
+    collective.claim_all(name, plain, lambda: collective.group(mesh_of(given, name)))
+
+
+EAGER = Frontend(wrap, call_enabled, SPECIAL, with_stand_ins, claim_plain)
+
+
+def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Where a call is known to need nothing (``RT.fast``), run the native op on locals and wrap the result."""
+    key: Any
+    if torchs._is_in_non_infra_torch_dispatch_mode:
+        made = modes.under(dispatch, func, types, args, kwargs)
+        if made is not NotImplemented:
+            return made
+    if len(args) == 2 and args[0].__class__ is DistTensor and args[1].__class__ is DistTensor:
+        key = (func, args[0]._spec, args[1]._spec)
+    else:
+        if args and args[0].__class__ is list and func in LISTED:
+            args, kwargs = with_stand_ins(func, args, kwargs or NO) or (args, kwargs)
+            return LISTED[func](*args, **kwargs or NO)
+        key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
+    if kwargs:
+        key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
+    known = runtime.RT.fast.get(key)
+    if known is None:
+        return call(EAGER, key, func, args, kwargs or NO)
+    spec, untyped, native, mixed = known
+    if untyped == 2 and any_linked(args):
+        return call(EAGER, key, func, args, kwargs or NO)
+    if mixed:
+        claim_plain(func, args, kwargs or NO)
+    if native is None:
+        out = call_disabled(func, types, args, kwargs or NO)
+    else:
+        try:
+            out = call_disabled(native.fn, types, (args[0], *native.static), NO)
+        except RuntimeError:  # a view that this shard's strides do not allow
+            return call(EAGER, key, func, args, kwargs or NO)
+    if out.__class__ is not Tensor:  # in place, or an op that returned its input
+        if is_inference_mode():
+            count_write(out)
+        return out
+    if untyped and out.requires_grad:  # leaves get their types now
+        return resolve_after(runtime.RT.plans.find(key), func, args, kwargs or NO, out, wrap)
+    if out.dtype is not spec.dtype:  # autocast
+        spec = spec.with_(dtype=out.dtype)
+    out.__class__ = DistTensor
+    out._spec = spec  # type: ignore[attr-defined]
+    return out
+
+
+DistTensor.__torch_function__ = staticmethod(dispatch)  # type: ignore[method-assign]
