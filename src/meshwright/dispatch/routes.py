@@ -1,8 +1,8 @@
 """The way of a call: its key, the plan that is kept for it, and the route that this takes.
 
 The commonest calls do not come here: ``tensor.torch_function`` knows those that are one native op with one output
-(``RT.fast``) by their key alone.  All plans are in ``RT.plans``.  A plan never changes: what a first run shows of it makes another,
-which takes its place.
+(``RT.fast``) by their key alone.  All plans are in ``RT.plans``.  A plan never changes: what a first run shows of it
+makes another, which takes its place.
 """
 
 from __future__ import annotations

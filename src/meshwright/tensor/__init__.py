@@ -6,8 +6,8 @@ backward only transposed conversions run Python.  Making, moving and reading dis
 
 ``dist_tensor`` has the class, and the other modules put in place what it does: ``gradients`` its ``.grad``,
 ``autograd`` the way into autograd's engine and back, ``substitutes`` what ops read in the place of a tensor,
-``non_ops`` what is no op, ``torch_function`` the way from a call to its plan, ``methods`` shortcuts to that for the commonest ones, ``opened`` what a
-thread sees of a tensor while it works on the part.
+``non_ops`` what is no op, ``torch_function`` the way from a call to its plan, ``methods`` shortcuts to that for the
+commonest ones, ``opened`` what a thread sees of a tensor while it works on the part.
 """
 
 from . import methods as methods
