@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -108,3 +110,23 @@ def all_of_them() -> dict[str, float]:
 def test_practice() -> None:
     for found in run_processes(all_of_them, 2):
         assert not {k: v for k, v in found.items() if v > 1e-12}
+
+
+def test_an_interrupt_while_a_step_is_captured() -> None:
+    """It is raised behind the capture, whose C++ calls Python where nothing may be thrown; a second one at once."""
+    at: list[str] = []
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+        at.append("went on")
+        return model(batch).square().mean()
+
+    for times in (1, 2):
+        at.clear()
+        model = nn.Linear(4, 2)
+        with pytest.raises(KeyboardInterrupt):
+            mw.compile_step(model, loss_fn, None, torch.randn(3, 4), mesh=mw.Mesh({"dp": 1}))
+        assert at == ["went on"][: 2 - times]
+    mw.compile_step(model, lambda m, x: m(x).sum(), None, torch.randn(3, 4), mesh=mw.Mesh({"dp": 1}))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -21,6 +21,7 @@ from ..shard.optimizers.kinds import own_work
 from .capture.build import Built, Plan
 from .capture.export_caches import forgotten
 from .capture.free_variables import Place
+from .capture.interrupts import interrupts_deferred
 from .capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
 from .capture.scale import SCALE
 from .check.agreement import CAPTURED, REBUILD, numbers, program_facts
@@ -161,7 +162,7 @@ class CompiledStep:
     def _recorded(self, batch: Any, again: bool = True) -> Recorded:
         """The step as it is captured for batches like this one, the same on all ranks."""
         with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
-            with forgotten():
+            with forgotten(), interrupts_deferred():
                 made = self._source.record(batch, self.training, again)
             if self.training:
                 made = replace(made, program=self._transform(made.program))
@@ -206,7 +207,7 @@ class CompiledStep:
         ready = self._current
         if ready.many:  # the graph in use is that of another size: captured for this one, to be looked at
             given = pytree.tree_unflatten(ready.given, self._tree)
-            with torch.inference_mode(False), torch.enable_grad(), forgotten():
+            with torch.inference_mode(False), torch.enable_grad(), forgotten(), interrupts_deferred():
                 made = self._source.record(given, self.training, True).program
             ready.program, ready.many = self._transform(made) if self.training else made, False
         return ready.program
