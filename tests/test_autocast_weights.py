@@ -414,7 +414,7 @@ def test_a_cache_that_other_threads_clear_changes_no_communication() -> None:
         with region(), mw.explain() as why:
             for _ in range(3):
                 y = F.layer_norm(F.linear(x, mw.constrain(w, [mw.Replicate()])), (6,))
-                if mw.runtime.RT.rank == 1:
+                if mw.ranks.runtime.RT.rank == 1:
                     other = threading.Thread(target=torch.clear_autocast_cache)
                     other.start()
                     other.join()

@@ -126,7 +126,7 @@ def test_each_rank_reads_what_it_needs(tmp_path: Path) -> None:
     def run() -> None:
         def counted(file: int, views: Any, at: int) -> int:
             n = plain(file, views, at)
-            read[mw.runtime.RT.rank] += n
+            read[mw.ranks.runtime.RT.rank] += n
             return n
 
         monkey.setattr(os, "preadv", counted)

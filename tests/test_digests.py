@@ -55,7 +55,7 @@ def test_wherever_it_lies() -> None:
 def test_ranks_whose_generators_are_out_of_step_are_told() -> None:
     def train() -> None:
         torch.manual_seed(0)
-        torch.rand(1 + mw.runtime.RT.rank)
+        torch.rand(1 + mw.ranks.runtime.RT.rank)
         mw.shard_module(torch.nn.Linear(2, 2, device="meta"), MESH, {"*": {"dp": mw.Replicate()}})
 
     with pytest.raises(DesyncError, match="different values of the default random generator"):

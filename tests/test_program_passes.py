@@ -224,7 +224,7 @@ def test_a_flat_buffer(group: None, axes: dict[str, int], how: str) -> None:
             return loss
 
         run = mw.capture_local(step, mesh, model=model, optimizer=optimizer, batch=data[0][:2], passes=passes)
-        i = mesh.coordinate(mw.runtime.RT.rank)[-1]
+        i = mesh.coordinate(mw.ranks.runtime.RT.rank)[-1]
         for x in data:
             run(x[2 * i : 2 * i + 2])
         return [p.detach().clone() for p in parameters]

@@ -59,7 +59,7 @@ def test_a_partial_in_the_place_of_a_number(name: str, layout: Any) -> None:
 
     def run() -> Any:
         x = X if layout is None else mw.shard_tensor(X, THREE, [layout])
-        here = mw.runtime.RT.rank
+        here = mw.ranks.runtime.RT.rank
         return [
             plain(READ[name](x, mw.from_local(torch.tensor(parts[here], dtype=torch.float64), THREE, [mw.Partial(op)])))
             for op, parts in PARTS.items()

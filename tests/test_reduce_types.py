@@ -114,7 +114,7 @@ def test_the_gradient_of_a_leaf_is_that_of_its_value(op):
     fold = {"avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}[op]
 
     def run():
-        x = mw.from_local(parts[mw.runtime.RT.rank], FOUR, [Partial(op)]).requires_grad_()
+        x = mw.from_local(parts[mw.ranks.runtime.RT.rank], FOUR, [Partial(op)]).requires_grad_()
         seen = []
         x.register_hook(lambda g: seen.append(mw.unshard(g)))
         (x.sin() * 3).sum().backward()

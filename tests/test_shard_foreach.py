@@ -76,7 +76,7 @@ def test_total_norm_and_non_finite() -> None:
         got = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         torch.testing.assert_close(got, want)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, got)
-        if mw.runtime.RT.rank % 2:
+        if mw.ranks.runtime.RT.rank % 2:
             model.blocks[0].up.weight.grad.to_local()[0, 0] = math.nan
         with pytest.raises(RuntimeError, match="non-finite"):
             clip(model.parameters(), 0.5, error_if_nonfinite=True)

@@ -285,7 +285,7 @@ def test_grad_scaler(over: str | None) -> None:
         for bad in (True, False):
             opt.zero_grad()
             scaler.scale(loss_of(model, split(IDS, BOTH))).backward()
-            if bad and mw.runtime.RT.rank == 3:
+            if bad and mw.ranks.runtime.RT.rank == 3:
                 model.blocks[0].up.weight.grad.to_local()[0, 0] = float("inf")
             scaler.step(opt)
             scaler.update()
