@@ -1,0 +1,49 @@
+"""Which tests judge which module: fast ones, on simulated ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "meshwright"
+
+_CONVERSIONS = "conversions convert reduce_types partial_precision"
+_RULES = "rules_basic rules_book check_rule choose rules_nn bounds arguments head"
+_CHOICE = "choose moved_splits routes completion warm_plans partial reduce_types stored_on"
+_DISPATCH = (
+    "routes warm_plans errors api autograd tensor writes views copies_of_views autocast modes rows_of_shards pieces "
+    "partial stored_on arguments calls_by_name read_as_numbers check_mode"
+)
+_PASSES = "passes program_passes data_parallel_optimization gradient_merge gathers_on_wires"
+_CHECK = "program_verify program_files program_errors agreement passes program_writes"
+
+CASES = 3  # of a test with many, taken evenly
+
+# By the beginning of a module's path: the tests, without "test_" and ".py".
+_JUDGES = {
+    "conversions.py": _CONVERSIONS,
+    "convert.py": _CONVERSIONS + " partial check_mode zero_sizes",
+    "resharding.py": _CONVERSIONS + " moved_splits",
+    "rules/strategies.py": _RULES,
+    "rules/core.py": _RULES,
+    "choose/": _CHOICE,
+    "dispatch/": _DISPATCH,
+    "passes/": _PASSES,
+    "program/check/": _CHECK,
+}
+
+
+def modules(only: list[str]) -> list[str]:
+    """The modules that are mutated, the most central first; those whose path begins with one of ``only``."""
+    found = [
+        path.relative_to(SOURCE).as_posix()
+        for begin in _JUDGES
+        for path in (sorted((SOURCE / begin).glob("*.py")) if begin.endswith("/") else [SOURCE / begin])
+    ]
+    return [m for m in found if not only or m.startswith(tuple(only))]
+
+
+def judges(module: str) -> list[str]:
+    """The files of tests that judge a module, relative to the checkout."""
+    (names,) = (tests for begin, tests in _JUDGES.items() if module.startswith(begin))
+    return [f"tests/test_{name}.py" for name in names.split()]
