@@ -29,18 +29,18 @@ def step(src, dst, *axes):
     return between(src, dst, axes or (0,))
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "kind"),
-    [
-        (I, R, "retype"), (I, S0, "slice"), (I, P, "keep_one"), (I, PRODUCT, "keep_one"), (I, AVG, "retype"),
-        (I, MAX, "retype"), (P, I, "all_reduce"), (MAX, I, "all_reduce"), (P, S1, "reduce_scatter"), (P, P, "retype"),
-        (P, AVG, "scale"), (AVG, P, "scale"), (S0, S1, "all_to_all"), (S0, R, "all_gather"), (S0, P, "pad"),
-    ],
-)  # fmt: skip
-def test_kinds(a, b, kind):
-    assert kind_of(a[0], b[0]) == kind
-    assert step(spec(a), spec(b)).kind == kind
-    assert step(spec(I, a), spec(I, b), 1).kind == kind
+KINDS = [
+    (I, R, "retype"), (I, S0, "slice"), (I, P, "keep_one"), (I, PRODUCT, "keep_one"), (I, AVG, "retype"),
+    (I, MAX, "retype"), (P, I, "all_reduce"), (MAX, I, "all_reduce"), (P, S1, "reduce_scatter"), (P, P, "retype"),
+    (P, AVG, "scale"), (AVG, P, "scale"), (S0, S1, "all_to_all"), (S0, R, "all_gather"), (S0, P, "pad"),
+]  # fmt: skip
+
+
+def test_kinds():
+    for a, b, kind in KINDS:
+        assert kind_of(a[0], b[0]) == kind
+        assert step(spec(a), spec(b)).kind == kind
+        assert step(spec(I, a), spec(I, b), 1).kind == kind
 
 
 @pytest.mark.parametrize(("a", "b"), [("max", "sum"), ("sum", "max"), ("avg", "max"), ("sum", "product")])
@@ -49,31 +49,32 @@ def test_reductions_that_become_no_other(a, b):
         kind_of(Partial(a), Partial(b))
 
 
-@pytest.mark.parametrize(
-    ("src", "dst", "kind", "back"),  # the table of the design page; the transpose leads from ``back[0]`` to ``back[1]``
-    [
-        (I, R, "retype", ("all_reduce", P, I)), (R, I, "retype", ("keep_one", I, P)),
-        (P, I, "all_reduce", ("retype", I, R)), (P, R, "all_reduce", ("all_reduce", P, R)),
-        (P, S0, "reduce_scatter", ("all_gather", S0, R)), (S0, R, "all_gather", ("reduce_scatter", P, S0)),
-        (S0, I, "all_gather", ("slice", I, S0)), (R, S0, "slice", ("pad", S0, P)),
-        (I, S0, "slice", ("all_gather", S0, I)), (R, P, "keep_one", ("keep_one", R, P)),
-        (I, P, "keep_one", ("retype", R, I)), (S0, S1, "all_to_all", ("all_to_all", S1, S0)),
-        (AVG, I, "all_reduce", ("retype", I, R)), (AVG, S0, "reduce_scatter", ("all_gather", S0, R)),
-        (MAX, I, "all_reduce", ("retype", I, R)), (PRODUCT, S1, "reduce_scatter", ("all_gather", S1, R)),
-        (P, AVG, "scale", ("all_reduce", P, R)), (S1, P, "pad", ("slice", R, S1)),
-    ],
-)  # fmt: skip
+# The table of the design page; the transpose is of another kind and leads from one type to another.
+TRANSPOSES = [
+    (I, R, "retype", ("all_reduce", P, I)), (R, I, "retype", ("keep_one", I, P)),
+    (P, I, "all_reduce", ("retype", I, R)), (P, R, "all_reduce", ("all_reduce", P, R)),
+    (P, S0, "reduce_scatter", ("all_gather", S0, R)), (S0, R, "all_gather", ("reduce_scatter", P, S0)),
+    (S0, I, "all_gather", ("slice", I, S0)), (R, S0, "slice", ("pad", S0, P)),
+    (I, S0, "slice", ("all_gather", S0, I)), (R, P, "keep_one", ("keep_one", R, P)),
+    (I, P, "keep_one", ("retype", R, I)), (S0, S1, "all_to_all", ("all_to_all", S1, S0)),
+    (AVG, I, "all_reduce", ("retype", I, R)), (AVG, S0, "reduce_scatter", ("all_gather", S0, R)),
+    (MAX, I, "all_reduce", ("retype", I, R)), (PRODUCT, S1, "reduce_scatter", ("all_gather", S1, R)),
+    (P, AVG, "scale", ("all_reduce", P, R)), (S1, P, "pad", ("slice", R, S1)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("axes", [(0,), (1,), (0, 1)])
-def test_transposes(src, dst, kind, back, axes):
-    if len(axes) > 1 and not {S0, S1}.isdisjoint((src, dst)):
-        return  # steps over several axes split nothing
-    given, made = (spec(*(t if a in axes else R for a in range(2))) for t in (src, dst))
-    forward = step(given, made, *axes)
-    assert (forward.kind, forward.src, forward.dst, forward.axes) == (kind, given, made, axes)
-    backward = forward.transpose()
-    start, end = (spec(*(t if a in axes else P for a in range(2))) for t in back[1:])
-    assert (backward.kind, backward.src, backward.dst, backward.axes) == (back[0], start, end, axes)
-    assert transpose((forward,)) == (backward,)
+def test_transposes(axes):
+    for src, dst, kind, back in TRANSPOSES:
+        if len(axes) > 1 and not {S0, S1}.isdisjoint((src, dst)):
+            continue  # steps over several axes split nothing
+        given, made = (spec(*(t if a in axes else R for a in range(2))) for t in (src, dst))
+        forward = step(given, made, *axes)
+        assert (forward.kind, forward.src, forward.dst, forward.axes) == (kind, given, made, axes)
+        backward = forward.transpose()
+        start, end = (spec(*(t if a in axes else P for a in range(2))) for t in back[1:])
+        assert (backward.kind, backward.src, backward.dst, backward.axes) == (back[0], start, end, axes)
+        assert transpose((forward,)) == (backward,)
 
 
 def test_a_sequence_is_transposed_backwards():

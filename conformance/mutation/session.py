@@ -43,7 +43,7 @@ _MEMORY = 4 << 30
 
 @dataclass
 class Verdict:
-    """What became of a mutant: ``killed``, ``time`` (killed: it never ended), ``survived``, ``unreached`` (by tests)."""
+    """What became of a mutant: ``killed``, ``time`` (killed: no end), ``survived``, ``unreached`` (by tests)."""
 
     module: str
     function: str
@@ -139,10 +139,10 @@ class Session:
             if type(made) is functools._lru_cache_wrapper and str(made.__module__).startswith("meshwright"):
                 made.cache_clear()
         self.items = {item.nodeid: item for item in _thinned(session.items)}
+        self.live = _functions(str(self.path))
         gc.collect()
         gc.freeze()  # what is shared with children is not written to
         self.tests = {name: t for name, t in self._reached().items() if not t.failed}
-        self.live = _functions(str(self.path))
         chosen = self._chosen()
         for number, (mutant, verdict) in enumerate(chosen, 1):
             self._judge(mutant, verdict)
@@ -284,7 +284,8 @@ def judged_anew(verdict: Verdict, source: str, order: list[tuple[str, float]]) -
 def _options(files: list[str]) -> list[str]:
     return [
         *files, f"--rootdir={ROOT}", f"--confcutdir={ROOT}", "-p", "no:cacheprovider", "-p", "no:xdist",
-        "-p", "no:timeout", "-o", "addopts=", "-o", "timeout=0", "-m", "not long and not processes", "-q", "-q", "--disable-warnings",
+        "-p", "no:timeout", "-o", "addopts=", "-o", "timeout=0", "-m", "not long and not processes",
+        "-q", "-q", "--disable-warnings",
     ]  # fmt: skip
 
 
