@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "meshwright"
 
-_CONVERSIONS = "conversions resharding convert reduce_types partial_precision"
+_CONVERSIONS = "conversions resharding convert convert_steps reduce_types partial_precision"
 _RULES = "rules_basic rules_book check_rule choose rules_nn bounds arguments head"
 _CHOICE = "choose moved_splits routes completion warm_plans partial reduce_types stored_on"
 _DISPATCH = (
