@@ -90,6 +90,18 @@ def test_one_step_is_of_one_kind():
     assert step(spec(I, I), spec(R, R), 0, 1).kind == "retype"
 
 
+def test_a_step_touches_no_axis_that_is_undecided():
+    left = step(spec(P, undecided=2), spec(I, undecided=2))
+    assert left.dst.undecided == 2
+    for src, dst, axes in (
+        (spec(I, undecided=1), spec(S0), (0,)), (spec(S0), spec(I, undecided=1), (0,)),
+        (spec(I, I, undecided=2), spec(R, I), (0,)), (spec(I, I, undecided=2), spec(S0, I, undecided=2), (1, 0)),
+        (spec(I, I, undecided=3), spec(I, I, undecided=3), (0,)),
+    ):  # fmt: skip
+        with pytest.raises(ConversionError, match=r"the types of .* and .* must be decided before it"):
+            between(src, dst, axes)
+
+
 def test_what_a_step_says():
     sums, gather, cut = step(spec(P), spec(I)), step(spec(S0), spec(I)), step(spec(I), spec(S0))
     scatter, swap, most = step(spec(P), spec(S0)), step(spec(S0), spec(S1)), step(spec(MAX), spec(I))

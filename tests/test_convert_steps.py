@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright import convert, conversions, runtime
+from meshwright import conversions, convert, runtime
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.resharding import plan
 

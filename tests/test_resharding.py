@@ -119,8 +119,6 @@ def test_what_is_there_already_needs_nothing():
             assert told(made) == ("", 0, 0)
             assert made.src is made.dst is here
             assert (made.moves, made.free, made.bytes) == (False, True, 0)
-    undecided = spec(S0, I, undecided=2)
-    assert told(plan(undecided, spec(S0, I))) == ("", 0, 0)
     made = plan(spec(P, P, known=spec(I, I)), spec(I, I, copied=True))
     assert (made.src, made.dst) == (spec(P, P), spec(I, I))
 
@@ -134,6 +132,22 @@ def test_what_no_plan_is_for():
     assert told(plan(spec(MAX, I), spec(I, P)))[0].split(", ")[-1] == "keep_one b"
     assert told(plan(spec(I, P), spec(MAX, I)))[0].split(", ")[-1] == "pad a"
     assert told(plan(spec(P, I), spec(MAX, I)))[0] == "reduce_scatter a, pad a"
+
+
+def test_what_is_undecided_is_left_alone():
+    src, dst = spec(P, I, undecided=2), spec(I, I, undecided=2)
+    made = plan(src, dst)
+    assert told(made) == ("all_reduce a", 576, 0)  # and not by way of a part of it on b
+    assert (made.src, made.dst) == (src, dst)
+    assert made.ends == (spec(P, I), spec(I, I))
+    assert plan(spec(P, R), spec(I, R)).ends != plan(spec(P, R), spec(R, R)).ends
+    assert plan(spec(R, P), spec(I, P)).ends == (spec(R, P), spec(I, P))
+    ways = {plan(spec(S0, t), spec(I, t)).ends for t in (I, R)}
+    assert ways == {(spec(S0, I), spec(I, I))}  # of an axis that no step touches any type is right
+    for other in (spec(I, I), spec(I, R), spec(I, S0), spec(I, I, undecided=3)):
+        for a, b in ((src, other), (other, src)):
+            with pytest.raises(ConversionError, match=r"undecided in one of .* and .* must be decided before"):
+                plan(a, b)
 
 
 def test_only_the_minor_axis_of_a_dim_leaves_it():
