@@ -39,6 +39,7 @@ from .mutants import Mutant, mutants_of
 OUT = ROOT / "conformance" / "out" / "mutation"
 _HANG = 40.0  # seconds without an answer, beyond what the tests take
 _MEMORY = 4 << 30
+_SLOW = 3  # seconds of the processor: a test that takes more judges nothing
 
 
 @dataclass
@@ -107,9 +108,9 @@ def _sent(to: int, value: Any) -> None:
 
 
 def _limited(seconds: float) -> None:
-    """End this process where the next test takes much more of the processor than it did; the clock tells nothing."""
+    """End this process when it has used the processor for so long; the clock tells nothing."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    most = int(used.ru_utime + used.ru_stime + 5 + 6 * seconds)
+    most = int(used.ru_utime + used.ru_stime + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
 
 
@@ -179,13 +180,14 @@ class Session:
                 kept.write_text(json.dumps(found))
             known |= {name: _Test(**made) for name, made in json.loads(kept.read_text()).items() if name in self.items}
         for name, test in known.items():
-            if test.failed:
+            if test.failed and test.seconds < _SLOW:
                 print(f"{name} fails alone, without a mutant: it judges nothing", file=sys.stderr)
         return known
 
     def _alone(self, name: str) -> _Test:
         def work(send: Callable[[Any], None]) -> None:
             seen = coverage.Coverage(data_file=None, include=[f"{SOURCE}/*"])
+            _limited(_SLOW)
             seen.start()
             failed = _fails(self.items[name])
             seen.stop()
@@ -194,7 +196,7 @@ class Session:
             send({"seconds": used.ru_utime + used.ru_stime, "failed": failed, "lines": lines})
 
         made, _ = forked(work, 300)
-        return _Test(**made[0]) if made else _Test(failed=True)
+        return _Test(**made[0]) if made else _Test(seconds=_SLOW, failed=True)
 
     # ---------------------------------------------------------------------------------------- mutants
 
@@ -271,7 +273,7 @@ def judged_anew(verdict: Verdict, source: str, order: list[tuple[str, float]]) -
         code, loader = compile(source, path, "exec", dont_inherit=True), importlib.machinery.SourceFileLoader
         plain = loader.get_code
         loader.get_code = lambda self, name: code if self.path == path else plain(self, name)  # type: ignore
-        _limited(30)
+        _limited(200)
         pytest.main(_options([str(ROOT / n) for n in dict.fromkeys(n.partition("::")[0] for n, _ in order)]), [Tries()])
 
     got, ended = forked(work, _HANG + 60 + 8 * sum(s for _, s in order))
@@ -294,7 +296,7 @@ def _tried(tests: list[tuple[pytest.Item, float]], send: Callable[[Any], None]) 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
     for item, seconds in tests:
-        _limited(seconds)
+        _limited(5 + 6 * seconds)
         send(["begun", item.nodeid])
         if _fails(item):
             send(["failed", item.nodeid])
