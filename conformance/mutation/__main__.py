@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .judges import SOURCE, judges, modules
+from .judges import SMALL, SOURCE, judges, modules
 
 # Imported once, for all mutants: what the tests would import, of PyTorch; of the package nothing.
 _ONCE = (
@@ -45,7 +45,7 @@ def _one(module: str, options: argparse.Namespace) -> list[Any]:
         return _name(v) not in equal and (not options.survivors or _name(v) in alive)
 
     def work(send: Callable[[Any], None]) -> None:
-        files = options.tests or judges(module)
+        files = options.tests or judges(module, options.small)
         session = Session(module, files, wanted, options.sample, options.seconds, options.seed)
         session.collected()
         for v in session.verdicts:
@@ -80,6 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.mutation", description=__doc__)
     parser.add_argument("modules", nargs="*", help="the beginnings of their paths, as passes/ (default: all)")
     parser.add_argument("--tests", nargs="+", metavar="FILE", help="these judge them, in place of those of judges.py")
+    parser.add_argument("--small", action="store_true", help="modules that tests without ranks judge alone, by those")
     parser.add_argument("--sample", type=int, default=-1, help="so many mutants of each module (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="which ones a sample takes")
     parser.add_argument("--seconds", type=float, default=20.0, help="of tests for each mutant")
@@ -93,6 +94,8 @@ def main() -> int:
         importlib.import_module(name)
     short = []
     for module in modules(options.modules):
+        if options.small and module not in SMALL:
+            continue
         began = time.monotonic()
         found = _one(module, options)
         if not found:

@@ -8,11 +8,20 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "meshwright"
 
 _CONVERSIONS = "conversions resharding convert convert_steps reduce_types partial_precision"
-_RULES = "rules_book rules_basic choose partial arguments errors"
-_CHOICE = "choose moved_splits routes partial stored_on warm_plans"
+_RULES = "rule_strategies notation rules_book rules_basic choose partial arguments errors"
+_CHOICE = "choice_types choose moved_splits routes partial stored_on warm_plans"
 _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
 _PASSES = "passes data_parallel_optimization gradient_merge gathers_on_wires"
 _CHECK = "program_verify program_errors program_files agreement passes"
+
+# What tests without ranks judge alone, in seconds: a sample of them is in ``make test``.
+SMALL = {
+    "conversions.py": ("conversions",),
+    "resharding.py": ("resharding", "conversions"),
+    "rules/strategies.py": ("rule_strategies",),
+    "rules/core.py": ("notation",),
+    "choose/choice.py": ("choice_types",),
+}
 
 CASES = 3  # of a test with many, taken evenly
 
@@ -40,7 +49,7 @@ def modules(only: list[str]) -> list[str]:
     return [m for m in found if not only or m.startswith(tuple(only))]
 
 
-def judges(module: str) -> list[str]:
-    """The files of tests that judge a module, relative to the checkout."""
+def judges(module: str, small: bool = False) -> list[str]:
+    """The files of tests that judge a module, relative to the checkout; ``small``: without those on ranks."""
     (names,) = (tests for begin, tests in _JUDGES.items() if module.startswith(begin))
-    return [f"tests/test_{name}.py" for name in names.split()]
+    return [f"tests/test_{name}.py" for name in (SMALL[module] if small else names.split())]
