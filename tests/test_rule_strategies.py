@@ -123,6 +123,8 @@ def test_partials_pass_where_the_op_is_linear():
     assert [way(s) for s in add.by_partial(AVG, None)] == [((AVG, AVG, R), (AVG, AVG), None)]
     moved = rule("a b", "b a", linear=({0},), moves=True)
     assert [s.inputs for s in moved.by_partial(MAX, 0)] == [(MAX,)]
+    mixed = [way(s) for s in add.axis_strategies((AVG, R, AVG))[1:]]
+    assert mixed == [((P, P, R), (P, P), None)]
     two = rule("a, a", "a", linear=({0}, {1}))
     assert [s.inputs for s in two.by_partial(P, 1)] == [(R, P)]
     assert [s.inputs for s in two.by_partial(P, None)] == [(P, R), (R, P)]
@@ -141,6 +143,7 @@ def test_a_split_that_cannot_stay_goes_elsewhere():
     flat = rule("(b c) h, k", "b c h", moves=True, whole=frozenset("b"))
     assert [s.factor for s in flat.instead_of(0, S0)] == ["h"]
     assert [s.factor for s in rule("k, b c", "(b c)", moves=True).instead_of(1, S1)] == ["b"]
+    assert list(rule("b c h", "(b c) h", moves=True, sizes={"b": 2}).instead_of(0, S0)) == []
     narrow = rule("b c h", "(b c) h", moves=True, sizes={"c": 1})
     assert [s.factor for s in narrow.instead_of(0, S1)] == ["b", "h"]
 
@@ -193,6 +196,9 @@ def test_what_a_local_function_may_ask():
     assert [ask.bounds(f) for f in ("t", "h", "d", "x")] == [(3, 5), (4, 6), (0, 2), (0, 1)]
     assert [ask.is_split("d"), ask.is_split("d", "h"), ask.is_split("t")] == [False, True, True]
     assert not ask.is_empty()
+    assert not Local(view, [spec((5, 1), R, R)], [spec((5, 1), R, R)], (0, 0)).is_empty()
+    assert Local(view, [spec((5, 12), R, R)], [spec((5, 0), R, R)], (0, 0)).is_empty()
+    assert Local(view, [spec((5, 12), R, R)], [spec((5, 6, 2), R, R)], (0, 0)).axes("t") == ()
     two = rule("a, b", "a b, b", sizes={"a": 3, "b": 1})
     ask = Local(two, [spec((3,), S0, R), spec((1,), R, R)], [spec((3, 1), S0, R), spec((1,), R, S0)], (0, 1))
     assert (ask.in_shape(1), ask.out_shape(1)) == ((1,), (0,))
@@ -202,6 +208,13 @@ def test_what_a_local_function_may_ask():
     assert two.out_shape(0) == (3, 1)
     assert view.out_shape(0) == (5, 6, 2)
     assert rule("t h d", "t (h d)", sizes={"h": 3, "d": 5}).out_shape(0) == (4, 15)
+
+
+def test_what_a_rule_does_not_say():
+    bare = Rule((dims("a"),), (dims("a"),), {"a": 4})
+    assert (bare.whole, bare.reduced, bare.linear, bare.lends, bare.text) == (frozenset(), {}, (), frozenset(), "")
+    assert [bare.moves is False, bare.heavy is False, bare.padded is False] == [True] * 3
+    assert [bare.local is None, bare.decompose is None] == [True] * 2
 
 
 def test_one_native_call_with_another_behind_it():

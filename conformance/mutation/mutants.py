@@ -88,8 +88,12 @@ def _skipped(node: cst.CSTNode, function: str) -> bool:
         return True
     if isinstance(node, cst.Assign) and not function:
         name = node.targets[0].target
-        return isinstance(name, cst.Name) and (name.value == "__all__" or name.value.strip("_")[1:].islower())
+        return isinstance(name, cst.Name) and (name.value == "__all__" or _is_type(name.value.strip("_")))
     return False
+
+
+def _is_type(name: str) -> bool:
+    return name[:1].isupper() and not name.isupper()
 
 
 def _is_strict(node: cst.CSTNode) -> bool:
