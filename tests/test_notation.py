@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -30,12 +32,14 @@ def test_dims_and_sizes():
     given = made("(h d) -> h d", (12,), sizes={"d": 4, "1": 7})
     assert dict(given.sizes) == {"d": 4, "h": 3}
     assert list(given.sizes) == ["d", "h"]
+    assert all(type(n) is int for n in given.sizes.values())
     empty = made("(h d) -> h d", (0,), sizes={"d": 4})
     assert dict(empty.sizes) == {"d": 4, "h": 0}
     assert dict(made("(h d) -> h d", (0,), sizes={"d": 0}).sizes) == {"d": 0, "h": 0}
     assert made("(a 1 b) -> a b", (6,), sizes={"a": 2}).inputs == ((("a", "b"),),)
     assert made("-> a", sizes={"a": 3}).inputs == ()
     assert made("->", ()).outputs == ((),)
+    assert made("-> ...").outputs == ((),)
     assert made("a -> a, a 1", (3,)).outputs == ((("a",),), (("a",), ()))
 
 
@@ -43,6 +47,8 @@ def test_what_is_whole_and_what_is_reduced():
     rule = made("a b c d -> a b", (2, 3, 4, 5), whole="b x", reduced="c y", linear=())
     assert (rule.whole, dict(rule.reduced)) == (frozenset("bd"), {"c": "sum"})
     assert dict(made("a b -> a", (2, 3), reduced=["b"], op="max").reduced) == {"b": "max"}
+    worded = made("out in -> out", (2, 3), reduced="in", whole="out")
+    assert (worded.whole, dict(worded.reduced)) == (frozenset(["out"]), {"in": "sum"})
     mapped = made("a b c -> a", (2, 3, 4), reduced={"b": "min", "c": "sum", "z": "sum"})
     assert dict(mapped.reduced) == {"b": "min", "c": "sum"}
     assert mapped.whole == frozenset()
@@ -69,7 +75,7 @@ def test_leading_dims():
 @pytest.mark.parametrize(
     ("line", "shapes", "told"),
     [
-        ("a b", ((2, 3),), r"notation 'a b' has no '->'"),
+        ("a b", ((2, 3),), "has no '->'"),
         ("a (b -> a", ((2, 3),), "a bracket is not closed"),
         ("a -> a", ((2,), (3,)), "names 1 inputs, the rule gave 2"),
         ("a, b -> a", ((2,),), "names 2 inputs, the rule gave 1"),
@@ -86,7 +92,7 @@ def test_leading_dims():
     ],
 )
 def test_what_does_not_fit(line, shapes, told):
-    with pytest.raises(RuleError, match=told):
+    with pytest.raises(RuleError, match=f"^notation {re.escape(repr(line))}.*{told}"):
         made(line, *shapes)
 
 
@@ -108,6 +114,10 @@ def test_letters_of_each_tensor():
     assert rule.outputs == ((("h",), ("b", "d"), ("~0",)), (("b",),))
     assert rule.text == "b (h d) 1, ... d -> h (b d) ..., b"
     assert notation({a: [["1", "b"], ("h", "1", "d"), "1"]}, "b", sizes={"h": 3}).inputs == ((("b",), ("h", "d"), ()),)
+    worded = notation({Arg(0, (2, 3), torch.float32): ["batch", "width"]}, ["batch"], reduced="width")
+    assert (worded.inputs, worded.outputs) == (((("batch",), ("width",)),), ((("batch",),),))
+    with pytest.raises(RuleError, match=r"^notation 'a \(b': a bracket is not closed"):
+        notation({a: "a (b"}, "a")
     assert a.letters == ["d0", "d1", "1"]
     assert (a.ndim, a.dim(-1), a.dim(1), Arg(0, (), torch.float32).dim(-1), a.dim(3)) == (3, 2, 1, 0, 0)
 
@@ -138,6 +148,6 @@ def test_registering(monkeypatch):
     with pytest.raises(RuleError, match="'lib::two' has a rule already"):
         core.rule("lib::two")(fn)
     core.lines({"lib::three lib::four": fn})
-    assert list(core.RULES) == ["lib::one", "lib::two", "lib::three", "lib::four"]
+    assert dict(core.RULES) == {f"lib::{name}": fn for name in ("one", "two", "three", "four")}
     assert core.composite("lib::five", "lib::six")(fn) is fn
     assert {"lib::five": fn, "lib::six": fn} == core.COMPOSITES
