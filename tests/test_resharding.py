@@ -96,6 +96,27 @@ def test_sums_in_a_wider_dtype_count_as_wide():
     assert told(plan(there, back)) == ("all_to_all b, reduce_scatter a, pad b", 160, 112)
 
 
+def test_sums_in_a_format_of_one_way():
+    """Values of 2 bytes, summed in 8, that travel in 2 one way, the other, or both."""
+    for wires, src, dst, way in (
+        ((BF16, None), (P, P), (S0, I), ("reduce_scatter a, all_reduce b", 336, 144)),
+        ((None, BF16), (P, P), (S0, I), ("reduce_scatter a, reduce_scatter b, all_gather b", 1056, 240)),
+        ((BF16, BF16), (P, S0), (S0, P), ("all_reduce a, pad b, slice a", 96, 96)),
+        ((None, BF16), (P, S0), (S0, P), ("reduce_scatter a, all_gather a, pad b, slice a", 240, 96)),
+        ((BF16, None), (P, R), (R, R), ("reduce_scatter a, all_gather a", 288, 720)),
+        ((None, BF16), (P, R), (R, R), ("slice b, reduce_scatter a, all_gather a, all_gather b", 432, 288)),
+        ((BF16, BF16), (P, R), (R, R), ("all_reduce a", 288, 288)),
+    ):
+        made = plan(*(spec(*t, dtype=BF16, sums=F64, wires=wires) for t in (src, dst)))
+        assert told(made) == way, (wires, src, dst)
+
+
+def test_three_axes():
+    cube = mw.Mesh({"a": 2, "b": 2, "c": 2})
+    assert told(plan(spec(P, P, S0, mesh=cube), spec(I, I, S0, mesh=cube))) == ("all_reduce ab", 432, 0)
+    assert told(plan(spec(I, I, I, mesh=cube), spec(S0, S0, S0, mesh=cube))) == ("slice a, slice b, slice c", 0, 504)
+
+
 def test_a_format_is_counted_and_is_no_reason_to_sum():
     float8 = mw.Float8(128)  # 129 bytes for 128 values
     for wires, forward, backward in (
@@ -141,6 +162,13 @@ def test_what_is_undecided_is_left_alone():
     assert (made.src, made.dst) == (src, dst)
     assert made.ends == (spec(P, I), spec(I, I))
     assert plan(spec(P, R), spec(I, R)).ends != plan(spec(P, R), spec(R, R)).ends
+    assert plan(spec(I, R), spec(I, I)).ends == (spec(I, R), spec(I, I))
+    assert told(plan(spec(I, P), spec(I, R)))[0] == "slice a, all_reduce b, all_gather a"
+    assert told(plan(spec(I, P, undecided=1), spec(I, R, undecided=1))) == ("all_reduce b", 768, 768)
+    turned = mw.Mesh({"a": 3, "b": 2})
+    assert told(plan(spec(P, I, mesh=turned), spec(R, I, mesh=turned)))[0] == "slice b, all_reduce a, all_gather b"
+    left = plan(spec(P, I, mesh=turned, undecided=2), spec(R, I, mesh=turned, undecided=2))
+    assert told(left) == ("all_reduce a", 768, 768)
     assert plan(spec(R, P), spec(I, P)).ends == (spec(R, P), spec(I, P))
     ways = {plan(spec(S0, t), spec(I, t)).ends for t in (I, R)}
     assert ways == {(spec(S0, I), spec(I, I))}  # of an axis that no step touches any type is right
