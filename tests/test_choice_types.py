@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.choose.choice import carries_grad, types
+from meshwright.choose.choice import Choice, Operand, carries_grad, types
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.rules.core import Arg, notation
 
@@ -115,6 +115,8 @@ def test_integers_have_no_gradient():
     mask = spec(dtype=BOOL, reduced=3)
     assert typed(ADD, (spec(), mask), None, None).inputs[1] == mask  # whatever type it has is fine
     assert typed(ADD, (spec(S0, R), mask), "a", None).inputs[1].reduced == 2
+    plain = spec(dtype=BOOL)
+    assert typed(ADD, (spec(), plain), None, None).inputs[1] == plain
     made = typed(ADD, (spec(reduced=3), spec(reduced=3)), None, None, dtype=BOOL)
     assert kind(made) == (MESH.everywhere, 0)
     assert [carries_grad(d) for d in (F32, torch.complex64, INT, BOOL)] == [True, True, False, False]
@@ -149,6 +151,28 @@ def test_what_lends_its_shape_stays():
     other = spec(undecided=3)
     rule = rule_of(ADD, (other, spec()), lends=[Arg(1, (6, 6), F32)])
     assert types(rule, (other, spec()), chosen(rule, None, None), {}, inplace=False).open == 3
+
+
+def test_what_lends_its_shape_may_come_first():
+    ins = spec(S1, R), spec(undecided=3)
+    made = typed(ADD, ins, "a", None, lends=[Arg(0, (6, 6), F32)])
+    assert (made.inputs[0], made.inputs[1]) == (ins[0], spec(S0, R, undecided=2))
+
+
+def test_an_axis_may_stay_open_in_front_of_one_that_is_decided():
+    ins = spec(R, S0, undecided=1), spec(undecided=3)
+    made = typed("t k, n k -> t n", ins, None, "t", reduced="k")
+    assert made.sources[1] == spec(reduced=2, undecided=1)
+    assert made.inputs[1] == spec(reduced=2, undecided=1)
+    assert made.open == 1
+
+
+def test_what_a_choice_does_not_say():
+    bare = Choice((), (), (), ())
+    assert (bare.open, bare.bytes) == (0, 0.0)
+    assert bare == Choice((), (), (), (), bytes=5.0)  # bytes follow
+    assert bare != Choice((), (), (), (), open=1)
+    assert Operand(None) == Operand(None, 0, 0, 0)
 
 
 def test_orders_of_axes_on_one_dim():
