@@ -9,7 +9,7 @@ SOURCE = ROOT / "src" / "meshwright"
 
 _CONVERSIONS = "conversions resharding convert convert_steps reduce_types partial_precision"
 _RULES = "rule_strategies notation rules_book rules_basic choose partial arguments errors"
-_CHOICE = "choice_types choose moved_splits routes partial stored_on warm_plans"
+_CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_on warm_plans"
 _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
 _PASSES = "passes data_parallel_optimization gradient_merge gathers_on_wires"
 _CHECK = "program_verify program_errors program_files agreement passes"
