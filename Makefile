@@ -82,7 +82,7 @@ conformance-paddle: setup  ## the rules against recorded answers of PaddlePaddle
 conformance-models: setup  ## models of transformers on meshes against one device, eager and captured
 	$(ONE_THREAD) $(BIN)/python conformance/models.py
 
-mutants: setup  ## mutants of the core, which some test should notice (MUTANTS="conversions --sample 60": some of them)
+mutants: setup  ## mutants of the core, which some test should notice (MUTANTS="passes/ --sample 60": some of them)
 	$(ONE_THREAD) $(BIN)/python -m conformance.mutation --least 0.9 $(MUTANTS)
 
 clean:  ## remove .venv, caches and outputs

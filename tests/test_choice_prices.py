@@ -12,7 +12,7 @@ from meshwright.choose import search
 from meshwright.choose.choice import Wanted
 from meshwright.choose.search import Search, choose
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
-from meshwright.resharding import plan
+from meshwright.resharding.planner import plan
 from meshwright.rules.core import Arg, notation
 
 LINE, GRID = mw.Mesh({"a": 4}), mw.Mesh({"a": 2, "b": 3})

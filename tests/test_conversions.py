@@ -6,10 +6,19 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright import conversions
-from meshwright.conversions import ConversionStep, between, gathered_as, kind_of, lowered, op_of, replicated, transpose
 from meshwright.errors import ConversionError
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
+from meshwright.resharding import conversions
+from meshwright.resharding.conversions import (
+    ConversionStep,
+    between,
+    gathered_as,
+    kind_of,
+    lowered,
+    op_of,
+    replicated,
+    transpose,
+)
 
 MESH = mw.Mesh({"a": 2, "b": 3, "one": 1})
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright import conversions, convert, runtime
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
-from meshwright.resharding import plan
+from meshwright.ranks import runtime
+from meshwright.resharding import conversions, executor
+from meshwright.resharding.planner import plan
 
 MESH = mw.Mesh({"a": 2, "b": 3})
 I, S0, S1 = Replicate(), Shard(0), Shard(1)  # noqa: E741
@@ -39,17 +40,17 @@ def test_what_travels_in_a_format_arrives():
                 if other == dst != I:
                     continue
                 (step,) = plan(src, to).steps
-                made = convert.run_all((step,), part(parts[here()[0]], src))
+                made = executor.run_all((step,), part(parts[here()[0]], src))
                 assert torch.equal(made, part(parts.sum(0), to)), (wire, src, to)
         whole, split = spec(I, I), spec(I, S1)
         for wire in (torch.bfloat16, mw.Float8(128)):
             sent = conversions.gathered_as(plan(split, whole).steps, wire)
-            assert torch.equal(convert.run_all(sent, part(parts[1], split)), parts[1])
+            assert torch.equal(executor.run_all(sent, part(parts[1], split)), parts[1])
         rounded = conversions.gathered_as(plan(split, whole).steps, torch.bfloat16)
-        made = convert.run_all(rounded, part(parts[1] / 3, split))
+        made = executor.run_all(rounded, part(parts[1] / 3, split))
         assert torch.equal(made, (parts[1] / 3).bfloat16().float())
         average = plan(spec(Partial("avg"), I, wires=(torch.bfloat16, None)), whole).steps
-        assert torch.equal(convert.run_all(average, parts[here()[0]]), parts.sum(0) / 2)
+        assert torch.equal(executor.run_all(average, parts[here()[0]]), parts.sum(0) / 2)
 
     mw.simulate(run, MESH)
 
@@ -74,7 +75,7 @@ def test_each_part_has_its_share_of_the_gradient(dst):
             whole = parts.clone().requires_grad_()
             (ops[op](whole) * seed).sum().backward()
             local = parts[here()[1]].clone().requires_grad_()
-            out = convert.apply(plan(src, to).steps, local)
+            out = executor.apply(plan(src, to).steps, local)
             assert torch.allclose(out, part(ops[op](parts), to)), op
             out.backward(part(seed, to))
             assert torch.allclose(local.grad, whole.grad[here()[1]]), (op, dst)
@@ -86,13 +87,13 @@ def test_a_slice_holds_no_more_than_itself():
     def run():
         whole = torch.arange(35.0).reshape(5, 7)
         for dst in (spec(I, S0), spec(S1, I), spec(S0, S1)):
-            made = convert.run_all(plan(spec(I, I), dst).steps, whole)
+            made = executor.run_all(plan(spec(I, I), dst).steps, whole)
             assert torch.equal(made, part(whole, dst))
             assert made.is_contiguous()
             if dst.layout.placements[0] == S1:
                 assert made.untyped_storage().nbytes() == made.numel() * 4
         x = whole.clone().requires_grad_()
-        out = convert.apply(plan(spec(S0, I), spec(I, I)).steps, part(x, spec(S0, I)))
+        out = executor.apply(plan(spec(S0, I), spec(I, I)).steps, part(x, spec(S0, I)))
         cotangent = torch.ones(5, 7)
         (grad,) = torch.autograd.grad(out, x, cotangent)
         grad += 1  # it is nobody else's

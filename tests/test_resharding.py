@@ -8,7 +8,7 @@ import torch
 import meshwright as mw
 from meshwright.errors import ConversionError
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
-from meshwright.resharding import gathered_as, in_dtype, plan
+from meshwright.resharding.planner import gathered_as, in_dtype, plan
 
 MESH = mw.Mesh({"a": 2, "b": 3})
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16

@@ -16,8 +16,8 @@ _CHECK = "program_verify program_errors program_files agreement passes"
 
 # What tests without ranks judge alone, in seconds: a sample of them is in ``make test``.
 SMALL = {
-    "conversions.py": ("conversions",),
-    "resharding.py": ("resharding", "conversions"),
+    "resharding/conversions.py": ("conversions",),
+    "resharding/planner.py": ("resharding", "conversions"),
     "rules/strategies.py": ("rule_strategies",),
     "rules/core.py": ("notation",),
     "choose/choice.py": ("choice_types",),
@@ -27,9 +27,9 @@ CASES = 3  # of a test with many, taken evenly
 
 # By the beginning of a module's path: the tests, without "test_" and ".py".
 _JUDGES = {
-    "conversions.py": _CONVERSIONS,
-    "convert.py": _CONVERSIONS + " partial check_mode",
-    "resharding.py": _CONVERSIONS + " moved_splits",
+    "resharding/conversions.py": _CONVERSIONS,
+    "resharding/executor.py": _CONVERSIONS + " partial check_mode",
+    "resharding/planner.py": _CONVERSIONS + " moved_splits",
     "rules/strategies.py": _RULES,
     "rules/core.py": _RULES,
     "choose/": _CHOICE,
