@@ -74,7 +74,7 @@ class Types:
         for spec, o in zip(ins, self.operands, strict=True):
             source = want = spec
             if o.layout is not None:
-                if o.reduced != spec.reduced or o.undecided != spec.undecided or spec.known is not None:
+                if o.undecided != spec.undecided or spec.known is not None:
                     # A leaf whose gradient the op makes Partial has that summed as the op has its values summed.
                     own = sums if o.reduced != spec.reduced else None
                     source = spec.with_(reduced=o.reduced, undecided=o.undecided, sums=own)
@@ -130,7 +130,7 @@ def _decided(spec: Spec, placements: Sequence[Placement], kinds: Sequence[str]) 
         elif isinstance(p, Shard) or (isinstance(p, Replicate) and kind == "reduced"):
             # Of what is split each rank uses its own part: zeros around its gradient, and one sum at the leaf.
             reduced |= undecided & bit
-            want |= bit if isinstance(p, Replicate) else 0
+            want |= bit  # of what is split it says nothing
         undecided &= ~bit
     return reduced, undecided, want
 

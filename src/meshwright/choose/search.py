@@ -435,9 +435,8 @@ def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, grad: f
     have = spec.layout.placements[axis]
     if isinstance(have, Replicate):
         if isinstance(want, Replicate):
-            reduced, undecided = spec.reduced >> axis & 1, spec.undecided >> axis & 1
             # An undecided leaf that becomes reduced has its gradient reduced once, at the leaf.
-            return 2 * wide * grad if dependent and (undecided or not reduced) else 0.0
+            return 2 * wide * grad if dependent and not spec.reduced >> axis & 1 else 0.0
         return grad if isinstance(want, Shard) and not spec.reduced >> axis & 1 else 0.0
     if isinstance(want, Partial) and want.op != "sum" and have != want:
         # Zeros around it or the like; the shares of its gradient are summed.

@@ -102,7 +102,7 @@ def notation(
         RuleError: the line does not fit the tensors.
     """
     text, entries, made = _read(line, given)
-    found = {f: n for f, n in (sizes or {}).items() if f != "1"}
+    found = dict(sizes or {})
     inputs, outputs = _factors(entries, made, found, text)
     in_outputs = _names(outputs)
     named = _names(inputs) | in_outputs

@@ -268,7 +268,7 @@ def _aligned(size: int, rest: int, parts: tuple[int, ...]) -> bool:
                 low, high = chunk_bounds(d - c, n, i)
                 finer.append((a + lo, a + hi, c + low, c + high))
         spans = finer
-    return all((a * rest, b * rest) == (c, d) or (a == b and c == d) for a, b, c, d in spans)
+    return all((a * rest, b * rest) == (c, d) for a, b, c, d in spans)
 
 
 def nested_bounds(size: int, mesh: Mesh, axes: Sequence[int], here: Sequence[int]) -> tuple[int, int]:

@@ -1,0 +1,55 @@
+"""Which tests judge which module: fast ones, on simulated ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "meshwright"
+
+_CONVERSIONS = "conversions resharding convert convert_steps reduce_types partial_precision"
+_RULES = "rule_strategies notation rules_book rules_basic choose partial arguments errors"
+_CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_on warm_plans"
+_DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
+_PASSES = "passes data_parallel_optimization gradient_merge gathers_on_wires"
+_CHECK = "program_verify program_errors program_files agreement passes"
+
+# What tests without ranks judge alone, in seconds: a sample of them is in ``make test``.
+SMALL = {
+    "resharding/conversions.py": ("conversions",),
+    "resharding/planner.py": ("resharding", "conversions"),
+    "rules/strategies.py": ("rule_strategies",),
+    "rules/core.py": ("notation",),
+    "choose/choice.py": ("choice_types",),
+}
+
+CASES = 3  # of a test with many, taken evenly
+
+# By the beginning of a module's path: the tests, without "test_" and ".py".
+_JUDGES = {
+    "resharding/conversions.py": _CONVERSIONS,
+    "resharding/executor.py": _CONVERSIONS + " partial check_mode",
+    "resharding/planner.py": _CONVERSIONS + " moved_splits",
+    "rules/strategies.py": _RULES,
+    "rules/core.py": _RULES,
+    "choose/": _CHOICE,
+    "dispatch/": _DISPATCH,
+    "passes/": _PASSES,
+    "program/check/": _CHECK,
+}
+
+
+def modules(only: list[str]) -> list[str]:
+    """The modules that are mutated, the most central first; those whose path begins with one of ``only``."""
+    found = [
+        path.relative_to(SOURCE).as_posix()
+        for begin in _JUDGES
+        for path in (sorted((SOURCE / begin).glob("*.py")) if begin.endswith("/") else [SOURCE / begin])
+    ]
+    return [m for m in found if not only or m.startswith(tuple(only))]
+
+
+def judges(module: str, small: bool = False) -> list[str]:
+    """The files of tests that judge a module, relative to the checkout; ``small``: without those on ranks."""
+    (names,) = (tests for begin, tests in _JUDGES.items() if module.startswith(begin))
+    return [f"tests/test_{name}.py" for name in (SMALL[module] if small else names.split())]

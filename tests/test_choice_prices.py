@@ -1,0 +1,161 @@
+"""Prices of strategies: on one axis those of the plans that they need, and what the search makes of several axes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.choose import search
+from meshwright.choose.choice import Wanted
+from meshwright.choose.search import Search, choose
+from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
+from meshwright.resharding.planner import plan
+from meshwright.rules.core import Arg, notation
+
+LINE, GRID = mw.Mesh({"a": 4}), mw.Mesh({"a": 2, "b": 3})
+F32, INT = torch.float32, torch.int64
+R, S0, S1, P, MAX = Replicate(), Shard(0), Shard(1), Partial(), Partial("max")
+
+
+def spec(*placements, shape=(24, 24), mesh=GRID, dtype=F32, order=None, **more):
+    return Spec(shape, dtype, Layout(mesh, placements, order=order, ndim=len(shape)), **more)
+
+
+def rule_of(line, ins, **more):
+    return notation(line, *(Arg(i, tuple(s.shape), s.dtype, s) for i, s in enumerate(ins)), **more)
+
+
+TYPES = [(R, {}), (R, {"reduced": 1}), (S0, {}), (S1, {}), (P, {}), (MAX, {})]
+
+
+@pytest.mark.parametrize("graded", [True, False])
+def test_an_operand_costs_what_its_plan_does(graded):
+    whole = 24 * 24 * 4
+    for (have, more), want, dependent in itertools.product(TYPES, (R, S0, S1, P), (False, True)):
+        if want == P and (have == MAX or isinstance(have, Shard)):
+            continue  # the one does not go in one step, the other is priced as if its gradient were sent
+        src = spec(have, mesh=LINE, **more)
+        if want == R and not dependent and src.reduced:
+            continue  # it keeps its type
+        dst = spec(want, mesh=LINE, reduced=1 if want == R and dependent else 0)
+        made = plan(src, dst)
+        expected = made.bytes if graded else made.forward_bytes
+        got = search._axis_bytes(src, 0, want, dependent, float(graded), 1.0) * 3 / 4 * whole
+        assert got == pytest.approx(expected), (src, want, dependent)
+    leaf = spec(R, mesh=LINE, undecided=1)
+    assert [search._axis_bytes(leaf, 0, R, d, g, w) for d, g, w in ((True, 1, 1), (True, 1, 2), (True, 0, 1))] == [
+        2,
+        4,
+        0,
+    ]
+    assert search._axis_bytes(leaf, 0, R, False, 1, 1) == 0
+    second = spec(S0, R, reduced=2)
+    assert [search._axis_bytes(second, a, R, True, 1, 1) for a in (0, 1)] == [2, 0]
+    assert [search._axis_bytes(spec(P, S0), a, R, True, 1, 2) for a in (0, 1)] == [8, 3]
+    assert [search._axis_bytes(spec(P, S0), a, S0, True, 1, 2) for a in (0, 1)] == [3, 0]
+
+
+def test_what_a_result_still_has_to_pay():
+    n = 4
+    table = {
+        (R, None): 0, (S0, None): 0, (P, None): 2, (P, R): 2, (P, S0): 1, (P, P): 0, (S0, S0): 0, (S0, S1): 1 / n,
+        (S0, R): 1, (R, S0): 1, (R, R): 0, (R, P): 0,
+    }  # fmt: skip
+    for (p, wanted), expected in table.items():
+        assert search._distance(p, wanted, n, 1.0) == expected, (p, wanted)
+    assert [search._distance(P, w, n, 2.0) for w in (None, R, S0)] == [4, 4, 2]
+    assert search._distance(S0, R, n, 2.0) == 1
+
+
+def cost(made, constants=()):
+    """By the plans: forward and, of what has a gradient, backward; and what a Partial result has to pay."""
+    total = 0.0
+    for i, (src, dst) in enumerate(zip(made.sources, made.inputs, strict=True)):
+        steps = plan(src, dst)
+        total += steps.forward_bytes + (0 if i in constants else steps.backward_bytes)
+    for out in made.outputs:
+        if out.layout.partial:
+            total += plan(out, out.with_(layout=out.layout.without_partial())).forward_bytes
+    return total
+
+
+def test_the_cheapest_on_one_axis():
+    """Of all that is suggested and divides work where it must, by its plans."""
+    for line, shapes, more in (
+        ("t k, n k -> t n", ((8, 64), (16, 64)), {"reduced": "k", "heavy": True}),
+        ("t k, n k -> t n", ((64, 8), (16, 8)), {"reduced": "k"}),
+        ("a b, a b -> a b", ((8, 16), (8, 16)), {}),
+        ("a b, 1 b -> a b", ((8, 16), (1, 16)), {}),
+        ("a b, b -> b a", ((8, 16), (16,)), {"whole": "b"}),
+    ):
+        for types in itertools.product(TYPES, repeat=2):
+            if any(isinstance(p, Shard) and p.dim >= len(s) for (p, _), s in zip(types, shapes, strict=True)):
+                continue
+            ins = [spec(p, shape=s, mesh=LINE, **t) for (p, t), s in zip(types, shapes, strict=True)]
+            rule = rule_of(line, ins, linear=([Arg(0, shapes[0], F32)], [Arg(1, shapes[1], F32)]), **more)
+            outs = [(rule.out_shape(0), F32)]
+            for constants in ((), (1,)):
+                made = choose(rule, ins, outs, constants=constants)
+                assert made.bytes == pytest.approx(cost(made, constants)), (line, types, made)
+                options = rule.axis_strategies([p for p, _ in types])
+                others = [choose(rule, ins, outs, strategies=[c], constants=constants) for c in options]
+                divided = [o for o in others if o.strategies[0].factor]
+                kept = [o for o in divided if more.get("heavy") or not sends(o)]
+                among = divided if kept else others
+                assert made.bytes == pytest.approx(min(o.bytes for o in among)), (line, types, made)
+                again = choose(rule, ins, outs, constants=constants)  # as it is known now
+                assert (again, made.strategies[0] in options) == (made, True)
+
+
+def sends(made):
+    """Whether something that is not replicated changes its placement."""
+    pairs = zip(made.sources, made.inputs, strict=True)
+    return any(s.layout != d.layout and s.layout.placements != (R,) for s, d in pairs)
+
+
+def test_orders_of_axes_are_those_of_the_largest_that_several_split():
+    ba = {0: (1, 0)}
+    small, large = spec(S0, S0, shape=(24,), order=ba), spec(S0, S0)
+    for ins, expected in (
+        ((small, large), [0, 1]), ((large, small), [0, 1]), ((small, spec(S0, R)), [1, 0]),
+        ((spec(S0, S0, shape=(24,)), spec(S0, S0, order=ba)), [1, 0]),
+        ((spec(S0, S0, order=ba), spec(S0, S0)), [1, 0]),  # of equals the first
+        ((spec(S0, R), spec(R, S0)), [0, 1]),
+    ):  # fmt: skip
+        rule = rule_of(", ".join("a" if s.ndim == 1 else "a b" for s in ins) + " -> a b", ins)
+        ask = Search(rule, ins, [((24, 24), F32)])
+        assert ask._order("a", [0, 1]) == expected, ins
+        assert ask._order("a", [1]) == [1]
+        assert ask._orders([rule.by_factor("a")] * 2) == {"a": expected}
+        assert ask._orders([rule.by_factor("a"), rule.by_factor("b")]) == {}
+    hinted = Search(rule, ins, [((24, 24), F32)], hint=Wanted((spec(S0, S0, order=ba),)))
+    assert [s for _, s in hinted.held] == [*ins, spec(S0, S0, order=ba)]
+    assert hinted._order("a", [0, 1]) == [1, 0]
+    assert [s for _, s in Search(rule, ins, [((24, 24), F32)], hint=Wanted((None,))).held] == list(ins)
+    assert [hinted.wanted(k, a) for k, a in ((0, 0), (0, 1), (1, 0))] == [S0, S0, None]
+
+
+def test_what_a_rank_holds_of_a_result():
+    ins = spec(S0, R), spec(R, S0)
+    rule = rule_of("t k, n k -> t n", ins, reduced="k")
+    ask = Search(rule, ins, [((24, 24), F32)])
+    whole, t, n, k = 24 * 24 * 4, *(rule.by_factor(f) for f in "tnk")
+    assert ask._held_of_output([], 0, 0) == whole / 3  # the second axis splits n, as it seems
+    assert [ask._held_of_output([c, n], 1, 0) for c in (t, k)] == [whole / 2, whole]
+    assert Search(rule, (spec(S0, S1), spec(R, S1)), [((24, 24), F32)])._held_of_output([], 0, 0) == whole
+    assert Search(rule, (spec(R, R), spec(R, R)), [((24, 24), F32)])._held_of_output([], 0, 0) == whole
+
+
+def test_what_moves():
+    ins = spec(S0, R), spec(R, S0)
+    rule = rule_of("t k, n k -> t n", ins, reduced="k")
+    ask, (t, n) = Search(rule, ins, [((24, 24), F32)]), map(rule.by_factor, "tn")
+    assert [[ask._moves(c, a) for c in (t, n)] for a in (0, 1)] == [[False, True], [True, False]]
+    lent = rule_of("t k, n k -> t n", ins, reduced="k", lends=[Arg(0, (24, 24), F32)])
+    assert not Search(lent, ins, [((24, 24), F32)])._moves(n, 0)
+    assert [[ask._stays(a, c) for c in (t, n)] for a in (0, 1)] == [[True, False], [False, True]]
+    assert not ask._stays(0, rule.axis_strategies([R, R])[0])
+    assert [ask._cut(0, "t"), ask._cut(1, "t"), ask._cut(1, "n")] == [2, 6, 3]

@@ -1,0 +1,35 @@
+"""Mutants of the core: a part of them; ``make mutants`` tries all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+
+from conformance.mutation.judges import ROOT, SMALL, SOURCE, judges, modules
+
+
+def test_mutants_are_noticed() -> None:
+    """Of some mutants of what tests without ranks judge: all are of ``make mutants``."""
+    command = [sys.executable, "-m", "conformance.mutation", "--small", "--sample", "30", "--least", "0.9"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for module in SMALL:
+        assert f"\n{module}: " in f"\n{done.stdout}", done.stderr
+
+
+def test_what_is_recorded_as_equal_is_in_the_code() -> None:
+    recorded = tomllib.loads((ROOT / "conformance" / "mutation" / "equal.toml").read_text())
+    assert set(recorded) <= set(modules([]))
+    for module, entries in recorded.items():
+        lines = [line.strip() for line in (SOURCE / module).read_text().splitlines()]
+        for entry in entries:
+            assert set(entry) == {"function", "was", "now", "why"}, entry
+            assert set(entry["was"].splitlines()) <= set(lines), f"{module} has no longer: {entry['was']}"
+            assert len(entry["why"]) > 10, entry
+
+
+def test_modules_and_judges_exist() -> None:
+    for module in modules([]):
+        assert (SOURCE / module).exists()
+        assert all((ROOT / file).exists() for file in judges(module))
