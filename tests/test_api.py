@@ -257,6 +257,20 @@ def test_unshard_gives_every_rank_its_own():
     assert on_ranks(run) == [ramp(8, 4)[0, 0].item() + r for r in range(4)]
 
 
+@pytest.mark.parametrize("placement", [S0, R, P], ids=["split", "whole", "parts"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_unshard_is_a_snapshot_however_a_tensor_lies(placement, grad):
+    def run():
+        x = mw.shard_tensor(ramp(8, 4), FOUR, [placement]).requires_grad_(grad)
+        y = mw.unshard(x)
+        with torch.no_grad():
+            x.add_(1)
+        assert torch.equal(y.detach(), ramp(8, 4))
+        assert y.requires_grad is grad
+
+    on_ranks(run)
+
+
 def test_constrain():
     def run(x):
         y = mw.constrain(x, [S1])

@@ -47,6 +47,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "Mesh ranks": (lambda: mw.Mesh({"dp": 2}, ranks=2), "ranks=2: the global ranks"),
     "Mesh device": (lambda: mw.Mesh({"dp": 2}, device=3), "device=3: the type of device as a word"),
     "init_mesh": (lambda: mw.init_mesh(2), "2 names no axes"),
+    "clip_grad_norm": (lambda: compiled(clip_grad_norm="a"), "clip_grad_norm cannot be a str: give the largest norm"),
+    "clip_grad_norm sign": (lambda: compiled(clip_grad_norm=-1.0), "clip_grad_norm=-1.0: give the largest norm"),
     "reshard plain": (lambda: mw.reshard(T, S), "reshard: x cannot be a Tensor: mw.shard_tensor"),
     "reshard list": (lambda: mw.reshard([x()], S), "x cannot be a list.*one at a time"),
     "reshard order": (lambda: mw.reshard(x(), S, order=["dp"]), r"order=\['dp'\]: dim to the axes"),

@@ -165,6 +165,7 @@ def test_passes_that_come_with_the_package_are_known_without_it() -> None:
             "--mesh dp=2,tp=2 --stored-over tp",
             r"splits the parameters over tp already; take --stored-over dp",
         ),
+        ("--mesh dp=2 --gather float8", "only parameters that are stored split are gathered: add --stored-over dp"),
         ("--mesh dp=2 --stored-over dp --states-over dp", r"leave --states-over out"),
         ("--mesh dp=2 --sequence-parallel", r"no such axis: add one, e\.g\. --mesh dp=2,tp=2"),
         ("--hidden 10 --heads 4", r"--hidden 10 cannot be split over --heads 4.*--hidden 12"),

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from compare import check_equal, plain
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.errors import ConversionError
@@ -256,6 +257,31 @@ def test_stored_parameters(mesh: Mapping[str, int], options: Mapping[str, object
     want = train(False)
     for got in mw.simulate(functools.partial(train, True), grid):
         check_equal(got, want, str(options))
+
+
+@pytest.mark.parametrize("length", [2, 3, 16])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_checkpointed_blocks_run_again_as_they_ran(mesh: str, length: int) -> None:
+    """Also where the first run decided types: choices do not hang on that."""
+    grid = mw.Mesh(MESHES[mesh])
+
+    def loss(x: Tensor, w: Tensor, again: bool) -> Tensor:
+        def block(a: Tensor) -> Tensor:
+            return F.layer_norm(a @ w, (length,))
+
+        return F.mse_loss(checkpoint(block, x, use_reentrant=False) if again else block(x), torch.zeros(32, length))
+
+    torch.manual_seed(0)
+    x, w = torch.randn(32, length, dtype=F64), torch.randn(length, length, dtype=F64)
+    want = torch.autograd.grad(loss(*(leaves := (x.requires_grad_(), w.requires_grad_())), False), leaves)
+
+    def run() -> list[Tensor]:
+        made = [mw.shard_tensor(t.detach().requires_grad_(), grid, at) for t, at in ((x, {}), (w, {"b": Shard(1)}))]
+        loss(*made, True).backward()
+        return plain([t.grad for t in made])  # type: ignore[no-any-return]
+
+    for found in mw.simulate(run, grid):
+        check_equal(found, list(want), mesh)
 
 
 @pytest.mark.parametrize("mesh", [m for m in MESHES if m != "2x3x2"])

@@ -107,6 +107,8 @@ EDITS: dict[str, Callable[[Grads], None]] = {
     "constant": each(lambda p: p.grad.add_(0.01)),
     "reversed": each(lambda p: 0.01 - p.grad),
     "clamp": each(lambda p: p.grad.clamp_(-0.01, 0.01)),
+    "squared in place": each(lambda p: p.grad.square_()),
+    "power": each(lambda p: p.grad.pow_(3)),
     "sign": each(lambda p: p.grad.sign_()),
     "where": each(lambda p: torch.where(p.grad > 0, p.grad, 0.5)),
     "filled": each(lambda p: p.grad.masked_fill_(p.grad > 0.01, 0.3)),

@@ -253,8 +253,17 @@ def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> Dist
 
 @takes(LayoutError, x=(Tensor, "of several, one at a time, e.g. {k: mw.unshard(t) for k, t in state.items()}"))
 def unshard(x: Tensor) -> Tensor:
-    """The global value as a plain tensor, on every rank; differentiable.  Every rank must call it."""
-    return whole(x) if isinstance(x, DistTensor) else x
+    """The global value as a plain tensor, on every rank; differentiable.  Every rank must call it.
+
+    It is a copy, however ``x`` lies: what is kept of it stays as it is when ``x`` is written to.  A plain tensor is
+    returned as it is.
+    """
+    if not isinstance(x, DistTensor):
+        return x
+    made = whole(x)
+    with disabled():
+        alias = made.untyped_storage()._cdata == x.untyped_storage()._cdata
+    return made.clone() if alias else made
 
 
 @takes(LayoutError, x=_TENSOR)

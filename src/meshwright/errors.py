@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class MeshwrightError(Exception):
@@ -121,13 +121,13 @@ def near(name: str, known: Iterable[str]) -> str:
     return f"{meant} (there are: {', '.join(names) or 'none'})"
 
 
-def takes(error: type[MeshwrightError], **wanted: tuple[Any, str]) -> Callable[[F], F]:
+def takes(error: type[MeshwrightError], **wanted: tuple[Any, str]) -> Callable[[_F], _F]:
     """Check arguments of a public function before anything else: name to (types, what to do about others).
 
     Raises ``error``, the same on every rank that makes the mistake, naming the function and the argument.
     """
 
-    def wrap(fn: F) -> F:
+    def wrap(fn: _F) -> _F:
         given = inspect.signature(fn).parameters
         places = {p.name: i for i, p in enumerate(given.values()) if p.kind is not p.KEYWORD_ONLY}
         checks = [(places.get(name, len(given)), name, kinds, fix) for name, (kinds, fix) in wanted.items()]

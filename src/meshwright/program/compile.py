@@ -114,7 +114,7 @@ _PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names
 
 @takes(
     ProgramError, model=_MODEL, optimizer=_OPTIMIZER, layouts=_GLOBS, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES,
-    precision=PRECISION_WANTED,
+    precision=PRECISION_WANTED, clip_grad_norm=((int, float, NoneType), "give the largest norm, a number above 0"),
 )  # fmt: skip
 def compile_step(
     model: nn.Module,
@@ -172,6 +172,8 @@ def compile_step(
         PassError: a pass given twice, passes that conflict, one that cannot be applied.
         CaptureError, LayoutError, ShardError, DesyncError (programs differ): on all ranks, before anything runs.
     """
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ProgramError(f"compile_step: clip_grad_norm={clip_grad_norm}: give the largest norm, a number above 0")
     plan = Plan(
         dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
         clip_grad_norm, gradients, LossScale.of(loss_scale), precision,

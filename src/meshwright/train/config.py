@@ -148,6 +148,10 @@ class StepConfig:
             raise OptionError(
                 f"--stored-over {self.stored_over} splits the optimizer states too: leave --states-over out"
             )
+        if self.gather and not self.stored_over:
+            raise OptionError(
+                f"--gather {self.gather}: only parameters that are stored split are gathered: add --stored-over dp"
+            )
         if self.sequence_parallel and "tp" not in mesh.axes:
             raise OptionError(
                 f"--sequence-parallel splits the residual stream over tp, and {mesh!r} has no such axis: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -235,11 +236,23 @@ def _is_write(argument: Any) -> bool:
     return bool(argument.alias_info is not None and argument.alias_info.is_write)
 
 
+@lru_cache(maxsize=1024)
 def counterpart(target: Any) -> Any:
-    """``aten.div.Tensor`` for ``aten.div_.Tensor``; None where there is none."""
+    """``aten.div.Tensor`` for ``aten.div_.Tensor``; None where there is none.
+
+    By what they take: ``pow.Scalar`` is a number to the power of a tensor, ``pow_.Scalar`` the other way round.
+    """
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    return getattr(packet, target._overloadname, None)
+    takes = _taken(target)
+    found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    found.sort(key=lambda f: f._overloadname != target._overloadname)
+    return next((f for f in found if _taken(f) == takes), None)
+
+
+def _taken(target: Any) -> list[tuple[str, bool]]:
+    """Types of the arguments of an op, and which must be named."""
+    return [(str(a.real_type), a.kwarg_only) for a in target._schema.arguments]
 
 
 __all__ = ["counterpart", "follow", "functional", "note_writes", "returned", "storages", "written"]
