@@ -543,9 +543,22 @@ def clips_after(given: Any) -> Any:
     return step
 
 
+def turns_gradient(given: Any) -> Any:
+    model, optimizer = given
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        model.weight.grad.t_()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 @pytest.mark.parametrize(
     ("change", "options", "text"),
     [
+        (turns_gradient, {}, r"weight.grad has the shape \(\d, \d\) at optimizer.step"),
         (reads_value, {}, "reads the value of a tensor"),
         (accumulates, {}, "the step before left"),
         (never_updates, {}, "did not call optimizer.step"),

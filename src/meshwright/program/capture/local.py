@@ -270,6 +270,11 @@ class _Recording:
         self.updated.add(part)
         own = {id(p) for g in parts_of(self.local.optimizer)[part].param_groups for p in g["params"]}
         grads = {n: p.grad for n, p in self.named.items() if p.grad is not None and id(p) in own}
+        for n, g in grads.items():  # fused kernels look at no shapes
+            if g.shape != self.named[n].shape:
+                raise CaptureError(
+                    f"{n}.grad has the shape {tuple(g.shape)} at optimizer.step(), and {n} {tuple(self.named[n].shape)}"
+                )
         recorder = self.recorder
         recorder.role = recorder.then = "optimizer"
         self.taken.update(g for n in grads for g in self.gradients.get(n, ()))
