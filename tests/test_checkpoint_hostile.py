@@ -345,3 +345,13 @@ def test_whatever_the_header_of_a_file_says(every: int, run: Run) -> None:
             except Exception as error:
                 wrong.append((path, odd, type(error).__name__, str(error)[:60]))
     assert not wrong, (len(wrong), wrong[:10])
+
+
+def test_a_state_that_is_no_tensor(run: Run) -> None:
+    """The optimizer would find it in its next step: an error before anything is changed."""
+    states = run.data["values"]["optimizer"][0]["states"]
+    name = next(iter(states))
+    key = next(k for k, data in states[name].items() if isinstance(data, dict) and "$tensor" in data)
+    run.forged("values", "optimizer", 0, "states", name, key, to=True)
+    with pytest.raises(CheckpointError, match=f"the optimizer's {key} is a tensor for one of"):
+        mw.Checkpoints(run.folder).load(**run.parts())

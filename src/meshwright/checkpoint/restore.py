@@ -248,6 +248,8 @@ def _optimizer(made: Restore, one: Optimizer, saved: Mapping[str, Any], found: M
     if binding is not None:
         binding.follow(one)
     states: dict[str, dict[str, Any]] = {}
+    if builtin(one):
+        _of_a_kind(saved["states"])
     for name, entry in ((firsts[n], entry) for n, entry in saved["states"].items()):
         groups_of = (g for g, listed in zip(one.param_groups, here, strict=True) if name in listed)
         own: Mapping[str, Any] = next(groups_of, {})
@@ -265,6 +267,22 @@ def _optimizer(made: Restore, one: Optimizer, saved: Mapping[str, Any], found: M
             held.update(entry)
 
     made.steps.append(put)
+
+
+def _of_a_kind(states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises CheckpointError where a state is a tensor of one parameter and something else of another."""
+    tensors: dict[str, tuple[str, bool]] = {}
+    for name, entry in states.items():
+        for key, data in entry.items():
+            first, is_tensor = tensors.setdefault(key, (name, _is_tensor(data)))
+            if data is not None and _is_tensor(data) is not is_tensor:
+                raise CheckpointError(
+                    f"the optimizer's {key} is a tensor for one of {first} and {name}, and not for the other"
+                )
+
+
+def _is_tensor(data: Any) -> bool:
+    return isinstance(data, Mapping) and "$tensor" in data
 
 
 def _states(
