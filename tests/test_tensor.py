@@ -792,3 +792,43 @@ def test_an_assigned_gradient_and_a_second_derivative():
 
     for given in GRADS:
         same(run, (x.clone().requires_grad_(), (R,)), (y, (S0,)), (g.clone().requires_grad_(), given))
+
+
+BOUNDS = {
+    "to": lambda x, t: x[:, :t],
+    "from": lambda x, t: x[t:],
+    "step": lambda x, t: x[:: t + 1],
+    "both": lambda x, t: x[:t, t:],
+    "written": lambda x, t: _with_columns_doubled(x.clone(), t),
+}
+
+
+def _with_columns_doubled(x, t):
+    x[:, :t] = x[:, :t] * 2
+    return x
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("kind", ["whole", "parts", "plain"])
+def test_slices_bounded_by_tensors(name, kind):
+    """A bound is a number: another one is another call, and each is read once, whatever was called before."""
+    x = ramp(4, 3)
+
+    def run():
+        given, reads = mw.shard_tensor(x, FOUR, [S0]), []
+        for n in (2, 1, 0, 1, 3, 2):
+            t = torch.tensor(n)
+            if kind != "plain":
+                own = torch.tensor(n if kind == "whole" or runtime.RT.rank == 2 else 0)
+                t = mw.from_local(own, FOUR, [P if kind == "parts" else R])
+            with mw.explain() as why:
+                made = BOUNDS[name](given, t)
+            reads.append(why.counts.kinds.get("all_reduce", 0))
+            want = BOUNDS[name](x, torch.tensor(n))
+            assert made.shape == want.shape, (n, made.shape)
+            assert torch.equal(mw.unshard(made), want), n
+        return reads
+
+    for reads in on_ranks(run):
+        assert len(set(reads)) == 1, reads
+        assert kind == "parts" or not any(reads)

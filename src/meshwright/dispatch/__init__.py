@@ -24,7 +24,7 @@ from .calls import (
     tensors_in,
 )  # fmt: skip
 from .execution import BRING, Execution, execute, relayout, root, unit_cotangent, wanted
-from .keys import key_of, key_part
+from .keys import TensorBounds, key_of, key_part, with_numbers
 from .leaves import any_linked, link, resolve_types
 from .plans import AS_OP, casts_of, make_rule, naming, plan_call
 from .results import global_outputs
@@ -45,6 +45,7 @@ __all__ = [
     "Kwargs",
     "Once",
     "Special",
+    "TensorBounds",
     "any_linked",
     "autocast",
     "call",
@@ -75,5 +76,6 @@ __all__ = [
     "tensors_in",
     "unit_cotangent",
     "wanted",
+    "with_numbers",
     "write_through",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -42,8 +43,28 @@ def _key_sequence(a: Sequence[Any], func: Any) -> Any:
     return (type(a), *[(float, x) if x.__class__ is float else key_part(x, func) for x in a])
 
 
+class TensorBounds(Exception):
+    """A slice is bounded by tensors: numbers, of which the plan must know the values."""
+
+
 def _key_slice(a: slice, func: Any) -> Any:
-    return (slice, key_part(a.start, func), key_part(a.stop, func), key_part(a.step, func))
+    return (slice, _bound(a.start), _bound(a.stop), _bound(a.step))
+
+
+def _bound(x: Any) -> Any:
+    if x is None or x.__class__ is int:
+        return x
+    if isinstance(x, Tensor):
+        raise TensorBounds
+    return (x.__class__, x)
+
+
+def with_numbers(a: Any) -> Any:
+    """Arguments of a call with the tensors that bound slices read, once and on all ranks."""
+    if isinstance(a, slice):
+        parts = (a.start, a.stop, a.step)
+        return slice(*[index(x) if isinstance(x, Tensor) else x for x in parts])
+    return type(a)(map(with_numbers, a)) if a.__class__ in (tuple, list) else a
 
 
 def _key_plain(a: Tensor, func: Any) -> Any:

@@ -14,6 +14,7 @@ from ..dispatch import (
     Args,
     Frontend,
     Kwargs,
+    TensorBounds,
     any_linked,
     call,
     call_disabled,
@@ -23,6 +24,7 @@ from ..dispatch import (
     resolve,
     resolve_after,
     tensors_in,
+    with_numbers,
 )
 from ..ranks import runtime
 from . import modes
@@ -60,7 +62,10 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
         if args and args[0].__class__ is list and func in LISTED:
             args, kwargs = with_stand_ins(func, args, kwargs or NO) or (args, kwargs)
             return LISTED[func](*args, **kwargs or NO)
-        key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
+        try:
+            key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
+        except TensorBounds:
+            return dispatch(func, types, with_numbers(args), kwargs)
     if kwargs:
         key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
     known = runtime.RT.fast.get(key)
