@@ -232,10 +232,12 @@ def _number_of(kernel: Any, keys: Any) -> Callable[[Tensor], Any]:
     Its parser takes a 0-d tensor for a number (``torch.add(x, y, alpha=a)``) without asking whose tensor it is.
     """
 
+    plain_number = kernel.call_boxed
+
     def read(t: Tensor) -> Any:
-        if isinstance(t, DistTensor) and _enabled() and is_part(t.__dict__["_spec"]):
+        if t.__class__ is not Tensor and isinstance(t, DistTensor) and _enabled() and is_part(t.__dict__["_spec"]):
             return seen(t).item()
-        return kernel.call_boxed(keys, t)
+        return plain_number(keys, t)
 
     return read
 
