@@ -175,8 +175,7 @@ def test_a_function_is_made_to_ask() -> None:
     def total(tensors: Any, factor: float = 1.0) -> Any:
         return factor * sum(t.sum() for t in tensors)
 
-    module = types.SimpleNamespace(total=total)
-    compat._have_asked(module, "total")
+    module = types.SimpleNamespace(total=compat._asking(total, "total"))
     given = [x(), x()]
     with Seen(compat._redispatch_function) as seen:
         made = module.total(given, factor=2.0)
@@ -205,7 +204,7 @@ def test_frames_that_an_autograd_function_saves_for() -> None:
             self.input_saver: Any = None
 
     module = types.SimpleNamespace(_CheckpointFrame=Frame, _NoopSaveInputs=Saves)
-    assert compat._saving_frame(module) is Frame
+    assert compat.saving_frame(module) is Frame
     frame, t = Frame(), x()
     assert frame.input_saver is None
     frame.input_saver = module._NoopSaveInputs.apply(torch.empty(0, requires_grad=True), 3, t)

@@ -12,7 +12,17 @@ import pytest
 FACADE = "meshwright"  # `import meshwright` pulls everything in: only what comes after it may do so
 # Of two layers that are named "a" and "a.b", a module of a.b belongs to the latter.
 LAYERS = (
-    *("errors", "compat", "untrusted_files", "ranks", "ranks.launchers", "operators", "mesh", "layout"),
+    *(
+        "errors",
+        "torch_changes",
+        "compat",
+        "untrusted_files",
+        "ranks",
+        "ranks.launchers",
+        "operators",
+        "mesh",
+        "layout",
+    ),
     *("ranks.runtime", "local_tensor"),
     *("ranks.simulation", "ranks.process_group", "failures", "collective", "generator", "rules", "resharding"),
     *("choose", "record", "dispatch", "graph_marks", "tensor", "split_checkpoints", "autograd_functions", "api"),
@@ -31,9 +41,6 @@ USE_TORCH_DISTRIBUTED = {
 READ_ENVIRONMENT = {"ranks.launchers"}
 TORCH_DISTRIBUTED = ("torch.distributed", "torch._C._distributed_c10d")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "sys.argv")
-
-# Undocumented names of torch are for compat alone; the simulation keeps a profiler out by replacing a method of it.
-PATCHED = {"torch.autograd.profiler.profile._prepare_trace": "ranks.simulation"}
 
 SOURCE = Path(__file__).parents[1] / "src" / FACADE
 
@@ -91,7 +98,7 @@ def violations(source: Path) -> list[str]:
             where = f"{path.relative_to(source.parent)}:{line}"
             if under(name, TORCH_DISTRIBUTED) and layer not in USE_TORCH_DISTRIBUTED:
                 found.append(f"{where}: {layer} uses {name}; only {sorted(USE_TORCH_DISTRIBUTED)} may")
-            if is_private(name) and layer not in ("compat", PATCHED.get(name)):
+            if is_private(name) and layer != "compat":
                 found.append(f"{where}: {layer} uses {name}, which torch does not document: add it to compat.py")
             if under(name, ENVIRONMENT) and layer not in READ_ENVIRONMENT:
                 found.append(f"{where}: {layer} reads {name}; only {sorted(READ_ENVIRONMENT)} may")

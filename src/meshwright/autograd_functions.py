@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 import types
 import warnings
@@ -23,9 +24,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from . import compat
+from . import compat, torch_changes
 from .collective import refuse_by_hand
-from .compat import CheckpointFrame, apply_function
+from .compat import apply_function
 from .dispatch import AS_OP, disabled, map_tensors, mesh_of, tensors_in
 from .errors import ShardError
 from .generator.dropout import run_alike
@@ -35,6 +36,7 @@ from .split_checkpoints import KeptInputs, asked_again, check_reentrant
 from .tensor import OPEN, DistTensor, whole, within, wrap
 
 _enabled = compat.is_torch_function_enabled
+_APPLY_IN_C = inspect.getattr_static(compat.function_base, "apply").__get__
 _warned: set[str] = set()
 
 
@@ -44,18 +46,18 @@ def _is_dist(a: Any) -> bool:
 
 def _guarded(cls: Any, *args: Any, **kwargs: Any) -> Any:
     # With dispatch disabled the caller works on locals: conversions do.
-    if _enabled() and any(map(_is_dist, args)) and cls is not CheckpointFunction:
-        if cls.__module__.startswith("torch.distributed."):
-            refuse_by_hand(f"nn.{cls.__name__.strip('_')}", next(filter(_is_dist, args))._spec)
-        return _gathered(cls, args)
+    if _enabled() and any(map(_is_dist, (*args, *kwargs.values()))) and cls is not CheckpointFunction:
+        return _gathered(cls, args, kwargs)
     if cls is CheckpointFunction:
         check_reentrant()
         args = (run_alike(args[0]), *args[1:])
-    return apply_function(cls, *args, **kwargs)
+    return _APPLY_IN_C(None, cls)(*args, **kwargs)
 
 
-def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
-    tensors = tensors_in(args)
+def _gathered(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if cls.__module__.startswith("torch.distributed."):
+        refuse_by_hand(f"nn.{cls.__name__.strip('_')}", next(filter(_is_dist, (*args, *kwargs.values())))._spec)
+    tensors = tensors_in((args, kwargs))
     mesh = mesh_of(tensors, cls.__name__)
     split = any(not isinstance(p, Replicate) for t in tensors if isinstance(t, DistTensor) for p in t.placements)
     if split and cls.__name__ not in _warned:
@@ -64,7 +66,8 @@ def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
             f"the autograd.Function {cls.__name__} has no rule: its inputs are gathered on every rank. {AS_OP}",
             stacklevel=3,
         )
-    made = apply_function(cls, *map_tensors(args, lambda t: whole(t) if isinstance(t, DistTensor) else t))
+    args, kwargs = map_tensors((args, kwargs), lambda t: whole(t) if isinstance(t, DistTensor) else t)
+    made = apply_function(cls, *args, **kwargs)
     sums = widest(t._spec for t in tensors if isinstance(t, DistTensor))
     with disabled():
         for t in tensors_in(made):
@@ -72,6 +75,39 @@ def _gathered(cls: Any, args: tuple[Any, ...]) -> Any:
                 undecided = 0 if t.requires_grad else mesh.everywhere
                 wrap(t, Spec(t.shape, t.dtype, Layout(mesh), undecided=undecided, sums=sums))
     return made
+
+
+_WHY = "autograd functions do not ask whose tensors they are given: inputs are gathered, as those of ops without a rule"
+
+
+def _applying(original: Any, name: str) -> Any:
+    return classmethod(_guarded)
+
+
+def _applying_transformed(original: Any, name: str) -> Any:
+    """What ``Function.apply`` calls where torch.func transforms."""
+
+    @functools.wraps(original)
+    def call(self: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if _enabled() and any(map(_is_dist, (*args, *kwargs.values()))):
+            return _gathered(cls, args, kwargs)
+        return original(self, cls, *args, **kwargs)
+
+    return call
+
+
+if isinstance(inspect.getattr_static(torch.autograd.Function, "apply"), classmethod):
+    # Users take names (``scaled = Scaled.apply``) long before they make a mesh: what such a name calls is looked up
+    # when it is called.
+    torch_changes.replace("torch.autograd.function._SingleLevelFunction.apply", why=_WHY)(_applying)
+    torch_changes.replace("torch._functorch.autograd_function.CustomFunctionHigherOrderOperator.__call__", why=_WHY)(
+        _applying_transformed
+    )
+else:  # a method of C, which looks up nothing: what is taken of it earlier is never reached again
+    torch_changes.note(
+        "torch.autograd.Function.apply", why=_WHY, since="the import of meshwright", until=torch_changes.NEVER
+    )
+    torch_changes.put("torch.autograd.Function.apply", _applying)
 
 
 def _refusal(wrapper: str, instead: str) -> ShardError:
@@ -116,18 +152,25 @@ def _by_stack() -> str:
     return next((fix for package, fix in _STACKS.items() if package in callers), "")
 
 
-def _guard_wrapper(wrapper: Any, instead: str, called: str = "") -> None:
-    original = wrapper.__init__
+def _refusing(original: Any, name: str, wrapper: str, instead: str) -> Any:
+    """``__init__`` of what wraps a module, or a parameter of one, that refuses DistTensors."""
 
     @functools.wraps(original)
     def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         # Of fully_shard it is what wraps each parameter.
         given = (module,) if isinstance(module, torch.Tensor) else (*module.parameters(), *module.buffers())
         if any(map(_is_dist, given)):
-            raise _refusal(called or wrapper.__name__, instead)
+            raise _refusal(wrapper, instead)
         original(self, module, *args, **kwargs)
 
-    wrapper.__init__ = init
+    return init
+
+
+for _name in ("DataParallel", "DistributedDataParallel"):
+    torch_changes.replace(
+        f"torch.nn.parallel.{_name}.__init__",
+        why="a module of DistTensors has its gradients synchronised already, and would be handed to C++: refused",
+    )(functools.partial(_refusing, wrapper=_name, instead=_SYNC))
 
 
 class _Later(importlib.abc.MetaPathFinder):
@@ -154,12 +197,28 @@ class _Later(importlib.abc.MetaPathFinder):
     def guard(self, module: Any) -> None:
         """Guard the class of an imported module."""
         name = self.classes[module.__name__]
-        _guard_wrapper(getattr(module, name), _STORED, "fully_shard" if name == "FSDPParam" else "")
+        called = "fully_shard" if name == "FSDPParam" else name
+        guarded = getattr(module, name)
+        guarded.__init__ = _refusing(guarded.__init__, "__init__", called, _STORED)
 
 
-def _guard_compile() -> None:
+@torch_changes.install(
+    *(f"{module}.{name}.__init__" for module, name in _Later.classes.items()),
+    why="FSDP would lay out anew what is a part already: DistTensors are refused, from its import on (sys.meta_path)",
+)
+def _guard_later() -> None:
+    later = _Later()
+    sys.meta_path.insert(0, later)
+    for name in later.classes:
+        if name in sys.modules:
+            later.guard(sys.modules[name])
+
+
+@torch_changes.replace(
+    "torch.compile", why="Dynamo would trace the part that a rank holds of a DistTensor: a module of them is refused"
+)
+def _compiling(compiling: Any, name: str) -> Any:
     """Dynamo traces what a DistTensor holds, and would take it for the whole."""
-    compiling = torch.compile
 
     @functools.wraps(compiling)
     def guarded(model: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +230,7 @@ def _guard_compile() -> None:
             )
         return compiling(model, *args, **kwargs)
 
-    torch.compile = guarded
+    return guarded
 
 
 _SCRIPTED = (
@@ -186,21 +245,29 @@ def guard_scripts() -> None:
 
     Scripted functions are given whole tensors, as every op without a rule.
     """
-    for name in ("script", "trace"):
-        _guard_script(name)
-    run = torch.jit.ScriptFunction.__call__
+    for name in ("torch.jit.script", "torch.jit.trace"):
+        torch_changes.put(name, _guard_script)
+    torch_changes.put("torch.jit.ScriptFunction.__call__", _whole_for_scripts)
 
+
+torch_changes.note(
+    *("torch.jit.script", "torch.jit.trace", "torch.jit.ScriptFunction.__call__"),
+    why="TorchScript does not ask whose tensors it is given: it is given whole ones, or refused",
+    since="the first shard_module",
+    until=torch_changes.NEVER,
+)
+
+
+def _whole_for_scripts(run: Any, name: str) -> Any:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _enabled() and any(map(_is_dist, tensors_in((args, kwargs)))):
             return DistTensor.__torch_function__(self, (DistTensor,), args, kwargs)
         return run(self, *args, **kwargs)
 
-    torch.jit.ScriptFunction.__call__ = called  # type: ignore[method-assign]
+    return called
 
 
-def _guard_script(name: str) -> None:
-    original = getattr(torch.jit, name)
-
+def _guard_script(original: Any, name: str) -> Any:
     @functools.wraps(original)
     def guarded(what: Any, *args: Any, **kwargs: Any) -> Any:
         held = (*what.parameters(), *what.buffers()) if isinstance(what, torch.nn.Module) else ()
@@ -208,16 +275,22 @@ def _guard_script(name: str) -> None:
             raise ShardError(f"torch.jit.{name} was given DistTensors: {_SCRIPTED}")
         return original(what, *args, **kwargs)
 
-    setattr(torch.jit, name, guarded)
+    return guarded
 
 
+@torch_changes.install(
+    "torch.utils.checkpoint._CheckpointFrame.save_inputs",
+    "torch.utils.checkpoint._CheckpointFrame.get_inputs",
+    why="inputs of a checkpoint keep their layouts, and its second run draws and reads what the first one did",
+)
 def _keep_layouts() -> None:
     """Inputs of a checkpoint keep their layouts through hooks around it that pack what is saved (another checkpoint's).
 
     What such hooks give back is a tensor of its own, which knows nothing of a mesh.  The second run reads the stand-ins
     that the first one did.
     """
-    save, get = CheckpointFrame.save_inputs, CheckpointFrame.get_inputs
+    frame = compat.saving_frame(torch.utils.checkpoint)
+    save, get = frame.save_inputs, frame.get_inputs
 
     @functools.wraps(save)
     def saved(self: Any, *args: Any) -> None:
@@ -231,9 +304,13 @@ def _keep_layouts() -> None:
         made: list[Any] = get(self)
         return self._kept.given(made) if hasattr(self, "_kept") else made
 
-    CheckpointFrame.save_inputs, CheckpointFrame.get_inputs = saved, given
+    frame.save_inputs, frame.get_inputs = saved, given
 
 
+@torch_changes.install(
+    "torch.autograd.graph.saved_tensors_hooks.__enter__",
+    why="hooks that pack what autograd saves are given the part that a rank holds, as a plain tensor",
+)
 def _save_parts() -> None:
     """Hooks that pack what autograd saves are given this rank's parts, as plain tensors.
 
@@ -241,6 +318,13 @@ def _save_parts() -> None:
     the part.  A hook that makes a tensor of the global shape (``save_on_cpu(pin_memory=True)``), or reads the global
     value of a Partial, would give it something else; and the two runs of a checkpoint are compared by shapes.
     """
+    on = []  # those around the making of the first mesh, the inner one first
+    while (top := compat.top_saved_tensors_default_hooks(True)) is not None:
+        on.append(top)
+        compat.pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(on):
+        compat.push_saved_tensors_default_hooks(_of_parts(pack), unpack)
+
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
 
@@ -264,21 +348,3 @@ def _of_parts(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], A
 
     setattr(packed, _OF_PARTS, True)
     return packed
-
-
-def install() -> None:
-    """Guard them; plain tensors pass through."""
-    torch.autograd.Function.apply = classmethod(_guarded)  # type: ignore[assignment,method-assign]
-    _guard_wrapper(torch.nn.parallel.DistributedDataParallel, _SYNC)
-    _guard_wrapper(torch.nn.DataParallel, _SYNC)
-    _guard_compile()
-    _keep_layouts()
-    _save_parts()
-    later = _Later()
-    sys.meta_path.insert(0, later)
-    for name in later.classes:
-        if name in sys.modules:
-            later.guard(sys.modules[name])
-
-
-install()

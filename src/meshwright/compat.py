@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import handle_torch_function, has_torch_function, is_tensor_like
 
 from .errors import MeshwrightError
+from .torch_changes import replace
 
 if TYPE_CHECKING:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
@@ -68,7 +69,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "DispatchKey": ("torch._C.DispatchKey", "kernels of a class of our own"),
     "DispatchKeySet": ("torch._C.DispatchKeySet", "kernels of a class of our own"),
     "DynamicOutputShapeException": ("torch._subclasses.fake_tensor.DynamicOutputShapeException", "captured programs"),
-    "eager_transforms": ("torch._functorch.eager_transforms", "torch.func on distributed tensors is refused"),
     "EnableTorchFunction": ("torch._C._EnableTorchFunction", "calls of users' code from inside of an op"),
     "ensure_device_guard": ("torch._C._ensureCUDADeviceGuardSet", "a torch for GPUs on a machine without one"),
     "engine_run_backward": ("torch.autograd.graph._engine_run_backward", "backward of distributed tensors"),
@@ -81,7 +81,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
         "views in inference mode",
     ),
     "foreach_utils": ("torch.utils._foreach_utils", "foreach optimizers take distributed tensors"),
-    "functorch_vmap": ("torch._functorch.vmap", "torch.func on distributed tensors is refused"),
+    "function_base": ("torch._C._FunctionBase", "autograd functions of users on distributed tensors"),
     "get_current_function_mode_stack": ("torch.overrides._get_current_function_mode_stack", "dropout under a mode"),
     "get_dispatch_stack_at": ("torch._C._get_dispatch_stack_at", "dispatch modes of users"),
     "get_sequence_nr": ("torch._C._autograd._get_sequence_nr", "which forward call a node of the backward is of"),
@@ -196,7 +196,7 @@ DIFFERENT: dict[str, tuple[str, str]] = {
         "torch.overrides.redispatch_function; before, a copy of the function to which nothing has overrides",
     ),
     "in_order": ("2.12", "torch.distributed.new_group(sort_ranks=False); before, a copy of it that does not sort"),
-    "CheckpointFrame": (
+    "saving_frame": (
         "2.12",
         "torch.utils.checkpoint._CheckpointFrame.save_inputs; before, an autograd.Function saves them, led there",
     ),
@@ -298,11 +298,8 @@ def _redispatch_function(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _have_asked(module: Any, name: str) -> None:
-    """Have a function of PyTorch that takes ``tensors`` first look for their overrides, as newer versions do."""
-    original = getattr(module, name)
-    if _hands_on(original):
-        return
+def _asking(original: Any, name: str) -> Any:
+    """A function of PyTorch that takes ``tensors`` and first looks for their overrides, as newer versions do."""
 
     @functools.wraps(original)
     def asking(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -312,10 +309,11 @@ def _have_asked(module: Any, name: str) -> None:
             return handle_torch_function(asking, asked, listed, *args, **kwargs)
         return original(listed, *args, **kwargs)
 
-    setattr(module, name, asking)
+    return asking
 
 
-_have_asked(torch.autograd, "backward")
+if not _hands_on(torch.autograd.backward):  # type: ignore[arg-type]
+    replace("torch.autograd.backward", why="gradients of DistTensors, as newer versions have it")(_asking)
 
 redispatch_function: Callable[..., Any] = getattr(torch.overrides, "redispatch_function", _redispatch_function)
 
@@ -395,7 +393,7 @@ class _Saver:
         return made
 
 
-def _saving_frame(module: Any) -> Any:
+def saving_frame(module: Any) -> Any:
     """The frame of a checkpoint, with the methods that it has from torch 2.12 on."""
     frame, function = module._CheckpointFrame, getattr(module, "_NoopSaveInputs", None)
     if function is None:
@@ -422,4 +420,3 @@ def _saving_frame(module: Any) -> Any:
 
 
 _NOTHING = object()
-CheckpointFrame = _saving_frame(torch.utils.checkpoint)

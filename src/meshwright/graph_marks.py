@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import compat, torch_changes
 from .errors import CaptureError, LayoutError
 from .layout import Layout, Partial, Placement, Replicate, Shard, as_placement
 from .operators import operator
@@ -64,6 +64,9 @@ GRAD: Any = operator(
     _empty,  # never run: a partition differentiates in its place
     _empty,
 )
+
+
+torch_changes.note("torch.autograd.grad", "torch.autograd.backward", why="calls in a step are marks of its program")
 
 
 @contextmanager

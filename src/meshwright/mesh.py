@@ -10,6 +10,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from .errors import MeshError
+from .torch_changes import mesh_made
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +56,7 @@ class Mesh:
                 f"mesh {dict(axes)} has {self.size} places but {len(set(self.ranks))} distinct ranks were given"
             )
         self._hash = hash((self.axes, self.sizes, self.device, self.ranks))
+        mesh_made()
 
     @property
     def ndim(self) -> int:

@@ -26,7 +26,7 @@ class Commands(LazyGroup):
         "train": "Train a byte-level GPT on real text, across a mesh of processes.",
         "explain": "Show what a training step sends and holds on a mesh, and why, with no devices and no processes.",
         "checkpoint": "Show what is in checkpoints, verify their checksums, export their weights.",
-        "doctor": "Say what this machine and this installation have, and what to do about the rest.",
+        "doctor": "Say what this machine has, what to do about the rest, and what is changed in torch.",
         "rules": "List the rules: op, kind, notation for an example, linear groups, where it is written.",
         "check": "Check the rules against yardsticks, and random programs against one device.",
     }

@@ -24,7 +24,7 @@ def doctor(
         typer.Option("--names", help="List the undocumented names of torch, and what differs between its versions."),
     ] = False,
 ) -> None:
-    """Say what this machine and this installation have, and what to do about the rest.
+    """Say what this machine has, what to do about the rest, and what is changed in torch.
 
     [dim]Exit codes: 0 Meshwright works here; 1 something that it needs is missing.[/]
     """

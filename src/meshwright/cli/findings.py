@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright import compat
+from meshwright import compat, torch_changes
 from meshwright.errors import MeshwrightError
 from meshwright.ranks.launchers import launched
 
@@ -23,6 +24,9 @@ OPTIONAL = {
     "matplotlib": "meshwright train --plot",
     "ray": "starting processes with Ray Train",
 }
+
+# What changes torch is entered by the modules that do: those of `import meshwright`, and what captures steps.
+REGISTERING = ("autograd_functions", "api", "ranks.simulation", "shard", "program.compile")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ def findings() -> Iterator[Finding]:
     yield Finding("free disk here", f"{free / 2**30:.1f} GiB", "too little for checkpoints" if free < 2**30 else "")
     for name, needed in OPTIONAL.items():
         yield _installed(name, f"not installed (for {needed})")
+    yield from _changes()
 
 
 def _installed(name: str, otherwise: str) -> Finding:
@@ -71,6 +76,13 @@ def _installed(name: str, otherwise: str) -> Finding:
         return Finding(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, otherwise)
+
+
+def _changes() -> Iterator[Finding]:
+    for module in REGISTERING:
+        importlib.import_module(f"meshwright.{module}")
+    for c in torch_changes.TABLE:
+        yield Finding(f"changed in torch from {c.since} on, undone {c.until}", f"{c.why} ({', '.join(c.targets)})")
 
 
 def _missing() -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .. import compat
+from .. import compat, torch_changes
 from ..errors import DispatchError
 from ..ranks import runtime
 
@@ -30,6 +30,15 @@ METHODS = (
 # Operators of torch.distributed that programs hold, by where they are.
 OPERATORS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "_dtensor", "symm_mem")
 SENT = "_meshwright_sent"
+
+_TARGETS = tuple(f"torch.distributed.ProcessGroup.{name}" for name in METHODS)
+_OBJECTS = "torch.distributed.distributed_c10d._object_to_tensor"
+torch_changes.note(
+    *(*_TARGETS, _OBJECTS),
+    why="a collective of the user's own would send the part of a rank for the whole: refused for DistTensors",
+    since="the first process group of a mesh",
+    until=torch_changes.NEVER,
+)
 
 
 def refuse_by_hand(what: str, spec: Any) -> NoReturn:
@@ -51,13 +60,12 @@ def guard() -> None:
     group: Any = dist.ProcessGroup
     if getattr(group.allreduce, SENT, False):
         return
-    for name in METHODS:
-        if hasattr(group, name):
-            setattr(group, name, _guarded(name, getattr(group, name)))
-    _guard_objects()
+    for target in _TARGETS:
+        torch_changes.put(target, _guarded)
+    torch_changes.put(_OBJECTS, _packed)
 
 
-def _guarded(name: str, original: Any) -> Any:
+def _guarded(original: Any, name: str) -> Any:
     @functools.wraps(original, updated=())
     def method(*args: Any, **kwargs: Any) -> Any:
         found = _held((*args[1:], *kwargs.values()))
@@ -104,17 +112,15 @@ def sends_objects() -> bool:
     return _SENDING.objects
 
 
-def _guard_objects() -> None:
+def _packed(pack: Any, name: str) -> Any:
     """What a tensor among objects is, is known when they are pickled: before anything is sent."""
-    module: Any = dist.distributed_c10d
-    pack = module._object_to_tensor
 
     @functools.wraps(pack)
     def packed(*args: Any, **kwargs: Any) -> Any:
         with _objects():
             return pack(*args, **kwargs)
 
-    module._object_to_tensor = packed
+    return packed
 
 
 __all__ = ["OPERATORS", "guard", "refuse_by_hand", "sends_objects"]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 import typing_extensions
 
-from .. import compat
+from .. import compat, torch_changes
 from ..errors import CollectiveError, MeshError
 from ..layout import dtype_name
 
@@ -323,15 +323,17 @@ def _belong_to(pg: Any) -> None:
             t.__dict__["_spec"] = _Stale(known, pg.rank())
 
 
-def _follow_process_group() -> None:
+def _follow_process_group(inner: Any, name: str) -> Any:
     # The one place that init_process_group and destroy_process_group both pass, however they were imported.
-    inner = dist.distributed_c10d._update_default_pg
+    if RT.sim is None:  # who this process was before it had a mesh says nothing
+        RT.__dict__.pop("rank", None)
+        RT.__dict__.pop("world", None)
 
     def update(pg: Any) -> None:
         inner(pg)
         _belong_to(pg)
 
-    dist.distributed_c10d._update_default_pg = update
+    return update
 
 
 class Forked:
@@ -359,7 +361,10 @@ def _after_fork() -> None:
 
 
 if dist.is_available():
-    _follow_process_group()
+    torch_changes.replace(
+        "torch.distributed.distributed_c10d._update_default_pg",
+        why="a process that gets another process group keeps nothing of the old one's ranks and groups",
+    )(_follow_process_group)
 os.register_at_fork(after_in_child=_after_fork)
 
 

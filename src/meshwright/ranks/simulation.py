@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import compat
+from .. import compat, torch_changes
 from ..errors import CollectiveError, DesyncError, MeshError, MeshwrightError, takes
 from ..mesh import Mesh
 from . import runtime
@@ -348,19 +348,18 @@ _PROFILER = (
 )
 
 
-def _refuse_profiler() -> None:
-    prepare = torch.autograd.profiler.profile._prepare_trace
-
+@torch_changes.replace(
+    "torch.autograd.profiler.profile._prepare_trace",
+    why="a profiler follows one thread, and simulated ranks, which are several, crash it: refused there",
+)
+def _refuse_profiler(prepare: Any, name: str) -> Any:
     @functools.wraps(prepare)
     def guarded(self: Any) -> Any:
         if runtime.RT.sim is not None:
             raise CollectiveError(_PROFILER)
         return prepare(self)
 
-    torch.autograd.profiler.profile._prepare_trace = guarded  # type: ignore[method-assign]
-
-
-_refuse_profiler()
+    return guarded
 
 
 @takes(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_changes
 from ..dispatch import INTO_PLAIN, Args, Kwargs, Special, call_disabled
 from ..errors import DispatchError
 from ..resharding.executor import FORWARD_MODE, TRANSFORMS
@@ -16,27 +17,23 @@ from .dist_tensor import DistTensor, is_part
 from .storage import READERS, into_plain
 
 
-def _refuse_transforms() -> None:
+@torch_changes.replace(
+    "torch._functorch.eager_transforms._wrap_for_grad",
+    "torch._functorch.vmap._add_batch_dim",
+    "torch._functorch.vmap._remove_batch_dim",
+    why="torch.func would transform the part that a rank holds of a DistTensor: refused",
+)
+def _refuse_transforms(original: Any, name: str) -> Any:
     """torch.func works below ``__torch_function__``: it would silently transform this rank's local tensors."""
-    from ..compat import eager_transforms, functorch_vmap
+    given = name != "_remove_batch_dim"
 
-    def guard(module: Any, name: str) -> None:
-        original, given = getattr(module, name), name != "_remove_batch_dim"
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, DistTensor) and (given or is_part(a._spec)) for a in args):
+            raise DispatchError(TRANSFORMS)
+        return original(*args, **kwargs)
 
-        @functools.wraps(original)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(a, DistTensor) and (given or is_part(a._spec)) for a in args):
-                raise DispatchError(TRANSFORMS)
-            return original(*args, **kwargs)
-
-        setattr(module, name, guarded)
-
-    guard(eager_transforms, "_wrap_for_grad")
-    guard(functorch_vmap, "_add_batch_dim")
-    guard(functorch_vmap, "_remove_batch_dim")
-
-
-_refuse_transforms()
+    return guarded
 
 
 def _detach(func: Any, args: Args, kwargs: Kwargs) -> Any:

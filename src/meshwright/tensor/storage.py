@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .. import compat
+from .. import compat, torch_changes
 from ..dispatch import Args, Kwargs, Special, call_disabled, disabled, map_tensors
 from ..errors import DispatchError
 from .dist_tensor import BASE, DistTensor, is_part, plain, seen, whole
@@ -187,9 +187,9 @@ def _holds(a: Any) -> bool:
     return False
 
 
-def _give_values(module: Any, name: str, first: int = 0) -> None:
-    """Have a function of PyTorch that reads tensors in C, without asking whose they are, read global values."""
-    original = getattr(module, name)
+def _reading(original: Any, name: str) -> Any:
+    """A function of PyTorch that reads tensors in C, without asking whose they are, as one that reads global values."""
+    first = 1 if name in _METHODS else 0
 
     @functools.wraps(original)
     def reading(*args: Any, **kwargs: Any) -> Any:
@@ -204,9 +204,12 @@ def _give_values(module: Any, name: str, first: int = 0) -> None:
         rest, kwargs = map_tensors((args[first:], kwargs), _detached)
         return original(*args[:first], *global_values(rest), **global_values(kwargs))
 
-    setattr(module, name, reading)
-    if module is torch and compat.jit_builtins._builtin_table is not None:  # TorchScript knows functions by identity
-        compat.jit_builtins._register_builtin(reading, f"aten::{name}")
+    if first:
+        return staticmethod(reading) if name == "__new__" else reading
+    scripted = compat.jit_builtins  # TorchScript knows functions by identity
+    if getattr(torch, name, None) is original and scripted._builtin_table is not None:
+        scripted._register_builtin(reading, f"aten::{name}")
+    return reading
 
 
 def _detached(t: Tensor) -> Tensor:
@@ -214,14 +217,13 @@ def _detached(t: Tensor) -> Tensor:
 
 
 _CASTS = ("as_tensor", "asarray")
-for _name in ("tensor", *_CASTS, "full", "arange", "scalar_tensor", "to_dlpack"):
-    _give_values(torch, _name)
-for _name in ("nested_tensor", "as_nested_tensor"):
-    _give_values(torch.nested, _name)
-for _name in ("new", "new_tensor", "new_full", "set_", "__new__"):
-    _give_values(Tensor, _name, first=1)
-Tensor.__new__ = staticmethod(Tensor.__new__)  # type: ignore[method-assign]
-_give_values(torch.utils.dlpack, "to_dlpack")
+_METHODS = ("new", "new_tensor", "new_full", "set_", "__new__")
+torch_changes.replace(
+    *(f"torch.{name}" for name in ("tensor", *_CASTS, "full", "arange", "scalar_tensor", "to_dlpack")),
+    *("torch.nested.nested_tensor", "torch.nested.as_nested_tensor", "torch.utils.dlpack.to_dlpack"),
+    *(f"torch.Tensor.{name}" for name in _METHODS),
+    why="it reads memory in C, where a DistTensor has the part of a rank: it is given global values",
+)(_reading)
 
 
 def _number_of(kernel: Any, keys: Any) -> Callable[[Tensor], Any]:
@@ -230,23 +232,34 @@ def _number_of(kernel: Any, keys: Any) -> Callable[[Tensor], Any]:
     Its parser takes a 0-d tensor for a number (``torch.add(x, y, alpha=a)``) without asking whose tensor it is.
     """
 
+    plain_number = kernel.call_boxed
+
     def read(t: Tensor) -> Any:
-        if isinstance(t, DistTensor) and _enabled() and is_part(t.__dict__["_spec"]):
+        if t.__class__ is not Tensor and isinstance(t, DistTensor) and _enabled() and is_part(t.__dict__["_spec"]):
             return seen(t).item()
-        return kernel.call_boxed(keys, t)
+        return plain_number(keys, t)
 
     return read
 
 
 _READ = "aten::_local_scalar_dense"
-_ATEN = torch.library.Library("aten", "IMPL")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that a kernel is replaced
-    for _device in ("CPU", "CUDA"):
-        if compat.dispatch_has_kernel_for_dispatch_key(_READ, _device):
-            _keys = compat.DispatchKeySet(getattr(compat.DispatchKey, _device))
-            _reader = _number_of(torch.library.get_kernel(_READ, _device), _keys)
-            _ATEN.impl(_READ.removeprefix("aten::"), _reader, _device, allow_override=True)
+_KERNELS: list[Any] = []  # what holds the kernel, which goes with it
+
+
+@torch_changes.install(
+    "torch.ops.aten._local_scalar_dense",
+    why="a DistTensor in the place of a number (alpha=) is read in C: a Partial gives the global number",
+)
+def _read_numbers() -> None:
+    aten = torch.library.Library("aten", "IMPL")
+    _KERNELS.append(aten)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced
+        for device in ("CPU", "CUDA"):
+            if compat.dispatch_has_kernel_for_dispatch_key(_READ, device):
+                keys = compat.DispatchKeySet(getattr(compat.DispatchKey, device))
+                reader = _number_of(torch.library.get_kernel(_READ, device), keys)
+                aten.impl(_READ.removeprefix("aten::"), reader, device, allow_override=True)
 
 
 def _set_data(self: Tensor, value: Any) -> None:
@@ -265,5 +278,13 @@ def _as_subclass(self: Tensor, cls: type[Any]) -> Any:
 
 # The getter of Tensor.data stays PyTorch's own; a DistTensor has a property of its own.
 _data, _cast = BASE.data, BASE.as_subclass
-Tensor.data = property(_data.__get__, _set_data, _data.__delete__)  # type: ignore[assignment]
-Tensor.as_subclass = functools.wraps(_cast)(_as_subclass)  # type: ignore[method-assign,assignment]
+
+
+@torch_changes.replace("torch.Tensor.data", why="what is set as .data of a plain tensor is a global value")
+def _settable(original: Any, name: str) -> Any:
+    return property(_data.__get__, _set_data, _data.__delete__)
+
+
+@torch_changes.replace("torch.Tensor.as_subclass", why="a DistTensor that is more than this rank's memory is refused")
+def _castable(original: Any, name: str) -> Any:
+    return functools.wraps(_cast)(_as_subclass)

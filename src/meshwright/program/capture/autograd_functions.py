@@ -23,6 +23,7 @@ from ...compat import apply_function, pytree
 from ...errors import CaptureError
 from ...operators import FUNCTIONS, KEPT
 from ...ranks import runtime
+from ...torch_changes import note
 from .fakes import replaced
 
 Tensor = torch.Tensor
@@ -93,6 +94,9 @@ def _op(cls: Any) -> Any:
         _LIBRARY.impl(name, _run, "CompositeImplicitAutograd")
         _OPS[name] = getattr(getattr(torch.ops, _LIBRARY.ns), name)
     return _OPS[name]
+
+
+note("torch.autograd.Function.apply", why="autograd functions of users are one op of the program each")
 
 
 @contextlib.contextmanager

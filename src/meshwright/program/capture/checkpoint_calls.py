@@ -21,10 +21,16 @@ from torch.utils.checkpoint import CheckpointFunction
 from ...compat import around_checkpoints
 from ...errors import CaptureError
 from ...split_checkpoints import ASKED
+from ...torch_changes import note
 from ..ir.regions import Path, Region
 from .fakes import replaced
 
 Tensor = torch.Tensor
+note(
+    *(f"torch.utils.checkpoint.{name}" for name in around_checkpoints(eager, lambda context_fn: None)),
+    "torch.utils.checkpoint.CheckpointFunction.apply",
+    why="checkpointed calls of a step are regions of its program",
+)
 
 
 class Regions:

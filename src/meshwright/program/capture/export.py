@@ -30,6 +30,7 @@ from ...errors import CaptureError
 from ...graph_marks import gradients_marked
 from ...ranks.runtime import is_users
 from ...tensor import DistTensor
+from ...torch_changes import note
 from ..ir.memory import Strides, dense
 from ..ir.regions import Path
 from .autograd_functions import Kept, functions_as_ops
@@ -342,6 +343,13 @@ def _annotated(regions: dict[str, Path], path: Path) -> AbstractContextManager[A
 def region_of(node: fx.Node) -> str:
     """The word for the checkpointed calls that a node is part of; empty if there are none."""
     return str((node.meta.get("custom") or {}).get(_REGION, ""))
+
+
+note(
+    "torch.fx.proxy.TracerBase._filter_traceback_frames",
+    "torch.nn.Module.__setattr__",
+    why="nodes and assigned attributes are noted with the user's lines",
+)
 
 
 @contextmanager

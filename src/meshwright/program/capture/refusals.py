@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ...compat import FakeTensor
 from ...errors import CaptureError
 from ...ranks import runtime
+from ...torch_changes import note
 from .fakes import replaced
 
 Tensor = torch.Tensor
@@ -125,6 +126,11 @@ def generators() -> tuple[Refused, ...]:
     return (*seeds, Refused(torch.random, "fork_rng", _SEED), *devices, *_numbers())
 
 
+note(
+    *("torch.inference_mode.__enter__", "torch.inference_mode.__exit__", "torch.set_anomaly_enabled"),
+    *("torch.distributions.Distribution._validate_args", "torch.nn.modules.transformer._detect_is_causal_mask"),
+    why="modes and checks that look at values, of which a capture has none",
+)
 _MODULE_HOOKS = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
 _DERIVED = (
     Refused(Tensor, "register_hook", _HOOK),
@@ -143,6 +149,12 @@ _DERIVED = (
     Refused(Tensor, "requires_grad", _FREEZE, _toggles),
     *(Refused(torch, n, _ASSERT, lambda *_, **__: True) for n in ("_assert_async", "_functional_assert_async")),
     *(Refused(Tensor, n, _VALUE, _outside) for n in ("item", "tolist", "numpy", "__float__", "__int__", "__bool__")),
+)
+
+note(
+    *(f"{r.owner.__module__ + '.' if isinstance(r.owner, type) else ''}{r.owner.__name__}.{r.name}" for r in _DERIVED),
+    *(f"{r.owner.__name__}.{r.name}" for r in generators()),
+    why="what a captured step cannot hold is refused, with the user's line",
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ... import collective, compat
+from ... import collective, compat, torch_changes
 from ...api import reshard, unshard
 from ...compat import foreach_utils
 from ...dispatch import count_write, disabled, map_tensors, tensors_in
@@ -237,9 +237,14 @@ def _register() -> None:
             COMPOSITES[name] = _one_by_one_of(name) if name in APART else _elementwise(name)
     COMPOSITES["_foreach_norm"] = norms
     COMPOSITES["_amp_foreach_non_finite_check_and_unscale_"] = unscale
-    # What torch may call _foreach functions on; else it goes tensor by tensor, an all-reduce for each norm.
-    if DistTensor not in foreach_utils._foreach_supported_types:
-        foreach_utils._foreach_supported_types.extend((DistTensor, OpenTensor))
+
+
+@torch_changes.install(
+    "torch.utils._foreach_utils._foreach_supported_types",
+    why="clipping and optimizers would go through DistTensors one by one, with an all-reduce for each norm",
+)
+def _support_foreach() -> None:
+    foreach_utils._foreach_supported_types.extend((DistTensor, OpenTensor))
 
 
 def _one_by_one_of(name: str) -> Callable[..., Any]:

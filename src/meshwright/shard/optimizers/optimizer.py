@@ -21,7 +21,7 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
-from ... import compat
+from ... import compat, torch_changes
 from ...dispatch import disabled, refresh, write_through
 from ...errors import ShardError, takes
 from ...layout import Partial, Spec
@@ -299,7 +299,12 @@ def _remade(said: dict[str, Any], make: Any, *args: Any) -> Any:
     return opt
 
 
-Optimizer.__reduce_ex__ = _with_options  # type: ignore[method-assign,assignment]
+@torch_changes.replace(
+    "torch.optim.Optimizer.__reduce_ex__",
+    why="a copied or unpickled optimizer keeps what shard_optimizer was told",
+)
+def _keep_options(original: Any, name: str) -> Any:
+    return _with_options
 
 
 def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -373,12 +378,21 @@ def _classes(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
         yield from _classes(sub)
 
 
-Optimizer.profile_hook_step = staticmethod(_hooked)  # type: ignore[method-assign,assignment]
-for _kind in set(_classes(Optimizer)):  # optimizers have been made of some already
-    _step: Any = _kind.__dict__.get("step")
-    if getattr(_step, "hooked", False) and _step.__globals__["__name__"] == torch_optimizer.__name__:
-        _kind.step = _hooked(_step.__wrapped__)  # type: ignore[method-assign]
-        _kind.step.hooked = True  # type: ignore[attr-defined]
+@torch_changes.install(
+    "torch.optim.Optimizer.profile_hook_step",
+    "torch.optim.Optimizer.step",
+    why="steps of optimizers on distributed parameters run on the parts that a rank holds, and hooks of steps do not",
+)
+def _step_on_locals() -> None:
+    Optimizer.profile_hook_step = staticmethod(_hooked)  # type: ignore[method-assign,assignment]
+    for kind in set(_classes(Optimizer)):  # optimizers have been made of some already
+        step: Any = kind.__dict__.get("step")
+        if getattr(step, "hooked", False) and step.__globals__["__name__"] == torch_optimizer.__name__:
+            kind.step = _hooked(step.__wrapped__)  # type: ignore[method-assign]
+            kind.step.hooked = True  # type: ignore[attr-defined]
+            # Schedulers that were made before keep the old one, which goes on to what its variable says.
+            own = step.__code__.co_freevars.index("func")
+            step.__closure__[own].cell_contents = _on_locals(step.__wrapped__)
 
 
 @takes(ShardError, states_over=((str, NoneType), "give one axis of the mesh"))

@@ -1,0 +1,141 @@
+"""What is changed in PyTorch, in one table: where, why, from when on, and when it is undone.
+
+A distributed tensor is a tensor of PyTorch, and some of PyTorch does not ask whose tensor it is given.  There something
+of ours takes the place of what PyTorch has.  Each such change is an entry here, made where its code lies.  They are
+installed when the first mesh of a process is made: before that there is no distributed tensor, and who only imports
+the package has PyTorch as it is.  ``meshwright doctor`` prints the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+FIRST_MESH = "the first mesh"
+NEVER = "never"
+CAPTURE = "a capture"
+END_OF_CAPTURE = "at its end"
+Make = Callable[[Any, str], Any]  # what takes the place of an original, of which it is told the name
+
+
+@dataclass(frozen=True)
+class TorchChange:
+    """Something of PyTorch that is not what it was.
+
+    Attributes:
+        targets: dotted names of what is replaced or extended.
+        why: what would go wrong without it.
+        since: from when on it is there.
+        until: when it is undone.
+    """
+
+    targets: tuple[str, ...]
+    why: str
+    since: str = FIRST_MESH
+    until: str = NEVER
+
+
+TABLE: list[TorchChange] = []
+_waiting: list[Callable[[], None]] = []
+_followers: dict[int, tuple[Any, Any]] = {}  # functions of modules of PyTorch that were replaced, by identity
+_LOCK = threading.RLock()  # a change may import a module that has changes of its own
+_installed = False  # whether there is a mesh, and all that was waiting for it is in place
+
+
+def note(*targets: str, why: str, since: str = CAPTURE, until: str = END_OF_CAPTURE) -> None:
+    """Enter a change into the table that is made, and undone, by somebody else."""
+    TABLE.append(TorchChange(targets, why, since, until))
+
+
+def install(*targets: str, why: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A decorator for a function that changes ``targets``: called with the first mesh, at once if there is one."""
+
+    def waits(change: Callable[[], None]) -> Callable[[], None]:
+        with _LOCK:
+            note(*targets, why=why, since=FIRST_MESH, until=NEVER)
+            _waiting.append(change)
+            if _installed:
+                _install_all()
+        return change
+
+    return waits
+
+
+def replace(*targets: str, why: str) -> Callable[[Make], Make]:
+    """A decorator for a function of an original and its name: what it makes takes the place at each of ``targets``."""
+
+    def made_by(make: Make) -> Make:
+        @install(*targets, why=why)
+        def change() -> None:
+            for target in targets:
+                put(target, make)
+
+        return make
+
+    return made_by
+
+
+def put(target: str, make: Make) -> None:
+    """Replace what a dotted name says, now; a name that this PyTorch does not have is passed over."""
+    owner, name = find(target)
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+    made = make(original, name)
+    setattr(owner, name, made)
+    if isinstance(owner, types.ModuleType) and isinstance(original, types.FunctionType | types.BuiltinFunctionType):
+        _followers[id(original)] = (original, made)
+
+
+def find(target: str) -> tuple[Any, str]:
+    """The module or class that a dotted name is in, and its name there."""
+    path, _, name = target.rpartition(".")
+    parts = path.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(parts[:i]))
+        found = getattr(found, part)
+    return found, name
+
+
+def mesh_made() -> None:
+    """There is a mesh: what waits for the first one is installed, before anybody else sees a mesh."""
+    global _installed
+    if _installed and not _waiting:
+        return
+    with _LOCK:
+        _install_all()
+        _installed = True
+
+
+def _install_all() -> None:
+    while _waiting:
+        change = _waiting.pop(0)
+        try:
+            change()
+        except BaseException:  # the next mesh is told again what is missing
+            _waiting.insert(0, change)
+            raise
+    if _followers:
+        _follow()
+
+
+def _follow() -> None:
+    """Names of modules outside of PyTorch that mean a replaced function (``from torch import tensor``) follow it.
+
+    The function itself is one of C, which would take the part of a rank for the whole.
+    """
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] in ("torch", __package__) or not isinstance(module, types.ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            original, made = _followers.get(id(value), (None, None))
+            if original is not None and original is value:
+                vars(module)[name] = made
+    _followers.clear()

@@ -1,0 +1,238 @@
+"""What is changed in torch: nothing by the import, by the first mesh what the table says; what was taken before it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import meshwright as mw
+from meshwright import torch_changes
+from meshwright.cli import app
+
+FIRST = [t for c in torch_changes.TABLE if c.since == torch_changes.FIRST_MESH for t in c.targets]
+
+
+def fresh(code: str) -> None:
+    """Run in a process of its own, which has no mesh yet."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_import_changes_nothing_and_the_first_mesh_what_the_table_says() -> None:
+    fresh(f"""
+import importlib, inspect, sys, types
+import torch, torch.distributed.nn, torch.nested, torch.optim, torch.utils.dlpack
+import torch._functorch.autograd_function, torch._functorch.eager_transforms, torch._functorch.vmap
+import torch.utils.checkpoint, torch.utils._foreach_utils, torch._subclasses.fake_tensor
+
+KEPT = {{("torch._weights_only_unpickler", "_marked_safe_globals_set"), ("torch.ops", "_dir")}}  # registries
+KEPT.add(("torch.ops", "meshwright"))
+KERNEL = "aten::_local_scalar_dense"
+
+def all_of_torch():
+    found, seen = {{}}, set()
+    def walk(name, owner):
+        if id(owner) in seen:
+            return
+        seen.add(id(owner))
+        for key, value in list(vars(owner).items()):
+            if not key.startswith("__warning"):
+                found[name, key] = (value, tuple(value)) if type(value) is list else value
+            if isinstance(value, type) and value.__module__.split(".")[0] == "torch":
+                walk(value.__module__ + "." + value.__qualname__, value)
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            walk(name, module)
+    return found
+
+def changed(now):
+    gone = object()
+    def same(a, b):
+        return a is b or (type(a) is tuple and type(b) is tuple and len(a) == 2 and a[0] is b[0] and a == b)
+    return {{k for k, v in now.items() if not same(v, before.get(k, gone))}} - KEPT
+
+import warnings
+warnings.simplefilter("ignore")
+before, paths, kernel = all_of_torch(), list(sys.meta_path), torch._C._dispatch_dump(KERNEL)
+import meshwright as mw
+from meshwright import torch_changes
+assert changed(all_of_torch()) == set(), changed(all_of_torch())
+assert sys.meta_path == paths and torch._C._dispatch_dump(KERNEL) == kernel
+
+mw.Mesh({{"x": 1}})
+def canonical(target):
+    owner, name = torch_changes.find(target)
+    return (owner.__module__ + "." + owner.__qualname__ if isinstance(owner, type) else owner.__name__), name
+fsdp = [t for t in {FIRST!r} if "fsdp" in t]
+want = {{canonical(t) for t in {FIRST!r} if t not in fsdp}}
+want -= {{("torch.optim.optimizer.Optimizer", "step"), canonical("torch.ops.aten._local_scalar_dense")}}
+got = changed(all_of_torch()) - {{canonical("torch.ops.aten._local_scalar_dense")}}
+assert got == want, (got - want, want - got)
+assert len(sys.meta_path) == len(paths) + 1 and torch._C._dispatch_dump(KERNEL) != kernel
+for target in fsdp:
+    owner, name = torch_changes.find(target)
+    assert getattr(owner, name).__wrapped__
+""")
+
+
+BEFORE = """
+import copy, io, pickle
+import meshwright as mw, torch
+from torch import as_tensor, full, tensor
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, g * x
+
+scaled = Scaled.apply
+w0, x0 = torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+p = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+alone = copy.deepcopy(p)
+opt = torch.optim.SGD([p], lr=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(opt, 1)
+"""
+
+TAKEN = {
+    "autograd function": """
+x, w = x0.clone().requires_grad_(), w0.clone().requires_grad_()
+scaled(x, w).sum().backward()
+def run():
+    a = mw.shard_tensor(x0.clone().requires_grad_(), mesh, {"dp": mw.Shard(0)}).detach().requires_grad_()
+    b = mw.shard_tensor(w0.clone(), mesh, {}).requires_grad_()
+    made = scaled(a, b)
+    made.sum().backward()
+    assert torch.equal(mw.unshard(made), x0 * w0)
+    assert torch.equal(mw.unshard(a.grad), x.grad) and torch.equal(mw.unshard(b.grad), w.grad)
+mw.simulate(run, mesh)
+""",
+    "function": """
+assert tensor is torch.tensor and as_tensor is torch.as_tensor
+def run():
+    a = mw.shard_tensor(x0, mesh, {"dp": mw.Shard(0)})
+    assert torch.equal(tensor(a), x0) and as_tensor(a).shape == (4,)
+    assert torch.allclose(full((2,), a.sum()), x0.sum().float())
+mw.simulate(run, mesh)
+""",
+    "scheduler": """
+other = torch.optim.SGD([alone], lr=0.1)
+(alone * x0).sum().backward()
+other.step()
+one = mw.Mesh({"dp": 1})
+model = torch.nn.Module()
+model.p = p
+mw.shard_module(model, one, {"p": {"dp": mw.Shard(0)}})
+seen = []
+opt.register_step_post_hook(lambda o, *_: seen.append(type(o.param_groups[0]["params"][0])))
+(p * x0).sum().backward()
+opt.step()
+schedule.step()
+assert torch.equal(mw.unshard(p), alone) and seen == [mw.DistTensor] and opt.param_groups[0]["lr"] < 0.1
+opt.step()
+assert len(seen) == 2
+""",
+    "hooks": """
+a = mw.shard_tensor(x0, mw.Mesh({"dp": 1}), {"dp": mw.Shard(0)}).requires_grad_()
+(a * a).sum().backward()
+assert torch.equal(mw.unshard(a.grad), 2 * x0)
+assert packed and all(kind is torch.Tensor for kind in packed), packed
+""",
+}
+
+
+@pytest.mark.parametrize("taken", TAKEN)
+def test_what_was_taken_before_the_first_mesh(taken: str) -> None:
+    make = 'mesh = mw.Mesh({"dp": 2})\n'
+    if taken == "hooks":
+        body = "".join(f"    {line}\n" for line in (make + TAKEN[taken]).strip().splitlines())
+        code = "packed = []\ndef pack(t):\n    packed.append(type(t))\n    return t\n"
+        fresh(f"{BEFORE}{code}with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):\n{body}")
+    else:
+        fresh(BEFORE + make + TAKEN[taken])
+
+
+def test_a_loaded_tensor_brings_its_mesh(tmp_path: Path) -> None:
+    """Whatever way a DistTensor comes into a process passes the making of a mesh."""
+    x = mw.shard_tensor(torch.ones(3), mw.Mesh({"x": 1}), {"x": mw.Shard(0)})
+    torch.save(x, tmp_path / "x.pt")
+    fresh(f"""
+import meshwright as mw, torch
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from meshwright import torch_changes
+assert not torch_changes._installed
+assert isinstance(torch.load({str(tmp_path / "x.pt")!r}), mw.DistTensor) and torch_changes._installed
+""")
+
+
+def test_threads_that_make_the_first_mesh_together() -> None:
+    fresh("""
+import sys, threading
+import meshwright as mw, torch
+from meshwright import torch_changes
+sys.setswitchinterval(1e-6)
+calls, start, late = [], threading.Barrier(8), []
+torch_changes.install("torch.nothing", why="counted")(lambda: calls.append(1))
+held = [torch.compile]  # a name of a module would follow
+def make():
+    start.wait()
+    mw.Mesh({"x": 2})
+    late.append(torch.compile is held[0])
+threads = [threading.Thread(target=make) for _ in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert calls == [1] and torch.compile.__wrapped__ is held[0] and not any(late)
+""")
+
+
+def test_what_is_registered_later_is_installed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: types.ModuleType = types.ModuleType("engine")
+    user = types.ModuleType("user_of_engine")
+    module.run = user.go = lambda: 1  # type: ignore[attr-defined]
+    for one in (module, user):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
+    monkeypatch.setattr(torch_changes, "TABLE", [])
+    mw.Mesh({"x": 1})
+    make = torch_changes.replace("engine.run", "engine.missing", why="a test")(lambda run, name: lambda: run() + 1)
+    assert (module.run(), user.go()) == (2, 2)
+    assert not hasattr(module, "missing")
+    assert make(lambda: 5, "run")() == 6
+    assert [torch_changes.TorchChange(("engine.run", "engine.missing"), "a test")] == torch_changes.TABLE
+
+
+def test_what_cannot_be_installed_is_said_by_each_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_changes, "TABLE", [])
+    monkeypatch.setattr(torch_changes, "_installed", False)
+    tries: list[int] = []
+
+    @torch_changes.install("engine.run", why="a test")
+    def change() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise AttributeError("no engine")
+
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="no engine"):
+            mw.Mesh({"x": 1})
+    mw.Mesh({"x": 1})
+    mw.Mesh({"x": 1})
+    assert len(tries) == 3
+
+
+def test_doctor_lists_them() -> None:
+    text = CliRunner().invoke(app, ["doctor"]).output
+    assert len(torch_changes.TABLE) > 20
+    for change in torch_changes.TABLE:
+        assert f"changed in torch from {change.since} on, undone {change.until}: {change.why}" in text
+        assert all(target in text for target in change.targets)
