@@ -58,15 +58,14 @@ class ConversionPlan:
 def plan(src: Spec, dst: Spec) -> ConversionPlan:
     """The cheapest plan from ``src`` to ``dst``.  No step touches an axis that is undecided in both.
 
-    Raises ConversionError for different shapes or meshes, where one of the two is undecided on an axis and the other is
-    not, or where no sequence of steps exists.
+    One that is undecided in one of them alone counts as invariant there: of values whose gradient nobody asks for.
+
+    Raises ConversionError for different shapes or meshes, or where no sequence of steps exists.
     """
     if src.shape != dst.shape or src.mesh != dst.mesh:
         raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
-    if src.undecided != dst.undecided:
-        raise ConversionError(f"an axis that is undecided in one of {src!r} and {dst!r} must be decided before")
-    sums, wires = widest((src, dst)), src.wires
-    src, dst = _value(src, sums, wires), _value(dst, sums, wires)
+    sums, wires, open_ = widest((src, dst)), src.wires, src.undecided & dst.undecided
+    src, dst = _value(src, sums, wires, open_), _value(dst, sums, wires, open_)
     if src is dst:
         return ConversionPlan(src, dst, (), 0.0, 0.0)
     steps: list[ConversionStep] = []
@@ -93,9 +92,11 @@ def gathered_as(conversion: ConversionPlan, wire: Wire) -> ConversionPlan:
     return ConversionPlan(conversion.src, conversion.dst, steps, bytes_of(steps), conversion.backward_bytes)
 
 
-def _value(spec: Spec, sums: torch.dtype | None, wires: Wires) -> Spec:
+def _value(spec: Spec, sums: torch.dtype | None, wires: Wires, open_: int) -> Spec:
     marked = spec.copied or spec.known or spec.stored or spec.sums is not sums or spec.wires != wires
-    return spec.with_(copied=False, stored=False, sums=sums, wires=wires) if marked else spec
+    if not marked and spec.undecided == open_:
+        return spec
+    return spec.with_(undecided=open_, copied=False, stored=False, sums=sums, wires=wires)
 
 
 # ---------------------------------------------------------------------------------------------- the search
