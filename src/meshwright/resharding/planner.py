@@ -93,9 +93,6 @@ def gathered_as(conversion: ConversionPlan, wire: Wire) -> ConversionPlan:
 
 
 def _value(spec: Spec, sums: torch.dtype | None, wires: Wires, open_: int) -> Spec:
-    marked = spec.copied or spec.known or spec.stored or spec.sums is not sums or spec.wires != wires
-    if not marked and spec.undecided == open_:
-        return spec
     return spec.with_(undecided=open_, copied=False, stored=False, sums=sums, wires=wires)
 
 
