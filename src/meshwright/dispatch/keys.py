@@ -48,15 +48,15 @@ class TensorBounds(Exception):
 
 
 def _key_slice(a: slice, func: Any) -> Any:
-    return (slice, _bound(a.start), _bound(a.stop), _bound(a.step))
+    return (slice, _bound(a.start, func), _bound(a.stop, func), _bound(a.step, func))
 
 
-def _bound(x: Any) -> Any:
+def _bound(x: Any, func: Any) -> Any:
     if x is None or x.__class__ is int:
         return x
     if isinstance(x, Tensor):
         raise TensorBounds
-    return (x.__class__, x)
+    return key_part(x, func)
 
 
 def with_numbers(a: Any) -> Any:
