@@ -1,0 +1,71 @@
+"""How many calls of Python and C one step of the eager way makes: what a clock shows only in quiet, without its noise.
+
+A bound that a change must raise is a cost that it has to argue with.  The counts are those of Python 3.11; later ones
+inline comprehensions, and count fewer.
+"""
+
+from __future__ import annotations
+
+import cProfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from bench import block, optimizers
+from bench.core import LOCAL, OURS, fake_group
+
+WARM = 4  # runs after which all plans are what they stay
+SPARE = 1.02  # versions of torch and Python differ by a call here and there
+
+
+def calls(fn: Callable[[], Any]) -> tuple[int, Any]:
+    """Calls of Python and C functions in ``fn()``, and what that gives."""
+    with cProfile.Profile() as counted:
+        made = fn()
+    return sum(entry.callcount for entry in counted.getstats()), made
+
+
+def of_both_ways(forward: Callable[[], Any]) -> tuple[int, int]:
+    for _ in range(WARM):
+        forward().sum().backward()
+    there, made = calls(forward)
+    back, _ = calls(made.sum().backward)
+    return there, back
+
+
+@pytest.fixture(autouse=True)
+def _rank_of_eight() -> Iterator[None]:
+    with fake_group(block.DP * block.TP):
+        yield
+
+
+def test_of_a_block() -> None:
+    made, x = block.ours()
+    there, back = of_both_ways(lambda: made(x))
+    assert there <= SPARE * 1267
+    assert back <= SPARE * 224
+
+
+def test_of_a_unit_that_is_stored_in_parts() -> None:
+    mesh = mw.init_mesh({"dp": 8})
+    made = mw.shard_module(block.whole_block(), mesh, stored_over="dp")
+    x = mw.from_local(block.part_of_batch(), mesh, {"dp": mw.Shard(0)}, check=False).requires_grad_()
+    there, back = of_both_ways(lambda: made(x))
+    assert there <= SPARE * 6604
+    assert back <= SPARE * 8124
+
+
+@pytest.mark.parametrize(
+    ("case", "most"), [("AdamW, foreach", 5009), ("AdamW, fused", 3951), ("clip_grad_norm_", 1311)]
+)
+def test_of_optimizers(case: str, most: int) -> None:
+    found = {}
+    for name in (LOCAL, OURS):
+        step = optimizers.CASES[case](optimizers.parameters(name))
+        for _ in range(WARM):
+            step()
+        found[name], _ = calls(step)
+    assert found[LOCAL] < found[OURS] <= SPARE * most
