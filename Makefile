@@ -55,7 +55,7 @@ lint: setup  ## ruff, mypy and the order of the layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_layering.py
+	$(BIN)/python -m pytest tests/project/test_layering.py
 
 format: setup  ## let ruff format and fix what it can
 	$(BIN)/ruff format .

@@ -6,7 +6,8 @@ import signal
 from collections import Counter
 
 import pytest
-import sweep as sweeps
+
+from tests.support import sweep as sweeps
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -52,4 +52,5 @@ def modules(only: list[str]) -> list[str]:
 def judges(module: str, small: bool = False) -> list[str]:
     """The files of tests that judge a module, relative to the checkout; ``small``: without those on ranks."""
     (names,) = (tests for begin, tests in _JUDGES.items() if module.startswith(begin))
-    return [f"tests/test_{name}.py" for name in (SMALL[module] if small else names.split())]
+    found = {path.stem: path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    return [found[f"test_{name}"] for name in (SMALL[module] if small else names.split())]

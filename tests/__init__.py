@@ -1,0 +1,1 @@
+"""The tests, in folders as in ``src``; ``support/`` has what they share, ``project/`` what is true of the checkout."""

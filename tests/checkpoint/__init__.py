@@ -1,0 +1,1 @@
+"""Checkpoints: saved, loaded, resumed, damaged, exported."""

@@ -1,0 +1,1 @@
+"""The choice of a strategy: prices, types, ties."""

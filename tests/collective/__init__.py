@@ -1,0 +1,1 @@
+"""What is sent: collectives, their counts, wire formats."""

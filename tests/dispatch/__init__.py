@@ -1,0 +1,1 @@
+"""The way of a call: keys, plans, routes, conversions, errors."""

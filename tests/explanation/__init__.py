@@ -1,0 +1,1 @@
+"""What explain says is what runs."""

@@ -1,0 +1,1 @@
+"""Ranks that die, disagree, drift apart or come back."""

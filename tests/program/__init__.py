@@ -1,0 +1,1 @@
+"""Captured steps: capture, completion, checks, running."""

@@ -1,0 +1,1 @@
+"""What is true of the checkout: layers, documents, examples, packaging, public names."""

@@ -1,0 +1,142 @@
+"""The scripts of examples/ run on real processes, and say on two what they say on one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.processes import run_processes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def said(script: str, *args: str) -> str:
+    """What a script prints in this process."""
+    kept, sys.argv = sys.argv, [script, *args]
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    finally:
+        sys.argv = kept
+    return text.getvalue()
+
+
+def said_by_a_rank(script: str, *args: str) -> str:
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    return said(script, *args)
+
+
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss ([\d.]+)", text)]
+
+
+@pytest.mark.processes
+def test_train_mlp_under_torchrun() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(EXAMPLES / "train_mlp.py"), "--tp", "2", "--steps", "51"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    on_two = losses(done.stdout)
+    assert len(on_two) == 3
+    assert on_two[-1] < on_two[0]
+    on_one = said_on_one()
+    assert on_two == pytest.approx(losses(on_one), rel=1e-4)
+    assert "of 512 points right" in done.stdout
+
+
+def said_on_one() -> str:
+    return run_processes(said, 1, "train_mlp.py", "--steps", "51")[0]  # a process of its own: it sets seeds
+
+
+@pytest.mark.processes
+def test_custom_op_on_two_processes() -> None:
+    first, second = run_processes(said_by_a_rank, 2, "custom_op.py")
+    assert "runs agree with the single device" in first
+    assert "<dp: Shard(0)>, no communication" in first
+    assert second == ""
+
+
+def restarts(processes: int, folder: Path, steps: int) -> str:
+    args = ("--folder", str(folder), "--steps", str(steps))
+    told: str = run_processes(said_by_a_rank, processes, "restarts.py", *args)[0]
+    return told
+
+
+def numbered_losses(text: str) -> list[tuple[int, float]]:
+    return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+) loss ([-\d.e]+)", text)]
+
+
+@pytest.mark.processes
+def test_restarts_go_on_where_the_newest_checkpoint_is(tmp_path: Path) -> None:
+    whole = numbered_losses(restarts(1, tmp_path / "whole", 6))
+    first, then = restarts(2, tmp_path / "parts", 3), restarts(1, tmp_path / "parts", 6)
+    assert then.startswith("from step 3 on 1 ranks\n")
+    found = numbered_losses(first) + numbered_losses(then)
+    assert [step for step, _ in found] == [step for step, _ in whole]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in whole], rel=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_machines_that_die_leave_the_losses_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """torchrun on 4, then 3, then 2 machines: each time one is killed, with its rank."""
+    whole = dict(numbered_losses(restarts(1, tmp_path / "whole", 40)))
+    said_by = [tmp_path / f"{i}.txt" for i in range(4)]
+    machines = [machine(tmp_path / "parts", file) for file in said_by]
+
+    def found() -> list[tuple[int, float]]:
+        return [one for file in said_by for one in numbered_losses(file.read_text())]
+
+    def wait(until: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not until():
+            assert time.monotonic() < end, [file.read_text() for file in said_by]
+            time.sleep(0.2)
+
+    try:
+        for step, lost in ((10, 3), (25, 2)):
+            wait(lambda step=step: max((n for n, _ in found()), default=0) >= step)  # type: ignore[misc]
+            ranks = subprocess.run(["pgrep", "-P", str(machines[lost].pid)], capture_output=True, text=True, check=True)
+            for pid in (machines[lost].pid, *map(int, ranks.stdout.split())):
+                os.kill(pid, signal.SIGKILL)
+        wait(lambda: all(m.poll() is not None for m in machines))
+    finally:
+        for m in machines:
+            m.kill()
+    assert [m.returncode for m in machines[:2]] == [0, 0]
+    text = "".join(file.read_text() for file in said_by)
+    assert re.findall(r"on (\d) ranks", text) == ["4", "3", "2"]
+    assert {n for n, _ in found()} == set(whole)
+    for n, loss in found():
+        assert loss == pytest.approx(whole[n], rel=1e-12)
+
+
+def machine(folder: Path, said: Path) -> subprocess.Popen[str]:
+    """One of torchrun's, with one rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:4", "--nproc-per-node", "1"]
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{29600 + os.getpid() % 100}", "--rdzv-id", "one"]
+    options = ["--max-restarts", "8", "--rdzv-conf", "last_call_timeout=3,join_timeout=60"]
+    script = [str(EXAMPLES / "restarts.py"), "--folder", str(folder), "--steps", "40", "--pause", "0.4"]
+    with said.open("w") as out:
+        return subprocess.Popen(
+            [*torchrun, *meet, *options, *script], stdout=out, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+
+
+def test_every_example_is_run_here() -> None:
+    text = Path(__file__).read_text()
+    assert [p.name for p in EXAMPLES.glob("*.py") if f'"{p.name}"' not in text] == []

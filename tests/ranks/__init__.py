@@ -1,0 +1,1 @@
+"""Who this rank is: simulated ranks, launchers, Ray."""

@@ -1,0 +1,1 @@
+"""Conversions of layouts, their plans and transposes."""

@@ -1,0 +1,1 @@
+"""Sharded modules: stored parameters, gradients, optimizers, precision, data loaders."""

@@ -1,0 +1,219 @@
+"""Gradient clipping and other functions on lists of distributed tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import meshwright as mw
+from meshwright import collective
+from tests.support.shard_networks import TP, batches, loss_of, net, same_values
+
+BOTH = mw.Mesh({"dp": 2, "tp": 2})
+IDS = batches(1)[0]
+clip = torch.nn.utils.clip_grad_norm_
+
+
+def with_gradients(model: nn.Module, ids: torch.Tensor) -> nn.Module:
+    (100 * loss_of(model, ids)).backward()
+    return model
+
+
+def split() -> mw.DistTensor:
+    return mw.shard_tensor(IDS, BOTH, {"dp": mw.Shard(0)})
+
+
+@pytest.mark.parametrize("over", [None, "dp"])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("kind", [2.0, 1.0, math.inf, 3.0])
+def test_clip_grad_norm(kind: float, foreach: bool | None, over: str | None) -> None:
+    one = with_gradients(net(), IDS)
+    want = clip(one.parameters(), 0.5, kind, foreach=foreach)
+
+    def fn() -> None:
+        model = with_gradients(mw.shard_module(net(), BOTH, TP, stored_over=over), split())
+        with collective.counting() as counts:
+            got = clip(model.parameters(), 0.5, kind, error_if_nonfinite=True, foreach=foreach)
+        torch.testing.assert_close(mw.unshard(got), want)
+        same_values(model, one, grads=True)
+        if foreach is not False:
+            assert counts.total == (1 if over is None else 3), counts  # one for each way of being split
+
+    mw.simulate(fn, BOTH)
+
+
+def test_mixed_plain_partial_and_distributed() -> None:
+    one = net()
+    with_gradients(one, IDS)
+    extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    extra.grad = torch.ones_like(extra)
+    want = clip([*one.parameters(), extra], 0.5)
+
+    def fn() -> None:
+        model = mw.shard_module(net(), BOTH, TP)
+        plain = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        plain.grad = torch.ones_like(plain)
+        with mw.no_sync(model):
+            with_gradients(model, split())
+        got = clip([*model.parameters(), plain], 0.5)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(plain.grad, extra.grad)
+        same_values(model, one, grads=True)
+
+    mw.simulate(fn, BOTH)
+
+
+def test_total_norm_and_non_finite() -> None:
+    one = with_gradients(net(), IDS)
+    want = torch.nn.utils.get_total_norm([p.grad for p in one.parameters()])
+
+    def fn() -> None:
+        model = with_gradients(mw.shard_module(net(), BOTH, TP), split())
+        got = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.testing.assert_close(got, want)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, got)
+        if mw.ranks.runtime.RT.rank % 2:
+            model.blocks[0].up.weight.grad.to_local()[0, 0] = math.nan
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip(model.parameters(), 0.5, error_if_nonfinite=True)
+
+    mw.simulate(fn, BOTH)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_clip_grad_value(foreach: bool | None) -> None:
+    one = with_gradients(net(), IDS)
+    torch.nn.utils.clip_grad_value_(one.parameters(), 0.01, foreach=foreach)
+
+    def fn() -> None:
+        model = with_gradients(mw.shard_module(net(), BOTH, TP), split())
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
+        same_values(model, one, grads=True)
+
+    mw.simulate(fn, BOTH)
+
+
+def test_empty_shards() -> None:
+    mesh = mw.Mesh({"dp": 4})
+    a, b = torch.randn(5, 3), torch.randn(2)
+
+    def fn() -> None:
+        lists = [mw.shard_tensor(t, mesh, {"dp": mw.Shard(0)}) for t in (a, b)]
+        for kind in (2, math.inf, 1, 0):
+            got = torch._foreach_norm(lists, kind)
+            for x, y in zip(got, torch._foreach_norm([a, b], kind), strict=True):
+                torch.testing.assert_close(x, y)
+
+    mw.simulate(fn, mesh)
+
+
+CALLS: dict[str, Any] = {
+    "add": lambda f, a, b: torch._foreach_add(a, b, alpha=2),
+    "mul scalar": lambda f, a, b: torch._foreach_mul(a, 2.0),
+    "mul tensor": lambda f, a, b: torch._foreach_mul(a, torch.tensor(3.0)),
+    "mul scalars": lambda f, a, b: torch._foreach_mul(a, [1.0, 2.0]),
+    "addcmul": lambda f, a, b: torch._foreach_addcmul(a, b, b, value=0.5),
+    "lerp": lambda f, a, b: torch._foreach_lerp(a, b, 0.3),
+    "sqrt": lambda f, a, b: torch._foreach_sqrt(torch._foreach_abs(a)),
+    "max": lambda f, a, b: torch._foreach_max(a),
+    "in place": lambda f, a, b: (torch._foreach_add_(a, b), a)[1],
+    "copy": lambda f, a, b: (torch._foreach_copy_(a, b), a)[1],
+    "zero": lambda f, a, b: (torch._foreach_zero_(a), a)[1],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("layouts", ["same", "different", "partial", "plain"])
+def test_other_functions(name: str, layouts: str) -> None:
+    torch.manual_seed(0)
+    a, b = ([torch.randn(6, 4), torch.randn(5)] for _ in range(2))
+    want = CALLS[name](None, [t.clone() for t in a], [t.clone() for t in b])
+
+    def fn() -> None:
+        rows: Any = {"dp": mw.Shard(0)}
+        left = [mw.shard_tensor(t, BOTH, rows) for t in a]
+        right: list[torch.Tensor] = [mw.shard_tensor(t, BOTH, {} if layouts == "different" else rows) for t in b]
+        if layouts == "partial":
+            left, right = ([mw.reshard(t, {"tp": mw.Partial()}) for t in side] for side in (left, right))
+            if name in ("in place", "copy", "max", "sqrt"):
+                pytest.skip("not linear, or done tensor by tensor")
+        if layouts == "plain":
+            right = [t.clone() for t in b]
+        got = CALLS[name](None, left, right)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(mw.unshard(x), y)
+
+    mw.simulate(fn, BOTH)
+
+
+def test_lists_of_different_lengths() -> None:
+    a = [torch.randn(6, 4), torch.randn(5)]
+
+    def fn() -> None:
+        left = [mw.shard_tensor(t, BOTH, {"dp": mw.Shard(0)}) for t in a]
+        with pytest.raises(RuntimeError, match="same number of tensors"):
+            torch._foreach_add_(left, left[:1])
+        for x, y in zip(left, a, strict=True):
+            torch.testing.assert_close(mw.unshard(x), y)
+
+    mw.simulate(fn, BOTH)
+
+
+def test_parts_of_a_sum_are_scaled_as_they_are() -> None:
+    a = [torch.randn(6, 4), torch.randn(5)]
+
+    def fn() -> None:
+        sums = [mw.reshard(mw.shard_tensor(t, BOTH, {}), {"tp": mw.Partial()}) for t in a]
+        with collective.counting() as counts:
+            torch._foreach_mul_(sums, [2.0, 3.0])
+            torch._foreach_div_(sums, torch.tensor(4.0))
+        assert counts.total == 0
+        for x, y, factor in zip(sums, a, (2.0, 3.0), strict=True):
+            assert isinstance(x.placements[1], mw.Partial)
+            torch.testing.assert_close(mw.unshard(x), y * factor / 4)
+
+    mw.simulate(fn, BOTH)
+
+
+ORDS = [-math.inf, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0, math.inf]
+
+
+def norms_of(mesh: mw.Mesh | None, kind: float) -> list[torch.Tensor]:
+    """The norm of tensors by every way there is, and what clipping by it leaves."""
+    torch.manual_seed(1)
+    given = [torch.randn(5, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64), torch.ones(1, 2).double()]
+    model = nn.ParameterList([torch.zeros_like(t) for t in given])
+    tensors = given
+    if mesh is not None:
+        mw.shard_module(model, mesh, stored_over="dp")
+        tensors = [mw.shard_tensor(t, mesh, p.spec.layout) for t, p in zip(given, model, strict=True)]
+    found = [torch.linalg.vector_norm(t, kind) for t in tensors] + list(torch._foreach_norm(tensors, kind))
+    for foreach in (None, True, False):
+        found.append(torch.nn.utils.get_total_norm(tensors, kind, foreach=foreach))
+        for p, t in zip(model, tensors, strict=True):
+            p.grad = t.clone()
+        found.append(clip(model.parameters(), 0.1, kind, foreach=foreach))
+        found += [p.grad for p in model]
+    return [mw.unshard(t) for t in found]
+
+
+@pytest.mark.parametrize("kind", ORDS)
+def test_all_orders_of_norms(kind: float) -> None:
+    want = norms_of(None, kind)
+    for size in (2, 7):  # uneven parts, empty ones
+        mesh = mw.Mesh({"dp": size})
+        for got in mw.simulate(lambda: norms_of(mesh, kind), mesh):  # noqa: B023
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", [-1.0, -math.inf, math.inf])
+def test_norms_of_nothing(kind: float) -> None:
+    def fn() -> None:
+        with pytest.raises(RuntimeError, match="norm on an empty tensor"):
+            torch._foreach_norm([mw.shard_tensor(torch.ones(0, 3), BOTH, {"dp": mw.Shard(0)})], kind)
+
+    mw.simulate(fn, BOTH)

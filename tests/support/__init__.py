@@ -1,0 +1,1 @@
+"""What tests share: models, oracles, comparisons, real processes, hypothesis strategies."""

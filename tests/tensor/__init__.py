@@ -1,0 +1,1 @@
+"""PyTorch habits on distributed tensors: views, writes, autograd, autocast, reading values."""
