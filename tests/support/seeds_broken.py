@@ -257,7 +257,7 @@ BROKEN = [
     ("softmax, log_softmax, cross entropy", "rules/nn.py",
      '"softmax special_softmax": lambda x, dim, dtype=None: _along(x, dim, _softmax_by_sums)',
      '"softmax special_softmax": lambda x, dim, dtype=None: _along(x, dim, None)'),
-    ("attention", "rules/nn.py",
+    ("attention", "rules/attention.py",
      'inputs, ["...", *heads[0], "t", "e"], sizes=sizes, linear=[value]',
      'inputs, ["...", *heads[0], "t", "e"], sizes=sizes, whole="~0", linear=[value]'),
     ("reshape", "rules/strategies.py",

@@ -1,4 +1,4 @@
-"""Softmax, embedding, attention, and what else torch.nn.functional has for layers."""
+"""Softmax, embedding, and what else torch.nn.functional has for layers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..generator import dropout
 from .core import Arg, Local, LocalFn, Rule, lines, notation, rule
-from .dims import aligned, broadcast_letters, dims_of, meta_shapes, names, put, sizes_of, without
+from .dims import broadcast_letters, dims_of, meta_shapes, names, put, sizes_of, without
 from .index import shelf_of
 
 Tensor = torch.Tensor
@@ -85,78 +84,6 @@ def whole_embedding(indices: Arg, weight: Arg, *options: Any) -> Rule | None:
     if split or any(o not in (None, False, 2.0) for o in options):
         return None
     return notation("..., v d -> ... d", indices, weight, whole="v", linear=[weight], heavy=True, padded=True)
-
-
-# ---------------------------------------------------------------------------------------------- attention
-
-
-@rule("scaled_dot_product_attention")
-def attention(
-    query: Arg,
-    key: Arg,
-    value: Arg,
-    attn_mask: Arg | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Rule | None:
-    """Batch, heads and queries are free; every query sees all keys, so these stay whole."""
-    if min(query.ndim, key.ndim, value.ndim) < 2 or (enable_gqa and min(query.ndim, key.ndim, value.ndim) < 3):
-        return None
-    t, s = query.shape[-2], key.shape[-2]
-    sizes = {"t": t, "s": s, "d": query.shape[-1], "e": value.shape[-1]}
-    heads: tuple[Sequence[Any], Sequence[Any]] = [], []
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
-        if query.shape[-3] % key.shape[-3] or key.shape[-3] != value.shape[-3]:
-            return None
-        heads = [("h", "g")], ["h"]  # query head i uses key head i // g
-        sizes |= {"h": key.shape[-3], "g": query.shape[-3] // key.shape[-3]}
-    inputs = {
-        query: ["...", *heads[0], "t", "d"], key: ["...", *heads[1], "s", "d"], value: ["...", *heads[1], "s", "e"]
-    }  # fmt: skip
-    if attn_mask is not None:
-        fixed = [*heads[0], "t", "s"]
-        lead = ["..."] * (attn_mask.ndim >= len(fixed))
-        inputs[attn_mask] = [*lead, *aligned(fixed, attn_mask.shape[-len(fixed) :])]
-    return notation(
-        inputs, ["...", *heads[0], "t", "e"], sizes=sizes, linear=[value], heavy=True, local=_attention_local
-    )
-
-
-def _attention_local(ctx: Local) -> LocalFn:
-    shape, offset = ctx.place()
-    here = ctx.out_shape()
-    (first, last), keys = (offset[-2], offset[-2] + here[-2]), ctx.inputs[1].shape[-2]
-    causal_split = (first, last) != (0, shape[-2])
-    at = (*shape[:-1], keys), (*offset[:-1], 0)
-    empty = 0 in here and 0 not in shape  # where all is empty, PyTorch keeps nothing for the backward
-
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if is_causal and causal_split:
-            # The mask of these rows of the whole: row i sees the keys up to i.
-            attn_mask = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device).tril(first)
-            is_causal = False
-        if dropout_p > 0.0 or empty:
-            return dropout.attention(
-                at, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        return compat.C_NN.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-    return attend
 
 
 # ---------------------------------------------------------------------------------------------- activations

@@ -1,0 +1,243 @@
+"""Attention: batch, heads and queries may be split; each query sees all keys that its mask lets it see.
+
+Of a causal mask over rows that are split, no rank makes its part: its rows see all keys before them without a mask, and
+those of its own rows causally.  Such blocks are computed one by one by PyTorch's fused kernel and merged by the log of
+the sum of exp(scores), which that kernel gives too.  The backward is the kernel's own, block by block, with the merged
+result and sums in place of the block's: then nothing is computed again (Liu et al., Ring Attention, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from .. import compat
+from ..generator import dropout
+from ..operators import operator
+from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .dims import aligned
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+KERNEL: Any = aten._scaled_dot_product_flash_attention_for_cpu
+KERNEL_BACKWARD: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
+FUSED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # what the kernel of the processor computes in
+
+
+@rule("scaled_dot_product_attention")
+def attention(
+    query: Arg,
+    key: Arg,
+    value: Arg,
+    attn_mask: Arg | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Rule | None:
+    """Batch, heads and queries are free; every query sees all keys, so these stay whole."""
+    if min(query.ndim, key.ndim, value.ndim) < 2 or (enable_gqa and min(query.ndim, key.ndim, value.ndim) < 3):
+        return None
+    t, s = query.shape[-2], key.shape[-2]
+    sizes = {"t": t, "s": s, "d": query.shape[-1], "e": value.shape[-1]}
+    heads: tuple[Sequence[Any], Sequence[Any]] = [], []
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        if query.shape[-3] % key.shape[-3] or key.shape[-3] != value.shape[-3]:
+            return None
+        heads = [("h", "g")], ["h"]  # query head i uses key head i // g
+        sizes |= {"h": key.shape[-3], "g": query.shape[-3] // key.shape[-3]}
+    inputs = {
+        query: ["...", *heads[0], "t", "d"], key: ["...", *heads[1], "s", "d"], value: ["...", *heads[1], "s", "e"]
+    }  # fmt: skip
+    if attn_mask is not None:
+        fixed = [*heads[0], "t", "s"]
+        lead = ["..."] * (attn_mask.ndim >= len(fixed))
+        inputs[attn_mask] = [*lead, *aligned(fixed, attn_mask.shape[-len(fixed) :])]
+    return notation(inputs, ["...", *heads[0], "t", "e"], sizes=sizes, linear=[value], heavy=True, local=_local)
+
+
+def _local(ctx: Local) -> LocalFn:
+    shape, offset = ctx.place()
+    here = ctx.out_shape()
+    (first, last), keys = (offset[-2], offset[-2] + here[-2]), ctx.inputs[1].shape[-2]
+    causal_split = (first, last) != (0, shape[-2])
+    at = (*shape[:-1], keys), (*offset[:-1], 0)
+    empty = 0 in here and 0 not in shape  # where all is empty, PyTorch keeps nothing for the backward
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if is_causal and causal_split:
+            if dropout_p == 0.0 and _in_blocks(query, key, value):
+                return _attend(query, key, value, causal(first, 0, last - first, keys), scale, enable_gqa)
+            # The mask of these rows of the whole: row i sees the keys up to i.
+            attn_mask = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device).tril(first)
+            is_causal = False
+        if dropout_p > 0.0 or empty:
+            return dropout.attention(
+                at, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return compat.C_NN.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    return attend
+
+
+# ---------------------------------------------------------------------------------------------- blocks
+
+
+class Tile(NamedTuple):
+    """Some rows of the scores: local rows ``start:stop`` see the keys ``first:last``, all or causally.
+
+    Causally: the i-th row sees the first i + 1 of these keys.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    causal: int
+
+
+def causal(row: int, start: int, rows: int, keys: int) -> list[Tile]:
+    """The blocks of a causal mask of which rows from ``row`` on lie at local rows from ``start`` on."""
+    before, own = min(row, keys), min(row + rows, keys)
+    blocks = [Tile(start, start + rows, 0, before, 0), Tile(start, start + rows, before, own, 1)]
+    return [b for b in blocks if b.first < b.last]
+
+
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel whose sums and backward can be had takes these, and is not switched off."""
+    alike = query.dtype in FUSED and query.shape[-1] == value.shape[-1] and torch.backends.cuda.flash_sdp_enabled()
+    return query.device.type == "cpu" and alike and 0 not in (*query.shape, *key.shape)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tile], scale: float | None, grouped: bool
+) -> Tensor:
+    """Attention of some rows over blocks, each row in one of them at least; heads of keys may serve several queries."""
+    kept = 3 if grouped else 2  # dims that do not broadcast
+    given = (query, key, value)
+    lead = torch.broadcast_shapes(*[t.shape[:-kept] for t in given])
+    # Aliases: what is given are distributed tensors again when the backward runs.
+    own = [t.expand(*lead, *t.shape[-kept:]) for t in given]
+    own = [t[(None,) * (4 - t.ndim)] if t.ndim < 4 else t.flatten(0, -4) for t in own]
+    made: Tensor = _Blocks.apply(*own, [n for b in blocks for n in b], scale)
+    return made.reshape(*lead, *query.shape[-kept:-1], value.shape[-1])
+
+
+class _Blocks(torch.autograd.Function):
+    """Keeps what it was given, the result, and of each row the log of its sum."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: list[int], scale: float | None) -> Tensor:
+        made, sums = _FORWARD(query, key, value, blocks, scale)
+        ctx.save_for_backward(query, key, value, made, sums)
+        ctx.blocks, ctx.scale = blocks, scale
+        return cast(Tensor, made)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, made, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():  # of ops that can be differentiated again, with all scores
+            return *_dense_grads(grad, query, key, value, _read(ctx.blocks), ctx.scale), None, None
+        return *_BACKWARD(grad, query, key, value, made, sums, ctx.blocks, ctx.scale), None, None
+
+
+def _read(blocks: Sequence[int]) -> list[Tile]:
+    return [Tile(*blocks[i : i + 5]) for i in range(0, len(blocks), 5)]
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[int], scale: float | None
+) -> tuple[Tensor, Tensor]:
+    result, sums = _forward_fake(query, key, value, blocks, scale)
+    made, merged = result.to(sums.dtype), set[tuple[int, int]]()
+    for b in _read(blocks):
+        rows, keys = slice(b.start, b.stop), slice(b.first, b.last)
+        own, own_sums = KERNEL(query[:, :, rows], key[:, :, keys], value[:, :, keys], 0.0, bool(b.causal), scale=scale)
+        if (b.start, b.stop) in merged:
+            before = sums[:, :, rows]
+            total = torch.logaddexp(before, own_sums)
+            made[:, :, rows] *= (before - total).exp_().unsqueeze(-1)
+            own, own_sums = own * (own_sums - total).exp_().unsqueeze(-1), total
+            made[:, :, rows] += own
+        else:
+            made[:, :, rows] = own
+            merged.add((b.start, b.stop))
+        sums[:, :, rows] = own_sums
+    return made.to(result.dtype), sums
+
+
+def _forward_fake(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[int], scale: float | None
+) -> tuple[Tensor, Tensor]:
+    made = query.new_empty(*query.shape[:-1], value.shape[-1])
+    return made, query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, made: Tensor, sums: Tensor, blocks: Sequence[int],
+    scale: float | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    given = (query, key, value)
+    found = [t.new_zeros(t.shape, dtype=sums.dtype) for t in given]  # sums over blocks, which are rounded once
+    for b in _read(blocks):
+        rows, keys = slice(b.start, b.stop), slice(b.first, b.last)
+        places = (rows, keys, keys)
+        own = KERNEL_BACKWARD(
+            grad[:, :, rows], *[t[:, :, at] for t, at in zip(given, places, strict=True)], made[:, :, rows],
+            sums[:, :, rows], 0.0, bool(b.causal), scale=scale,
+        )  # fmt: skip
+        for total, part, at in zip(found, own, places, strict=True):
+            total[:, :, at] += part
+    return tuple(total.to(t.dtype) for total, t in zip(found, given, strict=True))
+
+
+def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in (query, key, value))
+
+
+def _dense_grads(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tile], scale: float | None
+) -> Iterator[Tensor]:
+    """The gradients from all scores: what :func:`_backward` gives, differentiable."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    seen = torch.zeros(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+    for b in blocks:
+        part = torch.ones(b.stop - b.start, b.last - b.first, dtype=torch.bool, device=query.device)
+        seen[b.start : b.stop, b.first : b.last] = part.tril() if b.causal else part
+    shape = (key.shape[1], query.shape[1] // key.shape[1])
+    query, grad = (t.unflatten(1, shape) for t in (query, grad))
+    key, value = key.unsqueeze(2), value.unsqueeze(2)
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~seen, -math.inf)
+    weights = torch.softmax(scores, -1)
+    of_weights = grad @ value.transpose(-1, -2)
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+    yield (of_scores @ key).flatten(1, 2)
+    yield (of_scores.transpose(-1, -2) @ query).sum(2)
+    yield (weights.transpose(-1, -2) @ grad).sum(2)
+
+
+_GIVEN = "Tensor query, Tensor key, Tensor value"
+_FORWARD = operator(
+    f"attention_blocks({_GIVEN}, int[] blocks, float? scale) -> (Tensor, Tensor)", _forward, _forward_fake
+)
+_BACKWARD = operator(
+    f"attention_blocks_backward(Tensor grad, {_GIVEN}, Tensor made, Tensor sums, int[] blocks, float? scale) -> "
+    "(Tensor, Tensor, Tensor)",
+    _backward, _backward_fake,
+)  # fmt: skip

@@ -1,0 +1,199 @@
+"""Attention over a split sequence: blocks merged by their sums, no mask, the numbers of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import meshwright as mw
+from meshwright.ranks import runtime
+from meshwright.rules import attention as rule
+from tests.support.compare import check_equal, plain
+
+torch.manual_seed(0)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype)
+
+
+class Seen:
+    """Which blocks the kernels worked on: rows times keys, half of it where causal."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.work: dict[int, float] = {}
+        for name in ("KERNEL", "KERNEL_BACKWARD"):
+            monkeypatch.setattr(rule, name, self.counting(getattr(rule, name), name == "KERNEL_BACKWARD"))
+
+    def counting(self, kernel: Any, backward: bool) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
+            query, key = args[backward : backward + 2]
+            rank, pairs = runtime.RT.rank, query.shape[-2] * key.shape[-2]
+            self.work[rank] = self.work.get(rank, 0.0) + pairs * (0.5 if args[-1] else 1.0)
+            return kernel(*args, **named)
+
+        return run
+
+
+def results(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any], twice: bool = True) -> list[Tensor]:
+    """Values, gradients and gradients of these."""
+    made = F.scaled_dot_product_attention(q, k, v, **named)
+    first = torch.autograd.grad(made.square().sum(), (q, k, v), create_graph=twice)
+    again = torch.autograd.grad(sum(g.square().sum() for g in first), (q, k, v)) if twice else ()
+    return [made, *first, *again]
+
+
+CAUSAL = {"is_causal": True}
+# Shapes of queries and of keys and values, and what is said beside them.
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "even": ((2, 3, 12, 4), (2, 3, 12, 4), CAUSAL),
+    "odd parts": ((2, 3, 9, 4), (2, 3, 9, 4), CAUSAL),
+    "uneven": ((2, 3, 7, 4), (2, 3, 7, 4), CAUSAL),
+    "empty parts": ((1, 2, 2, 4), (1, 2, 2, 4), CAUSAL),
+    "grouped": ((2, 6, 12, 4), (2, 2, 12, 4), CAUSAL | {"enable_gqa": True}),
+    "scaled": ((2, 3, 12, 4), (2, 3, 12, 4), CAUSAL | {"scale": 0.3}),
+    "more keys": ((2, 3, 8, 4), (2, 3, 11, 4), CAUSAL),
+    "fewer keys": ((2, 3, 8, 4), (2, 3, 3, 4), CAUSAL),
+    "three dims": ((3, 12, 4), (3, 12, 4), CAUSAL),
+    "two dims": ((12, 4), (12, 4), CAUSAL),
+    "five dims": ((2, 2, 3, 12, 4), (2, 3, 12, 4), CAUSAL),
+    "heads that broadcast": ((2, 3, 12, 4), (2, 1, 12, 4), CAUSAL),
+    "without a mask": ((2, 3, 7, 4), (2, 3, 5, 4), {}),
+}
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("n", [4, 3, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_like_one_device(name: str, n: int) -> None:
+    wide, long, named = CASES[name]
+    given = [drawn(*wide), drawn(*long), drawn(*long)]
+    with sdpa_kernel(SDPBackend.MATH):  # PyTorch's fused kernels have no second derivative
+        want = [plain(t) for t in results(*[t.clone().requires_grad_() for t in given], named)]
+    mesh = mw.Mesh({"cp": n})
+
+    def run() -> Any:
+        own = [mw.shard_tensor(t, mesh, {"cp": mw.Shard(t.ndim - 2)}).requires_grad_() for t in given]
+        once = results(*own, named, twice=False)
+        return [plain(t) for t in once], [plain(t) for t in results(*own, named)] if named else want
+
+    for once, twice in mw.simulate(run, mesh):
+        check_equal(once, want[:4])
+        check_equal(twice, want)
+
+
+def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair of a row and a key that it sees is worked on once."""
+    mesh, length = mw.Mesh({"cp": 4}), 64
+    seen = Seen(monkeypatch)
+
+    def run() -> None:
+        q = mw.shard_tensor(drawn(1, 1, length, 4), mesh, {"cp": mw.Shard(2)}).requires_grad_()
+        made = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        made.sum().backward()
+
+    mw.simulate(run, mesh)
+    assert sum(seen.work.values()) == 2 * length * (length / 2)
+
+
+class Layer(nn.Module):
+    """Causal attention of grouped heads, with what usually stands around it."""
+
+    def __init__(self, width: int = 24, heads: int = 4, groups: int = 2) -> None:
+        super().__init__()
+        self.heads, self.groups, size = heads, groups, width // heads
+        self.norm = nn.LayerNorm(width)
+        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * groups * size)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q = self.q(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.kv(h).unflatten(-1, (2 * self.groups, -1)).transpose(1, 2).chunk(2, 1)
+        made = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.groups != self.heads)
+        return x + self.out(made.transpose(1, 2).flatten(2))
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(Layer(), Layer()).to(dtype)
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+ROWS = {"0.q.*": {"tp": mw.Shard(0)}, "0.kv.*": {"tp": mw.Shard(0)}, "0.out.weight": {"tp": mw.Shard(1)}}
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "cp": ({"cp": 4}, {"cp": mw.Shard(1)}, {}),
+    "odd": ({"cp": 3}, {"cp": mw.Shard(1)}, {}),
+    "dp and cp": ({"dp": 2, "cp": 2}, {"dp": mw.Shard(0), "cp": mw.Shard(1)}, {}),
+    "two axes on one sequence": ({"cp": 2, "tp": 2}, {"cp": mw.Shard(1), "tp": mw.Shard(1)}, {}),
+    "two axes the other way": ({"tp": 2, "cp": 2}, {"cp": mw.Shard(1), "tp": mw.Shard(1)}, {}),
+    "cp and tp": ({"cp": 2, "tp": 2}, {"cp": mw.Shard(1)}, ROWS),
+}
+
+
+def trained(step: Any, batches: list[Tensor]) -> list[float]:
+    return [float(mw.unshard(torch.as_tensor(step(x)))) for x in batches]
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("length", [12, 7])
+@pytest.mark.parametrize("name", MESHES)
+def test_training_like_one_device(name: str, length: int) -> None:
+    sizes, batch, layouts = MESHES[name]
+    mesh = mw.Mesh(sizes)
+    batches = [drawn(2, length, 24) for _ in range(3)]
+
+    def by_hand(model: nn.Module, put: Any = lambda x: x) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = squares(model, put(x))
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return trained(step, batches)
+
+    want = by_hand(network())
+
+    def eager() -> list[float]:
+        model = mw.shard_module(network(), mesh, layouts)
+        return by_hand(model, lambda x: mw.shard_tensor(x, mesh, batch))
+
+    def captured() -> list[float]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mw.compile_step(model, squares, optimizer, batches[0], mesh=mesh, layouts=layouts, batch=batch)
+        return trained(step, batches)
+
+    for run in (eager, captured):
+        for got in mw.simulate(run, mesh):
+            assert got == pytest.approx(want, rel=1e-9), run.__name__
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision(dtype: torch.dtype) -> None:
+    """Merged sums are rounded once: no worse than one device, beside float64."""
+    given = [drawn(1, 2, 64, 16).to(dtype) for _ in range(3)]
+    exact = results(*[t.double().requires_grad_() for t in given], CAUSAL, twice=False)
+    alone = results(*[t.clone().requires_grad_() for t in given], CAUSAL, twice=False)
+    mesh = mw.Mesh({"cp": 4})
+
+    def run() -> list[Tensor]:
+        own = [mw.shard_tensor(t, mesh, {"cp": mw.Shard(2)}).requires_grad_() for t in given]
+        return [plain(t) for t in results(*own, CAUSAL, twice=False)]
+
+    for got in mw.simulate(run, mesh):
+        for mine, theirs, true in zip(got, alone, exact, strict=True):
+            assert mine.dtype is dtype
+            assert (mine - true).norm() <= 1.5 * (theirs - true).norm()
