@@ -236,11 +236,11 @@ def test_the_program_that_is_given_stays() -> None:
         before = str(step.program)
         made, record = GradientMerge(4).apply(step.program)
         assert str(step.program) == before
-        assert step.program.merged is None
-        assert made.merged is not None
+        assert not step.program.parts
+        assert set(made.parts) == {"accumulate", "flush"}
         with pytest.raises(PassError, match="merges 4 micro-steps already"):
             GradientMerge(2).apply(made)
-        return record.details, made.merged.accumulate.kinds, len(list(dict(step.model.named_parameters())))
+        return record.details, made.parts["accumulate"].kinds, len(list(dict(step.model.named_parameters())))
 
     details, micro, params = mw.simulate(run, mw.Mesh({"dp": 2}))[0]
     assert details["sums"] == params
@@ -252,11 +252,11 @@ def test_the_mean_is_taken_as_sums_are_added_to() -> None:
     def run() -> Any:
         made, plain = static(4)[0].program, static(0)[0].program
         sums = {n.name for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator"}
-        for program in (made, made.merged.accumulate):
+        for program in (made, made.parts["accumulate"]):
             added = [n for n in program.graph.nodes if n.args and getattr(n.args[0], "name", "") in sums]
             added = [n for n in added if "add_" in str(n.target)]
             assert [n.kwargs.get("alpha") for n in added] == [1 / 4] * len(sums)
-        count = [sum("mul" in str(n.target) for n in p.graph.nodes) for p in (plain, made, made.merged.accumulate)]
+        count = [sum("mul" in str(n.target) for n in p.graph.nodes) for p in (plain, made, made.parts["accumulate"])]
         return count
 
     plain, last, accumulate = mw.simulate(run, mw.Mesh({"dp": 2}))[0]
@@ -328,7 +328,7 @@ def test_memory_of_a_micro_step_does_not_grow_with_k() -> None:
 
     def added() -> list[bool]:
         """Whether gradients go into their sums as soon as they exist."""
-        made = static(2)[0].program.merged.accumulate
+        made = static(2)[0].program.parts["accumulate"]
         sums = [n for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator"]
         return [n.prev is n.args[1] for n in made.graph.nodes if n.args and n.args[0] in sums]
 

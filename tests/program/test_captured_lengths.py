@@ -156,9 +156,9 @@ def assert_same(found: Program, want: Program, variables: tuple[int, ...]) -> No
         if isinstance(value, Value):
             made, wanted = value_at(value, variables), info_of(b).value
             assert (made.shape, made.strides) == (wanted.shape, wanted.strides), a.name
-    if want.merged is not None:
-        assert_same(found.merged.accumulate, want.merged.accumulate, variables)
-        assert_same(found.merged.flush, want.merged.flush, variables)
+    assert found.schedules == want.schedules
+    for name, part in want.parts.items():
+        assert_same(found.parts[name], part, variables)
 
 
 PAIRS = list(zip(itertools.cycle(MODELS), PLANS, strict=False))

@@ -152,8 +152,8 @@ def test_merged_micro_steps_run_regions_again() -> None:
         torch.manual_seed(3)
         losses = [step(rows(4, i)).item() for i in range(4)]
         if how != "plain":
-            assert "recomputation" in roles(step.program.merged.accumulate)
-            assert "recomputation" not in roles(step.program.merged.flush)
+            assert "recomputation" in roles(step.program.parts["accumulate"])
+            assert "recomputation" not in roles(step.program.parts["flush"])
         return losses, [mw.unshard(p).detach().clone() for p in model.parameters()]
 
     want, got = (mw.simulate(functools.partial(run, how), TWO)[0] for how in ("plain", "new"))

@@ -192,7 +192,7 @@ def mutant(original: bytes, r: random.Random) -> tuple[bytes, bool]:
         for _ in range(r.choice((1, 1, 1, 2, 5))):
             # An earlier mutation may have taken away what this one works on.
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, RecursionError):
-                part = data if data.get("merged") is None or r.random() < 0.7 else data["merged"]["accumulate"]
+                part = data if not data.get("parts") or r.random() < 0.7 else data["parts"]["accumulate"]
                 r.choice(IN_TEXT)(part, r)
         held["program.json"] = _dumped(data).encode()
     anew = r.random() < 0.9 and {"program.json", "constants.bin"} <= set(held)

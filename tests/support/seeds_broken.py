@@ -341,7 +341,7 @@ BROKEN = [
     ("Batches of other shapes between two updates", "program/run/bind.py",
      "        if key not in sums:\n",
      "        if True:\n"),
-    ("Saved and loaded in mid-merge", "program/step.py",
+    ("Saved and loaded in mid-merge", "program/run/cycle.py",
      '            t.copy_(state["sums"][name])\n',
      "            pass\n"),
     ("Programs that cannot be merged", "passes/gradient_merge.py",

@@ -35,7 +35,7 @@ def merge_state(program: Any, put: Callable[[str, Tensor], str]) -> dict[str, An
 
 
 def _specs(program: Any) -> dict[str, Spec]:
-    specs: dict[str, Spec | None] = program._merged.sums
+    specs = program.cycle.specs
     if any(spec is None for spec in specs.values()):
         raise CheckpointError(
             f"the step is after micro-step {program.micro_step} of a merge and was written by hand, so that its sums "
@@ -79,7 +79,7 @@ def restore_merge(
         raise CheckpointError(f"it has {sorted(saved['scale'])} of a loss scale, this step has {sorted(carrier.scale)}")
     for name, stored in saved["scale"].items():
         steps.append(partial(_copy, carrier.scale[name], whole(stored)))
-    k = 1 if program._merged is None else len(program._merged.cycle)
+    k = program.cycle.calls
     if micro >= k:
         raise CheckpointError(f"it was saved after micro-step {micro} of a merge, and this step updates every {k}")
     specs = _specs(program) if micro else {}
@@ -94,7 +94,7 @@ def restore_merge(
         steps.append(partial(_spread, carrier.sums[name], read, target, spec))
     if not micro:
         steps += [t.zero_ for t in carrier.sums.values()]
-    steps.append(partial(setattr, program, "_micro", micro))
+    steps.append(partial(setattr, program.cycle, "done", micro))
     return steps
 
 

@@ -36,14 +36,11 @@ def explain_program(program: Program) -> Explanation:
 
 def _notes(program: Program) -> tuple[str, ...]:
     passes = tuple(r if isinstance(r, str) else f"{r.name}: {r.summary}" for r in program.passes)
-    if program.merged is None:
+    if len(program.step) == 1:
         return passes
-    k, kinds = program.merged.k_steps, program.merged.accumulate.kinds
+    kinds = program.parts[program.step[0]].kinds
     each = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in kinds.items()) or "no collective"
-    return (
-        *passes,
-        f"the last of {k} micro-steps; each of the others runs {each}",
-    )
+    return (*passes, f"the last of {len(program.step)} micro-steps; each of the others runs {each}")
 
 
 def _collective(program: Program, number: int, node: fx.Node, names: dict[str, str], place: int) -> Collective:

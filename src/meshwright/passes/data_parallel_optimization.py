@@ -72,12 +72,12 @@ class DataParallelOptimization(Pass):
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         """The program with fewer reductions of gradients, which run beside the backward."""
         made, record = self._one(program)
-        if made.merged is not None:
-            accumulate, _ = replace(self, prune=False)._one(made.merged.accumulate)
-            flush, other = self._one(made.merged.flush)
-            made = replace(made, merged=replace(made.merged, accumulate=accumulate, flush=flush))
-            record = replace(record, lines=(*record.lines, f"flush of leftover micro-steps: {other.summary}"))
-        return made, record
+        parts, ends = {}, {runs[-1] for runs in made.schedules.values()}
+        for name, part in made.parts.items():
+            # What adds to sums adds to them as the part does that uses them.
+            parts[name], other = replace(self, prune=self.prune and name in ends)._one(part)
+            record = replace(record, lines=(*record.lines, f"the part {name}: {other.summary}"))
+        return replace(made, parts=parts), record
 
     def _one(self, program: Program) -> tuple[Program, PassRecord]:
         made, joined = flattened(copied(program))

@@ -29,7 +29,7 @@ from ..program.ir.nodes import (
     is_sum,
     reduces,
 )
-from ..program.ir.program import Input, Merged, Program
+from ..program.ir.program import STEP, WHOLE, Input, Program
 from .core import Pass, PassRecord, register
 from .slicing import copied, needed, new_storage, part_of
 
@@ -83,20 +83,19 @@ class GradientMerge(Pass):
         return self.avg
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
-        """The program of the last micro-step, with those of the others as its ``merged``."""
+        """The program of the last micro-step, with the parts ``accumulate``, for the others, and ``flush``."""
         if self.k_steps == 1:
             return program, PassRecord("one micro-step per update: the program stays as it is")
         made = _Merge(copied(program), self.k_steps, self.avg, self.whole_sums).run()
-        assert made.merged is not None
-        return made, _record(made.merged, made)
+        return made, _record(made)
 
 
-def _record(merged: Merged, last: Program) -> PassRecord:
+def _record(last: Program) -> PassRecord:
     sums = [checked_value(n) for n, i in zip(last.placeholders, last.inputs, strict=True) if i.kind == "accumulator"]
     nbytes = sum(v.nbytes for v in sums)
-    kinds = merged.accumulate.kinds, last.kinds, merged.flush.kinds
+    kinds = last.parts["accumulate"].kinds, last.kinds, last.parts["flush"].kinds
     return PassRecord(
-        f"{len(sums)} gradients are summed over {merged.k_steps} micro-steps and synchronised once",
+        f"{len(sums)} gradients are summed over {len(last.step)} micro-steps and synchronised once",
         (
             f"sums: {nbytes} bytes on this rank",
             f"collectives of a micro-step that does not update: {kinds[0]}",
@@ -125,8 +124,8 @@ class _Merge:
     """One application of the pass, on a graph that it may change."""
 
     def __init__(self, program: Program, k_steps: int, avg: bool, whole_sums: bool) -> None:
-        if program.merged is not None:
-            raise PassError(f"the program merges {program.merged.k_steps} micro-steps already")
+        if program.parts:
+            raise PassError(f"the program merges {len(program.step)} micro-steps already")
         self.program, self.graph, self.k_steps, self.avg = program, program.graph, k_steps, avg
         self.whole_sums = whole_sums  # whether reduce-scatters are among what changes places with sums over micro-steps
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
@@ -161,8 +160,8 @@ class _Merge:
         accumulate = part_of(self.program, nodes | places, losses)
         self._accumulate(accumulate, sums)
         self._total(sums, nodes)
-        flush = self._flush(sums)
-        return replace(self.program, merged=Merged(self.k_steps, accumulate, flush))
+        schedules = {STEP: ("accumulate",) * (self.k_steps - 1) + (WHOLE,), "flush": ("flush",)}
+        return replace(self.program, parts={"accumulate": accumulate, "flush": self._flush(sums)}, schedules=schedules)
 
     # -- where to cut ---------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ def prune(program: Program) -> Pruned:
     _all_summed(program, found, {s.degree for s in pruned if math.isclose(s.factor, 1 / s.degree)})
     if not pruned:
         return Pruned()
-    seeds = [n for n in program.graph.nodes if info_of(n).seed] if program.merged is None else []
+    seeds = [n for n in program.graph.nodes if info_of(n).seed] if not program.parts else []
     why = ""
     # Gradients that are part of the loss (a penalty) have seeds in the forward: then the later ones alone will do.
     for k in range(min(len(seeds), _TAILS)):

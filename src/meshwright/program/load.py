@@ -27,11 +27,11 @@ from ..rules import RULES
 from ..untrusted_files import open_regular
 from .check.verify import verify
 from .ir.nodes import NodeInfo, Value
-from .ir.program import Input, Merged, Origin, Output, Program
+from .ir.program import STEP, WHOLE, Input, Origin, Output, Program
 from .ir.store import DIGEST, FORMAT, NAMED, TENSORS, TEXT, VERSION, digest, torch_version
 
 # Bounds on what reading a file may cost; a program of a model of many billions of parameters is far below them.
-_MOST_TEXT, _MOST_NODES, _MOST_STEPS, _DEEPEST = 1 << 27, 1 << 20, 1 << 16, 32
+_MOST_TEXT, _MOST_NODES, _MOST_STEPS, _MOST_PARTS, _DEEPEST = 1 << 27, 1 << 20, 1 << 16, 1 << 10, 32
 _OPS = ("placeholder", "call_function", "output")
 
 
@@ -122,8 +122,10 @@ class _Reader:
             raise ValueError("the file has more bytes than its constants")
         return made
 
-    def program(self, data: Mapping[str, Any]) -> Program:
-        """A program, and those that belong to it."""
+    def program(self, data: Mapping[str, Any], depth: int = 0) -> Program:
+        """A program, and its parts, which have none themselves."""
+        if depth > 1 or len(data["parts"]) > _MOST_PARTS:
+            raise ValueError(f"{len(data['parts'])} parts")
         graph, named = fx.Graph(), dict[str, fx.Node]()
         if len(data["nodes"]) > _MOST_NODES:
             raise ValueError(f"{len(data['nodes'])} nodes")
@@ -138,12 +140,7 @@ class _Reader:
             node.name = name
             node.meta["info"] = self._made(NodeInfo, given["info"])
             named[name] = node
-        merged = None
-        if data["merged"] is not None:
-            parts = data["merged"]
-            if type(parts["k_steps"]) is not int or not 1 < parts["k_steps"] <= _MOST_STEPS:
-                raise ValueError(f"k_steps={parts['k_steps']!r}")
-            merged = Merged(parts["k_steps"], self.program(parts["accumulate"]), self.program(parts["flush"]))
+        parts = {_identifier(name): self.program(part, depth + 1) for name, part in data["parts"].items()}
         return Program(
             self.mesh,
             self.rank,
@@ -154,7 +151,8 @@ class _Reader:
             tuple(self._made(Origin, o) for o in data["origins"]),
             self.constants,
             _word(data["update"]),
-            merged,
+            parts,
+            _schedules(data["schedules"], parts),
             tuple(map(_word, data["passes"])),
         )
 
@@ -200,6 +198,21 @@ class _Reader:
         if not isinstance(found, NAMED[word]):
             raise ValueError(f"torch has no {word} {given!r}")
         return found
+
+
+def _schedules(given: Mapping[str, Any], parts: Mapping[str, Program]) -> dict[str, tuple[str, ...]]:
+    """Schedules over parts that there are."""
+    made = {}
+    for name, runs in given.items():
+        steps = [n for _, n in runs]
+        if any(type(n) is not int or n < 1 for n in steps) or not 0 < sum(steps) <= _MOST_STEPS:
+            raise ValueError(f"the schedule {name!r} runs {steps} times")
+        if any(part != WHOLE and part not in parts for part, _ in runs):
+            raise ValueError(f"the schedule {name!r} runs what is no part")
+        made[_word(name)] = tuple([part for part, n in runs for _ in range(n)])
+    if STEP not in made:
+        raise ValueError("no schedule of a step")
+    return made
 
 
 def _operator(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Captured steps: one program per batch shape, micro-steps that are merged, a state to save."""
+"""Captured steps: programs per batch shape, the schedules that run them, a state to save."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from .capture.interrupts import interrupts_deferred
 from .capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
 from .capture.scale import SCALE
 from .check.agreement import CAPTURED, REBUILD, numbers, program_facts
-from .ir.program import Program
+from .ir.program import STEP, Program
 from .ir.sizes import Unlike
 from .run.agreement import Peers
 from .run.bind import BACKENDS, Carrier, Ready
+from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
 
@@ -114,6 +115,7 @@ class CompiledStep:
     Attributes:
         most_programs: how many are kept.
         model, optimizer, mesh: what it trains, and where; of several optimizers ``optimizer.parts``.
+        carrier, cycle: what its programs work on, and where it is between two updates.
         training: whether calls train or only compute the loss.
         built: all that the stages returned for the example batch, of ``compile_step``.
     """
@@ -136,8 +138,6 @@ class CompiledStep:
         self._source, self._transform = source, transform
         self._ready: dict[Any, Ready] = {}  # the one used last at the end
         self._captured: Counter[Any] = Counter()  # shapes of batches, by what else a program is made for
-        self._merged: Ready | None = None
-        self._micro = 0
         self._tree = pytree.tree_flatten(example_batch)[1]
         self._places = pytree.tree_flatten(_tuples(example_batch))[1]
         recorded = self._recorded(example_batch, again=False)
@@ -147,6 +147,7 @@ class CompiledStep:
         self.carrier = Carrier(self.model, self.optimizer, updates, source.plan.gradients, backend)
         if how is not None:
             self.carrier.scale = how.state(self.mesh.device)
+        self.cycle = Cycle(self.carrier)
         self._numbers = numbers_of(self.optimizer)
         self._guard = Guard(self.model, source.by_hand)
         signature = self._signature(pytree.tree_leaves(example_batch))
@@ -246,31 +247,11 @@ class CompiledStep:
                     "the optimizer ran behind the program for its step hooks or a step() of its own, and has none now: "
                     "capture the step again"
                 )
-            self._join(made)
+            self.cycle.join(made)
         self._ready[self._signature(leaves)] = self._current = made
         while len(self._ready) > max(1, self.most_programs):
             del self._ready[next(iter(self._ready))]
         return made
-
-    def _join(self, made: Ready) -> None:
-        """Merge with the micro-steps since the last update: their sums must be what this one adds to."""
-        before = self._merged
-        if made.flush is None or made is before:
-            return
-        if self._micro and before is not None and made.sums != before.sums:
-            other = sorted(set(made.sums) ^ set(before.sums))
-            if other:
-                raise ProgramError(
-                    f"{other[0]} has a gradient in one micro-step of a merge and none in another (requires_grad was "
-                    "changed between them): call step.flush() before the change"
-                )
-            name = next(n for n, s in made.sums.items() if s != before.sums[n])
-            raise ProgramError(
-                f"the gradient of {name} lies as {made.sums[name]!r} here and as {before.sums[name]!r} in the "
-                "micro-step before: a dim of one element is not split, so its work is done by every rank; call "
-                "step.flush() before this batch, or give micro-batches with more than one element in each split dim"
-            )
-        self._merged = made
 
     def _signature(self, leaves: Sequence[Any]) -> Any:
         shapes = tuple([(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves])
@@ -353,10 +334,10 @@ class CompiledStep:
         leaves = self._leaves(batch)
         ready = self._current = self._for(leaves)
         if not self.training:
-            return self._peers.evaluate(ready.cycle[0], leaves)
-        self._join(ready)
-        made = self._peers.run(ready.cycle[self._micro], leaves, self._micro + 1 == len(ready.cycle), self._state())
-        self._micro = (self._micro + 1) % len(ready.cycle)
+            return self._peers.evaluate(ready.schedules[STEP][0], leaves)
+        cycle, bound = self.cycle, self.cycle.join(ready)
+        made = self._peers.run(bound, leaves, cycle.done + 1 == cycle.calls, self._state())
+        cycle.done = (cycle.done + 1) % cycle.calls
         return made
 
     def _unchanged(self) -> None:
@@ -383,7 +364,7 @@ class CompiledStep:
     @property
     def micro_step(self) -> int:
         """Micro-steps since the last update; 0 right after one (and always, without ``gradient-merge``)."""
-        return self._micro
+        return self.cycle.done
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -398,17 +379,12 @@ class CompiledStep:
         Returns:
             Whether there were any.
         """
-        if not self._micro:
+        if not self.cycle.done:
             return False
-        assert self._merged is not None
-        assert self._merged.flush is not None
         self._unchanged()
         self._guard.check()
-        if not self._merged.follow():
-            raise ProgramError("parameters lie otherwise in memory than in the last micro-step: flush, then move them")
-        self.carrier.leftover.fill_(len(self._merged.cycle) / self._micro)
-        self._peers.run(self._merged.flush, [], True, self._state())
-        self._micro = 0
+        self._peers.run(self.cycle.flush(), [], True, self._state())
+        self.cycle.done = 0
         return True
 
     def split(self, batch: Any, dim: int = 0) -> list[Any]:
@@ -418,7 +394,7 @@ class CompiledStep:
             ProgramError: ``k_steps`` does not divide a tensor's size.
         """
         leaves, tree = pytree.tree_flatten(batch)
-        k = 1 if self._merged is None else len(self._merged.cycle)
+        k = self.cycle.calls
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.shape[dim] % k:
                 raise ProgramError(
@@ -433,10 +409,7 @@ class CompiledStep:
 
         The model and the optimizer have their own.
         """
-        made: dict[str, Any] = {"micro_step": self._micro, "sums": {n: t.clone() for n, t in self.carrier.sums.items()}}
-        if self.carrier.scale:
-            made[SCALE] = {name: t.clone() for name, t in self.carrier.scale.items()}
-        return made
+        return self.cycle.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken; all ranks call it, each with its own.
@@ -445,40 +418,12 @@ class CompiledStep:
             ProgramError: sums of another program.
             DesyncError: ranks that were saved after different numbers of micro-steps.
         """
-        sums, k = self.carrier.sums, 1 if self._merged is None else len(self._merged.cycle)
         with together(self.mesh, "load_state_dict", fix="load on every rank what was saved together") as facts:
-            micro = _loadable(state, sums, k, self.carrier.scale)
-            facts.append(Fact("numbers of micro-steps since the last update", micro))
-        for name, t in sums.items():
-            t.copy_(state["sums"][name])
-        for name, t in self.carrier.scale.items():
-            t.copy_(state[SCALE][name])
-        self._micro = micro
+            facts.append(Fact("numbers of micro-steps since the last update", self.cycle.loadable(state)))
+        self.cycle.load(state)
 
     def __repr__(self) -> str:
         return f"<CompiledStep of {type(self.model).__name__}: {self._current.program!r}>"
-
-
-def _loadable(state: Mapping[str, Any], sums: Mapping[str, Tensor], k: int, scale: Mapping[str, Tensor]) -> int:
-    """The number of micro-steps in a saved state that fits."""
-    wanted = {"micro_step", "sums", *((SCALE,) if scale else ())}
-    if set(state) != wanted:
-        raise ProgramError(f"no state of this step: it has {sorted(state)}, {sorted(wanted)} were expected")
-    if scale and set(state[SCALE]) != set(scale):
-        raise ProgramError(f"the state has {sorted(state[SCALE])} of a loss scale, this step has {sorted(scale)}")
-    micro, given = int(state["micro_step"]), state["sums"]
-    if not 0 <= micro < k:
-        raise ProgramError(f"the state was saved after {micro} micro-steps, but this step updates every {k}")
-    if set(given) != set(sums):
-        other = sorted(set(given) ^ set(sums))[0]
-        raise ProgramError(f"the state is of another program: only one of both has a sum for {other}")
-    for name, t in sums.items():
-        if given[name].shape != t.shape or given[name].dtype != t.dtype:
-            raise ProgramError(
-                f"the sum for {name} is {given[name].dtype} of shape {tuple(given[name].shape)} in the state, here it "
-                f"is {t.dtype} of shape {tuple(t.shape)}: load it on the mesh and layouts that it was saved on"
-            )
-    return micro
 
 
 def _shapes(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:

@@ -44,10 +44,10 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
         lead = program.mesh.group_ranks(program.rank, along)[0]
         found.append(Fact(f"{kind}{[*fixed, axes]} of {dtype}", str(sizes), lead))
     found += [Fact(f"output {o.kind} {o.name}") for o in program.outputs]
-    merged = program.merged
-    if merged is not None:
-        found.append(Fact(f"an update every {merged.k_steps} calls"))
-        found += [*program_facts(merged.accumulate, inputs=False), *program_facts(merged.flush, inputs=False)]
+    for name, part in program.parts.items():
+        found += [Fact(f"the part {name}"), *program_facts(part, inputs=False)]
+    if program.parts:
+        found.append(Fact(f"schedules {dict(program.schedules)}"))
     return found
 
 

@@ -23,7 +23,7 @@ from ...mesh import Mesh
 from ...record import Record
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
-from ..ir.program import Program
+from ..ir.program import WHOLE, Program
 from .agreement import CAPTURED, program_facts
 from .derive import check_values, described
 from .flow import check_gradients
@@ -42,7 +42,7 @@ _WRITERS = {
 
 
 def verify(program: Program) -> None:
-    """Check one rank's program, and those of merged micro-steps that belong to it.
+    """Check one rank's program, its parts and its schedules.
 
     Raises:
         ProgramError: what is wrong, and at which node.
@@ -56,12 +56,15 @@ def verify(program: Program) -> None:
     check_values(program)
     _check_collectives(program)
     check_gradients(program)
-    if program.merged is not None:
-        for name, part in (("accumulate", program.merged.accumulate), ("flush", program.merged.flush)):
-            try:
-                verify(part)
-            except ProgramError as error:
-                raise ProgramError(f"the program {name} of merged micro-steps: {error}") from error
+    for name, part in program.parts.items():
+        try:
+            verify(part)
+        except ProgramError as error:
+            raise ProgramError(f"the part {name}: {error}") from error
+    for name, runs in program.schedules.items():
+        unknown = [part for part in runs if part != WHOLE and part not in program.parts]
+        if unknown or not runs:
+            raise ProgramError(f"the schedule {name} runs {unknown[0] if unknown else 'nothing'}, which is no part")
 
 
 def verify_together(programs: Sequence[Program]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,23 +65,7 @@ class Origin:
     lost: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Merged:
-    """What belongs to a program whose gradients are those of several micro-steps.
-
-    The program itself is the last micro-step: it adds what came before, synchronises, updates and empties the sums.
-
-    Attributes:
-        k_steps: micro-steps per update.
-        accumulate: the other micro-steps: the gradients, not synchronised, are added to the inputs of kind
-            ``"accumulator"``.
-        flush: the update alone, from the sums that are there; its input ``"leftover"`` is the factor that makes a mean
-            of fewer micro-steps.
-    """
-
-    k_steps: int
-    accumulate: Program
-    flush: Program
+STEP, WHOLE = "step", "whole"
 
 
 @dataclass(frozen=True)
@@ -89,6 +73,10 @@ class Program:
     """One rank's step: local ops and collectives, forward, backward and update, in one flat graph.
 
     What is known of a node is its :class:`~meshwright.program.ir.nodes.NodeInfo` (``info_of(node)``).
+
+    A step may consist of several programs.  They are the named ``parts`` of the one that has all of forward, backward
+    and update, which is itself the part ``"whole"``; ``schedules`` say when each of them runs.  The conditions that a
+    program would need otherwise are data here: no program has a branch.
 
     Attributes:
         mesh, rank: whose program it is.
@@ -98,7 +86,9 @@ class Program:
         origins: where layouts came from.
         constants: tensors that the model brought in.
         update: the optimizer that the program contains, in words; empty if it has none.
-        merged: the other programs of a step that updates every few micro-steps only, or None.
+        parts: the other programs of the step, by name.
+        schedules: what runs the step, by name: ``"step"`` has the part that each call between two updates runs, in
+            order, of which the last one updates; ``"flush"``, if it is there, those that update between two calls.
         passes: records of the passes that made it, in order; as text in a program that was loaded.
     """
 
@@ -111,7 +101,8 @@ class Program:
     origins: tuple[Origin, ...] = ()
     constants: dict[str, Tensor] = field(default_factory=dict)
     update: str = ""
-    merged: Merged | None = None
+    parts: Mapping[str, Program] = field(default_factory=dict)
+    schedules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {STEP: (WHOLE,)})
     passes: tuple[Any, ...] = ()
 
     # -- looking at it --------------------------------------------------------------------------------
@@ -130,6 +121,11 @@ class Program:
     def collectives(self) -> Iterator[fx.Node]:
         """The nodes that move data between ranks, in the order in which they start."""
         return (n for n in self.graph.nodes if n.target in COLLECTIVES)
+
+    @property
+    def step(self) -> tuple[str, ...]:
+        """The part that each call between two updates runs."""
+        return self.schedules[STEP]
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -156,11 +152,8 @@ def without_unserved(program: Program) -> Program:
         c if i in served or not c.kinds else replace(c, kinds=(), axes=(), bytes=0.0)
         for i, c in enumerate(program.causes)
     )
-    merged = program.merged
-    if merged is not None:
-        parts = without_unserved(merged.accumulate), without_unserved(merged.flush)
-        merged = replace(merged, accumulate=parts[0], flush=parts[1])
-    return replace(program, causes=causes, merged=merged)
+    parts = {name: without_unserved(part) for name, part in program.parts.items()}
+    return replace(program, causes=causes, parts=parts)
 
 
 # ---------------------------------------------------------------------------------------------- printing

@@ -23,7 +23,7 @@ import torch.fx as fx
 from ...layout import Spec
 from .memory import Strides, is_dense
 from .nodes import Value, info_of
-from .program import Input, Merged, Output, Program
+from .program import Input, Output, Program
 
 Tensor = torch.Tensor
 Exponents = tuple[int, ...]
@@ -151,22 +151,21 @@ class ManySizes:
     Attributes:
         program: its numbers are :class:`Size` where they depend on them; specs are those of the first program.
         inputs, outputs: global shapes of what goes in and comes out; None where there is no spec.
+        parts: the same of the program's parts.
     """
 
     program: Program
     inputs: tuple[tuple[int, ...] | None, ...]
     outputs: tuple[tuple[int, ...] | None, ...]
-    merged: tuple[ManySizes, ManySizes] | None = None
+    parts: Mapping[str, ManySizes]
 
     def at(self, variables: Variables) -> Program:
         """For one size, with the graph for all."""
         p = self.program
         inputs = tuple([_with(i, s, variables) for i, s in zip(p.inputs, self.inputs, strict=True)])
         outputs = tuple([_with(o, s, variables) for o, s in zip(p.outputs, self.outputs, strict=True)])
-        merged = None
-        if self.merged is not None and p.merged is not None:
-            merged = Merged(p.merged.k_steps, *(m.at(variables) for m in self.merged))
-        return replace(p, inputs=inputs, outputs=outputs, merged=merged)
+        parts = {name: part.at(variables) for name, part in self.parts.items()}
+        return replace(p, inputs=inputs, outputs=outputs, parts=parts)
 
 
 def _with(given: End, shape: tuple[int, ...] | None, variables: Variables) -> End:
@@ -188,19 +187,15 @@ def many_sizes(programs: Sequence[Program], fit: Fit) -> ManySizes:
         for all_of in ([p.inputs for p in programs], [p.outputs for p in programs])
     )
     graph = _Together(programs, fit).graph
-    merged = None
-    if first.merged is not None:
-        parts = zip(*[(p.merged.accumulate, p.merged.flush) for p in programs if p.merged is not None], strict=True)
-        accumulate, flush = (many_sizes(part, fit) for part in parts)
-        merged = accumulate, flush
-    return ManySizes(replace(first, graph=graph), tuple(inputs), tuple(outputs), merged)
+    parts = {name: many_sizes([p.parts[name] for p in programs], fit) for name in first.parts}
+    return ManySizes(replace(first, graph=graph), tuple(inputs), tuple(outputs), parts)
 
 
 def _words(p: Program) -> Any:
     """What of programs is the same whatever the sizes."""
     named = [(x.name, x.kind, x.spec and x.spec.with_(shape=(2,) * x.spec.ndim)) for x in _ends(p)]
     held = [(n, t.dtype, tuple(t.shape), None if t.numel() > 64 else t.tolist()) for n, t in p.constants.items()]
-    return named, held, p.update, p.merged and p.merged.k_steps, len(p.passes), len(p.graph.nodes)
+    return named, held, p.update, p.schedules, list(p.parts), len(p.passes), len(p.graph.nodes)
 
 
 def _ends(p: Program) -> list[Input | Output]:

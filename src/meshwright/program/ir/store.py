@@ -12,6 +12,7 @@ import math
 import zipfile
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ...mesh import mesh_data
 from .nodes import Value, info_of, target_name
 from .program import Program
 
-FORMAT, VERSION = "meshwright program", 4
+FORMAT, VERSION = "meshwright program", 5
 TEXT, TENSORS, DIGEST = "program.json", "constants.bin", "sha256"
 # Attributes of torch that stand for themselves, by the word that marks them.
 NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -77,11 +78,6 @@ def torch_version() -> str:
 
 
 def _data(program: Program) -> dict[str, Any]:
-    merged = program.merged
-    parts: dict[str, Any] = {}
-    if merged is not None:
-        accumulate, flush = _data(merged.accumulate), _data(merged.flush)
-        parts = {"k_steps": merged.k_steps, "accumulate": accumulate, "flush": flush}
     return {
         "update": program.update,
         "inputs": [_said(i) for i in program.inputs],
@@ -89,7 +85,8 @@ def _data(program: Program) -> dict[str, Any]:
         "nodes": [_node(n) for n in program.graph.nodes],
         "causes": [_said(c) for c in program.causes],
         "origins": [_said(o) for o in program.origins],
-        "merged": parts or None,
+        "parts": {name: _data(part) for name, part in program.parts.items()},
+        "schedules": {name: [[a, len(list(n))] for a, n in groupby(s)] for name, s in program.schedules.items()},
         "passes": [str(record) for record in program.passes],
     }
 
@@ -155,9 +152,9 @@ def encoded(a: Any) -> Any:
 
 
 def _pretty(a: Any, depth: int = 0) -> str:
-    """JSON with a line per node, input and cause, of merged programs too."""
+    """JSON with a line per node, input and cause, of parts too."""
     inner, outer = "  " * (depth + 1), "  " * depth
-    if isinstance(a, dict) and (depth == 0 or "nodes" in a or "k_steps" in a):
+    if isinstance(a, dict) and (depth == 0 or "nodes" in a or any("nodes" in v for v in a.values())):
         parts = [f"{inner}{json.dumps(k)}: {_pretty(v, depth + 1)}" for k, v in a.items()]
         return "{\n" + ",\n".join(parts) + f"\n{outer}}}"
     if isinstance(a, list) and a and isinstance(a[0], dict):

@@ -24,14 +24,14 @@ from ..capture.optimizers import parts_of
 from ..ir.inplace import written
 from ..ir.memory import laid, same
 from ..ir.nodes import Value, checked_value, info_of
-from ..ir.program import Input, Program
+from ..ir.program import WHOLE, Input, Program
 from ..ir.sizes import Variables, value_at
 from .inductor import with_inductor
 from .runner import Compiled, Runner
 
 Tensor = torch.Tensor
 
-Code = Sequence[Compiled]  # of a program; where it is merged, of what accumulates and of the update alone besides
+Code = Mapping[str, Compiled]  # by part
 
 BACKENDS: dict[str | None, Callable[[Program], Program]] = {None: lambda program: program, "inductor": with_inductor}
 
@@ -77,7 +77,7 @@ class Bound:
         tree: Any,
         compiled: tuple[Compiled, Variables] | None = None,
     ) -> None:
-        self.program, self.carrier, self.tree = program, carrier, tree
+        self.program, self.carrier = program, carrier
         code, variables = compiled or (Compiled(BACKENDS[carrier.backend](program)), ())
         self.run: Runner = code.at(variables)
         self.batch: list[tuple[int, int, Spec | None, Value]] = []  # place among the inputs, leaf of the batch, what
@@ -106,6 +106,7 @@ class Bound:
         self.seen = self.writes()
         self.grads = [(k, tensors[o.name], o.spec) for k, o in enumerate(program.outputs) if o.kind == "grad"]
         self.returned = [(k, o.spec) for k, o in enumerate(program.outputs) if o.kind in ("loss", "aux")]
+        self.tree = tree if self.returned else None
 
     def _held(self, given: Input, node: fx.Node, tensors: Mapping[str, Tensor]) -> Tensor:
         """A tensor that stays the same from step to step."""
@@ -304,16 +305,16 @@ def _replaced(o: _Owned, t: Any) -> Tensor:
 
 
 class Ready:
-    """The programs of a step for one shape of batches, in the order in which calls run them.
+    """The programs of a step for one shape of batches, and the schedules that run them.
 
     Args:
         how: leaves and tree, as of :class:`Bound`.
         many: the code of a program for many sizes, and the variables at which this one is.
 
     Attributes:
-        program: the program that updates.
-        cycle: what the calls between two updates run; the last one updates.
-        flush: the update alone; None where each call updates.
+        program: the program that updates, with its parts.
+        schedules: name to what it runs, in order, as of :class:`~meshwright.program.Program`.
+        sums: what calls that do not update leave to those that follow, and how it lies.
         many: whether :attr:`program` has the graph of another size; ``given`` are then leaves of a batch of this one.
     """
 
@@ -328,16 +329,12 @@ class Ready:
         self.program, self.carrier, self.how, self.places = program, carrier, how, places
         self.many = many is not None
         self.given: list[Any] = []
-        self.cycle: list[Bound] = []
-        self.flush: Bound | None = None
         self.sums = {i.name: i.spec for i in program.inputs if i.kind == "accumulator"}
-        whole, *parts = [None] * 3 if many is None else [(code, many[1]) for code in many[0]]
-        merged = program.merged
-        if merged is not None:
-            self.cycle = [Bound(merged.accumulate, carrier, *how, parts[0])] * (merged.k_steps - 1)
-            self.flush = Bound(merged.flush, carrier, {}, None, parts[1])
-        self.cycle.append(Bound(program, carrier, *how, whole))
-        self._bound = (*dict.fromkeys(self.cycle), *((self.flush,) if self.flush is not None else ()))
+        self._parts = {
+            name: Bound(part, carrier, *how, None if many is None else (many[0][name], many[1]))
+            for name, part in {**program.parts, WHOLE: program}.items()
+        }
+        self.schedules = {name: [self._parts[part] for part in runs] for name, runs in program.schedules.items()}
 
     def at(self, program: Program, code: Code, variables: Variables) -> Ready:
         """The same for other sizes, by a program for many."""
@@ -347,7 +344,7 @@ class Ready:
         """As :meth:`Bound.follow`, for all; False, too, where the step now finds other tensors outside of its model."""
         if not all(p.same() for p in self.places):
             return False
-        return False not in [b.follow() for b in self._bound]
+        return False not in [b.follow() for b in self._parts.values()]
 
 
 def zeros(value: Value, device: Any) -> Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ... import collective
 from ...errors import CaptureError
 from ...mesh import Mesh
+from ..ir.program import WHOLE
 from ..ir.sizes import Fit, ManySizes, Unlike, Variables, many_sizes
 from .bind import Code, Ready
 from .runner import Compiled
@@ -59,8 +60,8 @@ class Many:
     @cached_property
     def code(self) -> Code:
         """What runs it, for all sizes."""
-        parts = (self.sizes, *(self.sizes.merged or ()))
-        return [Compiled(p.program, len(self.places)) for p in parts]
+        parts = {WHOLE: self.sizes, **self.sizes.parts}
+        return {name: Compiled(p.program, len(self.places)) for name, p in parts.items()}
 
     def variables(self, shapes: Shapes) -> Variables | None:
         """Those of a batch; None where it is not served."""

@@ -1,0 +1,120 @@
+"""Between two updates of a captured step: how many of their calls have run, and what these leave to the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...errors import ProgramError
+from ...layout import Spec
+from ..capture.scale import SCALE
+from ..ir.program import STEP
+from .bind import Bound, Carrier, Ready
+
+Tensor = torch.Tensor
+
+
+class Cycle:
+    """Where a step is in the schedule that its calls run.
+
+    Batches of other shapes have programs of their own, with schedules of the same length; what all of them add to are
+    the sums of the carrier.
+
+    Attributes:
+        carrier: what the programs work on.
+        done: calls since the last update.
+    """
+
+    def __init__(self, carrier: Carrier) -> None:
+        self.carrier, self.done = carrier, 0
+        self._ready: Ready | None = None  # whose sums those of the carrier are
+
+    @property
+    def calls(self) -> int:
+        """Of one update."""
+        return 1 if self._ready is None else len(self._ready.schedules[STEP])
+
+    @property
+    def specs(self) -> dict[str, Spec | None]:
+        """How sums of gradients lie, by name; None for one that belongs to its rank."""
+        return {} if self._ready is None else self._ready.sums
+
+    def flush(self) -> Bound:
+        """What updates from the calls that have run, of which there are some.
+
+        Raises:
+            ProgramError: the model lies otherwise in memory than it did then.
+        """
+        assert self._ready is not None
+        (bound,) = self._ready.schedules["flush"]
+        if not self._ready.follow():
+            raise ProgramError("parameters lie otherwise in memory than in the last micro-step: flush, then move them")
+        self.carrier.leftover.fill_(self.calls / self.done)
+        return bound
+
+    def join(self, made: Ready) -> Bound:
+        """What the next call runs, of the programs for its batch.
+
+        Raises:
+            ProgramError: their sums are not what the calls since the last update have added to.
+        """
+        before = self._ready
+        if made is not before and self.done and before is not None and made.sums != before.sums:
+            other = sorted(set(made.sums) ^ set(before.sums))
+            if other:
+                raise ProgramError(
+                    f"{other[0]} has a gradient in one micro-step of a merge and none in another (requires_grad was "
+                    "changed between them): call step.flush() before the change"
+                )
+            name = next(n for n, s in made.sums.items() if s != before.sums[n])
+            raise ProgramError(
+                f"the gradient of {name} lies as {made.sums[name]!r} here and as {before.sums[name]!r} in the "
+                "micro-step before: a dim of one element is not split, so its work is done by every rank; call "
+                "step.flush() before this batch, or give micro-batches with more than one element in each split dim"
+            )
+        self._ready = made
+        return made.schedules[STEP][self.done]
+
+    def state(self) -> dict[str, Any]:
+        """The number of calls since the last update, this rank's sums, and the loss scale."""
+        made: dict[str, Any] = {"micro_step": self.done, "sums": {n: t.clone() for n, t in self.carrier.sums.items()}}
+        if self.carrier.scale:
+            made[SCALE] = {name: t.clone() for name, t in self.carrier.scale.items()}
+        return made
+
+    def loadable(self, state: Mapping[str, Any]) -> int:
+        """The number of calls in a state that fits.  Raises ProgramError for one that does not."""
+        sums, scale = self.carrier.sums, self.carrier.scale
+        wanted = {"micro_step", "sums", *((SCALE,) if scale else ())}
+        if set(state) != wanted:
+            raise ProgramError(f"no state of this step: it has {sorted(state)}, {sorted(wanted)} were expected")
+        if scale and set(state[SCALE]) != set(scale):
+            raise ProgramError(f"the state has {sorted(state[SCALE])} of a loss scale, this step has {sorted(scale)}")
+        done, given = int(state["micro_step"]), state["sums"]
+        if not 0 <= done < self.calls:
+            raise ProgramError(
+                f"the state was saved after {done} micro-steps, but this step updates every {self.calls}"
+            )
+        if set(given) != set(sums):
+            other = sorted(set(given) ^ set(sums))[0]
+            raise ProgramError(f"the state is of another program: only one of both has a sum for {other}")
+        for name, t in sums.items():
+            if given[name].shape != t.shape or given[name].dtype != t.dtype:
+                raise ProgramError(
+                    f"the sum for {name} is {given[name].dtype} of shape {tuple(given[name].shape)} in the state, here "
+                    f"it is {t.dtype} of shape {tuple(t.shape)}: load it on the mesh and layouts that it was saved on"
+                )
+        return done
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state that fits was taken."""
+        for name, t in self.carrier.sums.items():
+            t.copy_(state["sums"][name])
+        for name, t in self.carrier.scale.items():
+            t.copy_(state[SCALE][name])
+        self.done = int(state["micro_step"])
+
+
+__all__ = ["Cycle"]
