@@ -212,7 +212,7 @@ def test_predicted_is_what_runs_in_micro_steps() -> None:
             with collective.counting() as counts:
                 step(batch)
             tables.append(counts.table)
-        return *tables, explain_program(step.program.merged.accumulate), step.explain()
+        return *tables, explain_program(step.program.parts["accumulate"]), step.explain()
 
     for first, last, predicted_first, predicted_last in mw.simulate(run, mw.Mesh({"dp": 2, "tp": 2}), timeout=300):
         assert predicted_first.counts.table == first

@@ -121,7 +121,7 @@ def captured(make: Callable[[], nn.Module], mesh: mw.Mesh, steps: int = 3, **opt
     model, optimizer = made_of(make)
     step = mw.compile_step(model, None, optimizer, X, mesh=mesh, batch={"dp": mw.Shard(0)}, **options)
     losses = torch.stack([mw.unshard(step(X).detach()).clone() for _ in range(steps)])
-    if step.program.merged is not None:
+    if step.program.parts:
         step.flush()
     return [losses, *(mw.unshard(p.detach()) for p in model.parameters())]
 
