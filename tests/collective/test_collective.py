@@ -158,6 +158,22 @@ def check_all_to_all(mesh: Mesh) -> None:
                         assert_close(got, whole.split(split, i)[me])
 
 
+def check_permute(mesh: Mesh) -> None:
+    for axes in ALL_AXES[: 3 if mesh.ndim == 2 else 1]:
+        group = collective.group(mesh, axes)
+        me, n = group.index, group.size
+        for targets in ([n - 1 - i for i in range(n)], [(i + 1) % n for i in range(n)], list(range(n))):
+            for dtype in (torch.float32, torch.int16, torch.bool):
+                for shape in ((3, 2), (), (0, 2)):
+                    mine = value(runtime.RT.rank, shape, dtype)
+                    with collective.counting() as c:
+                        got = collective.permute(mine, targets, group)
+                    assert_close(got, value(group.ranks[targets.index(me)], shape, dtype))
+                    assert c.total_bytes == (mine.nbytes if targets[me] != me else 0)
+    with pytest.raises(CollectiveError, match="no permutation of the"):
+        collective.permute(torch.ones(2), [0] * group.size, group)
+
+
 def check_broadcast_and_objects(mesh: Mesh) -> None:
     group = collective.group(mesh, tuple(range(mesh.ndim)))
     for src in range(group.size):
@@ -239,6 +255,7 @@ CHECKS = (
     check_strange_tensors,
     check_gather_and_scatter,
     check_all_to_all,
+    check_permute,
     check_broadcast_and_objects,
     check_bitwise_equal,
     check_counts,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshwright as mw
+from meshwright import collective
 from meshwright.ranks import runtime
 from meshwright.rules import attention as rule
 from tests.support.compare import check_equal, plain
@@ -197,3 +198,45 @@ def test_low_precision(dtype: torch.dtype) -> None:
         for mine, theirs, true in zip(got, alone, exact, strict=True):
             assert mine.dtype is dtype
             assert (mine - true).norm() <= 1.5 * (theirs - true).norm()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_ranks_work_alike(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Halves of causal rows are traded; what that sends is told."""
+    mesh, length = mw.Mesh({"cp": n}), 8 * n
+    seen = Seen(monkeypatch)
+    q, k = drawn(1, 4, length, 4), drawn(1, 1, length, 4)
+
+    def run() -> tuple[Any, list[Any]]:
+        runtime.RT.records = records = []
+        own, keys, values = (mw.shard_tensor(t, mesh, {"cp": mw.Shard(2)}).requires_grad_() for t in (q, k, k))
+        with collective.counting() as counts:
+            made = F.scaled_dot_product_attention(own, keys, values, is_causal=True, enable_gqa=True)
+            made.sum().backward()
+        return counts, records
+
+    found = mw.simulate(run, mesh)
+    assert max(seen.work.values()) <= 1.01 * sum(seen.work.values()) / n
+    unit, group = q.nbytes // n, 4
+    for rank, (counts, records) in enumerate(found):
+        mine = 0 if 2 * rank == n - 1 else unit
+        assert counts.bytes["permute"] == 2 * mine
+        assert counts.bytes["all_gather"] == counts.bytes["reduce_scatter"] == 2 * (n - 1) * unit // group
+        told = [r for r in records if r.kinds == ("permute",)]
+        assert [r.phase for r in told] == ["forward"] * 2 + ["backward"] * 2
+        assert sum(r.bytes for r in told) == 2 * mine
+
+
+def test_explicit_code_sends_nothing_more() -> None:
+    mesh = mw.Mesh({"cp": 2})
+    q = drawn(1, 1, 8, 4)
+
+    def run() -> Any:
+        own, whole = mw.shard_tensor(q, mesh, {"cp": mw.Shard(2)}), mw.shard_tensor(q, mesh, {})
+        with mw.explicit(), collective.counting() as counts:
+            made = F.scaled_dot_product_attention(own, whole, whole, is_causal=True)
+        return plain(made), counts.total
+
+    for made, sent in mw.simulate(run, mesh):
+        check_equal(made, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+        assert sent == 0

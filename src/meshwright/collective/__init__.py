@@ -49,6 +49,7 @@ from .ops import (
     barrier,
     broadcast,
     counting,
+    permute,
     reduce_scatter,
     reduce_scatter_async,
 )
@@ -70,6 +71,7 @@ all_gather, all_gather_async = from_elsewhere(all_gather), from_elsewhere(all_ga
 all_reduce, all_reduce_async = from_elsewhere(all_reduce), from_elsewhere(all_reduce_async, writes=True)
 reduce_scatter, reduce_scatter_async = from_elsewhere(reduce_scatter), from_elsewhere(reduce_scatter_async)
 all_to_all, broadcast = from_elsewhere(all_to_all), from_elsewhere(broadcast)
+permute = from_elsewhere(permute)
 wire_all_reduce, wire_reduce_scatter = from_elsewhere(wire_all_reduce), from_elsewhere(wire_reduce_scatter)
 wire_all_gather, gather_async = from_elsewhere(wire_all_gather), from_elsewhere(gather_async)
 scatter_sum_async, sum_async = from_elsewhere(scatter_sum_async), from_elsewhere(sum_async, writes=True)
@@ -120,6 +122,7 @@ __all__ = [
     "mesh_of_text",
     "mesh_text",
     "override_group",
+    "permute",
     "recording",
     "reduce_scatter",
     "reduce_scatter_async",

@@ -99,8 +99,8 @@ def add(kind: Kind) -> None:
 
 
 for _kind in (
-    ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.ALL_TO_ALL, ops.BROADCAST, quantized.WIRE_ALL_REDUCE,
-    quantized.WIRE_REDUCE_SCATTER, quantized.WIRE_ALL_GATHER,
+    ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.ALL_TO_ALL, ops.BROADCAST, ops.PERMUTE,
+    quantized.WIRE_ALL_REDUCE, quantized.WIRE_REDUCE_SCATTER, quantized.WIRE_ALL_GATHER,
 ):  # fmt: skip
     add(_kind)
 

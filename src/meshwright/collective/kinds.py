@@ -99,7 +99,10 @@ class Kind:
         return dtype if wire is None else wire_from(wire)
 
     def sent(self, shape: Sequence[int], dtype: torch.dtype, options: Sequence[Any]) -> int:
-        """Bytes of what a rank brings as it travels."""
+        """Bytes of what a rank brings as it travels; nothing where it sends to itself."""
+        said = self.named(options)
+        if "targets" in said and said["targets"][said["index"]] == said["index"]:
+            return 0
         return self._travelling(shape, dtype, options, joins=False)
 
     def got(self, shape: Sequence[int], dtype: torch.dtype, options: Sequence[Any]) -> int:

@@ -435,6 +435,43 @@ def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
     return out if wire is out else contiguous(wire.view(x.dtype).squeeze(-1))
 
 
+def permute(t: Tensor, targets: Sizes, group: Group) -> Tensor:
+    """The tensor of the rank that sends to this one, as a new tensor.
+
+    Args:
+        t: same shape and dtype on all ranks.
+        targets: to which position the rank at each position sends: each position once, maybe its own.
+
+    Raises:
+        CollectiveError: the targets are no permutation of the positions.
+        DesyncError: the ranks disagree (simulated ranks only).
+    """
+    n, me = group.size, group.index
+    if sorted(targets) != list(range(n)):
+        raise CollectiveError(f"permute: targets={list(targets)} is no permutation of the {n} positions in the group")
+    if n == 1:
+        return t
+    x = t.detach() if t.requires_grad else t
+    _count(PERMUTE, group, x.nbytes if targets[me] != me else 0, 0)
+    call = _call(group, "permute", "", x, (("targets", tuple(targets)),))
+    source = list(targets).index(me)
+    if group.pg is None:
+        sources = [list(targets).index(i) for i in range(n)]
+        sent: Tensor = checking.rendezvous(group, call, x, lambda parts: [_fresh(parts[i]) for i in sources])
+        return sent
+    if not x.nbytes:
+        return _fresh(x)
+    wire = x.contiguous() if x.dtype in MOVABLE else as_bytes(x)
+    if group.plain:
+        out = torch.empty_like(wire)
+        give, take = ([wire.numel() if i == to else 0 for i in range(n)] for to in (targets[me], source))
+        work = started(group, call, group.pg.alltoall_base, out.view(-1), wire.view(-1), take, give, EXCHANGE[True])
+        work.wait()
+    else:  # a Python group
+        out = _fresh(_gather_now(wire.unsqueeze(0), 0, [1] * n, group, call)[source])
+    return out if x.dtype in MOVABLE else contiguous(out.view(x.dtype).squeeze(-1))
+
+
 def barrier(group: Group) -> None:
     """Return when every rank of the group is here.  Not counted."""
     if group.size == 1:
@@ -476,6 +513,10 @@ def _exchanged(x: Tensor, split: int, give: Sizes, concat: int, take: Sizes, ind
     return all_to_all(x, split, give, concat, take, group)
 
 
+def _permuted(x: Tensor, targets: Sizes, index: int, group: Group) -> Tensor:
+    return permute(x, targets, group)
+
+
 ALL_REDUCE = Kind("all_reduce", "str op", all_reduce, all_reduce_async, start_writes=True, passes=(2, 0))
 ALL_GATHER = Kind(
     "all_gather", "int dim, int[] sizes", all_gather, all_gather_async,
@@ -489,5 +530,6 @@ ALL_TO_ALL = Kind(
     "all_to_all", "int split_dim, int[] split_sizes, int concat_dim, int[] concat_sizes, int index", _exchanged,
     cuts=(Cut("split_dim", "split_sizes", "splits"), Cut("concat_dim", "concat_sizes", "joins", joins=True)),
 )  # fmt: skip
+PERMUTE = Kind("permute", "int[] targets, int index", _permuted, whole=True)
 BROADCAST = Kind("broadcast", "int src_index", broadcast, whole=True)
 KINDS: dict[str, Kind] = {}  # by name; filled by ``graph.add``

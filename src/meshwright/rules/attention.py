@@ -9,7 +9,7 @@ result and sums in place of the block's: then nothing is computed again (Liu et 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from .. import compat
 from ..generator import dropout
 from ..operators import operator
+from ..ranks import runtime
 from .core import Arg, Local, LocalFn, Rule, notation, rule
 from .dims import aligned
 
@@ -65,6 +66,7 @@ def _local(ctx: Local) -> LocalFn:
     here = ctx.out_shape()
     (first, last), keys = (offset[-2], offset[-2] + here[-2]), ctx.inputs[1].shape[-2]
     causal_split = (first, last) != (0, shape[-2])
+    trade = _trade(ctx, shape[-2], keys) if causal_split else None
     at = (*shape[:-1], keys), (*offset[:-1], 0)
     empty = 0 in here and 0 not in shape  # where all is empty, PyTorch keeps nothing for the backward
 
@@ -81,7 +83,10 @@ def _local(ctx: Local) -> LocalFn:
     ) -> Tensor:
         if is_causal and causal_split:
             if dropout_p == 0.0 and _in_blocks(query, key, value):
-                return _attend(query, key, value, causal(first, 0, last - first, keys), scale, enable_gqa)
+                given = (key, value, scale, enable_gqa)
+                if trade is not None and not runtime.RT.explicit:  # there nothing is sent that nobody asked for
+                    return trade(query, *given)
+                return _attend(query, *given, causal(first, 0, last - first, keys))
             # The mask of these rows of the whole: row i sees the keys up to i.
             attn_mask = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device).tril(first)
             is_causal = False
@@ -94,6 +99,34 @@ def _local(ctx: Local) -> LocalFn:
         )
 
     return attend
+
+
+def _trade(ctx: Local, rows: int, keys: int) -> Callable[..., Tensor] | None:
+    """Attention of this part of the rows in which all ranks do the same work; None where parts are not even.
+
+    Later rows see more keys.  So the second half of each part goes to the rank whose part lies as far from the end
+    as it lies from the start, and the result comes back.
+    """
+    axes, parts = ctx.axes("t"), ctx.parts("t")
+    n = len(parts)
+    if rows != keys or rows % (2 * n):
+        return None
+    half, targets = rows // (2 * n), [parts.index(n - 1 - p) for p in parts]
+    own = ctx.bounds("t")[0] // (2 * half)
+    near, far = 2 * own * half, (2 * (n - 1 - own) + 1) * half
+    blocks = [*causal(near, 0, half, keys), *causal(far, half, half, keys)]
+
+    def send(x: Tensor) -> Tensor:
+        kept, given = x.split(half, -2)
+        return torch.cat([kept, ctx.permute(given, axes, targets, _WHY)], -2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool) -> Tensor:
+        return send(_attend(send(query), key, value, scale, grouped, blocks))
+
+    return attend
+
+
+_WHY = "halves of causal rows are traded, so that all ranks have the same work"
 
 
 # ---------------------------------------------------------------------------------------------- blocks
@@ -126,7 +159,7 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tile], scale: float | None, grouped: bool
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool, blocks: Sequence[Tile]
 ) -> Tensor:
     """Attention of some rows over blocks, each row in one of them at least; heads of keys may serve several queries."""
     kept = 3 if grouped else 2  # dims that do not broadcast

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,10 +25,16 @@ Dims = tuple[Dim, ...]
 
 
 class Local:
-    """What a rule's ``local`` may ask about the rank it runs on, when a plan is made."""
+    """What a rule's ``local`` may ask about the rank it runs on, when a plan is made.
 
-    def __init__(self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...]) -> None:
+    ``permute``: what a local function sends to another rank, in the call: ``permute(x, axes, targets, why)``.
+    """
+
+    def __init__(
+        self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...], permute: Any = None
+    ) -> None:
         self.rule, self.inputs, self.outputs, self.here = rule, tuple(inputs), tuple(outputs), here
+        self.permute: Permute = permute
 
     def out_shape(self, i: int = 0) -> tuple[int, ...]:
         """Shape of this rank's part of output ``i``."""
@@ -57,12 +64,25 @@ class Local:
         """This rank's (start, stop) of a factor."""
         return nested_bounds(self.rule.sizes.get(factor, 1), self.inputs[0].mesh, self.axes(factor), self.here)
 
+    def parts(self, factor: str) -> list[int]:
+        """Which part of a factor each rank has that shares all coordinates but those of its axes, in their order."""
+        axes = self.axes(factor)
+        sizes = {a: self.inputs[0].mesh.sizes[a] for a in axes}
+        found = []
+        for place in product(*(range(sizes[a]) for a in sorted(axes))):
+            at, part = dict(zip(sorted(axes), place, strict=True)), 0
+            for a in axes:
+                part = part * sizes[a] + at[a]
+            found.append(part)
+        return found
+
     def is_split(self, *factors: str) -> bool:
         """Whether any of the factors is split on this mesh."""
         return any(self.axes(f) for f in factors)
 
 
 LocalFn = Callable[..., Any]
+Permute = Callable[[torch.Tensor, tuple[int, ...], Sequence[int], str], torch.Tensor]
 
 
 class Native:
