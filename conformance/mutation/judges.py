@@ -9,10 +9,11 @@ SOURCE = ROOT / "src" / "meshwright"
 
 _CONVERSIONS = "conversions resharding convert convert_steps reduce_types partial_precision"
 _RULES = "rule_strategies notation rules_book rules_basic choose partial arguments errors"
-_CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_on warm_plans"
+_CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_on warm_plans inference cut_graphs"
 _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
-_PASSES = "passes data_parallel_optimization gradient_merge gathers_on_wires"
-_CHECK = "program_verify program_errors program_files agreement passes"
+_DISPATCH += " inference gradient_types cut_graphs"
+_PASSES = "passes passes_by_hand data_parallel_optimization gradient_merge gathers_on_wires"
+_CHECK = "program_verify program_errors program_files agreement passes passes_by_hand"
 
 # What tests without ranks judge alone, in seconds: a sample of them is in ``make test``.
 SMALL = {
@@ -28,7 +29,7 @@ CASES = 3  # of a test with many, taken evenly
 # By the beginning of a module's path: the tests, without "test_" and ".py".
 _JUDGES = {
     "resharding/conversions.py": _CONVERSIONS,
-    "resharding/executor.py": _CONVERSIONS + " partial check_mode",
+    "resharding/executor.py": _CONVERSIONS + " partial check_mode gradient_types",
     "resharding/planner.py": _CONVERSIONS + " moved_splits",
     "rules/strategies.py": _RULES,
     "rules/core.py": _RULES,
