@@ -33,17 +33,14 @@ TYPES = [(R, {}), (R, {"reduced": 1}), (S0, {}), (S1, {}), (P, {}), (MAX, {})]
 
 @pytest.mark.parametrize("graded", [True, False])
 def test_an_operand_costs_what_its_plan_does(graded):
-    whole = 24 * 24 * 4
-    for (have, more), want, dependent in itertools.product(TYPES, (R, S0, S1, P), (False, True)):
-        if want == P and (have == MAX or isinstance(have, Shard)):
-            continue  # the one does not go in one step, the other is priced as if its gradient were sent
-        src = spec(have, mesh=LINE, **more)
-        if want == R and not dependent and src.reduced:
-            continue  # it keeps its type
-        dst = spec(want, mesh=LINE, reduced=1 if want == R and dependent else 0)
-        made = plan(src, dst)
+    """Of dims that are shorter than the mesh, which no plan splits on its way."""
+    kinds = [(Partial(op), {}) for op in ("avg", "product")]
+    for (have, more), (want, _), dependent in itertools.product(TYPES + kinds, TYPES[1:] + kinds, (False, True)):
+        src = spec(have, mesh=LINE, shape=(3, 3), **more)
+        reduced = want == R and (dependent or src.reduced)  # what is reduced keeps its type
+        made = plan(src, spec(want, mesh=LINE, shape=(3, 3), reduced=int(reduced)))
         expected = made.bytes if graded else made.forward_bytes
-        got = search._axis_bytes(src, 0, want, dependent, float(graded), 1.0) * 3 / 4 * whole
+        got = search._axis_bytes(src, 0, want, dependent, float(graded), 1.0) * 3 / 4 * src.nbytes
         assert got == pytest.approx(expected), (src, want, dependent)
     leaf = spec(R, mesh=LINE, undecided=1)
     assert [search._axis_bytes(leaf, 0, R, d, g, w) for d, g, w in ((True, 1, 1), (True, 1, 2), (True, 0, 1))] == [
@@ -56,6 +53,13 @@ def test_an_operand_costs_what_its_plan_does(graded):
     assert [search._axis_bytes(second, a, R, True, 1, 1) for a in (0, 1)] == [2, 0]
     assert [search._axis_bytes(spec(P, S0), a, R, True, 1, 2) for a in (0, 1)] == [8, 3]
     assert [search._axis_bytes(spec(P, S0), a, S0, True, 1, 2) for a in (0, 1)] == [3, 0]
+
+
+def test_parts_stay_parts_beside_a_split_on_one_axis_as_on_two():
+    for mesh, before in ((LINE, ()), (mw.Mesh({"d": 1, "a": 4}), (R,)), (GRID, (S1,))):
+        for pair in ((S0, P), (P, S0)):
+            found = mw.infer_forward("add", *(spec(*before, p, mesh=mesh) for p in pair))
+            assert found.outputs[0].layout.placements == (*before, P), (mesh, pair)
 
 
 def test_what_a_result_still_has_to_pay():

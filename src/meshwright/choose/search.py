@@ -21,7 +21,7 @@ from ..layout import Partial, Placement, Replicate, Shard, Spec, commute, wider,
 from ..mesh import Mesh
 from ..ranks.runtime import Recent
 from ..resharding.cost import held_bytes
-from ..resharding.planner import plan
+from ..resharding.planner import on_one_axis, plan
 from ..rules.strategies import Dims, Rule, Strategy
 from .choice import Choice, Like, Types, Wanted, carries_grad, types
 
@@ -436,20 +436,8 @@ def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, grad: f
     """Forward and backward bytes to bring one axis to ``want``, in units of (n-1)/n of the gathered bytes; ``wide`` of
     these where they are summed."""
     have = spec.layout.placements[axis]
-    if isinstance(have, Replicate):
-        if isinstance(want, Replicate):
-            # An undecided leaf that becomes reduced has its gradient reduced once, at the leaf.
-            return 2 * wide * grad if dependent and not spec.reduced >> axis & 1 else 0.0
-        return grad if isinstance(want, Shard) and not spec.reduced >> axis & 1 else 0.0
-    if isinstance(want, Partial) and want.op != "sum" and have != want:
-        # Zeros around it or the like; the shares of its gradient are summed.
-        return grad + (2 if isinstance(have, Partial) else 0)
-    if isinstance(have, Partial):
-        if isinstance(want, Replicate):
-            return 2 * wide + (2 * wide * grad if dependent else 0)
-        return wide + grad if isinstance(want, Shard) else 0.0
-    if isinstance(want, Replicate):
-        return 1 + (wide * grad if dependent else 0)
-    if isinstance(want, Shard):
-        return 0.0 if have == want else (1 + grad) / spec.mesh.sizes[axis]
-    return grad  # shard to Partial: zeros around it; its transpose gathers nothing but slices
+    # An undecided leaf that becomes reduced has its gradient reduced once, at the leaf.
+    reduced = isinstance(have, Replicate) and spec.reduced >> axis & 1
+    becomes = isinstance(want, Replicate) and (dependent or reduced)
+    there, back = on_one_axis((have, int(reduced)), (want, int(becomes)), spec.mesh.sizes[axis], wide)
+    return there + grad * back

@@ -181,6 +181,23 @@ def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide)
     raise ConversionError("no sequence of conversions")
 
 
+@lru_cache(maxsize=4096)
+def on_one_axis(src: Type, dst: Type, n: int, wide: float) -> tuple[float, float]:
+    """How often (n-1)/n of the gathered bytes go over the wire, forward and backward, where one axis of ``n`` ranks
+    changes its type alone; ``wide`` of these where they are summed."""
+    dims = list(dict.fromkeys(p.dim for p, _ in (src, dst) if isinstance(p, Shard)))
+    ends = [((Shard(dims.index(p.dim)) if isinstance(p, Shard) else p, r, 0),) for p, r in (src, dst)]
+    there = back = 0.0
+    here = ends[0][0][:2]
+    for _, to in _cheapest((n,), *ends, len(dims), (wide, wide)):
+        held, made = (1 / n if isinstance(p, Shard) else 1.0 for p, _ in (here, to))
+        (before, after), (before_back, after_back) = _both_ways(here, to, (wide, wide))
+        there += before * held + after * made
+        back += before_back * made + after_back * held
+        here = to
+    return there, back
+
+
 def _way(came: dict[State, tuple[State, Move]], at: State) -> list[Move]:
     moves = []
     while at in came:
@@ -203,13 +220,18 @@ def _prices(types: tuple[Type, ...], wide: Wide) -> list[list[Price]]:
             if (p, r) == (q, s) or _UNDECIDED in (r, s):
                 continue
             try:
-                there = _passes(p, q, wide[0])
+                there, back = _both_ways((p, r), (q, s), wide)
             except ConversionError:
                 continue
-            source = (Partial(), _INVARIANT) if isinstance(p, Partial) else (p, r)
-            back = _passes(dual(q, bool(s))[0], dual(source[0], bool(source[1]))[0], wide[1])
             table[-1].append((i, there[0] + back[1], there[1] + back[0]))
     return table
+
+
+def _both_ways(src: Type, dst: Type, wide: Wide) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Of one step and of its transpose: see ``cost.passes``.  A reduction is transposed as a sum is."""
+    there = _passes(src[0], dst[0], wide[0])
+    source = (Partial(), _INVARIANT) if isinstance(src[0], Partial) else src
+    return there, _passes(dual(dst[0], bool(dst[1]))[0], dual(source[0], bool(source[1]))[0], wide[1])
 
 
 def _passes(p: Placement, q: Placement, wide: float) -> tuple[float, float]:
