@@ -14,6 +14,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.errors import DispatchError, ShardError
+from meshwright.shard.parameters.stored import stored
 
 MESH = mw.Mesh({"tp": 2})
 X = torch.arange(32.0).view(4, 8) / 9 - 1
@@ -219,10 +220,9 @@ def told(key: str, option: str, value: Any, shared: bool = False) -> list[Any]:
     """What of an option reaches each parameter."""
     torch.manual_seed(0)
     model = mw.shard_module(Blocks(shared), MESH, **{option: {key: value}})  # type: ignore[arg-type]
-    return [(n, p.spec.layout, {k: p.__dict__.get(k) for k in MARKS}) for n, p in model.named_parameters()]
+    return [(n, p.spec.layout, stored(p)) for n, p in model.named_parameters()]
 
 
-MARKS = ("_stored_over", "_stored_on", "_precision")
 OPTIONS = {
     "stored_over": "tp",
     "stored_on": "cpu",

@@ -21,7 +21,7 @@ from meshwright.errors import CaptureError, CollectiveError, DesyncError, ShardE
 from meshwright.ranks import runtime
 from meshwright.shard.gradients import backward as backwards
 from meshwright.shard.parameters import host
-from meshwright.shard.parameters.host import ON
+from meshwright.shard.parameters.stored import on_host
 from meshwright.tensor import GradientHook
 from tests.support.shard_networks import TP, batches, loss_of, net, same_values, trained
 
@@ -128,7 +128,7 @@ def test_what_is_copied(over: str | None) -> None:
 def test_only_some_parameters() -> None:
     def fn() -> None:
         model = mw.shard_module(net(), DP, stored_over={"blocks.*": "dp"}, stored_on={"blocks.*": "cpu"})
-        assert {n for n, p in model.named_parameters() if ON in p.__dict__} == {
+        assert {n for n, p in model.named_parameters() if on_host(p)} == {
             n for n, _ in model.named_parameters() if n.startswith("blocks")
         }
         loss_of(model, split(IDS, DP)).backward()
@@ -254,7 +254,7 @@ def test_copies_saved_states_and_writes() -> None:
         torch.save(model, file)
         file.seek(0)
         for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-            assert all(ON in p.__dict__ for p in other.parameters())
+            assert all(on_host(p) for p in other.parameters())
             loss_of(other, ids).backward()
             assert (mw.unshard(other(ids).detach()) == 8).all()
 
@@ -317,7 +317,7 @@ def test_values_from_the_meta_device() -> None:
         model = mw.shard_module(made, DP, stored_over="dp", stored_on="cpu")
         torch.manual_seed(0)
         for p, q in zip(model.parameters(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).parameters(), strict=True):
-            assert ON in p.__dict__
+            assert on_host(p)
             assert torch.equal(mw.unshard(p.detach()), q)
 
     mw.simulate(fn, DP)

@@ -214,7 +214,7 @@ class Fusing:
         n = len(sizes)  # type: ignore[arg-type]
         values = [checked_value(r.gradient) for r in members]
         dims = [int(r.node.args[2]) for r in members]  # type: ignore[arg-type]
-        packing = Packing([v.shape for v in values], dims, n, members[0].step)
+        packing = Packing([v.shape for v in values], dims, (n,), members[0].step)
         buffer = self._buffer(members, n * packing.row)
         for r, dim, offset in zip(members, dims, packing.offsets, strict=True):
             args = (buffer, r.gradient, dim, n, offset)

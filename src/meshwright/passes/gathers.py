@@ -95,7 +95,7 @@ class _Gathers:
         values = [checked_value(n) for n in members]
         dims = [int(n.args[1]) for n in members]  # type: ignore[arg-type]
         n = len(first.args[2])  # type: ignore[arg-type]
-        packing = Packing([v.shape for v in values], dims, n, block_of(_wire(first)))
+        packing = Packing([v.shape for v in values], dims, (n,), block_of(_wire(first)))
         with where:
             started = self._start(members, packing)
         with self.graph.inserting_before(first):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,10 @@ from ..passes import Pass, PassManager
 from ..ranks import runtime
 from ..shard.modules.module import lay_module
 from ..shard.optimizers.optimizer import binding_of, shard_optimizer
-from ..shard.parameters.host import ON
-from ..shard.parameters.precision import PRECISION, PRECISION_WANTED, Precisions
-from ..tensor import DistTensor
+from ..shard.parameters.precision import PRECISION_WANTED, Precisions
+from ..shard.parameters.stored import STORED, Axes, Over, on_host, stored
 from . import LossScale, Plan
-from .capture.build import SEEN, Globs, build, checked_mesh, conditions_of
+from .capture.build import Globs, build, checked_mesh, conditions_of
 from .capture.export import LossFn, batch_sources
 from .capture.fakes import named_in
 from .capture.free_variables import numbers, places
@@ -72,8 +71,8 @@ class _OfDevice(CaptureSource):
         """Lay the model on the mesh; the optimizer follows."""
         assert recorded.built is not None
         laid = lay_module(self.model, self.mesh, recorded.built.stored, self.init)
-        for name, layout in recorded.built.seen.items():
-            laid[name].__dict__[SEEN] = layout
+        for name, how in recorded.built.kept.items():
+            laid[name].__dict__[STORED] = replace(how, dtypes=None, unit="")  # what casts and gathers it is the program
         for part in parts_of(self.optimizer):
             self._follow(part)
             shard_optimizer(part, states_over=self.plan.states_over)
@@ -127,9 +126,9 @@ def compile_step(
     batch: Placements | Mapping[str, Placements] | None = None,
     inputs: Globs | None = None,
     outputs: Globs | None = None,
-    stored_over: str | Mapping[str, str] | None = None,
+    stored_over: Over | None = None,
     regather: bool = True,
-    states_over: str | None = None,
+    states_over: Axes | None = None,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     loss_scale: str | float | LossScale | None = None,
@@ -155,10 +154,11 @@ def compile_step(
         batch: placements of all batch tensors; or glob over their names to placements: ``{"input_ids": {"dp":
             mw.Shard(0)}}`` of a dict, ``"0"`` of a tuple, ``"images.pixels"`` of what is nested.
         inputs, outputs: glob over module names to placements of their inputs and outputs.
-        stored_over: store parameters split over this axis, gather them for use (ZeRO-3); or glob of names of parameters
-            or modules to axis.
+        stored_over: store parameters split over this axis, or these, gather them for use (ZeRO-3); or glob of names of
+            parameters or modules to those.
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
-        states_over: split the optimizer's states over this axis, and with them gradients and the update (ZeRO-1/2).
+        states_over: split the optimizer's states over this axis, or these, and with them gradients and the update
+            (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients before the update.
         gradients: set ``parameter.grad`` after each step.
         loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
@@ -195,8 +195,7 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
     if any(b is not None and b.states_over is not None for b in said):
         word, where = "states_over", "mw.shard_optimizer"
     elif any(
-        isinstance(p, DistTensor) and p._spec.stored and not {SEEN, PRECISION} & p.__dict__.keys()
-        for p in model.parameters()
+        stored(p).unit and not stored(p).dtypes for p in model.parameters()
     ):  # a precision is refused with words of its own
         word, where = "stored_over", "mw.shard_module"
     else:
@@ -209,7 +208,7 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
 
 def _check_hosted(model: nn.Module) -> None:
     """Raises CaptureError for a model that is stored on the host."""
-    hosted = next((n for n, p in model.named_parameters() if ON in p.__dict__), None)
+    hosted = next((n for n, p in model.named_parameters() if on_host(p)), None)
     if hosted is not None:
         raise CaptureError(
             f"{hosted} is stored on the host (mw.shard_module(stored_on=)), and captured steps keep parameters on the "

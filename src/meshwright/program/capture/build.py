@@ -21,10 +21,10 @@ from ...errors import LayoutError, ProgramError, near
 from ...layout import Layout, Placements, Spec
 from ...mesh import Mesh
 from ...shard.modules.constraints import Inputs, Outputs, hooked
-from ...shard.modules.module import stored_specs
 from ...shard.parameters.names import Names, matching
-from ...shard.parameters.precision import PRECISION, Casts, Precisions, casts_of, check_autocast
-from ...shard.units.stored import units_of
+from ...shard.parameters.packing import whole_over
+from ...shard.parameters.precision import Casts, Precisions, casts_of, check_autocast
+from ...shard.parameters.stored import Axes, Over, Storage, Stored, stored
 from ...tensor import DistTensor
 from ..ir.program import Program
 from .complete import Completed, complete
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 Globs = Mapping[str, Placements]
-SEEN = "_seen_by_ops"  # in the dict of a parameter that a step stores split: the layout that its ops see
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,10 @@ class Plan:
             values of the captured graph, to placements.
         batch: placements of every batch tensor, or a mapping from their names (``x``, ``batch.x``) to placements.
         inputs, outputs: glob over module names to placements of what goes in or comes out, as for ``shard_module``.
-        stored_over: parameters are stored split over this axis and seen whole by the ops (ZeRO-3).
+        stored_over: parameters are stored split over this axis, or axes, and seen whole by the ops (ZeRO-3).
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
-        states_over: the optimizer's states are split over this axis, and with them gradients and the update (ZeRO-1/2).
+        states_over: the optimizer's states are split over this axis, or axes, and with them gradients and the update
+            (ZeRO-1/2).
         clip_grad_norm: clip the global norm of the gradients to this.
         gradients: return gradients too (``parameter.grad`` is set after each step).
         loss_scale: scale the loss, skip updates that overflow.
@@ -66,9 +66,9 @@ class Plan:
     batch: Any = None
     inputs: Globs = field(default_factory=dict)
     outputs: Globs = field(default_factory=dict)
-    stored_over: str | Mapping[str, str] | None = None
+    stored_over: Over | None = None
     regather: bool = True
-    states_over: str | None = None
+    states_over: Axes | None = None
     clip_grad_norm: float | None = None
     gradients: bool = False
     loss_scale: LossScale | None = None
@@ -85,7 +85,7 @@ class Built:
         laid: the layouts.
         program: the rank's program.
         stored: name of each parameter to the spec in which it is to be stored.
-        seen: name of each parameter that is stored split to the layout that the ops see.
+        kept: name of each parameter that is kept otherwise than ops see it to its record.
         update: what of the optimizer is in the program; None if it runs after it.
     """
 
@@ -94,7 +94,7 @@ class Built:
     laid: Assignment
     program: Program
     stored: dict[str, Spec]
-    seen: dict[str, Layout]
+    kept: dict[str, Stored]
     update: Update | None
 
 
@@ -161,7 +161,7 @@ def _build(
         plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}
         constraints.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
     completed = complete(captured, mesh, constraints)
-    laid, stored, seen = _laid(model, captured, completed, mesh, plan, casts)
+    laid, final, kept = _laid(model, captured, completed, mesh, plan, casts)
     update = None
     if optimizer is not None and train:
         update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
@@ -170,10 +170,9 @@ def _build(
     made = partition(
         captured, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
         clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, regather_stored=plan.regather,
-        states_over=None if plan.states_over is None else mesh.axis_index(plan.states_over), train=train,
-        loss_scale=plan.loss_scale,
+        states_over=plan.states_over, train=train, loss_scale=plan.loss_scale,
     )  # fmt: skip
-    return Built(captured, completed, laid, made, stored, seen, update)
+    return Built(captured, completed, laid, made, final, kept, update)
 
 
 def conditions_of(
@@ -221,7 +220,7 @@ def _casts(model: nn.Module, mesh: Mesh, plan: Plan) -> Casts:
     Raises ProgramError where the model has one from elsewhere, or computes what overflows without a loss scale, and
     ShardError where autocast says something else.
     """
-    cast = next((n for n, p in model.named_parameters() if PRECISION in p.__dict__), None)
+    cast = next((n for n, p in model.named_parameters() if stored(p).unit and stored(p).dtypes), None)
     if cast is not None:
         raise ProgramError(
             f"{cast} has a precision from mw.shard_module(precision=...), and captured steps cast for themselves: pass "
@@ -265,7 +264,7 @@ def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, b
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, DistTensor) and name in by_name:
             # A program may have been made of the model before: then it is stored split, and the ops see what they saw.
-            layout = t.spec.layout if plan.stored_over is None else t.__dict__.get(SEEN, t.spec.layout)
+            layout = t.spec.layout if plan.stored_over is None else whole_over(t.spec, stored(t).axes)
             constraints[by_name[name]] = layout
             words[by_name[name]] = (set(), f"the tensor itself ({layout!r})")
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
@@ -340,7 +339,7 @@ def _are_placements(given: Mapping[Any, Any]) -> bool:
 
 def _laid(
     model: nn.Module, captured: Captured, completed: Completed, mesh: Mesh, plan: Plan, casts: Casts
-) -> tuple[Assignment, dict[str, Spec], dict[str, Layout]]:
+) -> tuple[Assignment, dict[str, Spec], dict[str, Stored]]:
     everywhere, names = mesh.everywhere, Names(model)
     specs: dict[str, Spec] = {}
     params: dict[str, Spec] = {}
@@ -362,30 +361,17 @@ def _laid(
     for name, t in model.named_parameters():
         if name not in placed and name not in captured.tied:  # a parameter that the loss does not need
             placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)
-    stored = stored_specs(model, mesh, placed, plan.stored_over)
-    by_node = {
-        s.node: stored.get(s.name, placed[s.name])
-        for s in captured.sources
-        if s.kind == "param" and (s.name in stored or s.name in casts.dtypes)
-    }
-    name_of = {id(p): n for n, p in model.named_parameters()}
-    by_name = {s.name: s.node for s in captured.sources if s.node in by_node}
-    units = {
-        by_name[name_of[id(p)]]: str(i)
-        for i, (_, members) in reversed(list(enumerate(units_of(model))))
-        for m in members for p in m._parameters.values() if name_of.get(id(p)) in by_name
-    }  # fmt: skip
-    reduced = {n: d.reduce for n, d in casts.dtypes.items() if n in placed and d.reduce is not placed[n].dtype}
-    sent = {n: d.gather for n, d in casts.dtypes.items() if n in stored and d.gather is not None}
-    wires = {s.node: sent[s.name] for s in captured.sources if s.name in sent}
-    laid = Assignment(specs, by_node, completed.constraints, completed.origins, units, reduced, wires)
+    records = Storage(plan.stored_over).records(names, mesh, placed, casts.dtypes)
+    kept = {s.node: records[s.name] for s in captured.sources if s.kind == "param" and s.name in records}
+    lie = {s.node: placed[s.name] for s in captured.sources if s.node in kept}
+    laid = Assignment(specs, lie, completed.constraints, completed.origins, kept)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
-        n: stored.get(n, s)
+        n: s
         for n, s in placed.items()
         if n not in buffers or not s.layout.is_replicated()  # buffers that are whole everywhere stay plain tensors
     }
-    return laid, final, {n: placed[n].layout for n in stored}
+    return laid, final, records
 
 
 def checked_mesh(mesh: Any) -> Mesh:

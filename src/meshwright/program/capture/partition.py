@@ -18,14 +18,16 @@ from ... import collective, record
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
 from ...dispatch import BRING, ONCE, Once, link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
-from ...layout import Layout, Partial, Replicate, Spec, Wire
+from ...layout import Layout, Partial, Spec, Wire
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import ConversionPlan, gathered_as, in_dtype
 from ...resharding.planner import plan as plan_conversion
-from ...shard.parameters.packing import chunk_dim, cut_over
+from ...shard.optimizers.states import chunk_spec
+from ...shard.parameters.packing import own_part
 from ...shard.parameters.precision import put
+from ...shard.parameters.stored import Axes, Stored
 from ...tensor import tell as wrap
 from ..ir.inplace import note_writes, storages, written
 from ..ir.memory import LAID, Strides, dense, is_dense, same
@@ -49,21 +51,17 @@ class Assignment:
 
     Attributes:
         specs: name of a placeholder to the spec in which ops see it.
-        stored: of parameters that are stored otherwise, that spec.
+        stored: name of a node of a parameter that is kept otherwise than ops see it to the spec in which it is kept.
         constraints: name of a node in the middle to the placements that it is to have.
         origins: where layouts came from.
-        reduced: name of a parameter to the dtype in which its gradient is reduced, where that is not the stored one.
-        units: name of a node of a stored parameter to the unit that it is gathered with.
-        wires: name of a node of a stored parameter to the format in which it is gathered, where it has one.
+        kept: of the same parameters, the records.
     """
 
     specs: Mapping[str, Spec]
     stored: Mapping[str, Spec] = field(default_factory=dict)
     constraints: Mapping[str, Any] = field(default_factory=dict)
     origins: tuple[Origin, ...] = ()
-    units: Mapping[str, str] = field(default_factory=dict)
-    reduced: Mapping[str, torch.dtype] = field(default_factory=dict)
-    wires: Mapping[str, Wire] = field(default_factory=dict)
+    kept: Mapping[str, Stored] = field(default_factory=dict)
 
 
 def partition(
@@ -76,7 +74,7 @@ def partition(
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     regather_stored: bool = True,
-    states_over: int | None = None,
+    states_over: Axes | None = None,
     loss_scale: LossScale | None = None,
     train: bool = True,
 ) -> Program:
@@ -86,7 +84,7 @@ def partition(
         update: the optimizer's update as part of the program.
         clip_grad_norm: clip the global norm of all gradients to this before the update.
         gradients: return the gradients too.
-        states_over: mesh axis over which the optimizer's states are split, and with them gradients and the update.
+        states_over: axes over which the optimizer's states are split, and with them gradients and the update.
         loss_scale: scale the loss, skip updates that overflow; then ``update`` is needed.
         regather_stored: gather parameters that are stored split again for the backward.
         train: False: forward only.
@@ -111,8 +109,8 @@ def partition(
         if any(not made.recorder.merged.isdisjoint(written(n)) for n in made.recorder.graph.nodes):
             made = recorded(merge=False)  # one of two results is written to: each needs memory of its own
         for node in made.recorder.graph.nodes:
-            if unit := laid.units.get(info_of(node).gather):
-                annotate(node, unit=unit)
+            if how := laid.kept.get(info_of(node).gather):
+                annotate(node, unit=how.unit)
         recompute(made.recorder.graph, made.recorder.causes, mesh.device, rank)
         if regather_stored:
             regather(made.recorder.graph, made.recorder.causes)
@@ -170,8 +168,9 @@ class _Partition:
         local.requires_grad_(source.fake.requires_grad)
         if source.kind == "param":
             self.params[source.name] = local
-            if source.name in self.laid.reduced:
-                self.wide[id(local)] = self.laid.reduced[source.name]
+            how = self.laid.kept.get(source.node)
+            if how is not None and how.dtypes is not None and how.dtypes.reduce is not spec.dtype:
+                self.wide[id(local)] = how.dtypes.reduce
                 local.grad_dtype = None  # contributions come in the dtype that they are reduced in
         if source.kind == "constant":
             assert source.value is not None
@@ -223,7 +222,7 @@ class _Partition:
         others = stored.mesh.everywhere & ~moved  # axes that the way does not touch, whatever their types will be
         ends = stored.with_(undecided=others, reduced=0), seen.with_(reduced=moved, undecided=others)
         plan, back = (plan_conversion(*(s.summed_as(d) for s in ends)) for d in (seen.dtype, wide))
-        if wire := self.laid.wires.get(name):
+        if wire := self._wire(name):
             plan = gathered_as(plan, wire)
         why = "the parameter is stored split and seen whole by the ops"
         with record.asked(name, plan, why), self.recorder.noting(gather=name):
@@ -243,6 +242,11 @@ class _Partition:
         link([local, made])
         return made
 
+    def _wire(self, name: str) -> Wire | None:
+        """In what the parameter of a node is gathered, where it has a format."""
+        how = self.laid.kept.get(name)
+        return None if how is None or how.dtypes is None else how.dtypes.gather
+
     def _store(self) -> None:
         """Bring what the forward wrote to gathered parameters back to where they are stored.
 
@@ -257,11 +261,11 @@ class _Partition:
                 self.recorder.begin("", "")
                 with torch.no_grad():
                     steps = plan_conversion(have, want.with_(dtype=have.dtype)).steps
-                    put(local.detach(), executor.apply(steps, made.detach()), self.laid.wires.get(names[id(local)]))
+                    put(local.detach(), executor.apply(steps, made.detach()), self._wire(names[id(local)]))
 
     # -- backward -------------------------------------------------------------------------------------
 
-    def backward(self, states_over: int | None) -> None:
+    def backward(self, states_over: Axes | None) -> None:
         """Record autograd's backward, and bring each gradient to the layout in which its update needs it."""
         assert self.loss is not None
         self.recorder.role = "backward"
@@ -285,16 +289,9 @@ class _Partition:
             for (name, p), grad in zip(wanted.items(), made, strict=False):
                 if grad is not None:
                     resolve_types(p, p.__dict__["_spec"].with_(undecided=0))
-                    self._cut(name, p.__dict__["_spec"], states_over)
+                    if states_over is not None and (chunk := chunk_spec(p.__dict__["_spec"], states_over)):
+                        self.chunks[name] = chunk
                     self.grads[name] = self._reduced(name, p, grad)
-
-    def _cut(self, name: str, spec: Spec, axis: int | None) -> None:
-        """Note the spec in which a parameter is updated, where that is a part of what this rank stores of it."""
-        if axis is None or not isinstance(spec.layout.placements[axis], Replicate):
-            return
-        dim = chunk_dim(spec, axis, first=True)
-        if dim is not None:
-            self.chunks[name] = cut_over(spec, axis, dim)
 
     def _reduced(self, name: str, p: Tensor, grad: Tensor) -> Tensor:
         spec: Spec = p.__dict__["_spec"]
@@ -343,10 +340,7 @@ class _Partition:
         p, chunk = self.params[name].detach(), self.chunks.get(name)
         if chunk is None:
             return p  # the update copies what has gaps
-        for d, (have, want) in enumerate(zip(p.shape, chunk.local_shape(self.here), strict=True)):
-            if have != want:
-                lo = chunk.local_offset(self.here)[d] - self.params[name].__dict__["_spec"].local_offset(self.here)[d]
-                p = p.narrow(d, lo, want)
+        p = own_part(p, self.params[name].__dict__["_spec"], chunk)
         return p if is_dense(p.shape, p.stride()) else p.clone(memory_format=torch.contiguous_format)
 
     def _spread(self, name: str, own: Tensor, chunk: Spec, whole: Spec) -> None:

@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 def _pack(flat: Tensor, whole: Tensor, dim: int, n: int, offset: int) -> Tensor:
-    packing = Packing([whole.shape], [dim], n)
+    packing = Packing([whole.shape], [dim], (n,))
     packing.place(flat.view(n, -1)[:, offset : offset + packing.row], [whole])
     return flat
 
@@ -27,7 +27,7 @@ def _row(chunks: Sequence[Tensor], offsets: Sequence[int], size: int) -> Tensor:
 
 
 def _unpack(flat: Tensor, shape: Sequence[int], dim: int, n: int, offset: int) -> Tensor:
-    packing = Packing([shape], [dim], n)
+    packing = Packing([shape], [dim], (n,))
     whole = flat.new_empty(list(shape))
     packing.take(flat.view(n, -1)[:, offset : offset + packing.row], [whole])
     return whole

@@ -20,9 +20,8 @@ from ...mesh import Mesh
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, held, hold, in_spec, wrap
-from ..parameters.host import near, on_host
 from ..parameters.packing import Packing, split_dim
-from ..parameters.precision import reduce_dtype
+from ..parameters.stored import near, on_host, reduce_dtype
 from .buckets import Bucket, Buckets
 from .reductions import InFlight, Reduction, Scattering, give
 
@@ -194,12 +193,11 @@ class Backward:
         mesh = self.sync.mesh
         params, specs = [self.sync.params[i] for i in members], [self.plan.synced[i] for i in members]
         grads = [bare(g) for g in grads]  # one that was read has the shape of the whole
-        if bucket.scatter is not None:
-            axis = bucket.scatter
-            dims, step = [split_dim(s, axis) for s in specs], block_of(bucket.wire)
-            packing = Packing([g.shape for g in grads], dims, mesh.sizes[axis], step)
-            others = tuple(a for a in bucket.axes if a != axis)
-            return Scattering(params, grads, specs, packing, axis, others)
+        if bucket.scatter:
+            dims, cuts = [split_dim(s, bucket.scatter) for s in specs], tuple(mesh.sizes[a] for a in bucket.scatter)
+            packing = Packing([g.shape for g in grads], dims, cuts, block_of(bucket.wire))
+            others = tuple(a for a in bucket.axes if a not in bucket.scatter)
+            return Scattering(params, grads, specs, packing, bucket.scatter, others)
         group = collective.group(mesh, bucket.axes)
         flat, views = (grads[0], grads) if len(grads) == 1 else bucket.filled(grads)
         return Reduction(params, specs, views, collective.sum_async(flat, group, bucket.wire))

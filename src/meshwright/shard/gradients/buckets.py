@@ -9,16 +9,15 @@ from typing import Any
 import torch
 
 from ... import compat
-from ...layout import Shard, Spec, Wire, block_of
+from ...layout import Spec, Wire, block_of
 from ...tensor import DistTensor
-from ..parameters.packing import aligned
-from ..parameters.precision import reduce_dtype
+from ..parameters.packing import aligned, cut_axes
+from ..parameters.stored import reduce_dtype, stored
 
 Tensor = torch.Tensor
 _unflatten = compat.C_NN.unflatten_dense_tensors
-# What gradients that travel together have alike, but for the axes: that which is scattered over, dtype and wire.
-Alike = tuple[int | None, torch.dtype, Wire | None]
-STORED = "_stored_over"  # in the dict of a parameter: the axis that it is stored over (see zero)
+# What gradients that travel together have alike, but for the axes: those that are scattered over, dtype and wire.
+Alike = tuple[tuple[int, ...], torch.dtype, Wire | None]
 
 
 def bits(mask: int) -> tuple[int, ...]:
@@ -36,7 +35,7 @@ class Bucket:
 
     def __init__(self, members: Sequence[int], axes: tuple[int, ...], alike: Alike) -> None:
         self.axes, self.members = axes, tuple(members)
-        self.scatter, self.dtype, self.wire = alike  # the axis that is reduce-scattered over, if one is
+        self.scatter, self.dtype, self.wire = alike  # the axes that are reduce-scattered over
         self.flat: Tensor | None = None
 
     def filled(self, grads: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -89,7 +88,7 @@ class Buckets:
             for i in bucket.members:
                 self.where[i] = k
         # Axes of the groups that have gradients to reduce.
-        over = {(params[i].__dict__[STORED],) for i in apart if STORED in params[i].__dict__}
+        over = {axes for i in apart if (axes := stored(params[i]).axes)}
         self.groups = sorted({b.axes for b in self.buckets if b.axes} | over)
 
     def fits(self) -> bool:
@@ -122,16 +121,17 @@ class Buckets:
         place = {i: k + len(order) * (i in apart) for k, i in enumerate(order)}
         return sorted(made, key=lambda b: max(place[i] for i in b.members))
 
-    def _scatter(self, i: int, axes: tuple[int, ...]) -> int | None:
-        """The axis over which the gradient of a parameter is wanted in chunks, if it has to be reduced there."""
+    def _scatter(self, i: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes over which the gradient of a parameter is wanted in chunks, if it has to be reduced on them all."""
         chunk: Spec | None = self.params[i].__dict__.get("_chunk")
-        if chunk is not None:
-            for a in axes:
-                if isinstance(chunk.layout.placements[a], Shard):
-                    own = self.specs[i]
-                    self.synced[i] = Spec(own.shape, own.dtype, chunk.layout, wires=own.wires)
-                    return a
-        return None
+        own = self.specs[i]
+        if chunk is None:
+            return ()
+        cut = cut_axes(own, chunk)
+        if not cut or not set(cut) <= set(axes):
+            return ()
+        self.synced[i] = Spec(own.shape, own.dtype, chunk.layout, wires=own.wires)
+        return cut
 
 
-__all__ = ["STORED", "Bucket", "Buckets", "bits"]
+__all__ = ["Bucket", "Buckets", "bits"]

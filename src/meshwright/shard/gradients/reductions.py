@@ -12,8 +12,9 @@ from ...layout import Partial, Spec
 from ...local_tensor import get_grad, set_grad
 from ...mesh import Mesh
 from ...tensor import Coming, DistTensor, held, hold, in_spec, wrap
-from ..parameters.host import Leaving, on_host
+from ..parameters.host import Leaving
 from ..parameters.packing import Packing
+from ..parameters.stored import on_host
 
 Tensor = torch.Tensor
 
@@ -118,9 +119,9 @@ class Scattering(InFlight):
 
     Args:
         params: the parameters.
-        grads: their gradients, Partial on ``axis`` (and on ``others``).
+        grads: their gradients, Partial on ``axes`` (and on ``others``).
         specs: of the chunks.
-        axis: the axis that is scattered over.
+        axes: those that are scattered over.
         others: further axes to reduce over, once the chunks are there (every rank must then read one).
     """
 
@@ -130,14 +131,14 @@ class Scattering(InFlight):
         grads: Sequence[Tensor],
         specs: Sequence[Spec],
         packing: Packing,
-        axis: int,
+        axes: tuple[int, ...],
         others: tuple[int, ...],
     ) -> None:
         mesh: Mesh = specs[0].mesh
         self.packing, self.chunks = packing, list[Tensor]()
         self.leaving: Leaving | None = None
         self.to_host, self.dtype, self.device = on_host(params[0]), specs[0].dtype, mesh.device
-        self.group = collective.group(mesh, (axis,))
+        self.group = collective.group(mesh, axes)
         self.others = collective.group(mesh, others) if others else None
         self.wire = specs[0].grad_wire
         flat = packing.pack(grads)

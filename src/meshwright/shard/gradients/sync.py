@@ -40,9 +40,9 @@ from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, hold, wrap
-from ..parameters.host import ON, on_host
+from ..parameters.stored import on_host, stored
 from .backward import Backward, begin, call_after
-from .buckets import STORED, Buckets
+from .buckets import Buckets
 from .replicas import astray
 
 Tensor = torch.Tensor
@@ -87,7 +87,7 @@ class GradSync:
         others = {n: sync for n, p in params.items() if (sync := sync_of(p)) not in (None, self)}
         own = {n: p for n, p in params.items() if n not in others}
         self.names, self.params, self.bucket_bytes = list(own), list(own.values()), bucket_bytes
-        self.apart = {i for i, p in enumerate(self.params) if {STORED, ON} & p.__dict__.keys()}
+        self.apart = {i for i, p in enumerate(self.params) if stored(p).axes or stored(p).device}
         self._begin()
         return [sync for sync in dict.fromkeys(others.values()) if sync is not None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
@@ -17,18 +17,17 @@ from ...autograd_functions import guard_scripts
 from ...collective import Fact, together
 from ...dispatch import disabled
 from ...errors import LayoutError, MeshwrightError, ShardError, takes
-from ...layout import Layout, Placements, Replicate, Shard, Spec
+from ...layout import Layout, Placements, Spec
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...rules import COMPOSITES
 from ...tensor import DistTensor, GradientHook, wrap
-from ..gradients.buckets import STORED
 from ..gradients.sync import BUCKET_BYTES, GradSync
-from ..parameters.host import HOST, ON, check_device, in_host_memory
+from ..parameters.host import HOST, in_host_memory
 from ..parameters.names import Globs, Names, inside, matching
-from ..parameters.packing import chunk_dim
-from ..parameters.precision import PRECISION, PRECISION_WANTED, Casts, Dtypes, Precisions, casts_of
-from ..units import stored as zero
+from ..parameters.precision import PRECISION_WANTED, Dtypes, Precisions, casts_of
+from ..parameters.stored import ON_WANTED, OVER_WANTED, Over, Storage, Stored, on_host, stored
+from ..units import stored as units
 from .agreement import facts_of
 from .constraints import Inputs, Outputs, hooked
 
@@ -44,8 +43,8 @@ _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.we
     placements=_GLOBS,
     inputs=_GLOBS,
     outputs=_GLOBS,
-    stored_over=((str, Mapping, NoneType), "give an axis, or a dict, glob of names of parameters or modules to axis"),
-    stored_on=((str, Mapping, NoneType), 'give "cpu", or a dict, glob of names of parameters or modules to that'),
+    stored_over=OVER_WANTED,
+    stored_on=ON_WANTED,
     precision=PRECISION_WANTED,
     bucket_bytes=((int, float), "give a number of bytes"),
 )
@@ -56,7 +55,7 @@ def shard_module(
     *,
     inputs: Globs | None = None,
     outputs: Globs | None = None,
-    stored_over: str | Mapping[str, str] | None = None,
+    stored_over: Over | None = None,
     stored_on: str | Mapping[str, str] | None = None,
     regather: bool = True,
     precision: Precisions | None = None,
@@ -75,8 +74,8 @@ def shard_module(
             matches are replicated; buffers that none matches stay plain tensors, which count as replicated.
         inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
             positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
-        stored_over: axis over which parameters are stored split and gathered for use (ZeRO-3); or glob of names of
-            parameters or modules to axis.
+        stored_over: axis, or axes, over which parameters are stored split and gathered for use (ZeRO-3); or glob of
+            names of parameters or modules to those.
         stored_on: ``"cpu"``: parameters, their gradients and so the optimizer's states lie in the memory of the host,
             split or not, and are copied to the mesh's device for use; or glob of names of parameters or modules.
         regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward, keeping nothing.
@@ -98,7 +97,7 @@ def shard_module(
     guard_scripts()
     _check_sync(sync, stored_over, stored_on, precision)
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
-    names, stored, casts, hosted = _laid(model, mesh, placements or {}, around, stored_over, stored_on, precision)
+    names, kept = _laid(model, mesh, placements or {}, around, Storage(stored_over, stored_on), precision)
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if any(t.is_meta for t in names.tensors.values()):
         _materialise(model, names, mesh, init)
@@ -106,9 +105,8 @@ def shard_module(
         return model
     before: GradSync | None = model.__dict__.get("_gradient_sync")  # it was sharded before, and got other parameters
     synced = before if before is not None and before.mesh == mesh else GradSync(mesh)
-    if stored or casts or hosted:
-        axes, dtypes = ({id(params[n]): said for n, said in by_name.items()} for by_name in (stored, casts))
-        zero.install(model, mesh, synced, axes, dtypes, {id(params[n]) for n in hosted}, regather=regather)  # type: ignore[arg-type]
+    if kept:
+        units.install(model, mesh, synced, {id(params[n]): how for n, how in kept.items()}, regather=regather)
     model.__dict__.update(_gradient_sync=synced, _others_sync=synced.cover(params, bucket_bytes))
     return model
 
@@ -118,33 +116,30 @@ def _laid(
     mesh: Mesh,
     placements: Globs,
     constraints: dict[str, Globs],
-    stored_over: Any,
-    stored_on: Any,
+    storage: Storage,
     precision: Precisions | None,
-) -> tuple[Names, dict[str, int], dict[str, Dtypes], set[str]]:
-    """Lay tensors and attach constraints, or raise the same on all ranks; what is stored split, and over which axis,
-    what is cast, and what is stored on the host."""
+) -> tuple[Names, dict[str, Stored]]:
+    """Lay tensors and attach constraints, or raise the same on all ranks; the records of parameters by name."""
     names, modules = Names(model), dict(model.named_modules())
     with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
         plan = _plan(names, mesh, placements)
-        stored = _stored(names, mesh, plan, stored_over)
-        hosted = _hosted(names, stored_on)
-        _check_scripted(names, plan)
         casts = casts_of(model, names, precision)
-        cast = _cast(names, casts, stored)
         for name, dtypes in casts.dtypes.items():
             if name in plan:
                 plan[name] = plan[name].with_(wires=(None, dtypes.wire))
+        kept = storage.records(names, mesh, plan, casts.dtypes)
+        _check_kept(names, storage, casts.dtypes)
+        _check_scripted(names, plan)
         hooks = [hooked(modules, globs, what) for what, globs in constraints.items()]
         facts += [*facts_of(names, plan), *(Fact(f"precision {part!r}") for part in casts.parts())]
-        facts += [Fact(f"stored on the host: {name}") for name in hosted]
+        facts += [Fact(f"{name} is {how.text(mesh)}") for name, how in kept.items()]
     for name, spec in plan.items():
-        _lay(names, name, spec, hosted=name in hosted)
+        _lay(names, name, spec, hosted=name in kept and kept[name].device is not None)
     list(casts.attach(model))  # in front of the constraints: what those send has the dtype
     for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
         for module, constraint in found:
             kind(mesh, constraint).attach(module)
-    return names, stored, cast, {name for name in hosted if name in plan}
+    return names, kept
 
 
 def _check_scripted(names: Names, plan: Mapping[str, Spec]) -> None:
@@ -160,27 +155,23 @@ def _check_scripted(names: Names, plan: Mapping[str, Spec]) -> None:
                 )
 
 
-def _cast(names: Names, casts: Casts, stored: Collection[str]) -> dict[str, Dtypes]:
-    """Parameters that ops see in another dtype or as they were gathered, or whose gradients are reduced in another.
-
-    Raises ShardError for what was sharded before with another precision, or without one.
-    """
-    found = {}
-    for name, dtypes in casts.dtypes.items():
-        t = names.tensors[name]
-        if name not in stored and STORED not in t.__dict__:
-            dtypes = dtypes._replace(gather=None)  # it is whole
-        plain = Dtypes(t.dtype, t.dtype, wire=dtypes.wire)  # the wire is in its spec
-        if isinstance(t, DistTensor):
-            have = t.__dict__.get(PRECISION, plain)._replace(wire=t._spec.grad_wire)
-            if have != dtypes:
+def _check_kept(names: Names, storage: Storage, said: Mapping[str, Dtypes]) -> None:
+    """Raises ShardError for what was sharded before and is kept otherwise."""
+    laid = {n: t for n, t in names.tensors.items() if isinstance(t, DistTensor)}
+    for name in storage.hosted(names):
+        if name in laid and not on_host(laid[name]):
+            raise ShardError(
+                f"stored_on: {name} is sharded already, and not so: say stored_on= where it is sharded first"
+            )
+    for name, dtypes in said.items():
+        if name in laid:
+            how, spec = stored(laid[name]), laid[name]._spec
+            have = (how.dtypes or Dtypes(spec.dtype, spec.dtype))._replace(wire=spec.grad_wire)
+            if have != (dtypes if how.axes else dtypes._replace(gather=None)):
                 raise ShardError(
                     f"precision: {name} is sharded already, {have}: say precision= where it is sharded first, and the "
                     "same here"
                 )
-        elif dtypes != plain:
-            found[name] = dtypes
-    return found
 
 
 def _check_sync(sync: bool, stored_over: Any, stored_on: Any, precision: Any) -> None:
@@ -266,17 +257,6 @@ def lay_module(
     return {n: t for n, t in names.current().items() if isinstance(t, DistTensor)}
 
 
-def stored_specs(
-    model: nn.Module, mesh: Mesh, specs: Mapping[str, Spec], stored_over: str | Mapping[str, str] | None
-) -> dict[str, Spec]:
-    """Of parameters that are to be stored split over an axis, the specs as stored; ``specs`` are as the ops see them.
-
-    Raises as :func:`shard_module`.
-    """
-    plan = dict(specs)
-    return {name: plan[name] for name in _stored(Names(model), mesh, plan, stored_over)}
-
-
 # ---------------------------------------------------------------------------------------------- names
 
 
@@ -307,54 +287,6 @@ def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
             raise LayoutError(f"{name}: a parameter cannot be Partial; use mw.Shard or mw.Replicate")
         plan[name] = Spec(t.shape, t.dtype, layout, undecided=mesh.everywhere)
     return plan
-
-
-def _stored(
-    names: Names, mesh: Mesh, plan: dict[str, Spec], stored_over: str | Mapping[str, str] | None
-) -> dict[str, int]:
-    """Parameters to be stored split, to the axis; their specs in ``plan`` become those of the stored
-    tensors."""
-    if stored_over is None:
-        return {}
-    globs = {"*": stored_over} if isinstance(stored_over, str) else stored_over
-    axes = {names.all[name]: mesh.axis_index(axis) for name, axis in names.said(globs, "stored_over").items()}
-    found = {}
-    for name, axis in axes.items():
-        spec = plan.get(name)
-        if spec is None:
-            continue
-        if not isinstance(spec.layout.placements[axis], Replicate):
-            raise ShardError(
-                f"{name} is split over {mesh.axes[axis]!r} as the ops see it ({spec.layout!r}), so it "
-                "cannot be "
-                "stored over that axis too: give another axis, or leave it out of stored_over"
-            )
-        dim = chunk_dim(spec, axis)
-        if dim is not None:
-            layout, everywhere = spec.layout.replace(axis, Shard(dim)), mesh.everywhere
-            plan[name] = Spec(spec.shape, spec.dtype, layout, undecided=everywhere, wires=spec.wires)
-            found[name] = axis
-    return found
-
-
-def _hosted(names: Names, stored_on: str | Mapping[str, str] | None) -> dict[str, None]:
-    """First names of parameters that are to be stored on the host, in their order.
-
-    Raises ShardError for another device, and for what was laid elsewhere before.
-    """
-    if stored_on is None:
-        return {}
-    globs = {"*": stored_on} if isinstance(stored_on, str) else stored_on
-    for device in globs.values():
-        check_device(device)
-    found = {names.all[n]: None for n in names.said(globs, "stored_on")}
-    for name in found:
-        t = names.tensors[name]
-        if isinstance(t, DistTensor) and ON not in t.__dict__:
-            raise ShardError(
-                f"stored_on: {name} is sharded already, and not so: say stored_on= where it is sharded first"
-            )
-    return found
 
 
 def _lay(names: Names, name: str, spec: Spec, *, hosted: bool = False) -> None:
@@ -459,4 +391,4 @@ def _compatible(a: Tensor, b: Tensor) -> bool:
 
 COMPOSITES["_has_compatible_shallow_copy_type"] = _compatible
 
-__all__ = ["lay_module", "shard_module", "stored_specs"]
+__all__ = ["lay_module", "shard_module"]

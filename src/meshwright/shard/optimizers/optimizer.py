@@ -31,6 +31,7 @@ from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, call_enabled, hold, in_slot, wrap
 from ..gradients.sync import sync_of
+from ..parameters.stored import Axes
 from .blocks import Apart
 from .hyperparameters import numbers_of
 from .kinds import builtin, check_class, check_fused, hooks_of, mixes, name_of
@@ -46,7 +47,7 @@ class OptimizerBinding:
         opt: the optimizer.
         elementwise: the caller's word that a step of an unknown class treats elements one by one.
         reshards: bring gradients of other layouts to the parameter's, instead of refusing them.
-        states_over: the axis that states are split over.
+        states_over: the axes that states are split over.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class OptimizerBinding:
         *,
         elementwise: bool = False,
         reshards: bool = False,
-        states_over: str | None = None,
+        states_over: Axes | None = None,
     ) -> None:
         self.elementwise, self.reshards, self.states_over = elementwise, reshards, states_over
         self.chunks = Chunks(states_over, ()) if states_over is not None else None
@@ -395,8 +396,8 @@ def _step_on_locals() -> None:
             step.__closure__[own].cell_contents = _on_locals(step.__wrapped__)
 
 
-@takes(ShardError, states_over=((str, NoneType), "give one axis of the mesh"))
-def shard_optimizer(opt: Optimizer, *, states_over: str | None = None, elementwise: bool = False) -> Optimizer:
+@takes(ShardError, states_over=((str, list, tuple, NoneType), "give an axis of the mesh, or several"))
+def shard_optimizer(opt: Optimizer, *, states_over: Axes | None = None, elementwise: bool = False) -> Optimizer:
     """Prepare an optimizer for distributed parameters; the same object is returned.
 
     Plain optimizers work on distributed parameters whose gradients lie as they do.  This adds: gradients of
@@ -406,9 +407,9 @@ def shard_optimizer(opt: Optimizer, *, states_over: str | None = None, elementwi
 
     Args:
         opt: an optimizer over the parameters of a sharded model.
-        states_over: axis over which states are split (ZeRO-1), and with them the gradients of a model that was
-            sharded with ``shard_module`` (ZeRO-2): each rank updates its chunk of every parameter that is
-            replicated on the axis, then the chunks are gathered.
+        states_over: axis, or axes, over which states are split (ZeRO-1), and with them the gradients of a model that
+            was sharded with ``shard_module`` (ZeRO-2): each rank updates its chunk of every parameter that is
+            replicated on them, then the chunks are gathered.
         elementwise: a class of your own treats elements one by one.
 
     Raises:

@@ -18,12 +18,12 @@ from ...dispatch import disabled
 from ...errors import ShardError
 from ...layout import Layout, Replicate, Spec
 from ...local_tensor import bare
-from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, in_spec, wrap
 from ..gradients.sync import BUCKET_BYTES, sync_of
-from ..parameters.packing import Packing, chunk_dim, cut_over, split_dim
+from ..parameters.packing import Packing, axes_of, cut, cut_axes, own_part, split_dim
+from ..parameters.stored import Axes
 from .kinds import ELEMENTWISE, name_of
 
 T = TypeVar("T")
@@ -35,12 +35,12 @@ class Chunks:
     """The own chunks of some parameters.
 
     Args:
-        axis: name of the mesh axis that the states are split over.
-        params: the parameters; those that are split over the axis already, or too small, are left as they are.
+        over: name of the mesh axis that the states are split over, or names of several.
+        params: the parameters; those that are split over an axis already, or too small, are not split over it.
     """
 
-    def __init__(self, axis: str, params: Iterable[DistTensor]) -> None:
-        self.axis = axis
+    def __init__(self, over: Axes, params: Iterable[DistTensor]) -> None:
+        self.over = over
         self.specs: dict[int, Spec] = {}
         self.views: dict[int, Tensor] = {}
         self.add(params)
@@ -48,13 +48,10 @@ class Chunks:
     def add(self, params: Iterable[DistTensor]) -> None:
         """Further parameters."""
         for p in params:
-            axis = p._spec.mesh.axis_index(self.axis)
-            if id(p) in self.specs or not isinstance(p._spec.layout.placements[axis], Replicate):
+            chunk = None if id(p) in self.specs else chunk_spec(p._spec, self.over)
+            if chunk is None:
                 continue
-            dim = chunk_dim(p._spec, axis, first=True)
-            if dim is None:
-                continue
-            self.specs[id(p)] = cut_over(p._spec, axis, dim)
+            self.specs[id(p)] = chunk
             p.__dict__["_chunk"] = self.specs[id(p)]  # the gradient synchronisation reads it
             sync = sync_of(p)
             if sync is not None:
@@ -70,13 +67,7 @@ class Chunks:
     def view(self, p: DistTensor) -> Tensor:
         """The own chunk of a parameter: memory of the parameter where the chunk is contiguous, else a
         copy."""
-        spec = self.specs[id(p)]
-        axis = spec.mesh.axis_index(self.axis)
-        dim = split_dim(spec, axis)
-        local = bare(p)
-        here = spec.mesh.coordinate(runtime.RT.rank)
-        lo = spec.local_offset(here)[dim] - p._spec.local_offset(here)[dim]
-        own = local.narrow(dim, lo, spec.local_shape(here)[dim])
+        own = own_part(bare(p), p._spec, self.specs[id(p)])
         kept = self.views.get(id(p))
         if kept is None or kept.shape != own.shape or kept.dtype is not own.dtype or kept.device != own.device:
             kept = None
@@ -103,27 +94,33 @@ class Chunks:
         """Bring the chunks that a step has updated to all ranks."""
         in_flight: list[tuple[Packing, list[DistTensor], collective.Pending]] = []
         with torch.no_grad(), disabled():
-            for members in _buckets(params):
+            for axes, members in self._buckets(params):
                 mesh = members[0]._spec.mesh
-                axis = mesh.axis_index(self.axis)
                 shapes = [Tensor.size(p) for p in members]
-                dims = [split_dim(self.specs[id(p)], axis) for p in members]
-                packing = Packing(shapes, dims, mesh.sizes[axis])
+                dims = [split_dim(self.specs[id(p)], axes) for p in members]
+                packing = Packing(shapes, dims, tuple(mesh.sizes[a] for a in axes))
                 row = packing.pack_row([self.views[id(p)] for p in members])
-                group = collective.group(mesh, (axis,))
+                group = collective.group(mesh, axes)
                 in_flight.append((packing, members, collective.all_gather_async(row, 0, packing.sizes, group)))
             for packing, members, pending in in_flight:
                 packing.unpack(pending.wait(), [bare(p) for p in members])
 
+    def _buckets(self, params: Sequence[DistTensor]) -> Iterator[tuple[tuple[int, ...], list[DistTensor]]]:
+        """Parameters that travel together, and the axes: same mesh and dtype, bounded size (of the first rank, as all
+        must agree)."""
+        groups: dict[Any, list[DistTensor]] = {}
+        for p in params:
+            groups.setdefault((cut_axes(p._spec, self.specs[id(p)]), p._spec.mesh, p._spec.dtype), []).append(p)
+        for (axes, *_), members in groups.items():
+            for batch in batched_by(members, lambda p: p._spec.nbytes, BUCKET_BYTES):
+                yield axes, batch
 
-def _buckets(params: Sequence[DistTensor]) -> Iterable[list[DistTensor]]:
-    """Parameters that travel together: same mesh and dtype, bounded size (of the first rank, as all must
-    agree)."""
-    groups: dict[Any, list[DistTensor]] = {}
-    for p in params:
-        groups.setdefault((p._spec.mesh, p._spec.dtype), []).append(p)
-    for members in groups.values():
-        yield from batched_by(members, lambda p: p._spec.nbytes, BUCKET_BYTES)
+
+def chunk_spec(spec: Spec, over: Axes) -> Spec | None:
+    """How the states of a parameter lie that are split over axes on which it is whole; None: as it lies."""
+    whole = tuple(a for a in axes_of(spec.mesh, over) if isinstance(spec.layout.placements[a], Replicate))
+    own, layout = cut(spec, whole, first=True)
+    return spec.with_(layout=layout, reduced=0, undecided=0) if own else None
 
 
 def batched_by(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -259,4 +256,4 @@ def held_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -
         return wrap(made, target) if shape == whole else made
 
 
-__all__ = ["Chunks", "Shadow", "check_state", "held_state", "own_spec"]
+__all__ = ["Chunks", "Shadow", "check_state", "chunk_spec", "held_state", "own_spec"]

@@ -21,12 +21,6 @@ from ...ranks import runtime
 
 Tensor = torch.Tensor
 HOST = "cpu"
-ON = "_stored_on"  # in the dict of a parameter: the type of the device that it is stored on, where one was said
-
-
-def on_host(p: Tensor) -> bool:
-    """Whether a parameter was told to be stored on the host."""
-    return ON in p.__dict__
 
 
 def check_device(device: Any) -> None:
@@ -120,22 +114,6 @@ def brought(p: Tensor, device: str) -> Tensor:
     return local.to(device, non_blocking=True)
 
 
-def near(p: Tensor, g: Tensor) -> Tensor:
-    """A gradient of a parameter where ranks meet.  Dispatch must be disabled."""
-    if not on_host(p):
-        return g
-    runtime.RT.counts.add_copy("to_device", g.nbytes)
-    return g.to(p._spec.mesh.device)  # type: ignore[attr-defined]
-
-
-def home(p: Tensor, g: Tensor) -> Tensor:
-    """A gradient of a parameter where that is stored, at once; differentiable.  Dispatch must be disabled."""
-    if not on_host(p):
-        return g
-    runtime.RT.counts.add_copy("to_host", g.nbytes)
-    return g.to(HOST)
-
-
 class Leaving:
     """A tensor on its way from the mesh's device to the host."""
 
@@ -155,14 +133,10 @@ class Leaving:
 
 __all__ = [
     "HOST",
-    "ON",
     "Lane",
     "Leaving",
     "brought",
     "check_device",
     "check_place",
-    "home",
     "in_host_memory",
-    "near",
-    "on_host",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -63,6 +63,18 @@ class Names:
                     found[name] = globs[glob]
         return found
 
+    def units(self) -> dict[str, str]:
+        """First name of each parameter to the unit that it belongs to, by the name of the unit's module."""
+        first: dict[int, str] = {}
+        for name, module in self.modules.items():
+            first.setdefault(id(module), name or "model")
+        by_id = {id(t): name for name, t in self.tensors.items()}
+        found: dict[str, str] = {}
+        for module, members in units_of(self.modules[""]):
+            for p in (p for m in members for p in m._parameters.values() if p is not None):
+                found.setdefault(by_id[id(p)], first[id(module)])
+        return found
+
     def current(self) -> dict[str, Tensor]:
         """First name to the tensor that is registered there now."""
         found = {}
@@ -70,6 +82,34 @@ class Names:
             module, key, _ = self.places(name)[0]
             found[name] = getattr(module, key)
         return found
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def units_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Each unit: the module whose forward it spans, and the modules whose parameters belong to it.
+
+    Entries of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` are units with all that is in them, unless
+    they are such containers themselves.  Other modules are units of their own parameters.
+    """
+    taken: set[int] = set()
+
+    def visit(module: nn.Module, entry: bool) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+        if id(module) in taken:
+            return
+        container = isinstance(module, _CONTAINERS)
+        if entry and not container:
+            inside = [m for m in module.modules() if id(m) not in taken]
+            taken.update(id(m) for m in inside)
+            yield module, inside
+            return
+        taken.add(id(module))
+        yield module, [module]
+        for child in module.children():
+            yield from visit(child, container)
+
+    yield from visit(model, False)
 
 
 def inside(name: str, module: str) -> bool:
@@ -105,4 +145,4 @@ def matching(
     return found
 
 
-__all__ = ["Globs", "Names", "inside", "matching", "outermost"]
+__all__ = ["Globs", "Names", "inside", "matching", "outermost", "units_of"]

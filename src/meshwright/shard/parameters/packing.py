@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...layout import REPLICATE, Layout, Shard, Spec, chunk_bounds, chunk_sizes
+from ...layout import REPLICATE, Layout, Shard, Spec, chunk_sizes
+from ...mesh import Mesh
+from ...ranks import runtime
 
 Tensor = torch.Tensor
 
@@ -24,12 +26,14 @@ class Packing:
     Args:
         shapes: shapes of the whole tensors.
         dims: the dim along which each is cut, in ``torch.chunk`` parts.
-        n: number of ranks.
+        cuts: sizes of the axes that cut it, one after the other, the major one first.
         step: elements that are encoded together on the wire: at multiples of it chunks begin.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], dims: Sequence[int], n: int, step: int = 1) -> None:
-        self.shapes, self.dims, self.n = [tuple(s) for s in shapes], list(dims), n
+    def __init__(
+        self, shapes: Sequence[Sequence[int]], dims: Sequence[int], cuts: tuple[int, ...], step: int = 1
+    ) -> None:
+        self.shapes, self.dims, self.cuts, self.n = [tuple(s) for s in shapes], list(dims), cuts, math.prod(cuts)
         longest = [math.prod(self.chunk_shape(s, d, 0)) for s, d in zip(self.shapes, self.dims, strict=True)]
         self.offsets, end = aligned(longest, step)
         self.row = -(-end // step) * step  # elements in a row
@@ -37,8 +41,7 @@ class Packing:
 
     def chunk_shape(self, shape: tuple[int, ...], dim: int, rank: int) -> tuple[int, ...]:
         """Shape of the chunk of one rank."""
-        lo, hi = chunk_bounds(shape[dim], self.n, rank)
-        return (*shape[:dim], hi - lo, *shape[dim + 1 :])
+        return (*shape[:dim], _lengths(shape[dim], self.cuts)[rank], *shape[dim + 1 :])
 
     @property
     def sizes(self) -> list[int]:
@@ -56,7 +59,7 @@ class Packing:
                 packed.append(rows[:, offset : offset + math.prod(chunk)].unflatten(1, chunk))
                 cut.append(t.unflatten(dim, (n, chunk[dim])).movedim(dim, 0) if dim else t.view(n, *chunk))
                 continue
-            for r, part in enumerate(t.split(chunk_sizes(shape[dim], n), dim)):
+            for r, part in enumerate(t.split(_lengths(shape[dim], self.cuts), dim)):
                 if part.numel():
                     packed.append(rows[r, offset : offset + part.numel()].view(part.shape))
                     cut.append(part)
@@ -98,6 +101,14 @@ class Packing:
         return made
 
 
+def _lengths(size: int, cuts: tuple[int, ...]) -> list[int]:
+    """Of the parts of a dim that axes of these sizes cut one after the other."""
+    parts = [size]
+    for n in cuts:
+        parts = [c for p in parts for c in chunk_sizes(p, n)]
+    return parts
+
+
 def aligned(sizes: Sequence[int], step: int) -> tuple[list[int], int]:
     """At which element of a buffer each of some tensors begins, multiples of ``step``, and where the last one ends."""
     made, end = [], 0
@@ -113,13 +124,13 @@ def _copy(into: list[Tensor], values: list[Tensor]) -> None:
         torch._foreach_copy_(into, values)
 
 
-def chunk_dim(spec: Spec, axis: int, *, first: bool = False) -> int | None:
-    """The dim along which a tensor is cut over one more axis; None where it stays as it is.
+def chunk_dim(spec: Spec, axes: tuple[int, ...], *, first: bool = False) -> int | None:
+    """The dim along which a tensor is cut over further axes; None where it stays as it is.
 
-    Of the dims that no other axis splits: the first one that the axis divides evenly, else the longest.  A
-    tensor none of whose dims is as long as the axis stays whole.
+    Of the dims that no other axis splits: the first one that the axes divide evenly, else the longest.  A
+    tensor none of whose dims is as long as the axes have ranks stays whole.
     """
-    n = spec.mesh.sizes[axis]
+    n = math.prod(spec.mesh.sizes[a] for a in axes)
     split = spec.layout.dim_axes()
     free = [d for d, size in enumerate(spec.shape) if d not in split and size >= n]
     if n == 1 or not free:
@@ -130,22 +141,58 @@ def chunk_dim(spec: Spec, axis: int, *, first: bool = False) -> int | None:
     return even[0] if even else max(free, key=lambda d: (spec.shape[d], -d))
 
 
-def cut_over(spec: Spec, axis: int, dim: int) -> Spec:
-    """The spec with one axis cutting a dim."""
-    return spec.with_(layout=spec.layout.replace(axis, Shard(dim)), reduced=0, undecided=0)
+def cut(spec: Spec, axes: tuple[int, ...], *, first: bool = False) -> tuple[tuple[int, ...], Layout]:
+    """The layout of a tensor that is cut over further axes, and those that cut it: too small a one is cut over the
+    minor ones alone, or over none.
+
+    Args:
+        axes: in the order of the mesh; they cut one dim, the major one first.
+        first: the first dim, however the axes divide it.
+    """
+    for own in (axes[i:] for i in range(len(axes))):
+        dim = chunk_dim(spec, own, first=first)
+        if dim is not None:
+            layout = spec.layout
+            for a in own:
+                layout = layout.replace(a, Shard(dim))
+            return own, layout
+    return (), spec.layout
 
 
 @functools.lru_cache(4096)  # of parameters, of which there are few
-def whole_over(spec: Spec, axis: int) -> Layout:
-    """The layout of a spec with one axis no longer cutting it."""
-    return spec.layout.replace(axis, REPLICATE)
+def whole_over(spec: Spec, axes: tuple[int, ...]) -> Layout:
+    """The layout of a spec with some axes no longer cutting it."""
+    layout = spec.layout
+    for a in axes:
+        layout = layout.replace(a, REPLICATE)
+    return layout
 
 
-def split_dim(spec: Spec, axis: int) -> int:
-    """The dim that an axis splits."""
-    p = spec.layout.placements[axis]
+def split_dim(spec: Spec, axes: tuple[int, ...]) -> int:
+    """The dim that axes split."""
+    p = spec.layout.placements[axes[0]]
     assert isinstance(p, Shard)
     return p.dim
 
 
-__all__ = ["Packing", "aligned", "chunk_dim", "cut_over", "split_dim", "whole_over"]
+def cut_axes(have: Spec, want: Spec) -> tuple[int, ...]:
+    """The axes on which two layouts differ: those that cut one of them further."""
+    pairs = zip(have.layout.placements, want.layout.placements, strict=True)
+    return tuple(a for a, (p, q) in enumerate(pairs) if p != q)
+
+
+def own_part(local: Tensor, have: Spec, want: Spec) -> Tensor:
+    """What is this rank's of a tensor in a layout that cuts it further: a view of what it has."""
+    here = have.mesh.coordinate(runtime.RT.rank)
+    bounds, within = want.layout.local_bounds(want.shape, here), have.local_offset(here)
+    for d, ((lo, hi), start) in enumerate(zip(bounds, within, strict=True)):
+        local = local.narrow(d, lo - start, hi - lo) if local.shape[d] != hi - lo else local
+    return local
+
+
+def axes_of(mesh: Mesh, said: str | Sequence[str]) -> tuple[int, ...]:
+    """One axis or several, as indices in the order of the mesh.  Raises MeshError for an unknown one."""
+    return tuple(sorted({mesh.axis_index(a) for a in ((said,) if isinstance(said, str) else said)}))
+
+
+__all__ = ["Packing", "aligned", "axes_of", "cut", "cut_axes", "own_part", "split_dim", "whole_over"]

@@ -23,7 +23,6 @@ from ...layout import CASTS, Float8, Wire, wire_name
 from .names import Names, inside, outermost
 
 Tensor = torch.Tensor
-PRECISION = "_precision"  # in the dict of a parameter: its Dtypes, where they are not the stored one
 _KNOWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -95,30 +94,6 @@ class Dtypes(NamedTuple):
         sent = "" if self.wire is None else f", sent as {wire_name(self.wire)}"
         sent += "" if self.gather is None else f", gathered as {wire_name(self.gather)}"
         return f"computed in {self.compute}, reduced in {self.reduce}, Partial in {self.partial or 'its own'}{sent}"
-
-
-def compute_dtype(p: Tensor) -> torch.dtype:
-    """In which ops see a parameter."""
-    found: Dtypes | None = p.__dict__.get(PRECISION)
-    return p.dtype if found is None else found.compute
-
-
-def reduce_dtype(p: Tensor) -> torch.dtype:
-    """In which the gradient of a parameter is reduced."""
-    found: Dtypes | None = p.__dict__.get(PRECISION)
-    return p.dtype if found is None else found.reduce
-
-
-def partial_dtype(p: Tensor) -> torch.dtype | None:
-    """In which what ops make of a parameter is summed over ranks at least; None: its own."""
-    found: Dtypes | None = p.__dict__.get(PRECISION)
-    return None if found is None else found.partial
-
-
-def gather_wire(p: Tensor) -> Wire | None:
-    """In what a parameter that is stored split travels to where it is used; None: as ops see it."""
-    found: Dtypes | None = p.__dict__.get(PRECISION)
-    return None if found is None else found.gather
 
 
 def put(own: Tensor, seen: Tensor, wire: Wire | None = None) -> None:
@@ -290,7 +265,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 __all__ = [
-    "PRECISION",
     "PRECISION_WANTED",
     "Casts",
     "Dtypes",
@@ -298,9 +272,5 @@ __all__ = [
     "Precisions",
     "casts_of",
     "check_autocast",
-    "compute_dtype",
-    "gather_wire",
-    "partial_dtype",
     "put",
-    "reduce_dtype",
 ]

@@ -20,11 +20,10 @@ from ...resharding.conversions import ConversionStep
 from ...resharding.planner import ConversionPlan, in_dtype
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import OPEN, DistTensor, GradientHook, wrap
-from ..parameters.host import home, on_host
-from ..parameters.precision import PRECISION, Dtypes, partial_dtype, reduce_dtype
+from ..parameters.stored import home, on_host, reduce_dtype, seen_spec, stored
 from ..parameters.versions import aliased, state_of
 from .saved_tensors import Saver, may_save_references
-from .unit import Unit, is_cast, seen_spec, stored_axis
+from .unit import Unit
 from .wholes import Whole, under_way
 
 Tensor = torch.Tensor
@@ -104,7 +103,7 @@ class Seen:
     def dtype(self, p: Tensor) -> torch.dtype | None:
         """In which ops see a parameter, if it is one of the unit's, or seen so wherever the unit's forward uses it."""
         known = id(p) in self.unit.index or (self.unit.whole and self.unit.zero.casting(p) is not None)
-        found: Dtypes | None = p.__dict__.get(PRECISION)
+        found = stored(p).dtypes
         return found.compute if known and found is not None else None
 
     def device(self, p: Tensor) -> torch.device | None:
@@ -160,9 +159,9 @@ class Seen:
             for i, t in zip(learning, out, strict=True):
                 made[i] = t
         for i, (p, t) in enumerate(zip(unit.params, made, strict=True)):
-            spec = seen_spec(p, i in learning).with_(sums=partial_dtype(p))
+            spec = seen_spec(p, i in learning)
             wrap(t, spec)
-            if i in learning and is_cast(p):
+            if i in learning and stored(p).dtypes:
                 t.__dict__[BRING] = _Bring(unit, p)
             if p.requires_grad and t.dtype is torch.float32:
                 t.__dict__[ONCE] = self._cast(i)
@@ -241,9 +240,9 @@ class _Gather(torch.autograd.Function):
             if g is not None:
                 with disabled():
                     g = executor.back(ctx.steps, g.to(reduce_dtype(p)), ctx.cause)
-            spec = seen_spec(p).grad().with_(dtype=reduce_dtype(p))  # the forward may have been what decided the types
+            spec = seen_spec(p).grad().summed_as(reduce_dtype(p))  # the forward may have been what decided the types
             # Of one that is stored on the host contributions are held on the device until they are reduced.
-            how, whole = _wanted(node), stored_axis(p) is None and not (on_host(p) and spec.layout.partial)
+            how, whole = _wanted(node), not stored(p).axes and not (on_host(p) and spec.layout.partial)
             # Hooks of the user are autograd's business: they get the gradient as its parameter lies, in ``reduce``.
             native = torch.is_grad_enabled() or p.__dict__["_after"] or _hooked(p)
             if g is not None and (how == "returned" or (how == "kept" and (native or whole))):

@@ -12,7 +12,7 @@ After Rajbhandari et al., ZeRO (2020), and PyTorch's FSDP (Zhao et al., 2023).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ import torch.nn as nn
 
 from ...mesh import Mesh
 from ..gradients.sync import GradSync
-from ..parameters.precision import Dtypes
+from ..parameters.names import units_of
+from ..parameters.stored import Stored
 from .forward import enter, leave
-from .unit import Unit, Zero, stored_axis
+from .unit import Unit, Zero
 
 Tensor = torch.Tensor
 
@@ -52,35 +53,19 @@ class _Begin:
         self.zero.begin_forward()
 
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-def install(
-    model: nn.Module,
-    mesh: Mesh,
-    sync: GradSync,
-    stored: Mapping[int, int],
-    cast: Mapping[int, Dtypes],
-    hosted: Set[int] = frozenset(),
-    *,
-    regather: bool = True,
-) -> Zero:
+def install(model: nn.Module, mesh: Mesh, sync: GradSync, kept: Mapping[int, Stored], *, regather: bool = True) -> Zero:
     """Have the stored parameters of a model copied, cast and gathered for its forwards.
 
     Args:
-        stored: id of a parameter to the axis that it is stored over.
-        cast: id of a parameter to the dtypes that it is seen and reduced in.
-        hosted: ids of parameters that are stored on the host.
+        kept: id of a parameter to its record.
         regather: gather again for the backward, instead of keeping what was gathered.
     """
-    zero, otherwise = Zero(mesh, sync, regather), {*stored, *cast, *hosted}
+    zero, elsewhere = Zero(mesh, sync, regather), any(s.dtypes or s.device for s in kept.values())
     for module, members in units_of(model):
-        places = [(m, k, p) for m in members for k, p in m._parameters.items() if id(p) in otherwise]
-        params: list[Any] = [p for _, _, p in places]
-        if params or (module is model and (cast or hosted)):
+        places = [(m, k, p) for m in members for k, p in m._parameters.items() if id(p) in kept]
+        if places or (module is model and elsewhere):
             spans = len(members) == sum(1 for _ in module.modules())
-            unit = Unit(zero, params, stored, cast, hosted, spans, whole=module is model)
-            unit.places = [(m, k, cast.get(id(p)), id(p) in hosted) for m, k, p in places]
+            unit = Unit(zero, [(m, k, p, kept[id(p)]) for m, k, p in places], spans, whole=module is model)  # type: ignore[misc]
             zero.units.append(unit)
             module.register_forward_pre_hook(_Enter(unit), prepend=True)  # other hooks may use parameters
             module.register_forward_hook(_Leave(unit), always_call=True)
@@ -88,29 +73,4 @@ def install(
     return zero
 
 
-def units_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Each unit: the module whose forward it spans, and the modules whose parameters belong to it.
-
-    Entries of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` are units with all that is in them, unless
-    they are such containers themselves.  Other modules are units of their own parameters.
-    """
-    taken: set[int] = set()
-
-    def visit(module: nn.Module, entry: bool) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-        if id(module) in taken:
-            return
-        container = isinstance(module, _CONTAINERS)
-        if entry and not container:
-            inside = [m for m in module.modules() if id(m) not in taken]
-            taken.update(id(m) for m in inside)
-            yield module, inside
-            return
-        taken.add(id(module))
-        yield module, [module]
-        for child in module.children():
-            yield from visit(child, container)
-
-    yield from visit(model, False)
-
-
-__all__ = ["Unit", "Zero", "install", "stored_axis", "units_of"]
+__all__ = ["install"]

@@ -9,14 +9,12 @@ import torch
 
 from ...dispatch import disabled
 from ...errors import ShardError
-from ...layout import chunk_bounds
 from ...local_tensor import bare
-from ...ranks import runtime
 from ...tensor import OPEN, DistTensor
-from ..parameters.packing import split_dim
-from ..parameters.precision import gather_wire, put
+from ..parameters.packing import own_part
+from ..parameters.precision import put
+from ..parameters.stored import gather_wire, seen_spec
 from ..parameters.versions import state_of
-from .unit import stored_axis
 
 Tensor = torch.Tensor
 _VIEWED = "a view of a leaf Variable that requires grad is being used in an in-place operation."
@@ -69,15 +67,10 @@ class Whole:
             )
         if any(s.recorded(self) for s in self.shown):
             raise RuntimeError(f"{_VIEWED} ({name})")
-        axis, mesh = stored_axis(p), p._spec.mesh
         with torch.no_grad(), disabled():
-            if axis is not None:
-                dim = split_dim(p._spec, axis)
-                here = mesh.coordinate(runtime.RT.rank)
-                lo, hi = chunk_bounds(part.shape[dim], mesh.sizes[axis], here[axis])
-                part = part.narrow(dim, lo, hi - lo)
             own = bare(p)
-            put(own, part.to(own.device), None if axis is None else gather_wire(p))
+            part = own_part(part, seen_spec(p), p._spec)
+            put(own, part.to(own.device), gather_wire(p))
         self.state, self.version = state_of(p), self.seen._version
 
     def renew(self, made: Tensor, state: Any) -> None:
