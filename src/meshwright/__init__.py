@@ -34,7 +34,7 @@ if TYPE_CHECKING or not _COMMAND:
     )
     from .errors import RankFailedError
     from .generator import reproducible_random
-    from .layout import Float8, Layout, Partial, Replicate, Shard, Spec
+    from .layout import Float8, Layout, LayoutTable, Partial, Replicate, Shard, Spec, load_layouts
     from .mesh import Mesh
     from .ranks.simulation import simulate
     from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from . import passes
     from .checkpoint import Checkpoints, load_weights, save_weights
     from .explanation import Explanation, explain, explicit
+    from .planning import layouts
     from .program import LossScale, load_program, save_program
     from .program.compile import capture_local, compile_step
     from .testing import check_conversion, check_program, check_rule
@@ -65,6 +66,7 @@ _LATER = {
     "check_conversion": "testing",
     "check_program": "testing",
     "check_rule": "testing",
+    "layouts": "planning",
     "passes": "passes",
 }
 
@@ -104,6 +106,7 @@ __all__ = [
     "Explanation",
     "Float8",
     "Layout",
+    "LayoutTable",
     "LossScale",
     "Mesh",
     "Partial",
@@ -125,6 +128,8 @@ __all__ = [
     "infer_backward",
     "infer_forward",
     "init_mesh",
+    "layouts",
+    "load_layouts",
     "load_program",
     "load_weights",
     "no_sync",

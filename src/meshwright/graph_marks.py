@@ -5,7 +5,6 @@ Below ``api``, which writes constraints where a model is exported, and ``program
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from . import compat, torch_changes
-from .errors import CaptureError, LayoutError
-from .layout import Layout, Partial, Placement, Replicate, Shard, as_placement
+from .errors import CaptureError
+from .layout import Layout, Placement, as_placement, placement_from
 from .operators import operator
 from .ranks.runtime import user_line
 
@@ -94,22 +93,10 @@ def gradients_marked() -> Iterator[None]:
         torch.autograd.grad = original
 
 
-_ENTRY = re.compile(r"(\w+)=(Shard|Replicate|Partial)\((.*)\)")
-
-
 def read_placements(text: str) -> dict[Any, Placement]:
     """What :func:`placements_text` wrote: axis name (or index) to placement."""
     made: dict[Any, Placement] = {}
     for entry in filter(None, text.split(";")):
-        found = _ENTRY.fullmatch(entry)
-        if found is None:
-            raise LayoutError(
-                f"cannot read the constraint {entry!r}: write axis=Shard(dim), axis=Replicate() or axis=Partial()"
-            )
-        axis, kind, inner = found.groups()
-        key: Any = int(axis) if axis.isdigit() else axis
-        if kind == "Shard":
-            made[key] = Shard(int(inner))
-        else:
-            made[key] = Replicate() if kind == "Replicate" else Partial(inner.strip("'\"") or "sum")
+        axis, _, placement = entry.partition("=")
+        made[int(axis) if axis.isdigit() else axis] = placement_from(placement)
     return made

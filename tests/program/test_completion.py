@@ -153,8 +153,8 @@ def test_repeated_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> Non
     from meshwright.program.capture import complete
 
     solved: list[Any] = []
-    original = complete._Completion._solve
-    monkeypatch.setattr(complete._Completion, "_solve", lambda *a: (solved.append(a), original(*a))[1])
+    original = complete.Completion._solve
+    monkeypatch.setattr(complete.Completion, "_solve", lambda *a: (solved.append(a), original(*a))[1])
 
     def count(layers: int) -> int:
         solved.clear()

@@ -20,14 +20,17 @@ from .placement import (
     commute,
     dual,
     neutral,
+    placement_from,
     unreducible,
 )  # fmt: skip
 from .spec import Spec, Wires, dtype_from, dtype_name, layout_data, layout_from, spec_data, spec_from, wider, widest
+from .table import LayoutLine, LayoutTable, load_layouts, read_layouts
 from .wire import CASTS, Float8, Wire, block_of, bytes_each, wire_bytes, wire_from, wire_name
 
 __all__ = [
-    "CASTS", "REDUCE_OPS", "REPLICATE", "Float8", "Layout", "Partial", "Placement", "Placements", "Replicate", "Shard",
-    "Spec", "Wire", "Wires", "as_placement", "block_of", "bytes_each", "chunk_bounds", "chunk_sizes", "commute",
-    "dtype_from", "dtype_name", "dual", "layout_data", "layout_from", "neutral", "spec_data", "spec_from",
-    "unreducible", "wider", "widest", "wire_bytes", "wire_from", "wire_name",
+    "CASTS", "REDUCE_OPS", "REPLICATE", "Float8", "Layout", "LayoutLine", "LayoutTable", "Partial", "Placement",
+    "Placements", "Replicate", "Shard", "Spec", "Wire", "Wires", "as_placement", "block_of", "bytes_each",
+    "chunk_bounds", "chunk_sizes", "commute", "dtype_from", "dtype_name", "dual", "layout_data", "layout_from",
+    "load_layouts", "neutral", "placement_from", "read_layouts", "spec_data", "spec_from", "unreducible", "wider",
+    "widest", "wire_bytes", "wire_from", "wire_name",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,25 @@ def as_placement(value: Any) -> Placement:
         if kind == "Partial":
             return Partial("sum" if value.reduce_op is None else str(value.reduce_op))
     raise LayoutError(f"{value!r} is not a placement: take mw.Shard(dim), mw.Replicate() or mw.Partial(op)")
+
+
+_TEXT = re.compile(r"(Shard|Replicate|Partial)\((.*)\)")
+
+
+def placement_from(text: str) -> Placement:
+    """The placement that ``repr`` of one gives.  Raises LayoutError for another text."""
+    found = _TEXT.fullmatch(text.strip())
+    kind, inner = found.groups() if found else ("", "")
+    try:
+        if kind == "Shard":
+            return Shard(int(inner))
+        if kind == "Partial":
+            return Partial(inner.strip("'\"") or "sum")
+    except ValueError:
+        kind = ""
+    if kind != "Replicate" or inner:
+        raise LayoutError(f"{text!r} is no placement: write Shard(dim), Replicate(), Partial() or Partial('max')")
+    return REPLICATE
 
 
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:

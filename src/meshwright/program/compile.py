@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch.nn as nn
 
 from ..collective import together
 from ..errors import CaptureError, ProgramError, takes
-from ..layout import Placements
+from ..layout import Placements, read_layouts
 from ..mesh import Mesh
 from ..passes import Pass, PassManager
 from ..ranks import runtime
@@ -112,8 +113,9 @@ _PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names
 
 
 @takes(
-    ProgramError, model=_MODEL, optimizer=_OPTIMIZER, layouts=_GLOBS, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES,
-    precision=PRECISION_WANTED, clip_grad_norm=((int, float, NoneType), "give the largest norm, a number above 0"),
+    ProgramError, model=_MODEL, optimizer=_OPTIMIZER, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES,
+    layouts=((Mapping, str, PathLike, NoneType), _GLOBS[1]), precision=PRECISION_WANTED,
+    clip_grad_norm=((int, float, NoneType), "give the largest norm, a number above 0"),
 )  # fmt: skip
 def compile_step(
     model: nn.Module,
@@ -122,7 +124,7 @@ def compile_step(
     example_batch: Any,
     *,
     mesh: Mesh,
-    layouts: Globs | None = None,
+    layouts: Globs | str | PathLike[str] | None = None,
     batch: Placements | Mapping[str, Placements] | None = None,
     inputs: Globs | None = None,
     outputs: Globs | None = None,
@@ -150,9 +152,10 @@ def compile_step(
         example_batch: a tensor, or tuples, lists and dicts of tensors, of global shapes; values do not matter.
         mesh: connected (or simulated).
         layouts: glob over names of parameters, buffers, batch tensors (``batch.0``) or values of the program to
-            placements.  All others follow by completion.
-        batch: placements of all batch tensors; or glob over their names to placements: ``{"input_ids": {"dp":
-            mw.Shard(0)}}`` of a dict, ``"0"`` of a tuple, ``"images.pixels"`` of what is nested.
+            placements.  All others follow by completion.  Or a table of :func:`layouts`, or its file.
+        batch: placements of all batch tensors (those of the table, unless given); or glob over their names to
+            placements: ``{"input_ids": {"dp": mw.Shard(0)}}`` of a dict, ``"0"`` of a tuple, ``"images.pixels"`` of
+            what is nested.
         inputs, outputs: glob over module names to placements of their inputs and outputs.
         stored_over: store parameters split over this axis, or these, gather them for use (ZeRO-3); or glob of names of
             parameters or modules to those.
@@ -174,13 +177,15 @@ def compile_step(
     """
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise ProgramError(f"compile_step: clip_grad_norm={clip_grad_norm}: give the largest norm, a number above 0")
+    mesh, names = checked_mesh(mesh), {id(p): n for n, p in model.named_parameters()}
+    with together(mesh, "compile_step"):
+        trained, table = as_one(optimizer), read_layouts(layouts)
     plan = Plan(
-        dict(layouts or {}), batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
+        table or {}, batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
         clip_grad_norm, gradients, LossScale.of(loss_scale), precision,
     )  # fmt: skip
-    mesh, names = checked_mesh(mesh), {id(p): n for n, p in model.named_parameters()}
-    _check_prepared(model, as_one(optimizer), plan)
-    source = _OfDevice(model, _one("compile_step", mesh, optimizer), mesh, plan, loss_fn, init, names)
+    _check_prepared(model, trained, plan)
+    source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names)
     return CompiledStep(source, example_batch, transform=_manager(passes), backend=backend)
 
 
@@ -267,13 +272,10 @@ def capture_local(
     """
     mesh = checked_mesh(mesh)
     _check_hosted(model)
-    source = _ByHand(model, _one("capture_local", mesh, optimizer), mesh, Plan(), step_fn)
+    with together(mesh, "capture_local"):
+        trained = as_one(optimizer)
+    source = _ByHand(model, trained, mesh, Plan(), step_fn)
     return CompiledStep(source, batch, transform=_manager(passes), backend=backend)
-
-
-def _one(what: str, mesh: Mesh, optimizer: Any) -> Any:
-    with together(mesh, what):
-        return as_one(optimizer)
 
 
 def _manager(passes: Sequence[Pass | str] | PassManager) -> PassManager:

@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from ...compat import pytree
 from ...errors import LayoutError, ProgramError, near
-from ...layout import Layout, Placements, Spec
+from ...layout import Layout, LayoutTable, Placements, Spec, read_layouts
 from ...mesh import Mesh
 from ...shard.modules.constraints import Inputs, Outputs, hooked
 from ...shard.parameters.names import Names, matching
@@ -49,7 +49,7 @@ class Plan:
 
     Attributes:
         layouts: glob over names of parameters and buffers, of batch tensors (``batch``, ``batch.0``, ``batch.x``) or of
-            values of the captured graph, to placements.
+            values of the captured graph, to placements; or a table of them, or its file.
         batch: placements of every batch tensor, or a mapping from their names (``x``, ``batch.x``) to placements.
         inputs, outputs: glob over module names to placements of what goes in or comes out, as for ``shard_module``.
         stored_over: parameters are stored split over this axis, or axes, and seen whole by the ops (ZeRO-3).
@@ -73,6 +73,13 @@ class Plan:
     gradients: bool = False
     loss_scale: LossScale | None = None
     precision: Precisions | None = None
+
+    def __post_init__(self) -> None:
+        """Read the file; a table says of the batch what nobody else does."""
+        table = read_layouts(self.layouts)
+        object.__setattr__(self, "layouts", dict(table or {}))
+        if self.batch is None and isinstance(table, LayoutTable):
+            object.__setattr__(self, "batch", table.batch or None)
 
 
 @dataclass(frozen=True)

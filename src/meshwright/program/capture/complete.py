@@ -109,10 +109,10 @@ def complete(captured: Captured, mesh: Mesh, constraints: Mapping[str, Any]) -> 
     Raises:
         LayoutError: placements that do not fit a value, or two users' words that contradict each other.
     """
-    return _Completion(captured, mesh).run(constraints)
+    return Completion(captured, mesh).run(constraints)
 
 
-class _Completion:
+class Completion:
     """The values, the ops between them, and the sweeps."""
 
     def __init__(self, captured: Captured, mesh: Mesh) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
 from types import NoneType
 from typing import Any
 
@@ -17,7 +18,7 @@ from ...autograd_functions import guard_scripts
 from ...collective import Fact, together
 from ...dispatch import disabled
 from ...errors import LayoutError, MeshwrightError, ShardError, takes
-from ...layout import Layout, Placements, Spec
+from ...layout import Layout, Placements, Spec, read_layouts
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...rules import COMPOSITES
@@ -34,13 +35,14 @@ from .constraints import Inputs, Outputs, hooked
 Tensor = torch.Tensor
 
 
-_GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}')
+_FIX = 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}'
+_GLOBS = ((Mapping, NoneType), _FIX)
 
 
 @takes(
     ShardError,
     mesh=MESH_WANTED,
-    placements=_GLOBS,
+    placements=((Mapping, str, PathLike, NoneType), _FIX),
     inputs=_GLOBS,
     outputs=_GLOBS,
     stored_over=OVER_WANTED,
@@ -51,7 +53,7 @@ _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.we
 def shard_module(
     model: nn.Module,
     mesh: Mesh,
-    placements: Globs | None = None,
+    placements: Globs | str | PathLike[str] | None = None,
     *,
     inputs: Globs | None = None,
     outputs: Globs | None = None,
@@ -70,8 +72,9 @@ def shard_module(
             materialised shard by shard, never whole, with the values that one device gets from the same seed.
         mesh: the mesh.
         placements: glob of parameter and buffer names to placements, e.g. ``{"*.qkv.weight": {"tp":
-            mw.Shard(0)}}``. Where several globs match a name the last one counts.  Parameters that none
-            matches are replicated; buffers that none matches stay plain tensors, which count as replicated.
+            mw.Shard(0)}}``; or a table of :func:`layouts`, or its file. Where several globs match a name the last one
+            counts.  Parameters that none matches are replicated; buffers that none matches stay plain tensors, which
+            count as replicated.
         inputs, outputs: glob of module names to the placements that the floating-point DistTensors among the
             positional inputs, or the outputs, are brought to.  This is how sequence parallelism is said.
         stored_over: axis, or axes, over which parameters are stored split and gathered for use (ZeRO-3); or glob of
@@ -114,7 +117,7 @@ def shard_module(
 def _laid(
     model: nn.Module,
     mesh: Mesh,
-    placements: Globs,
+    placements: Any,
     constraints: dict[str, Globs],
     storage: Storage,
     precision: Precisions | None,
@@ -122,7 +125,7 @@ def _laid(
     """Lay tensors and attach constraints, or raise the same on all ranks; the records of parameters by name."""
     names, modules = Names(model), dict(model.named_modules())
     with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
-        plan = _plan(names, mesh, placements)
+        plan = _plan(names, mesh, read_layouts(placements))
         casts = casts_of(model, names, precision)
         for name, dtypes in casts.dtypes.items():
             if name in plan:

@@ -134,14 +134,15 @@ def matching(
     """
     names = list(names)
     found = {g: [n for n in names if fnmatch.fnmatchcase(n, g)] for g in globs}
-    for g, matched in found.items():
-        if not matched:
-            if any(m and fnmatch.fnmatchcase(m, g) for m in modules):
-                raise ShardError(f"{g!r} is the name of a module, and that of a {what} was expected: say {g + '.*'!r}")
-            close = difflib.get_close_matches(g.replace("*", ""), names, n=3, cutoff=0.4)
-            near = f"; close ones: {', '.join(close)}" if close else ""
-            some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-            raise ShardError(f"{g!r} matches no {what}{near}; the names are: {some or '(none)'}")
+    if lost := [g for g, matched in found.items() if not matched]:
+        g, *others = lost
+        if any(m and fnmatch.fnmatchcase(m, g) for m in modules):
+            raise ShardError(f"{g!r} is the name of a module, and that of a {what} was expected: say {g + '.*'!r}")
+        close = difflib.get_close_matches(g.replace("*", ""), names, n=3, cutoff=0.4)
+        near = f"; close ones: {', '.join(close)}" if close else ""
+        more = f" (nor do {', '.join(map(repr, others))}: is it the plan of another model?)" if others else ""
+        some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+        raise ShardError(f"{g!r} matches no {what}{more}{near}; the names are: {some or '(none)'}")
     return found
 
 

@@ -1,0 +1,201 @@
+"""Layouts of a model's parameters as a table: which, why, as text and as a file; read wherever globs are taken."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import LayoutError
+from ..untrusted_files import read_regular
+from .layout import Placements
+from .placement import Placement, Replicate, as_placement, placement_from
+
+_FORMAT = 1
+_KEYS = {"format", "mesh", "batch", "layouts", "notes"}
+
+
+@dataclass(frozen=True)
+class LayoutLine:
+    """One line: what is split how, and why.
+
+    Attributes:
+        placements: axis to placement; of axes that are not named: replicated.
+        reason: in words.
+    """
+
+    placements: Mapping[str, Placement]
+    reason: str = ""
+
+
+class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
+    """Layouts of the parameters and buffers of a model, and of its batch: what :func:`meshwright.layouts` returns.
+
+    A mapping from globs of names to placements, as ``shard_module`` and ``compile_step`` take it, and to be edited as
+    one: ``table["head.weight"] = {"tp": mw.Replicate()}``, ``del table["head.weight"]``.
+
+    Attributes:
+        mesh: axis to size, of the mesh that it was made for.
+        lines: glob to line.
+        batch: placements of the batch: of all its tensors, or of each by its name.
+        notes: what else there is to say, such as an axis that nothing is split over.
+    """
+
+    def __init__(
+        self,
+        mesh: Mapping[str, int],
+        lines: Mapping[str, LayoutLine],
+        batch: Mapping[str, Any] | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.mesh, self.lines, self.batch, self.notes = dict(mesh), dict(lines), dict(batch or {}), tuple(notes)
+
+    def __getitem__(self, glob: str) -> Mapping[str, Placement]:
+        return self.lines[glob].placements
+
+    def __setitem__(self, glob: str, placements: Mapping[str, Any]) -> None:
+        if not isinstance(placements, Mapping) or not placements.keys() <= self.mesh.keys():
+            raise LayoutError(
+                f"{glob}: {placements!r}: a mapping from axes ({', '.join(self.mesh)}) to placements was expected"
+            )
+        self.lines[glob] = LayoutLine({a: as_placement(p) for a, p in placements.items()}, "edited")
+
+    def __delitem__(self, glob: str) -> None:
+        del self.lines[glob]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __repr__(self) -> str:
+        return f"<layouts of {len(self)} lines for {_axes(self.mesh)}>"
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        file = io.StringIO()
+        Console(file=file, width=160, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    def __rich__(self) -> Any:
+        """The table; what is whole on all ranks, and for the same reason, in one line."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, title_justify="left", title=f"layouts on {_axes(self.mesh)}")
+        for name in ("parameter", "placements", "why"):
+            table.add_column(name, overflow="fold")
+        whole: dict[str, list[str]] = {}
+        for glob, line in self.lines.items():
+            split = {a: p for a, p in line.placements.items() if not isinstance(p, Replicate)}
+            if split or line.reason == "edited":
+                table.add_row(Text(glob), Text(_words(split) or "whole"), Text(line.reason))
+            else:
+                whole.setdefault(line.reason, []).append(glob)
+        for reason, globs in whole.items():
+            table.add_row(Text(", ".join(globs)), Text("whole"), Text(reason))
+        for name, said in _by_leaf(self.batch).items():
+            table.add_row(Text(name), Text(_words(said) or "whole"), Text("the batch"))
+        return Group(table, *(Text(f"note: {note}") for note in self.notes))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as TOML, a line for each glob, to be edited and read by :func:`meshwright.load_layouts`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        sizes = ", ".join(f"{_quoted(a)} = {n}" for a, n in self.mesh.items())
+        text = [
+            f"format = {_FORMAT}",
+            f"mesh = {{ {sizes} }}",
+            f"notes = {json.dumps(list(self.notes))}",
+            "",
+            "[batch]",
+        ]
+        text += [f"{_quoted(name)} = {_inline(said)}" for name, said in _by_leaf(self.batch).items()]
+        text += ["", "[layouts]"]
+        text += [f"{_quoted(glob)} = {_inline(line.placements, line.reason)}" for glob, line in self.lines.items()]
+        Path(path).write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def load_layouts(path: str | os.PathLike[str]) -> LayoutTable:
+    """The table that :meth:`LayoutTable.save` wrote, or that was written by hand::
+
+        mesh = { dp = 2, tp = 2 }
+        [batch]
+        "*" = { dp = "Shard(0)" }
+        [layouts]
+        "layers.*.up.weight" = { tp = "Shard(0)" }
+        "layers.*.down.weight" = { tp = "Shard(1)" }
+
+    ``shard_module``, ``compile_step`` and the command line take the path itself.
+
+    Raises:
+        LayoutError: it cannot be read, is not TOML, or says what no layout is; names the file and the key.
+    """
+    try:
+        found = tomllib.loads(read_regular(Path(path)).decode())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise LayoutError(f"{path}: cannot be read as layouts: {error}") from error
+    if unknown := found.keys() - _KEYS:
+        raise LayoutError(f"{path}: unknown {', '.join(sorted(unknown))}: {', '.join(sorted(_KEYS))} are known")
+    if found.get("format", _FORMAT) != _FORMAT:
+        raise LayoutError(f"{path}: format {found['format']!r} is of another version: {_FORMAT} is read")
+    mesh, said, batch = (found.get(key, {}) for key in ("mesh", "layouts", "batch"))
+    if not all(isinstance(t, dict) for t in (mesh, said, batch)) or not all(type(n) is int for n in mesh.values()):
+        raise LayoutError(f"{path}: tables were expected: mesh = {{ tp = 2 }}, [batch], [layouts]")
+    notes = found.get("notes", [])
+    lines = {glob: _line(path, glob, entry, mesh) for glob, entry in said.items()}
+    leaves = {name: _line(path, f"batch: {name}", entry, mesh).placements for name, entry in batch.items()}
+    whole = leaves["*"] if leaves.keys() == {"*"} else leaves
+    return LayoutTable(mesh, lines, whole, tuple(map(str, notes)) if isinstance(notes, list) else ())
+
+
+def read_layouts(given: Any) -> Any:
+    """What was given for globs to placements; of the path of a file, the table in it."""
+    return load_layouts(given) if isinstance(given, (str, os.PathLike)) else given
+
+
+def _line(path: Any, glob: str, entry: Any, mesh: Mapping[str, int]) -> LayoutLine:
+    try:
+        if not isinstance(entry, dict):
+            raise LayoutError(f'{entry!r}: {{ tp = "Shard(0)" }} was expected')
+        reason = entry.pop("reason", "")
+        if unknown := [a for a in entry if mesh and a not in mesh]:
+            raise LayoutError(f"{', '.join(unknown)}: no axis of the file's mesh ({', '.join(mesh)})")
+        return LayoutLine({a: placement_from(str(text)) for a, text in entry.items()}, str(reason))
+    except LayoutError as error:
+        raise LayoutError(f"{path}: {glob}: {error}") from error
+
+
+def _by_leaf(batch: Mapping[str, Any]) -> Mapping[str, Mapping[str, Placement]]:
+    return {"*": batch} if batch and not any(isinstance(v, Mapping) for v in batch.values()) else batch
+
+
+def _axes(mesh: Mapping[str, int]) -> str:
+    return " × ".join(f"{a}={n}" for a, n in mesh.items())
+
+
+def _words(placements: Mapping[str, Placements]) -> str:
+    return ", ".join(f"{a}: {p!r}" for a, p in placements.items())
+
+
+def _inline(placements: Mapping[str, Placements], reason: str = "") -> str:
+    said = [f'{_quoted(a)} = "{p!r}"' for a, p in placements.items()]
+    said += [f"reason = {json.dumps(reason, ensure_ascii=False)}"] if reason else []
+    return "{ " + ", ".join(said) + " }" if said else "{}"
+
+
+def _quoted(key: str) -> str:
+    return key if key.isidentifier() and key.isascii() else json.dumps(key, ensure_ascii=False)
+
+
+__all__ = ["LayoutLine", "LayoutTable", "load_layouts", "read_layouts"]

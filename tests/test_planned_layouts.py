@@ -1,0 +1,173 @@
+"""``mw.layouts``: what it splits of a model, against one device in float64; its table and its file."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import meshwright as mw
+from meshwright.errors import LayoutError, ShardError
+from meshwright.explanation import explain_program
+from meshwright.program import Plan, build
+
+Tensor = torch.Tensor
+Batch = tuple[Tensor, Tensor]
+MESHES = {"dp2tp2": mw.Mesh({"dp": 2, "tp": 2}), "tp3": mw.Mesh({"tp": 3})}
+ROWS, LENGTH, WIDTH, HEADS, WORDS = 4, 5, 12, 6, 60
+
+
+class Block(nn.Module):
+    """A block of a GPT; with names that say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.e, self.f = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.n1(x)
+        q, k, v = (m(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for m in (self.a, self.b, self.c))
+        x = x + self.d(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.f(F.gelu(self.e(self.n2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def made() -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    model = Model().double()
+    return model, (torch.randint(WORDS, (ROWS, LENGTH)), torch.randint(WORDS, (ROWS, LENGTH)))
+
+
+def one_device() -> dict[str, Tensor]:
+    model, batch = made()
+    loss = loss_of(model, batch)
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def eager(mesh: mw.Mesh, table: mw.LayoutTable | Path) -> dict[str, Tensor]:
+    model, batch = made()
+    mw.shard_module(model, mesh, table)
+    if "dp" in mesh.axes:
+        batch = tuple(mw.shard_tensor(t, mesh, {"dp": mw.Shard(0)}) for t in batch)
+    loss = loss_of(model, batch)
+    loss.backward()
+    return {n: mw.unshard(t) for n, t in [("loss", loss.detach()), *((n, p.grad) for n, p in model.named_parameters())]}
+
+
+def captured(mesh: mw.Mesh, table: mw.LayoutTable | Path) -> dict[str, Tensor]:
+    model, batch = made()
+    step = mw.compile_step(model, loss_of, None, batch, mesh=mesh, layouts=table, gradients=True)
+    loss = step(batch)
+    return {n: mw.unshard(t) for n, t in [("loss", loss.detach()), *((n, p.grad) for n, p in model.named_parameters())]}
+
+
+@functools.cache
+def found(mesh: mw.Mesh) -> mw.LayoutTable:
+    model, batch = made()
+    return mw.layouts(model, mesh, batch, loss_of)
+
+
+@pytest.mark.parametrize("mode", [eager, captured])
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_equals_one_device(mesh: mw.Mesh, mode: object) -> None:
+    want, table = one_device(), found(mesh)
+    for got in mw.simulate(lambda: mode(mesh, table), mesh):  # type: ignore[operator]
+        for name, t in want.items():
+            torch.testing.assert_close(got[name], t, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_splits_as_megatron_does(mesh: mw.Mesh) -> None:
+    columns, rows = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
+    split = {g: p for g, p in found(mesh).items() if p}
+    firsts = [f"blocks.*.{m}.{t}" for m in "abce" for t in ("weight", "bias")]
+    want = dict.fromkeys([*firsts, "words.weight", "head.weight"], columns)
+    assert split == want | dict.fromkeys(["blocks.*.d.weight", "blocks.*.f.weight"], rows)
+
+
+def test_sends_what_megatron_sends() -> None:
+    """Over tp: two sums of a block forward and two backward, one of the embedding, one of the head's input, and of the
+    rows' maxima, sums and targets of the loss."""
+    model, batch = made()
+    mesh = MESHES["tp3"]
+    built = build(model, loss_of, None, batch, mesh, Plan(layouts=found(mesh)))
+    sent = sum(explain_program(built.program).counts.bytes.values())
+    stream = ROWS * LENGTH * WIDTH * 8
+    sums = 2 * 2 / 3 * stream * (2 * 4 + 2)
+    assert sums <= sent <= sums + 2 * 2 / 3 * 3 * ROWS * LENGTH * 8
+
+
+def test_the_table_is_read_and_written(tmp_path: Path) -> None:
+    mesh = MESHES["dp2tp2"]
+    table = found(mesh)
+    assert "blocks.*.e.weight" in str(table)
+    assert "pair with blocks.*.f.weight" in str(table)
+    table.save(tmp_path / "plan.toml")
+    again = mw.load_layouts(tmp_path / "plan.toml")
+    assert dict(again) == dict(table)
+    assert again.batch == table.batch
+    assert str(again) == str(table)
+    again["head.weight"] = {}
+    del again["blocks.*.e.bias"]
+    again.save(tmp_path / "other.toml")
+    edited = mw.load_layouts(tmp_path / "other.toml")
+    assert edited["head.weight"] == {}
+    assert "blocks.*.e.bias" not in edited
+    want = one_device()
+    for mode in (eager, captured):
+        got = mw.simulate(lambda mode=mode: mode(mesh, str(tmp_path / "other.toml")), mesh)[3]
+        torch.testing.assert_close(got["blocks.1.e.weight"], want["blocks.1.e.weight"])
+
+
+def test_another_models_plan_names_all_that_it_has_not() -> None:
+    mesh = MESHES["tp3"]
+    with pytest.raises(ShardError, match=r"matches no parameter or buffer \(nor do .*'blocks.*head.weight'"):
+        mw.simulate(lambda: mw.shard_module(nn.Sequential(nn.Linear(3, 3)), mesh, found(mesh)), mesh)
+
+
+def test_an_axis_that_nothing_uses_is_said() -> None:
+    model, batch = made()
+    table = mw.layouts(model, mw.Mesh({"dp": 2, "tp": 2, "pp": 2}), batch, loss_of)
+    assert any("'pp'" in note for note in table.notes)
+    assert "'pp'" in str(table)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("mesh = {", "cannot be read"),
+        ('[layouts]\n"a" = { tp = "Shard(x)" }', "a: 'Shard(x)' is no placement"),
+        ('mesh = { tp = 2 }\n[layouts]\n"a" = { dp = "Shard(0)" }', "a: dp: no axis"),
+        ('[layouts]\n"a" = "Shard(0)"', "was expected"),
+        ("rows = 3", "unknown rows"),
+        ("format = 9", "format 9"),
+    ],
+)
+def test_files_that_make_no_sense(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(LayoutError, match=f"plan.toml.*{words.replace('(', '.').replace(')', '.')}"):
+        mw.load_layouts(tmp_path / "plan.toml")
