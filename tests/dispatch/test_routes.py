@@ -84,12 +84,14 @@ def test_a_plan_does_not_change() -> None:
         CallPlan(None).route = Route.NATIVE  # type: ignore[misc,arg-type]
 
 
-def test_known_calls_are_those_of_native_plans() -> None:
+def test_known_calls_are_those_of_the_native_op() -> None:
     def run() -> None:
         x = given(4, 6, at=EVEN)
         assert after(torch.relu, x, times=2) == [("NATIVE", True)]
         assert len(runtime.RT.fast) == 1
-        after(torch.add, x, given(4, 6, at=WHOLE), times=3)
+        after(torch.add, x, given(4, 6, at={"a": mw.Shard(1)}), times=3)
+        assert len(runtime.RT.fast) == 1
+        after(torch.stack, [x, given(4, 6, at=WHOLE)], times=3)
         assert not runtime.RT.fast
         with mw.explain() as why:  # who listens is told of all
             assert after(torch.relu, x, times=3) == [("NATIVE", True)]

@@ -72,7 +72,7 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
         memo[ends] = made
         if grad:
             memo.setdefault(steps.dst.layout, made.detach())
-        if steps.moves and not _saving():
+        if steps.moves and not saving():
             _learn(t, steps, made)
     return made
 
@@ -81,7 +81,7 @@ def _of_whole(t: Tensor, steps: planner.ConversionPlan, note: Note | None, grad:
     """A piece brought to ``steps.dst`` by bringing there what it was cut from; None where that does not pay."""
     if any(s.kind not in ("all_reduce", "retype") or (grad and executor.weighted(s)) for s in steps.steps):
         return None
-    if not steps.moves or _saving() or (found := cut_from(t)) is None:
+    if not steps.moves or saving() or (found := cut_from(t)) is None:
         return None
     source, i = found
     dst = steps.dst.layout.placements
@@ -120,7 +120,7 @@ def _learn(t: Tensor, steps: planner.ConversionPlan, made: Tensor) -> None:
     made.__dict__["_spec"] = known
 
 
-def _saving() -> bool:
+def saving() -> bool:
     """Whether a checkpoint may run this code again: then it must find its inputs as the first run found them."""
     top = compat.top_saved_tensors_default_hooks(True)
     return top is not None and not str(top[0].__module__).startswith(_OWN)
@@ -131,7 +131,7 @@ _OWN = __name__.partition(".")[0]
 
 def _kept_apart(steps: planner.ConversionPlan) -> bool:
     """Whether a conversion saves tensors, which a checkpoint counts in both of its runs: neither finds the other's."""
-    return any(executor.weighted(s) for s in steps.steps) and _saving()
+    return any(executor.weighted(s) for s in steps.steps) and saving()
 
 
 def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
@@ -140,16 +140,6 @@ def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
 
 
 _NO_MEMO: tuple[None, None] = (None, None)
-
-
-def convert_then_native(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Convert positional tensors and run the native op; must run with dispatch disabled.  Outputs are not wrapped."""
-    changed = list(args)
-    for i, steps in plan.conversions:
-        t = changed[i]
-        told = steps.moves or runtime.RT.records is not None
-        changed[i] = _convert_recorded(plan, i, t, steps) if told else convert_tensor(t, steps)
-    return plan.fn(changed[0]) if plan.fn is not None else func(*changed, **kwargs)
 
 
 def _already_there(
@@ -195,7 +185,7 @@ class Execution:
     def run(self) -> Any:
         """What the call gives."""
         plan, tensors = self.plan, self.tensors
-        if plan.known and _saving():
+        if plan.known and saving():
             return self._planned_anew(known=False)
         if (plan.untyped or plan.known) and torch.is_grad_enabled() and self._decide():
             return self._planned_anew()
@@ -271,7 +261,7 @@ class Execution:
             if plan.conversions or plan.known or plan.back is not None:
                 return self._with(locals_, fn or self.func)
             return (fn or self.func)(*self.args, **self.kwargs)
-        if not plan.op.inplace and _saving():  # what is saved must not become another kind of tensor behind its back
+        if not plan.op.inplace and saving():  # what is saved must not become another kind of tensor behind its back
             locals_ = _aliases(locals_)
         # Code that looks at .shape must see local tensors as plain ones.
         with as_plain(*locals_):
@@ -446,7 +436,7 @@ def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
     if x.requires_grad and spec.undecided:
         resolve_types(x, spec.with_(undecided=0))
     source = x.__dict__["_spec"].with_(undecided=0)
-    if spec.known is not None and not target.layout.partial and not _saving():
+    if spec.known is not None and not target.layout.partial and not saving():
         x = convert_tensor(x, planner.plan(source, spec.known.with_(undecided=0)))
         source = spec.known.with_(undecided=0)
     plan = planner.plan(source, target)

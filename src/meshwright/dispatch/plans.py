@@ -41,7 +41,7 @@ class Route(Enum):
     NATIVE = auto()  # the native op on locals
     NATIVE_WITHOUT_GRAD = auto()  # NATIVE where no gradient is recorded, else EXECUTE: conversions change types alone
     RETYPE_THEN_NATIVE = auto()  # NATIVE where no gradient is recorded, else CONVERT_THEN_NATIVE
-    CONVERT_THEN_NATIVE = auto()  # conversions of positional tensors, then the native op
+    CONVERT_THEN_NATIVE = auto()  # conversions of positional tensors, then the native op; EXECUTE to give leaves types
     EXECUTE = auto()  # all that the plan says
     FUNCTION = auto()  # a function computes it by other calls
     REDISPATCH = auto()  # PyTorch's own Python code computes it by other calls
@@ -272,17 +272,17 @@ class _Planner:
     def _promised(self, given: OfInputs, outputs: tuple[Spec, ...], open_: bool) -> Route:
         """The least work that a plan allows which runs the op itself."""
         op, conversions, untyped = self.op, given["conversions"], open_ or bool(given["decide"])
-        if not outputs or op.custom or self.forgets or given["known"] or self.watched:
+        known = given["known"]
+        if not outputs or op.custom or self.forgets or self.watched:
             return Route.EXECUTE
         target, made = self.specs[0], outputs[0]
         if op.inplace and (given["back"] or untyped or made.shape != target.shape or made.sums is not target.sums):
             return Route.EXECUTE  # what says anew what the target is cannot be left to the native op
-        if not conversions:
+        if not conversions and not known:
             return Route.NATIVE
-        first = self.args[: len(self.specs)]
-        between = not op.inplace and not untyped and len(tensors_in(first)) == len(self.specs)
-        between = between and all(isinstance(a, Tensor) for a in first)
-        if all(steps.free for _, steps in conversions):
+        first = self.args[: 1 + max(i for i, _ in (*conversions, *known))]  # which are given another tensor
+        between = not op.inplace and all(isinstance(a, Tensor) for a in first)
+        if not known and all(steps.free for _, steps in conversions):
             return Route.RETYPE_THEN_NATIVE if between else Route.NATIVE_WITHOUT_GRAD
         return Route.CONVERT_THEN_NATIVE if between else Route.EXECUTE
 

@@ -1,25 +1,26 @@
 """The way of a call: its key, the plan that is kept for it, and the route that this takes.
 
-The commonest calls do not come here: ``tensor.torch_function`` knows those that are one native op with one output
-(``RT.fast``) by their key alone.  All plans are in ``RT.plans``.  A plan never changes: what a first run shows of it
-makes another, which takes its place.
+All plans are in ``RT.plans``.  A plan never changes: what a first run shows of it makes another, which takes its place.
+One of the native op, with conversions before it or without, becomes a function of the call (:func:`known_call`) that is
+kept in ``RT.fast``: such calls do not come here again, ``tensor.torch_function`` finds it by their key alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from ..compat import redispatch_function
+from ..layout import Spec
 from ..ranks import runtime
 from ..rules import Native
 from . import autocast
 from .binding import Args, Kwargs
 from .calls import NO, OPS, QUESTIONS, call_disabled, disabled, op_name, resolve, tensors_in
-from .execution import Execution, Wrap, convert_then_native, still
+from .execution import Execution, Wrap, convert_tensor, saving, still
 from .keys import key_of
 from .leaves import any_linked
 from .plans import CallPlan, Route, casts_of, plan_call, warn_gathered
@@ -129,17 +130,17 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
             return args[0] if args and made is found[0][0] else made  # an op in place returns what it was given
         own, plan = _kept((own, STAND_IN), func, args, kwargs)
         route = plan.route
+    rt = runtime.RT
+    if route in _OF_THE_OP and rt.records is None and not (rt.explicit and plan.conversions):  # listeners hear of all
+        known = rt.fast.get(own)
+        if known is None:
+            known = rt.fast[own] = known_call(plan, func, front, tensors_in((args, kwargs)), own is key)
+        spec, run = known
+        made = call_disabled(func, (), args, kwargs) if run is None else run(args, kwargs)
+        if made is not NotImplemented:
+            return front.wrap(made, spec) if made.__class__ is Tensor else made
     if plan.mixed:
         front.claim(func, args, kwargs)
-    if runtime.RT.records is None:  # who listens is told of all
-        if route is CONVERT_THEN_NATIVE or (route is RETYPE_THEN_NATIVE and torch.is_grad_enabled()):
-            with disabled():
-                made = convert_then_native(plan, func, args, kwargs)
-            return front.wrap(made, plan.outputs[0]) if made.__class__ is Tensor else _wrapped(plan, made, front.wrap)
-        if route is NATIVE or (route in _NATIVE_WITHOUT_GRAD and not torch.is_grad_enabled()):
-            made = _native(plan, key if own is key else None, func, args, kwargs, front.wrap)
-            if made is not NotImplemented:
-                return made
     if route is CAST and plan.casts is not None:
         return front.call(plan.casts.first, (func, front.wrap, args, kwargs), NO)
     if route is FUNCTION:
@@ -149,34 +150,67 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
     return _execute(front, own, plan, func, args, kwargs)
 
 
-_NATIVE_WITHOUT_GRAD = (RETYPE_THEN_NATIVE, NATIVE_WITHOUT_GRAD)
+_OF_THE_OP = {NATIVE, NATIVE_WITHOUT_GRAD, RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE}
+# The spec of an output that is one tensor, and what gives it, still as a local one; None: the op itself.  It gives
+# NotImplemented where more has to be done, and what is wrapped already where that is not one new tensor.
+Known = tuple[Spec, Callable[[Args, Kwargs], Any] | None]
 
 
-def _native(plan: CallPlan, key: Any, func: Any, args: Args, kwargs: Kwargs, wrap: Wrap) -> Any:
-    """The op on locals, known by its key from now on; NotImplemented where more has to be done."""
-    if plan.untyped == 2 and any_linked(args):
-        return NotImplemented
-    native = cast("Native | None", plan.fn)
-    try:
-        if native is None:
+def known_call(plan: CallPlan, func: Any, front: Frontend, tensors: Sequence[Tensor], shared: bool) -> Known:
+    """What a plan of the native op becomes, where nobody listens.
+
+    ``tensors``: of a call that it is for.  ``shared``: its key does not say whether there is autocast, for which there
+    is another plan.
+    """
+    changes = (*plan.known, *plan.conversions)
+    fn, route, untyped = cast("Native | None", plan.fn), plan.route, plan.untyped
+    shared = shared and not plan.plain
+    several = len(plan.outputs) > 1
+    specs = [t.__dict__["_spec"] for t in tensors if "_spec" in t.__dict__]
+    decides = bool(untyped) or (bool(plan.known) and any(s.undecided for s in specs))
+
+    def native(args: Args, kwargs: Kwargs) -> Any:
+        if route is NATIVE_WITHOUT_GRAD and (torch.is_grad_enabled() or (shared and autocast.active())):
+            return NotImplemented
+        if untyped == 2 and any_linked(args):
+            return NotImplemented
+        if plan.mixed:
+            front.claim(func, args, kwargs)
+        if fn is None:
             out = call_disabled(func, (), args, kwargs)
         else:
-            out = call_disabled(native.fn, (), (args[0], *native.static), NO)
-    except (RuntimeError, IndexError, TypeError):  # such as a view that this shard's strides do not allow
-        return NotImplemented
-    if key is not None and plan.route is NATIVE and isinstance(out, Tensor):
-        runtime.RT.fast[key] = (plan.outputs[0], plan.untyped, native, plan.mixed)
-    if plan.untyped and any(t.__class__ is Tensor and t.requires_grad for t in tensors_in(out)):
-        return resolve_after(plan, func, args, kwargs, out, wrap)
-    return _wrapped(plan, out, wrap)
+            try:
+                out = call_disabled(fn.fn, (), (args[0], *fn.static), NO)
+            except (RuntimeError, IndexError, TypeError):  # such as a view that this shard's strides do not allow
+                return NotImplemented
+        if untyped and True in [t.requires_grad for t in (out if several else (out,)) if t.__class__ is Tensor]:
+            with disabled():  # leaves get their types now
+                return Execution(plan, func, args, kwargs, front.wrap).resolve_after(out)
+        return _wrapped(plan, out, front.wrap) if several else out
+
+    def on_locals(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for i, steps in changes:
+            given[i] = convert_tensor(given[i], steps)
+        return func(*given, **kwargs) if fn is None else fn(given[0])
+
+    def converting(args: Args, kwargs: Kwargs) -> Any:
+        if (shared and autocast.active()) or (plan.known and saving()) or (decides and torch.is_grad_enabled()):
+            return NotImplemented
+        if plan.mixed:
+            front.claim(func, args, kwargs)
+        out = call_disabled(on_locals, (), args, kwargs)
+        return _wrapped(plan, out, front.wrap) if several else out
+
+    if route in (RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE):
+        return plan.outputs[0], converting
+    simple = route is NATIVE and fn is None and not (untyped or several or plan.mixed)
+    return plan.outputs[0], None if simple else native
 
 
 def _wrapped(plan: CallPlan, out: Any, wrap: Wrap) -> Any:
-    if out.__class__ is Tensor:
-        return wrap(out, plan.outputs[0])
-    if not isinstance(out, Tensor):  # else an op that returned its input
-        for t, spec in zip(out, plan.outputs, strict=True):
-            wrap(t, still(t, spec))
+    for t, spec in zip(out, plan.outputs, strict=True):
+        wrap(t, still(t, spec))
     return out
 
 
@@ -193,9 +227,3 @@ def _execute(front: Frontend, key: Any, plan: CallPlan, func: Any, args: Args, k
     if plan.watched and plan.op.inplace:
         write_through(out, front.call)
     return out
-
-
-def resolve_after(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, out: Any, wrap: Wrap) -> Any:
-    """What a native op gave, wrapped, with the types that the call implies for its leaves."""
-    with disabled():
-        return Execution(plan, func, args, kwargs, wrap).resolve_after(out)

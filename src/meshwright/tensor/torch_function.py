@@ -15,14 +15,12 @@ from ..dispatch import (
     Frontend,
     Kwargs,
     TensorBounds,
-    any_linked,
     call,
     call_disabled,
     count_write,
     key_part,
     mesh_of,
     resolve,
-    resolve_after,
     tensors_in,
     with_numbers,
 )
@@ -50,7 +48,7 @@ EAGER = Frontend(wrap, call_enabled, SPECIAL, with_stand_ins, claim_plain)
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """Where a call is known to need nothing (``RT.fast``), run the native op on locals and wrap the result."""
+    """Run a call whose plan has become a function (``RT.fast``), and wrap what it gives; all others are planned."""
     key: Any
     if torchs._is_in_non_infra_torch_dispatch_mode:
         made = modes.under(dispatch, func, types, args, kwargs)
@@ -71,24 +69,17 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
     known = runtime.RT.fast.get(key)
     if known is None:
         return call(EAGER, key, func, args, kwargs or NO)
-    spec, untyped, native, mixed = known
-    if untyped == 2 and any_linked(args):
-        return call(EAGER, key, func, args, kwargs or NO)
-    if mixed:
-        claim_plain(func, args, kwargs or NO)
-    if native is None:
+    spec, run = known
+    if run is None:
         out = call_disabled(func, types, args, kwargs or NO)
     else:
-        try:
-            out = call_disabled(native.fn, types, (args[0], *native.static), NO)
-        except RuntimeError:  # a view that this shard's strides do not allow
+        out = run(args, kwargs or NO)
+        if out is NotImplemented:
             return call(EAGER, key, func, args, kwargs or NO)
-    if out.__class__ is not Tensor:  # in place, or an op that returned its input
-        if is_inference_mode():
+    if out.__class__ is not Tensor:  # in place, an op that returned its input, or several tensors
+        if is_inference_mode() and isinstance(out, Tensor):
             count_write(out)
         return out
-    if untyped and out.requires_grad:  # leaves get their types now
-        return resolve_after(runtime.RT.plans.find(key), func, args, kwargs or NO, out, wrap)
     if out.dtype is not spec.dtype:  # autocast
         spec = spec.with_(dtype=out.dtype)
     out.__class__ = DistTensor
