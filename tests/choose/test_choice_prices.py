@@ -58,8 +58,10 @@ def test_an_operand_costs_what_its_plan_does(graded):
 def test_parts_stay_parts_beside_a_split_on_one_axis_as_on_two():
     for mesh, before in ((LINE, ()), (mw.Mesh({"d": 1, "a": 4}), (R,)), (GRID, (S1,))):
         for pair in ((S0, P), (P, S0)):
-            found = mw.infer_forward("add", *(spec(*before, p, mesh=mesh) for p in pair))
-            assert found.outputs[0].layout.placements == (*before, P), (mesh, pair)
+            ins = [spec(*before, p, mesh=mesh) for p in pair]
+            rule = rule_of("a b, a b -> a b", ins, linear=[[Arg(i, (24, 24), F32) for i in (0, 1)]])
+            made = choose(rule, ins, [((24, 24), F32)])
+            assert made.outputs[0].layout.placements == (*before, P), (mesh, pair)
 
 
 def test_what_a_result_still_has_to_pay():
@@ -86,32 +88,43 @@ def cost(made, constants=()):
     return total
 
 
-def test_the_cheapest_on_one_axis():
+OPS = {
+    "contracts": ("t k, n k -> t n", ((8, 64), (16, 64)), {"reduced": "k", "heavy": True}),
+    "reduces": ("t k, n k -> t n", ((64, 8), (16, 8)), {"reduced": "k"}),
+    "alike": ("a b, a b -> a b", ((8, 16), (8, 16)), {}),
+    "broadcast": ("a b, 1 b -> a b", ((8, 16), (1, 16)), {}),
+    "whole": ("a b, b -> b a", ((8, 16), (16,)), {"whole": "b"}),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_cheapest_on_one_axis(op):
     """Of all that is suggested and divides work where it must, by its plans."""
-    for line, shapes, more in (
-        ("t k, n k -> t n", ((8, 64), (16, 64)), {"reduced": "k", "heavy": True}),
-        ("t k, n k -> t n", ((64, 8), (16, 8)), {"reduced": "k"}),
-        ("a b, a b -> a b", ((8, 16), (8, 16)), {}),
-        ("a b, 1 b -> a b", ((8, 16), (1, 16)), {}),
-        ("a b, b -> b a", ((8, 16), (16,)), {"whole": "b"}),
-    ):
-        for types in itertools.product(TYPES, repeat=2):
-            if any(isinstance(p, Shard) and p.dim >= len(s) for (p, _), s in zip(types, shapes, strict=True)):
-                continue
-            ins = [spec(p, shape=s, mesh=LINE, **t) for (p, t), s in zip(types, shapes, strict=True)]
-            rule = rule_of(line, ins, linear=([Arg(0, shapes[0], F32)], [Arg(1, shapes[1], F32)]), **more)
-            outs = [(rule.out_shape(0), F32)]
-            for constants in ((), (1,)):
-                made = choose(rule, ins, outs, constants=constants)
-                assert made.bytes == pytest.approx(cost(made, constants)), (line, types, made)
-                options = rule.axis_strategies([p for p, _ in types])
-                others = [choose(rule, ins, outs, strategies=[c], constants=constants) for c in options]
-                divided = [o for o in others if o.strategies[0].factor]
-                kept = [o for o in divided if more.get("heavy") or not sends(o)]
-                among = divided if kept else others
-                assert made.bytes == pytest.approx(min(o.bytes for o in among)), (line, types, made)
-                again = choose(rule, ins, outs, constants=constants)  # as it is known now
-                assert (again, made.strategies[0] in options) == (made, True)
+    line, shapes, more = OPS[op]
+    for types in itertools.product(TYPES, repeat=2):
+        if any(isinstance(p, Shard) and p.dim >= len(s) for (p, _), s in zip(types, shapes, strict=True)):
+            continue
+        ins = [spec(p, shape=s, mesh=LINE, **t) for (p, t), s in zip(types, shapes, strict=True)]
+        rule = rule_of(line, ins, linear=([Arg(0, shapes[0], F32)], [Arg(1, shapes[1], F32)]), **more)
+        outs = [(rule.out_shape(0), F32)]
+        for constants in ((), (1,)):
+            made = choose(rule, ins, outs, constants=constants)
+            options = rule.axis_strategies([p for p, _ in types])
+            others = [choose(rule, ins, outs, strategies=[c], constants=constants) for c in options]
+            divided = [o for o in others if o.strategies[0].factor]
+            kept = [o for o in divided if more.get("heavy") or not sends(o)]
+            among = divided if kept else others
+            prices = [cost(o, constants) for o in among]
+            assert cost(made, constants) == pytest.approx(min(prices)), (types, made)
+            again = choose(rule, ins, outs, constants=constants)  # as it is known now
+            assert (again, made.strategies[0] in options) == (made, True)
+            ask = Search(rule, ins, outs, constants=constants)
+            held = [ask._held_of_output([], 0, 0)]
+            priced = [ask.price(o.strategies[0], 0, held, i) for i, o in enumerate(among)]
+            assert [p[0] for p in priced] == pytest.approx(prices)
+            for o, (_, moved, _) in zip(among, priced, strict=True):
+                pairs = zip(ins, o.inputs, strict=True)
+                assert moved == max((s.nbytes for s, d in pairs if s.layout != d.layout), default=0)
 
 
 def sends(made):
@@ -163,3 +176,104 @@ def test_what_moves():
     assert [[ask._stays(a, c) for c in (t, n)] for a in (0, 1)] == [[True, False], [False, True]]
     assert not ask._stays(0, rule.axis_strategies([R, R])[0])
     assert [ask._cut(0, "t"), ask._cut(1, "t"), ask._cut(1, "n")] == [2, 6, 3]
+
+
+def test_the_price_of_all_axes_is_that_of_the_plans():
+    ba = {0: (1, 0)}
+    leaf = spec(R, R, undecided=3)
+    for line, ins, factors in (
+        ("t k, n k -> t n", (spec(S0, R), spec(R, S0)), "tn"),
+        ("t k, n k -> t n", (spec(S0, R), leaf), "tt"),  # reduced at the leaf, over both
+        ("t k, n k -> t n", (spec(S0, R), leaf), ("t", None)),
+        ("t k, n k -> t n", (spec(S1, S1), spec(S1, R)), "kk"),
+        ("a b, a b -> a b", (spec(S0, S0), spec(S0, S0, order=ba)), "aa"),
+        ("a b, a b -> a b", (spec(R, R, dtype=INT, undecided=3), spec(S0, P)), "ab"),
+        ("a b, a b -> a b", (leaf, spec(P, P)), (0, 0)),
+    ):
+        rule = rule_of(line, ins, reduced="k", linear=[Arg(1, (24, 24), F32)])
+        parts = [c for c in rule.axis_strategies([P, P]) if not c.factor]
+        picks = [rule.by_factor(f) if isinstance(f, str) else parts[0 if f is None else 1] for f in factors]
+        for constants in ((), (1,)):
+            ask = Search(rule, ins, [((24, 24), F32)], constants=constants)
+            made = ask.typed(picks, {})
+            expected = cost(made, (*constants, *(i for i, s in enumerate(ins) if s.dtype == INT)))
+            for i, (given, src) in enumerate(zip(ins, made.sources, strict=True)):
+                axes = given.undecided & src.reduced if given.dtype == F32 and i not in constants else 0
+                expected += sum(2 * (n - 1) / n * src.nbytes for a, n in enumerate((2, 3)) if axes >> a & 1)
+            shared = len([f for f in factors if isinstance(f, str)]) - len({f for f in factors if isinstance(f, str)})
+            price = ask._exact(made)
+            assert price[:2] == pytest.approx((expected, shared), abs=0.01), (line, ins, constants)
+            moved = [round(plan(s, d).forward_bytes, 3) for s, d in zip(made.sources, made.inputs, strict=True)]
+            assert price[2:] == (max(moved), *moved)
+
+
+def test_of_what_only_moves_the_outermost_dims_are_split():
+    ins = (spec(S0, R), spec(S0, R))
+    rule = rule_of("a b, c b -> b a", ins, moves=True)
+    ask = Search(rule, ins, [((24, 24), F32)])
+    b, whole = rule.by_factor("b"), rule.axis_strategies([R, R])[0]
+    for picks, dims in (((b, whole), (1, 0)), ((whole, b), (0, 1)), ((b, b), (1, 1))):
+        made = ask.typed(picks, {})
+        assert ask._exact(made) == (pytest.approx(cost(made), abs=0.01), picks.count(b) // 2, *dims)
+
+
+def test_what_is_wide():
+    half, ints = spec(S0, R, dtype=torch.bfloat16, sums=torch.float64), spec(S0, R, dtype=INT)
+    rule = rule_of("a b, a b -> a b", (half, ints))
+    ask = Search(rule, (half, ints), [((24, 24), torch.bfloat16)])
+    assert [ask.wide(d) for d in (torch.bfloat16, F32, INT)] == [4, 2, 1]
+    assert Search(rule, (ints, ints), [((24, 24), INT)]).wide(INT) == 1
+    assert Search(rule, (ints, ints), [((24, 24), INT)]).wide(torch.bfloat16) == 1
+    assert ask.kind() != Search(rule, (spec(S0, R, dtype=torch.bfloat16), ints), [((24, 24), torch.bfloat16)]).kind()
+
+
+def test_what_a_choice_hangs_on():
+    """Two calls have the same kind only where the choice is the same, whatever the sizes."""
+
+    def kind(line, *shapes, placed=((S0,), (R,)), mesh=LINE, **more):
+        ins = tuple(spec(*p, shape=s, mesh=mesh) for p, s in zip(placed, shapes, strict=False))
+        rule = rule_of(line, ins, **more)
+        return Search(rule, ins, [(rule.out_shape(0), F32)]).kind()
+
+    view = "a b -> (a b)"
+    assert kind(view, (8, 4)) == kind(view, (16, 12))  # even ones
+    assert kind(view, (7, 2)) != kind(view, (6, 2))  # 7 rows of two in fours are cut where 14 are, 6 are not
+    assert kind(view, (8, 4)) != kind(view, (8, 1))
+    join = {"moves": True, "mesh": GRID, "placed": ((S0, R),)}
+    assert kind("a b -> b a", (7, 4), **join) != kind("a b -> b a", (7, 3), **join)  # what an axis of two may split
+    assert kind("a b -> b a", (7, 5), **join) == kind("a b -> b a", (5, 11), **join)
+    add = {"mesh": GRID, "placed": ((S0, R),)}
+    assert kind("a b -> b a", (7, 4), **add) == kind("a b -> b a", (7, 3), **add)  # computes: nothing is moved there
+
+
+def test_orders_that_are_tried():
+    """Of a dim of two factors those in which the axes cut it at whole rows."""
+    for rows, orders in ((6, [[0, 1], [1, 0]]), (5, [[0, 1]])):
+        ins = (spec(S0, S0, shape=(rows, 4)),)
+        rule = rule_of("a b -> (a b)", ins)
+        ask = Search(rule, ins, [((rows * 4,), F32)])
+        picks = [rule.by_factor("a")] * 2
+        assert [found["a"] for found in ask._all_orders(picks)] == orders
+    assert [f["a"] for f in Search(rule, ins, [((rows * 4,), F32)], inplace=True)._all_orders(picks)] == [[0, 1]]
+
+
+def test_in_place_a_layout_stays():
+    """Also where an operand's parts could pass: the product of a whole value and parts would be parts."""
+    for have, other in itertools.product((R, S0, P), repeat=2):
+        ins = (spec(have, mesh=LINE), spec(other, mesh=LINE))
+        rule = rule_of("a b, a b -> a b", ins, linear=([Arg(0, (24, 24), F32)], [Arg(1, (24, 24), F32)]))
+        made = choose(rule, ins, [((24, 24), F32)], inplace=True)
+        assert made.inputs[0].layout.placements == made.outputs[0].layout.placements == (have,), (have, other)
+
+
+def test_shards_hinted_at_that_are_cut_from_something_larger():
+    ins = (spec(S0, R),)
+    rule = rule_of("a b -> a b", ins)
+    a, whole = rule.by_factor("a"), rule.axis_strategies([R])[0]
+    for picks, wanted, cut in (
+        ((a, whole), (S0, R), 0), ((a, whole), (S0, S1), 1), ((whole, whole), (S0, S1), 2), ((a, whole), (R, R), 0),
+        ((whole, whole), (R, R), 0), ((a, a), (S0, R), 0),
+    ):  # fmt: skip
+        ask = Search(rule, ins, [((24, 24), F32)], hint=Wanted((spec(*wanted),)))
+        assert search._planned(ask.typed(picks, {}), ask.hint)[1] == cut, (picks, wanted)
+    assert search._planned(ask.typed(picks, {}), Wanted((None,)))[1] == 0

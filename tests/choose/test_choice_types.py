@@ -145,8 +145,6 @@ def test_what_lends_its_shape_stays():
     assert made.of(ins, [((6, 6), F32)]).inputs == ins
     assert made.of(ins, [((6, 6), F32)]).sources == ins
     assert made.operands[1].layout is None
-    assert made.of(ins, [((6, 6), F32)], 3.5).bytes == 3.5
-    assert made.of(ins, [((6, 6), F32)]).bytes == 0
     # And says nothing about types: the other operand alone does.
     other = spec(undecided=3)
     rule = rule_of(ADD, (other, spec()), lends=[Arg(1, (6, 6), F32)])
@@ -169,8 +167,7 @@ def test_an_axis_may_stay_open_in_front_of_one_that_is_decided():
 
 def test_what_a_choice_does_not_say():
     bare = Choice((), (), (), ())
-    assert (bare.open, bare.bytes) == (0, 0.0)
-    assert bare == Choice((), (), (), (), bytes=5.0)  # bytes follow
+    assert bare.open == 0
     assert bare != Choice((), (), (), (), open=1)
     assert Operand(None) == Operand(None, 0, 0, 0)
 

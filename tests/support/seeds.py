@@ -100,6 +100,8 @@ def verdict(folder: Path, test: str) -> str:
             os.dup2(said.fileno(), 2)
         os.environ.update(PYTHONPATH=str(folder / "src"), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
         sys.path[:0] = [str(folder / "src"), str(folder)]
+        for name in [n for n in sys.modules if n.partition(".")[0] == "tests"]:  # this very module: of the checkout
+            del sys.modules[name]
         sys.dont_write_bytecode = True
         os._exit(pytest.main([f"tests/{test}", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]))
     over = threading.Timer(PATIENCE, os.killpg, (child, signal.SIGTERM))  # a hang is red

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -27,7 +27,6 @@ class Choice:
     outputs: tuple[Spec, ...]
     strategies: tuple[Strategy, ...]
     open: int = 0
-    bytes: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Types:
     reduced: int
     open: int
 
-    def of(self, ins: Sequence[Spec], outs: Sequence[Like], total: float = 0.0) -> Choice:
+    def of(self, ins: Sequence[Spec], outs: Sequence[Like]) -> Choice:
         """The choice for operands of these sizes."""
         sources, inputs, outputs, sums = [], [], [], widest(ins)
         for spec, o in zip(ins, self.operands, strict=True):
@@ -85,7 +84,7 @@ class Types:
         for (shape, dtype), layout in zip(outs, self.layouts, strict=True):
             types = (self.reduced, self.open) if carries_grad(dtype) else (0, everywhere)
             outputs.append(Spec(shape, dtype, layout, *types, sums=sums))
-        return Choice(tuple(sources), tuple(inputs), tuple(outputs), self.strategies, self.open, total)
+        return Choice(tuple(sources), tuple(inputs), tuple(outputs), self.strategies, self.open)
 
 
 def types(

@@ -244,7 +244,7 @@ class Search:
         it is the best in all sizes."""
         chosen: list[Strategy] = []
         divides: list[bool] = []
-        total, sure = 0.0, True
+        sure = True
         for a in range(self.mesh.ndim):
             candidates = [c for c in (options[a] if options else self.suggested(a)) if self._fits(c, chosen)]
             if not candidates:
@@ -258,13 +258,12 @@ class Search:
             best = min(range(len(candidates)), key=priced.__getitem__)
             sure = sure and all(self._in_all_sizes(candidates[best], c, a, held) for c in candidates)
             divides.append(divided)
-            total += priced[best][0]
             chosen.append(candidates[best])
-        return self.typed(chosen, self._orders(chosen), total), divides, sure
+        return self.typed(chosen, self._orders(chosen)), divides, sure
 
-    def typed(self, chosen: Sequence[Strategy], orders: dict[str, list[int]], total: float = 0.0) -> Choice:
+    def typed(self, chosen: Sequence[Strategy], orders: dict[str, list[int]]) -> Choice:
         """The choice that strategies are."""
-        return self.types(chosen, orders).of(self.ins, self.outs, total)
+        return self.types(chosen, orders).of(self.ins, self.outs)
 
     def types(self, chosen: Sequence[Strategy], orders: dict[str, list[int]]) -> Types:
         """The types that strategies give."""
