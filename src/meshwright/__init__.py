@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .program import LossScale, load_program, save_program
     from .program.compile import capture_local, compile_step
     from .testing import check_conversion, check_program, check_rule
+    from .verification import verify
 
 # What few scripts need, and its module: imported at its first use, as all of it costs as much as the rest together.
 _LATER = {
@@ -68,6 +69,7 @@ _LATER = {
     "check_rule": "testing",
     "layouts": "planning",
     "passes": "passes",
+    "verify": "verification",
 }
 
 
@@ -148,4 +150,5 @@ __all__ = [
     "simulate",
     "to_dtensor",
     "unshard",
+    "verify",
 ]

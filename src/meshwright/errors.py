@@ -88,6 +88,10 @@ class PassError(ProgramError):
     """A pass that cannot be applied, or passes in an order that they forbid."""
 
 
+class VerifyError(MeshwrightError, ValueError):
+    """A step that cannot be verified, or that is not the one that was."""
+
+
 class DataError(MeshwrightError, ValueError):
     """Training data that cannot be used."""
 

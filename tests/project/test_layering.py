@@ -28,7 +28,7 @@ LAYERS = (
     *("choose", "record", "dispatch", "graph_marks", "tensor", "split_checkpoints", "autograd_functions", "api"),
     *("shard.parameters", "shard.gradients", "shard.units", "shard.modules", "shard.optimizers", "shard.data", "shard"),
     *("program.ir", "program.check", "program.capture", "program.run", "program", "passes", "explanation"),
-    *("program.step", "program.compile", "planning", "checkpoint", "testing"),
+    *("program.step", "program.compile", "planning", "checkpoint", "testing", "verification"),
     *(FACADE, "train", "cli", "__main__"),
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes

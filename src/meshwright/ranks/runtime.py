@@ -32,12 +32,12 @@ from .. import compat, torch_changes
 from ..errors import CollectiveError, MeshError
 from ..layout import dtype_name
 
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The main job is user code.
-_EXAMPLES = os.path.join(_OWN, "train")
+_EXAMPLES = os.path.join(OWN, "train")
 PROGRAM = "<program of rank "  # how the file of a captured step's code is called
 _DECORATORS = (contextlib.__file__, warnings.__file__, typing_extensions.__file__)  # around functions of torch's
-_NOT_USERS = (_OWN, os.path.dirname(os.path.abspath(torch.__file__)), *_DECORATORS, PROGRAM)
+_NOT_USERS = (OWN, os.path.dirname(os.path.abspath(torch.__file__)), *_DECORATORS, PROGRAM)
 
 
 MOST = 4096  # plans, and conversions ready to run, in each of two generations

@@ -291,7 +291,7 @@ def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, b
                     f"{constraints[node]!r}: keep one"
                 )
             constraints[node], words[node] = placements, (found[glob], repr(glob))
-    said = _of_batch(plan.batch, [s.name for s in captured.sources if s.kind == "batch"], mesh)
+    said = batch_placements(plan.batch, [s.name for s in captured.sources if s.kind == "batch"], mesh)
     for source in captured.sources:
         wanted = said.get(source.name) if source.kind == "batch" else None
         if wanted is plan.batch and not source.fake.ndim:
@@ -309,7 +309,7 @@ def _alike(mesh: Mesh, a: Any, b: Any, name: str) -> bool:
     return Layout(mesh, a).placements == Layout(mesh, b).placements
 
 
-def _of_batch(given: Any, names: Sequence[str], mesh: Mesh) -> dict[str, Any]:
+def batch_placements(given: Any, names: Sequence[str], mesh: Mesh) -> dict[str, Any]:
     """Name of each tensor of the batch to what the user said of it, by its name or of all; of several globs the
     narrowest counts, and of those the last.
 

@@ -167,7 +167,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = StepModule(model, loss_fn, batch)
     fakes, tied = fake_state(step, mode, device, dtypes or {})
-    leaves, names = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)], _leaf_names(batch)
+    leaves, names = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)], leaf_names(batch)
     given = [fake_of(t, mode, device) for t in leaves]
     exported, regions = export(step, model, fakes, given)
     graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
@@ -319,7 +319,7 @@ def _swapped(step: nn.Module, fakes: dict[str, Tensor]) -> Iterator[None]:
             table[key] = t
 
 
-def _leaf_names(batch: Any) -> list[str]:
+def leaf_names(batch: Any) -> list[str]:
     found = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if isinstance(leaf, Tensor):

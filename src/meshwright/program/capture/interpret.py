@@ -90,10 +90,24 @@ class Interpreter:
                     error._located = True  # type: ignore[attr-defined]
                     error.args = (f"{where}: {error}", *error.args[1:])
                 raise
+            if top and isinstance(env[node], Tensor) and env[node].requires_grad:
+                self._name_gradient(node.name, env[node])
             for n in node.all_input_nodes:
                 if last[n] is node:  # what nobody needs any more must not keep memory or graphs alive
                     env.pop(n, None)
         raise AssertionError("a graph without an output")
+
+    def _name_gradient(self, name: str, made: Tensor) -> None:
+        """Have the gradient of a captured value say whose it is, and how it lies."""
+        recorder, space = self.recorder, made.__dict__
+
+        def note(grad: Tensor) -> None:
+            spec = space.get("_spec")
+            if spec is not None and "_node" in grad.__dict__ and "product" not in spec.layout.partial.values():
+                node = recorder.node_of(grad)
+                annotate(node, gradient_at=(*info_of(node).gradient_at, (name, spec.grad())))
+
+        made.register_hook(note)
 
     def _node(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         func: Any = node.target

@@ -72,6 +72,8 @@ class NodeInfo:
         spec: where a value of the user's program ends, how it lies on the mesh.
         grad_of: of a gradient as autograd gave it: names of parameters and the spec of the gradient, Partial on the
             axes over which it is still to be summed.
+        gradient_at: of a gradient inside of the user's program: names of the captured nodes whose gradient it is, and
+            its spec.
         sync: the parameter whose gradient it synchronises; ``gather``: the parameter that it gathers; ``unit``: those
             that are gathered with it.
         writes: whether it is a write of the user's forward to an input.
@@ -87,6 +89,7 @@ class NodeInfo:
     cause: int | None = None
     spec: Spec | None = None
     grad_of: tuple[tuple[str, Spec], ...] = ()
+    gradient_at: tuple[tuple[str, Spec], ...] = ()
     sync: str = ""
     gather: str = ""
     unit: str = ""

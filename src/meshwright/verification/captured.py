@@ -1,0 +1,151 @@
+"""Captured steps: the graph of one device run as it is, and the programs of ranks with every value looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..compat import OpOverload, pytree
+from ..dispatch import function_named
+from ..generator.dropout import KERNELS
+from ..graph_marks import GRAD
+from ..layout import Spec
+from ..passes import Pass, PassManager
+from ..passes.slicing import copied
+from ..program import Program
+from ..program.capture.export import Captured
+from ..program.capture.source_lines import line_of
+from ..program.ir.nodes import info_of, value_of
+from .steps import Calls, Training
+from .watch import Key, Seen, Tell, held, watch_gradient
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class CapturedTraining(Training):
+    """Training on one device by the graph that was captured of the step, in place of the user's code."""
+
+    captured: Captured | None = None
+
+    def forward(self, tell: Tell) -> tuple[Any, Calls]:
+        assert self.captured is not None
+        named = dict((*self.model.named_parameters(), *self.model.named_buffers()))
+        leaves = pytree.tree_leaves(self.batch)
+        given = [
+            s.value if s.value is not None else leaves[s.leaf] if s.kind == "batch" else named[s.name]
+            for s in self.captured.sources
+        ]
+        for source, t in zip(self.captured.sources, given, strict=True):
+            if isinstance(t, Tensor) and t.requires_grad:
+                watch_gradient(t, Seen(("forward", "leaf", source.name), "", "", None, name=source.name), tell)
+        made = _OneDevice(self.captured, tell).run(*given)
+        return made, _calls(self.captured)
+
+
+class _OneDevice(fx.Interpreter):
+    """Runs a captured graph on values, and tells each."""
+
+    def __init__(self, captured: Captured, tell: Tell) -> None:
+        super().__init__(captured.module)
+        self.captured, self.tell = captured, tell
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is GRAD.default:
+            outputs, inputs, cotangents, create = args
+            made = torch.autograd.grad(
+                outputs, inputs, cotangents or None, retain_graph=True, create_graph=create, allow_unused=True
+            )
+            return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, made, strict=True)]
+        if isinstance(target, OpOverload):
+            name = op_of(target)
+            if name.removesuffix("_") in KERNELS or name == "scaled_dot_product_attention":
+                return function_named(name)(*args, **kwargs)  # with the masks that ranks get
+        return super().call_function(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        if n.op == "call_function" and isinstance(made, Tensor):
+            seen = _seen(n)
+            self.tell(held(made, seen))
+            if made.requires_grad:
+                watch_gradient(made, seen, self.tell)
+        return made
+
+
+def op_of(target: Any) -> str:
+    """The name of an op as its rule has it."""
+    if isinstance(target, OpOverload):
+        return str(target._schema.name.rpartition("::")[2])
+    return str(getattr(target, "__name__", target))
+
+
+def _seen(node: fx.Node) -> Seen:
+    return Seen(("forward", node.name, "out", 0), op_of(node.target), line_of(node), None)
+
+
+def _calls(captured: Captured) -> Calls:
+    names = {s.node: ("forward", "leaf", s.name) for s in captured.sources}
+    made = []
+    for node in captured.graph.nodes:
+        if node.op == "call_function":
+            given: tuple[Key, ...] = tuple(
+                names.get(n.name, ("forward", n.name, "out", 0)) for n in node.all_input_nodes
+            )
+            made.append((op_of(node.target), line_of(node), given))
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- ranks
+
+
+class WatchedPasses(PassManager):
+    """Passes, and after them ``tell`` at each value of the user's program."""
+
+    def __init__(self, passes: PassManager | Sequence[Pass | str], tell: Tell) -> None:
+        listed = passes.passes if isinstance(passes, PassManager) else passes
+        super().__init__(listed, keep_order=isinstance(passes, PassManager))
+        self.tell = tell
+
+    def __call__(self, program: Program) -> Program:
+        made = watched(super().__call__(program), self.tell)
+        if made.merged is None:
+            return made
+        accumulate, flush = (watched(p, self.tell) for p in (made.merged.accumulate, made.merged.flush))
+        return replace(made, merged=replace(made.merged, accumulate=accumulate, flush=flush))
+
+
+def watched(program: Program, tell: Tell) -> Program:
+    """The program with calls of ``tell`` behind each value of the user's program, and each of its gradients."""
+    made = copied(program)
+    for node in list(made.graph.nodes):
+        for key, spec in _keys(node):
+            name = key[2] if key[1] == "leaf" else ""
+            seen = Seen(key, "", info_of(node).line, None, spec, name)
+            with made.graph.inserting_after(node):
+                made.graph.call_function(_teller(tell, seen), (node,))
+    return made
+
+
+def _keys(node: fx.Node) -> Iterator[tuple[Key, Spec]]:
+    """What a node is called in the journal of one device, and how it lies."""
+    info = info_of(node)
+    if node.op != "call_function" or value_of(node) is None:
+        return
+    if info.spec is not None and info.role == "forward" and info.source:
+        yield ("forward", info.source, "out", 0), info.spec
+    for name, spec in info.gradient_at:
+        yield ("backward", name, "out", 0), spec
+    for name, spec in info.grad_of:
+        yield ("backward", "leaf", name), spec
+
+
+def _teller(tell: Tell, seen: Seen) -> Any:
+    def observe(t: Tensor) -> None:
+        tell(replace(seen, value=t.clone()))
+
+    return observe

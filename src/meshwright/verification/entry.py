@@ -1,0 +1,216 @@
+"""``mw.verify``: the user's own training step on simulated ranks, against one device in float64."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..compat import pytree
+from ..errors import CaptureError, VerifyError, near, takes
+from ..layout import Placements
+from ..mesh import Mesh
+from ..passes import Pass, PassManager
+from ..program import Plan, build
+from ..program.capture.export import LossFn
+from ..program.capture.source_lines import own_loss
+from ..tensor import DistTensor
+from .captured import CapturedTraining
+from .journal import Comparison, Departure, Journal
+from .report import Coverage, Verification, digest_of
+from .runs import Task
+from .values import differing
+
+Tensor = torch.Tensor
+Optimizers = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+MODES = ("eager", "captured")
+LEFT_OUT = {
+    "precision": "everything is computed in float64", "loss_scale": "in float64 nothing overflows",
+}  # fmt: skip
+
+
+@takes(
+    VerifyError, model=(nn.Module, "give the nn.Module that is trained, as for one device"),
+    mesh=(Mesh, 'give a mesh, which need not be connected: mw.Mesh({"dp": 2, "tp": 2})'),
+    layouts=((Mapping, type(None)), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}'),
+)  # fmt: skip
+def verify(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    example_batch: Any,
+    mesh: Mesh,
+    layouts: Mapping[str, Placements] | None = None,
+    *,
+    optimizer: Optimizers = None,
+    passes: Sequence[Pass | str] | PassManager = (),
+    modes: Sequence[str] = MODES,
+    steps: int = 2,
+    save: bool = True,
+    seed: int = 0,
+    **said: Any,
+) -> Verification:
+    """Train some steps on simulated ranks and compare everything with one device, in float64.
+
+    Compared are the loss, every value that the step computes and its gradient, gradients of parameters, parameters,
+    buffers, the optimizer's states and the random generator after each update; then a save, a load into a model with
+    other numbers, and one more update.  Of what departs the first op is named, and its line.
+
+    ::
+
+        report = mw.verify(model, loss_fn, batch, mw.Mesh({"dp": 2, "tp": 2}), {"*.up.weight": {"tp": mw.Shard(0)}},
+                           batch={"dp": mw.Shard(0)})
+        assert report.passed, report
+
+    Args:
+        model, loss_fn, example_batch: as for ``compile_step``.  The model stays as it is; values of the batch count.
+        mesh: its sizes count; it need not be connected.
+        layouts: as for ``compile_step``.
+        optimizer: of the model's parameters, or what makes one of them; AdamW unless given.
+        passes: of the captured step.
+        modes: ``"eager"``, ``"captured"`` or both.
+        steps: updates before the save.
+        save: whether to save and load.
+        seed: of the random generator.
+        **said: what else ``compile_step`` is told: ``batch``, ``inputs``, ``outputs``, ``stored_over``,
+            ``states_over``, ``clip_grad_norm``...
+
+    Returns:
+        A report; ``report.passed`` says whether all is right.
+
+    Raises:
+        VerifyError: a loss that is no scalar, a model that is distributed already, an option that does not exist.
+        LayoutError, ShardError, CaptureError: as ``shard_module`` and ``compile_step`` raise them.
+    """
+    began = time.monotonic()
+    plan, notes = _plan(layouts, said)
+    _check(model, mesh, modes, steps)
+    notes += _unused(mesh, plan)
+    manager = passes if isinstance(passes, PassManager) else PassManager(passes)
+    digest = _digest(model, loss_fn, optimizer, example_batch, mesh, plan, manager) if "captured" in modes else ""
+    with _in_float64():
+        own, opt = copy.deepcopy((model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None))
+        own = own.cpu().double()
+        opt = opt or (optimizer or torch.optim.AdamW)(own.parameters())  # type: ignore[operator]
+        batch = pytree.tree_map(_wide, example_batch)
+        laid = _of_model(plan.layouts, own) if "captured" in modes else plan.layouts  # which has found the others
+        task = Task(own, opt, loss_fn or own_loss, batch, mesh, plan, laid, manager, steps, save, seed)
+        journal = task.on_one()
+        found: list[Departure] = []
+        covered: list[Coverage] = []
+        for mode in dict.fromkeys(modes):
+            departure, compared = _eager(task, journal) if mode == "eager" else _captured(task, journal)
+            found += [departure] if departure is not None else []
+            covered.append(compared)
+    size = sum(p.numel() for p in model.parameters())
+    where = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.sizes, strict=True))
+    title = f"{type(model).__name__} of {size} parameters on {where}, against one device in float64"
+    return Verification(title, tuple(found), tuple(covered), tuple(notes), digest, time.monotonic() - began)
+
+
+def _plan(layouts: Any, said: dict[str, Any]) -> tuple[Plan, list[str]]:
+    """What was said, as a plan, and what of it is left out.  Raises VerifyError for a word that nobody knows."""
+    known = [f.name for f in fields(Plan)]
+    for name in said:
+        if name not in known:
+            raise VerifyError(f"verify has no option {name!r}{near(name, known)}")
+    left = [n for n in LEFT_OUT if said.get(n) is not None]
+    kept = {n: v for n, v in said.items() if n not in left}
+    return Plan(layouts=dict(layouts or {}), **kept), [f"not covered: {n}={said[n]!r}: {LEFT_OUT[n]}" for n in left]
+
+
+def _of_model(layouts: Mapping[str, Placements], model: nn.Module) -> dict[str, Placements]:
+    """Layouts without those that captured steps alone know: of the batch, and of values of the program."""
+    own = [n for n, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    return {g: p for g, p in layouts.items() if fnmatch.filter(own, g)}
+
+
+def _check(model: nn.Module, mesh: Mesh, modes: Sequence[str], steps: int) -> None:
+    laid = next((n for n, t in model.named_parameters() if isinstance(t, DistTensor)), None)
+    if laid is not None:
+        raise VerifyError(f"{laid} is distributed already: give verify the model as it is for one device")
+    meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
+    if meta is not None:
+        raise VerifyError(f"{meta} is on the meta device, and verify trains: give a model with values, of few layers")
+    for mode in [modes] if isinstance(modes, str) else modes:
+        if mode not in MODES:
+            raise VerifyError(f"modes={modes!r}: {mode!r} is none{near(mode, MODES)}")
+    if steps < 1:
+        raise VerifyError(f"steps={steps}: at least one update was expected")
+
+
+def _unused(mesh: Mesh, plan: Plan) -> list[str]:
+    """Axes that nothing that was said names."""
+    text = repr((plan.layouts, plan.batch, plan.inputs, plan.outputs, plan.stored_over, plan.states_over))
+    return [f"no layout names the axis {a!r}: its ranks do the same work" for a in mesh.axes if repr(a) not in text]
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    before, state = torch.get_default_dtype(), torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_rng_state(state)
+
+
+def _wide(x: Any) -> Any:
+    return x.detach().cpu().double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _digest(
+    model: nn.Module, loss_fn: LossFn | None, optimizer: Optimizers, batch: Any, mesh: Mesh, plan: Plan,
+    passes: PassManager,
+) -> str:  # fmt: skip
+    """Of the first rank's program, of the sizes and dtypes that were given."""
+    own, opt = copy.deepcopy((model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None))
+    opt = opt or (optimizer or torch.optim.AdamW)(own.parameters())  # type: ignore[operator]
+    try:
+        made = build(own, loss_fn, opt, batch, mesh, plan)
+        return digest_of(passes(made.program), made.captured.module)
+    except CaptureError as error:
+        raise CaptureError(f"{error} (or verify eager steps alone: modes=['eager'])") from error
+
+
+def _eager(task: Task, journal: Journal) -> tuple[Departure | None, Coverage]:
+    found = Comparison(journal, "eager")
+    task.on_ranks(found, task.eager)
+    return found.first(), _covered(found)
+
+
+def _captured(task: Task, journal: Journal) -> tuple[Departure | None, Coverage]:
+    model, optimizer = copy.deepcopy((task.model, task.optimizer))
+    graph = build(model, task.loss_fn, optimizer, task.batch, task.mesh, task.plan).captured
+    own = task.on_one(CapturedTraining, captured=graph)
+    found = Comparison(own, "captured")
+    task.on_ranks(found, task.captured)
+    return _capture_departs(journal, own) or found.first(), _covered(found)
+
+
+def _capture_departs(journal: Journal, own: Journal) -> Departure | None:
+    """Where the graph that was captured does something else than the code, on one device."""
+    for key, want in journal.seen.items():
+        if key[1] not in ("forward", "backward") and key in own.seen:
+            off = differing(own.seen[key].value, want.value, journal.tolerance[key])
+            if off is not None:
+                return Departure(
+                    "captured", key[0], "capture", "torch.export", want.line, (), want.name, "",
+                    f"the captured graph gives {off.text} on one device", off.relative,
+                )  # fmt: skip
+    return None
+
+
+def _covered(found: Comparison) -> Coverage:
+    counts = Counter(str(k[1]) for k in found.compared)
+    missed = [s for k, s in found.journal.seen.items() if k not in found.compared and k[1] == "forward" and k[0] == 0]
+    said = dict.fromkeys(f"{s.op} at {s.line}" for s in missed if s.key[-2] == "out")
+    return Coverage(found.mode, dict(counts), tuple(said))

@@ -1,0 +1,203 @@
+"""The values of one device, those of the ranks as they come, and the first that departs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CaptureError, LayoutError, MeshError, PassError, ShardError
+from ..layout import Layout
+from ..testing.values import tolerance_of
+from .values import Difference, Tensor, assemble, differing
+from .watch import Key, Seen
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Where ranks first compute something else than one device.
+
+    Attributes:
+        mode: ``"eager"`` or ``"captured"``.
+        step: of the run, from 0.
+        phase: ``"forward"``, ``"backward"``, ``"gradients"``, ``"clipping"``, ``"update"``, ``"buffers"``,
+            ``"random"``, ``"load"``, ``"capture"`` or ``"error"``.
+        op, line: what computes the value, and where in the user's code; of a gradient the op whose backward does.
+        others: further ops that may be the culprit: a gradient is a sum over all uses of its value.
+        value: which value, in words.
+        layout: in which the ranks hold it.
+        text: the difference, in words.
+        relative: the largest difference, by the largest number of one device.
+    """
+
+    mode: str
+    step: int
+    phase: str
+    op: str
+    line: str
+    others: tuple[str, ...]
+    value: str
+    layout: str
+    text: str
+    relative: float
+
+    def __str__(self) -> str:
+        others = f" (or {', '.join(self.others)})" if self.others else ""
+        layout = f", {self.layout}" if self.layout else ""
+        return (
+            f"{self.mode}, step {self.step}, {self.phase}: {self.op} at {self.line}{others}: {self.value}{layout}: "
+            f"{self.text}"
+        )
+
+
+@dataclass
+class Journal:
+    """What one device computed in a run, to be compared with what ranks do.
+
+    Attributes:
+        size: how many ranks there are.
+        seen: by step and key, in the order of one device; ``tolerance``: what rounding explains of each.
+        uses: by step and key, the ops that were given the value.
+    """
+
+    size: int
+    seen: dict[Key, Seen] = field(default_factory=dict)
+    tolerance: dict[Key, float] = field(default_factory=dict)
+    uses: dict[Key, list[tuple[str, str]]] = field(default_factory=dict)
+    _loosest: float = 1e-9
+
+    def note(self, step: int, seen: Seen) -> None:
+        """A value of one device."""
+        if seen.key[0] == "forward" and isinstance(seen.value, Tensor):
+            self._loosest = max(self._loosest, tolerance_of(seen.value))
+        key = (step, *seen.key)
+        self.seen.setdefault(key, seen)
+        self.tolerance.setdefault(key, self._loosest)
+
+    def used(self, step: int, calls: Iterable[tuple[str, str, tuple[Key, ...]]]) -> None:
+        """Which ops were given which values."""
+        for op, line, keys in calls:
+            for key in filter(None, keys):
+                self.uses.setdefault((step, *key), []).append((op, line))
+
+
+class Comparison:
+    """Values of ranks, compared with a journal as soon as all ranks have told theirs.
+
+    Attributes:
+        compared: how many values were.
+        departed: by step and key, in what they differ.
+    """
+
+    def __init__(self, journal: Journal, mode: str) -> None:
+        self.journal, self.mode = journal, mode
+        self.waiting: dict[Key, dict[int, Seen]] = {}
+        self.departed: dict[Key, tuple[Seen, Difference]] = {}
+        self.compared: dict[Key, None] = {}
+        self.last: dict[int, tuple[int, Seen]] = {}
+        self.raised: Departure | None = None
+
+    def tell(self, step: int, rank: int, seen: Seen) -> None:
+        """A value of one rank."""
+        key = (step, *seen.key)
+        self.last[rank] = step, seen
+        want = self.journal.seen.get(key)
+        if want is None or key in self.compared:
+            return
+        table = self.waiting.setdefault(key, {})
+        table[rank] = seen
+        if len(table) == self.journal.size:
+            del self.waiting[key]
+            self._compare(key, [table[r] for r in sorted(table)], want)
+
+    def _compare(self, key: Key, parts: list[Seen], want: Seen) -> None:
+        self.compared[key] = None
+        first, found = parts[0], None
+        if any(p.spec is not first.spec and (p.spec is None or first.spec is None) for p in parts):
+            found = Difference("distributed on some ranks and not on others")
+        elif isinstance(first.value, Tensor):
+            if first.spec is None and isinstance(want.value, Tensor) and first.value.shape != want.value.shape:
+                return  # a rank's own part, by the user's hand
+            whole, words = assemble([p.value for p in parts], first.spec)
+            copies = first.spec is not None  # else, and where no result departs, a rank's own by the user's hand
+            found = (
+                Difference(words, copies=copies) if words else differing(whole, want.value, self.journal.tolerance[key])
+            )
+        else:
+            for p in parts:
+                found = found or differing(p.value, want.value, self.journal.tolerance[key])
+        if found is not None:
+            self.departed[key] = first, found
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Inside, an error that one device did not have is kept as what departs; one that says what to ask for
+        otherwise is raised."""
+        try:
+            yield
+        except (LayoutError, ShardError, CaptureError, PassError, MeshError):
+            raise
+        except Exception as error:
+            step, seen = max(self.last.values(), key=lambda at: at[0], default=(0, Seen((), "the step", "", None)))
+            self.raised = Departure(
+                self.mode, step, "error", seen.op or "the step", seen.line, (), f"after {seen.op or 'the begin'}", "",
+                f"{type(error).__name__}: {error}", math.inf,
+            )  # fmt: skip
+
+    # -- the culprit ----------------------------------------------------------------------------------
+
+    def first(self) -> Departure | None:
+        """The first value that departs, in the order of one device; None where no result does."""
+        inside = ("forward", "backward")
+        if all(key[1] in inside and not found.copies for key, (_, found) in self.departed.items()):
+            return self.raised  # what reaches no result: memory that nobody writes, signs that may be either
+        key = next(k for k in self.journal.seen if k in self.departed)
+        seen, found = self.departed[key]
+        layout = "" if seen.spec is None else _laid(seen.spec.layout)
+        step, what, *_ = key
+        make: Any = lambda phase, op, line, others, value: Departure(  # noqa: E731
+            self.mode, step, phase, op, line, others, value, layout, found.text, found.relative
+        )
+        if what == "forward":
+            return make("forward", seen.op, seen.line, (), _in_words(seen))
+        if what == "backward" or (what == "grad" and not self._contributed(step, seen.name)):
+            users = self.journal.uses.get((step, "forward", *key[2:]), [])
+            users = users or self.journal.uses.get((step, "forward", "leaf", seen.name), [])
+            (op, line), *rest = dict.fromkeys(users) or [(seen.op, seen.line)]
+            value = f"the gradient of {_in_words(seen)}"
+            return make("backward", op, line, tuple(f"{o} at {x}" for o, x in rest), value)
+        return make(*PHASES[what], (), seen.name or what)
+
+    def _contributed(self, step: int, name: str) -> bool:
+        """Whether what ranks contribute to the gradient of a parameter was compared, and adds up to it."""
+        key = (step, "backward", "leaf", name)
+        return key in self.compared and key not in self.departed
+
+
+PHASES = {
+    "loss": ("forward", "the loss", "the loss function"),
+    "grad": ("gradients", "the reduction of the gradient over ranks", "the backward"),
+    "clipped": ("clipping", "clip_grad_norm_", "the step"),
+    "param": ("update", "optimizer.step", "the optimizer"),
+    "state": ("update", "optimizer.step", "the optimizer"),
+    "buffer": ("buffers", "a write to a buffer", "the model"),
+    "random": ("random", "a draw of random numbers", "the step"),
+    "loaded": ("load", "the save and the load", "the checkpoint"),
+}
+
+
+def _in_words(seen: Seen) -> str:
+    if seen.name:
+        return seen.name
+    what, place = seen.key[-2:]
+    if what == "in":
+        return f"argument {place} of {seen.op}, which no op of torch's made"
+    if what == "random":
+        return f"the state of the random generator after {seen.op}"
+    return f"what {seen.op} at {seen.line} gives"
+
+
+def _laid(layout: Layout) -> str:
+    return repr(layout)

@@ -1,0 +1,140 @@
+"""What a verification found, covered and left out: as text, as data, and as a file that a later run is held against."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.fx as fx
+
+from ..errors import VerifyError
+from ..program import Input, Output, Program
+from ..program.check.agreement import numbers, program_facts
+from ..program.step import CompiledStep
+from .journal import Departure
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What was compared in one mode.
+
+    Attributes:
+        mode: ``"eager"`` or ``"captured"``.
+        values: how many values of the ranks were compared, by kind: ``"forward"``, ``"backward"``, ``"grad"``...
+        missed: lines of the user's code where one device computed values of which ranks told none, with the ops.
+    """
+
+    mode: str
+    values: Mapping[str, int]
+    missed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{n} {_WORDS.get(kind, kind)}" for kind, n in self.values.items())
+        return f"{self.mode}: compared {counted}"
+
+
+_WORDS = {
+    "forward": "values of the forward", "backward": "gradients of values", "loss": "losses",
+    "grad": "gradients of parameters", "clipped": "clipped gradients", "param": "parameters", "state": "states",
+    "buffer": "buffers", "random": "states of the random generator", "loaded": "values after the load",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`meshwright.verify` found.
+
+    Attributes:
+        title: what was verified, and where.
+        departures: of each mode the first value that departs from one device; none where all is right.
+        covered: what was compared.
+        notes: sizes that were taken down, what was left out, axes that no layout uses.
+        digest: of the program and the layouts of the sizes and dtypes that were given, which the run on a cluster is to
+            have too; of eager steps alone, of the layouts.
+        seconds: that it took.
+    """
+
+    title: str
+    departures: tuple[Departure, ...]
+    covered: tuple[Coverage, ...]
+    notes: tuple[str, ...]
+    digest: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing departs."""
+        return not self.departures
+
+    def check(self, step: CompiledStep) -> None:
+        """Whether a captured step, on a cluster say, is the one that was verified.
+
+        Raises:
+            VerifyError: it is another program, or lies otherwise.
+        """
+        if step.built is None:
+            raise VerifyError("a step by hand has no digest: verify and check one of mw.compile_step")
+        found = digest_of(step.program, step.built.captured.module)
+        if found != self.digest:
+            raise VerifyError(
+                f"this step has the digest {found}, the one that was verified {self.digest}: model, sizes, dtypes, "
+                "layouts, passes and mesh must be those of the verification (and the version of torch)"
+            )
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}: {'right' if self.passed else 'WRONG'} ({self.seconds:.1f} s)"]
+        lines += [f"  first departure: {d}" for d in self.departures]
+        for c in self.covered:
+            lines += [f"  {c}", *(f"    not seen on ranks: {m}" for m in c.missed)]
+        return "\n".join([*lines, *(f"  {n}" for n in self.notes), f"  digest {self.digest}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {"passed": self.passed, **dataclasses.asdict(self)}
+
+    def to_json(self, **how: Any) -> str:
+        """:meth:`to_dict` as one JSON object; ``how`` as for ``json.dumps``."""
+        made = self.to_dict()
+        for d in made["departures"]:
+            d["relative"] = d["relative"] if d["relative"] < float("inf") else None
+        return json.dumps(made, **how)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json(indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Verification:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            VerifyError: the file is none of a verification.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data.pop("passed")
+            departures = tuple(Departure(**d | {"others": tuple(d["others"])}) for d in data.pop("departures"))
+            covered = tuple(Coverage(c["mode"], c["values"], tuple(c["missed"])) for c in data.pop("covered"))
+            return cls(departures=departures, covered=covered, **data | {"notes": tuple(data["notes"])})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise VerifyError(
+                f"{path} is no report of mw.verify: {error!r}; write one with report.save(path)"
+            ) from None
+
+
+def digest_of(program: Program, module: fx.GraphModule) -> str:
+    """What tells steps apart, the same on all ranks: the ops of one device, and of a rank's program inputs, outputs,
+    their layouts and the collectives; not lines of code.
+
+    Args:
+        module: the graph of one device that the program was made of.
+    """
+    given: tuple[Input | Output, ...] = (*program.inputs, *program.outputs)
+    laid = [f"{x.kind} {x.name} {x.spec!r}" for x in given]
+    facts = [f.text for f in (*program_facts(program), *numbers([], module))]
+    return hashlib.sha256("\n".join([repr(program.mesh), program.update, *laid, *facts]).encode()).hexdigest()[:16]

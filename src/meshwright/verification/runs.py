@@ -1,0 +1,158 @@
+"""The runs that are compared: one device, and simulated ranks in each mode."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..api import shard_tensor
+from ..checkpoint import Checkpoints
+from ..compat import pytree
+from ..errors import LayoutError
+from ..generator import reproducible_random
+from ..layout import Placements
+from ..mesh import Mesh
+from ..passes import PassManager
+from ..program import Plan
+from ..program.capture.build import batch_placements
+from ..program.capture.export import LossFn, leaf_names
+from ..program.compile import compile_step
+from ..ranks import runtime
+from ..ranks.simulation import simulate
+from ..shard import no_sync, shard_module, shard_optimizer
+from .captured import WatchedPasses
+from .journal import Comparison, Journal
+from .steps import Training
+
+Tensor = torch.Tensor
+PATIENCE = 3600.0  # seconds that a rank may compute alone: machines are busy
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is verified, in float64.
+
+    Attributes:
+        model, optimizer: as they are before the first step; never trained themselves.
+        loss_fn, batch, mesh, plan, passes: of the step.
+        eager_layouts: those of the plan that eager steps know too.
+        steps: updates before the save; one more comes behind the load.
+        save: whether to save and load.
+        seed: of the random generator.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn
+    batch: Any
+    mesh: Mesh
+    plan: Plan
+    eager_layouts: Mapping[str, Placements]
+    passes: PassManager
+    steps: int
+    save: bool
+    seed: int
+
+    def training(self, kind: type[Training] = Training, *, spoiled: bool = False, **more: Any) -> Training:
+        """A copy, to be trained; ``spoiled``: with other numbers in all that a checkpoint has."""
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        if spoiled:
+            with torch.no_grad():
+                for t in model.state_dict().values():
+                    if isinstance(t, Tensor):
+                        t.add_(1)
+        calls = self.passes.calls_per_update
+        return kind(
+            model, self.loss_fn, optimizer, self.batch, self.plan.clip_grad_norm, calls,
+            1 / calls if self.passes.averages else 1.0, **more,
+        )  # fmt: skip
+
+    # -- one device -----------------------------------------------------------------------------------
+
+    def on_one(self, kind: type[Training] = Training, **more: Any) -> Journal:
+        """Train on one device."""
+        journal, one = Journal(self.mesh.size), self.training(kind, **more)
+        torch.manual_seed(self.seed)
+        with reproducible_random():
+            for step in range(self.steps):
+                journal.used(step, one.update(partial(journal.note, step)))
+            if self.save:
+                one.told(partial(journal.note, self.steps), "loaded")
+                journal.used(self.steps, one.update(partial(journal.note, self.steps)))
+        return journal
+
+    # -- ranks ----------------------------------------------------------------------------------------
+
+    def on_ranks(self, found: Comparison, begin: Callable[[Training], None]) -> None:
+        """Train on simulated ranks; ``begin`` lays a training on the mesh."""
+
+        def run(folder: str) -> None:
+            rank, at = runtime.RT.rank, [0]
+
+            def tell(seen: Any) -> None:
+                found.tell(at[0], rank, seen)
+
+            one = self.training()
+            begin(one)
+            for at[0] in range(self.steps):
+                one.update(tell)
+            if self.save:
+                store = Checkpoints(folder, mesh=self.mesh)
+                store.save(self.steps, **one.saved, wait=True)
+                one = self.training(spoiled=True)
+                begin(one)
+                at[0] = self.steps
+                store.load(**one.saved)
+                one.told(tell, "loaded")
+                one.update(tell)
+
+        torch.manual_seed(self.seed)
+        with tempfile.TemporaryDirectory() as folder, found.errors():
+            simulate(partial(run, folder), self.mesh, timeout=PATIENCE)
+
+    def eager(self, one: Training) -> None:
+        """Lay a training on the mesh for eager steps."""
+        plan = self.plan
+        shard_module(
+            one.model, self.mesh, self.eager_layouts, inputs=plan.inputs, outputs=plan.outputs,
+            stored_over=plan.stored_over, regather=plan.regather,
+        )  # fmt: skip
+        shard_optimizer(one.optimizer, states_over=plan.states_over)
+        one.batch = self._laid()
+        one.alone = partial(no_sync, one.model)
+
+    def _laid(self) -> Any:
+        names, leaves = iter(leaf_names(self.batch)), []
+        said = batch_placements(self.plan.batch, leaf_names(self.batch), self.mesh)
+        flat, tree = pytree.tree_flatten(self.batch)
+        for x in flat:
+            leaves.append(laid(next(names), x, self.mesh, said) if isinstance(x, Tensor) else x)
+        return pytree.tree_unflatten(leaves, tree)
+
+    def captured(self, one: Training) -> None:
+        """Capture the step of a training."""
+        plan = self.plan
+        one.step_fn = compile_step(
+            one.model, self.loss_fn, one.optimizer, one.batch, mesh=self.mesh, layouts=plan.layouts, batch=plan.batch,
+            inputs=plan.inputs, outputs=plan.outputs, stored_over=plan.stored_over, regather=plan.regather,
+            states_over=plan.states_over, clip_grad_norm=plan.clip_grad_norm, gradients=one.calls == 1,
+            passes=WatchedPasses(self.passes, lambda seen: one.tell(seen)),
+        )  # fmt: skip
+
+
+def laid(name: str, t: Tensor, mesh: Mesh, said: Any) -> Tensor:
+    """A leaf of a batch on the mesh.  Raises LayoutError for one that does not split as it is said to."""
+    try:
+        return shard_tensor(t, mesh, (said[name] if t.ndim else None) or {})
+    except LayoutError as error:
+        raise LayoutError(
+            f"{name} of shape {tuple(t.shape)} does not lie as batch={said[name]!r} says: {error}; say it of the "
+            "others alone, by their names: batch={'0': {...}}"
+        ) from error

@@ -1,0 +1,136 @@
+"""Values of one device and of all ranks: put together from what ranks hold, and compared.
+
+What ranks hold is put together here by index arithmetic alone.  None of the conversions takes part, whose mistakes
+would be looked for with themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..layout import Spec
+from ..testing.values import tolerance_of
+
+Tensor = torch.Tensor
+Numbers = (bool, int, float, complex)
+_REDUCED: Mapping[str, Any] = {
+    "sum": lambda t: t.sum(0), "avg": lambda t: t.mean(0), "product": lambda t: t.prod(0), "any": lambda t: t.any(0),
+    "all": lambda t: t.all(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0),
+}  # fmt: skip
+_NOISE = 1e-13  # what is left of zeros that are differences of numbers
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a value of the ranks differs from that of one device.
+
+    Attributes:
+        text: in words.
+        relative: the largest difference by the largest number of one device; infinite where they cannot be compared.
+        copies: whether ranks hold different copies of what they are said to have alike.
+    """
+
+    text: str
+    relative: float = math.inf
+    copies: bool = False
+
+
+def assemble(parts: Sequence[Tensor], spec: Spec | None) -> tuple[Tensor, str]:
+    """The value of which the ranks, in order, hold ``parts``; and which of them hold different copies, in words."""
+    if spec is None:
+        return parts[0], _copies(parts, list(range(len(parts))))
+    mesh, partial = spec.mesh, spec.layout.partial
+    split = [a for axes in spec.layout.dim_axes().values() for a in axes]
+    terms: dict[tuple[int, ...], Tensor] = {}
+    first: dict[tuple[int, ...], int] = {}
+    for i, (rank, part) in enumerate(zip(mesh.ranks, parts, strict=True)):
+        here = mesh.coordinate(rank)
+        term = tuple(here[a] for a in partial)
+        place = (*term, *(here[a] for a in split))
+        if place in first:
+            if words := _copies([parts[first[place]], part], [first[place], i]):
+                return part, words
+            continue
+        first[place] = i
+        whole = terms.setdefault(term, part.new_zeros(tuple(spec.shape)))
+        bounds = spec.layout.local_bounds(spec.shape, here)
+        held = whole[tuple(slice(lo, hi) for lo, hi in bounds)]
+        if held.shape != part.shape:
+            return part, f"rank {rank} holds {list(part.shape)}, and {list(held.shape)} would be its part of {spec!r}"
+        held.copy_(part)
+    for at, op in reversed(list(enumerate(partial.values()))):
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for term in sorted(terms):
+            groups.setdefault(term[:at], []).append(terms[term])
+        terms = {k: _REDUCED[op](torch.stack(alike)).to(alike[0].dtype) for k, alike in groups.items()}
+    return terms[()], ""
+
+
+def _copies(parts: Sequence[Tensor], ranks: Sequence[int]) -> str:
+    """In words, which ranks hold something else than the first of them; empty where all hold the same."""
+    for part, rank in zip(parts[1:], ranks[1:], strict=True):
+        found = differing(part, parts[0])
+        if found is not None:
+            return f"ranks {ranks[0]} and {rank} hold different copies of it: {found.text}"
+    return ""
+
+
+def differing(got: Any, want: Any, tolerance: float = 1e-9) -> Difference | None:
+    """How a value differs from that of one device by more than rounding explains; None where it does not."""
+    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+        return _numbers(got, want, tolerance)
+    if got.shape != want.shape:
+        return Difference(f"shape {list(got.shape)} instead of {list(want.shape)}")
+    if got.dtype != want.dtype:
+        return Difference(f"{got.dtype} instead of {want.dtype}")
+    if got.layout is not torch.strided:
+        got, want = got.to_dense(), want.to_dense()
+    if not want.numel():
+        return None
+    tolerance = max(tolerance, tolerance_of(want))
+    if not (want.is_floating_point() or want.is_complex()):
+        wrong = got != want
+    else:
+        got, want = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (got, want))
+        wrong = ~torch.isclose(got, want, rtol=0, atol=tolerance * _scale(want) + _NOISE, equal_nan=True)
+    count = int(wrong.sum())
+    if not count:
+        return None
+    at = wrong.nonzero()[0].tolist() if want.ndim else []
+    g, w = (t[tuple(at)].item() for t in (got, want))
+    off = (
+        torch.nan_to_num((got.to(torch.float64) - want.to(torch.float64)).abs(), nan=math.inf).max().item()
+        if not want.is_complex()
+        else (got - want).abs().max().item()
+    )
+    where = f" at {at}" if at else ""
+    return Difference(
+        f"{_text(g)} instead of {_text(w)}{where}; {count} of {want.numel()} differ", off / (_scale(want) or 1)
+    )
+
+
+def _scale(t: Tensor) -> float:
+    finite = t[torch.isfinite(t)].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _numbers(got: Any, want: Any, tolerance: float) -> Difference | None:
+    if type(got) is type(want) and isinstance(want, (float, complex)):
+        both_nan = got != got and want != want
+        if both_nan or got == want or abs(got - want) <= tolerance * abs(want) + _NOISE:
+            return None
+        return Difference(f"{_text(got)} instead of {_text(want)}", abs(got - want) / (abs(want) or 1))
+    return None if type(got) is type(want) and got == want else Difference(f"{_brief(got)} instead of {_brief(want)}")
+
+
+def _text(x: Any) -> str:
+    return f"{x:.9g}" if isinstance(x, float) else str(x)
+
+
+def _brief(x: Any) -> str:
+    return f"{type(x).__name__} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)

@@ -1,0 +1,135 @@
+"""``mw.verify``: right steps are right, wrong ones are named, and what cannot be verified says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import meshwright as mw
+from meshwright.errors import CaptureError, LayoutError, ShardError, VerifyError
+from meshwright.verification import Verification
+
+MESH = mw.Mesh({"dp": 2, "tp": 2})
+COLUMN, ROW = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
+LAYOUTS = {"up.*": COLUMN, "down.weight": ROW}
+SPLIT = {"dp": mw.Shard(0)}
+PASSES = ["data-parallel-optimization", "gradient-merge:k_steps=2"]
+
+
+class Net(nn.Module):
+    """A bit of everything that a step may hold: a buffer that is written to, dropout, a shared weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.table(ids).flatten(0, 1))
+        x = x + F.dropout(self.down(F.gelu(self.up(x))), 0.25, self.training)
+        return F.linear(x, self.table.weight)
+
+
+def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    ids, labels = batch
+    return F.cross_entropy(model(ids), labels.flatten())
+
+
+def subject() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return Net(), (torch.randint(12, (4, 3)), torch.randint(12, (4, 3)))
+
+
+def verified(mesh: mw.Mesh = MESH, layouts: Any = LAYOUTS, **said: Any) -> Verification:
+    model, batch = subject()
+    return mw.verify(model, said.pop("loss_fn", loss_fn), batch, mesh, layouts, **{"batch": SPLIT, "steps": 1, **said})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (mw.Mesh({"tp": 2}), {"clip_grad_norm": 0.1, "batch": None}),
+        (mw.Mesh({"dp": 3, "tp": 4}), {"modes": ["eager"], "states_over": "dp"}),
+        (mw.Mesh({"dp": 2, "tp": 1}), {"modes": ["captured"], "passes": PASSES}),
+    ],
+)
+def test_right_is_right(mesh: mw.Mesh, said: dict[str, Any]) -> None:
+    report = verified(mesh, **said)
+    assert report.passed, str(report)
+    for mode in report.covered:
+        assert not mode.missed, mode.missed
+        assert mode.values["forward"] > 10
+        assert mode.values["backward"] > 10
+        assert mode.values["loaded"] > 20
+
+
+def test_the_model_stays() -> None:
+    model, batch = subject()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    state = torch.get_rng_state()
+    mw.verify(model, loss_fn, batch, MESH, LAYOUTS, batch=SPLIT, modes=["eager"], steps=1)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_rank_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.ranks import runtime
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x * (2.0 if runtime.RT.rank == 3 else 1.0)  # HERE
+
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# HERE"))
+    report = verified(loss_fn=lambda m, b: loss_fn(m, b) + own(m.up.weight).sum(), modes=["eager"])
+    (found,) = report.departures
+    assert (found.op, found.line, found.phase) == ("mul", f"test_verify.py:{line}", "forward")
+    assert "hold different copies" in found.text
+
+
+def test_a_report_is_kept_and_checked(tmp_path: Path) -> None:
+    report = verified(steps=1, save=False)
+    report.save(tmp_path / "report.json")
+    kept = Verification.load(tmp_path / "report.json")
+    assert kept == report
+
+    def cluster(layouts: Any) -> None:
+        model, batch = subject()
+        optimizer = torch.optim.AdamW(model.parameters())
+        kept.check(mw.compile_step(model, loss_fn, optimizer, batch, mesh=MESH, layouts=layouts, batch=SPLIT))
+
+    mw.simulate(lambda: cluster(LAYOUTS), MESH)
+    with pytest.raises(VerifyError, match="has the digest"):
+        mw.simulate(lambda: cluster({"up.weight": ROW}), MESH)
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(VerifyError, match="is no report of"):
+        Verification.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "words"),
+    [
+        ({"loss_fn": lambda m, b: m(b[0])}, VerifyError, "shape \\(12, 12\\): return the loss, a scalar"),
+        ({"loss_fn": lambda m, b: loss_fn(m, b).detach()}, VerifyError, "does not depend on any parameter"),
+        ({"batch": {"dp": mw.Shard(2)}}, LayoutError, "batch.0 of shape \\(4, 3\\) does not lie as"),
+        ({"layouts": {"upp.weight": COLUMN}, "modes": ["eager"]}, ShardError, "close ones: up.weight"),
+        ({"batched": SPLIT}, VerifyError, "no option 'batched'; did you mean 'batch'"),
+        ({"modes": ["eagre"]}, VerifyError, "did you mean 'eager'"),
+        ({"steps": 0}, VerifyError, "at least one update"),
+        ({"loss_fn": lambda m, b: loss_fn(m, b) if b[0].sum() > 0 else 0}, CaptureError, "modes=\\['eager'\\]"),
+    ],
+)
+def test_bad_input_is_named(said: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        verified(**{"modes": ["eager"], **said} if error is not CaptureError else said)
+
+
+def test_an_axis_without_use_is_said() -> None:
+    report = verified(mw.Mesh({"dp": 2, "pp": 2}), {}, modes=["eager"])
+    assert report.passed
+    assert any("no layout names the axis 'pp'" in n for n in report.notes)
