@@ -113,10 +113,7 @@ class WatchedPasses(PassManager):
 
     def __call__(self, program: Program) -> Program:
         made = watched(super().__call__(program), self.tell)
-        if made.merged is None:
-            return made
-        accumulate, flush = (watched(p, self.tell) for p in (made.merged.accumulate, made.merged.flush))
-        return replace(made, merged=replace(made.merged, accumulate=accumulate, flush=flush))
+        return replace(made, parts={name: watched(part, self.tell) for name, part in made.parts.items()})
 
 
 def watched(program: Program, tell: Tell) -> Program:
