@@ -21,7 +21,7 @@ from ..program.capture.export import Captured
 from ..program.capture.source_lines import line_of
 from ..program.ir.nodes import info_of, value_of
 from .steps import Calls, Training
-from .watch import Key, Seen, Tell, held, watch_gradient
+from .watch import Key, Observed, Tell, held, watch_gradient
 
 Tensor = torch.Tensor
 
@@ -42,7 +42,7 @@ class CapturedTraining(Training):
         ]
         for source, t in zip(self.captured.sources, given, strict=True):
             if isinstance(t, Tensor) and t.requires_grad:
-                watch_gradient(t, Seen(("forward", "leaf", source.name), "", "", None, name=source.name), tell)
+                watch_gradient(t, Observed(("forward", "leaf", source.name), "", "", None, name=source.name), tell)
         made = _OneDevice(self.captured, tell).run(*given)
         return made, _calls(self.captured)
 
@@ -84,8 +84,8 @@ def op_of(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _seen(node: fx.Node) -> Seen:
-    return Seen(("forward", node.name, "out", 0), op_of(node.target), line_of(node), None)
+def _seen(node: fx.Node) -> Observed:
+    return Observed(("forward", node.name, "out", 0), op_of(node.target), line_of(node), None)
 
 
 def _calls(captured: Captured) -> Calls:
@@ -122,7 +122,7 @@ def watched(program: Program, tell: Tell) -> Program:
     for node in list(made.graph.nodes):
         for key, spec in _keys(node):
             name = key[2] if key[1] == "leaf" else ""
-            seen = Seen(key, "", info_of(node).line, None, spec, name)
+            seen = Observed(key, "", info_of(node).line, None, spec, name)
             with made.graph.inserting_after(node):
                 made.graph.call_function(_teller(tell, seen), (node,))
     return made
@@ -141,7 +141,7 @@ def _keys(node: fx.Node) -> Iterator[tuple[Key, Spec]]:
         yield ("backward", "leaf", name), spec
 
 
-def _teller(tell: Tell, seen: Seen) -> Any:
+def _teller(tell: Tell, seen: Observed) -> Any:
     def observe(t: Tensor) -> None:
         tell(replace(seen, value=t.clone()))
 

@@ -24,7 +24,7 @@ from ..program.capture.export import LossFn
 from ..program.capture.source_lines import own_loss
 from ..tensor import DistTensor
 from .captured import CapturedTraining
-from .journal import Comparison, Departure, Journal
+from .journal import RankJournal, Departure, Journal
 from .report import Coverage, Verification, digest_of
 from .runs import Task
 from .values import differing
@@ -182,7 +182,7 @@ def _digest(
 
 
 def _eager(task: Task, journal: Journal) -> tuple[Departure | None, Coverage]:
-    found = Comparison(journal, "eager")
+    found = RankJournal(journal, "eager")
     task.on_ranks(found, task.eager)
     return found.first(), _covered(found)
 
@@ -191,7 +191,7 @@ def _captured(task: Task, journal: Journal) -> tuple[Departure | None, Coverage]
     model, optimizer = copy.deepcopy((task.model, task.optimizer))
     graph = build(model, task.loss_fn, optimizer, task.batch, task.mesh, task.plan).captured
     own = task.on_one(CapturedTraining, captured=graph)
-    found = Comparison(own, "captured")
+    found = RankJournal(own, "captured")
     task.on_ranks(found, task.captured)
     return _capture_departs(journal, own) or found.first(), _covered(found)
 
@@ -209,7 +209,7 @@ def _capture_departs(journal: Journal, own: Journal) -> Departure | None:
     return None
 
 
-def _covered(found: Comparison) -> Coverage:
+def _covered(found: RankJournal) -> Coverage:
     counts = Counter(str(k[1]) for k in found.compared)
     missed = [s for k, s in found.journal.seen.items() if k not in found.compared and k[1] == "forward" and k[0] == 0]
     said = dict.fromkeys(f"{s.op} at {s.line}" for s in missed if s.key[-2] == "out")

@@ -12,7 +12,7 @@ from ..errors import CaptureError, LayoutError, MeshError, PassError, ShardError
 from ..layout import Layout
 from ..testing.values import tolerance_of
 from .values import Difference, Tensor, assemble, differing
-from .watch import Key, Seen
+from .watch import Key, Observed
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Journal:
     """
 
     size: int
-    seen: dict[Key, Seen] = field(default_factory=dict)
+    seen: dict[Key, Observed] = field(default_factory=dict)
     tolerance: dict[Key, float] = field(default_factory=dict)
     uses: dict[Key, list[tuple[str, str]]] = field(default_factory=dict)
     _loosest: float = 1e-9
 
-    def note(self, step: int, seen: Seen) -> None:
+    def note(self, step: int, seen: Observed) -> None:
         """A value of one device."""
         if seen.key[0] == "forward" and isinstance(seen.value, Tensor):
             self._loosest = max(self._loosest, tolerance_of(seen.value))
@@ -83,7 +83,7 @@ class Journal:
                 self.uses.setdefault((step, *key), []).append((op, line))
 
 
-class Comparison:
+class RankJournal:
     """Values of ranks, compared with a journal as soon as all ranks have told theirs.
 
     Attributes:
@@ -93,13 +93,13 @@ class Comparison:
 
     def __init__(self, journal: Journal, mode: str) -> None:
         self.journal, self.mode = journal, mode
-        self.waiting: dict[Key, dict[int, Seen]] = {}
-        self.departed: dict[Key, tuple[Seen, Difference]] = {}
+        self.waiting: dict[Key, dict[int, Observed]] = {}
+        self.departed: dict[Key, tuple[Observed, Difference]] = {}
         self.compared: dict[Key, None] = {}
-        self.last: dict[int, tuple[int, Seen]] = {}
+        self.last: dict[int, tuple[int, Observed]] = {}
         self.raised: Departure | None = None
 
-    def tell(self, step: int, rank: int, seen: Seen) -> None:
+    def tell(self, step: int, rank: int, seen: Observed) -> None:
         """A value of one rank."""
         key = (step, *seen.key)
         self.last[rank] = step, seen
@@ -112,7 +112,7 @@ class Comparison:
             del self.waiting[key]
             self._compare(key, [table[r] for r in sorted(table)], want)
 
-    def _compare(self, key: Key, parts: list[Seen], want: Seen) -> None:
+    def _compare(self, key: Key, parts: list[Observed], want: Observed) -> None:
         self.compared[key] = None
         first, found = parts[0], None
         if any(p.spec is not first.spec and (p.spec is None or first.spec is None) for p in parts):
@@ -140,7 +140,7 @@ class Comparison:
         except (LayoutError, ShardError, CaptureError, PassError, MeshError):
             raise
         except Exception as error:
-            step, seen = max(self.last.values(), key=lambda at: at[0], default=(0, Seen((), "the step", "", None)))
+            step, seen = max(self.last.values(), key=lambda at: at[0], default=(0, Observed((), "the step", "", None)))
             self.raised = Departure(
                 self.mode, step, "error", seen.op or "the step", seen.line, (), f"after {seen.op or 'the begin'}", "",
                 f"{type(error).__name__}: {error}", math.inf,
@@ -188,7 +188,7 @@ PHASES = {
 }
 
 
-def _in_words(seen: Seen) -> str:
+def _in_words(seen: Observed) -> str:
     if seen.name:
         return seen.name
     what, place = seen.key[-2:]

@@ -28,7 +28,7 @@ from ..ranks import runtime
 from ..ranks.simulation import simulate
 from ..shard import no_sync, shard_module, shard_optimizer
 from .captured import WatchedPasses
-from .journal import Comparison, Journal
+from .journal import RankJournal, Journal
 from .steps import Training
 
 Tensor = torch.Tensor
@@ -90,7 +90,7 @@ class Task:
 
     # -- ranks ----------------------------------------------------------------------------------------
 
-    def on_ranks(self, found: Comparison, begin: Callable[[Training], None]) -> None:
+    def on_ranks(self, found: RankJournal, begin: Callable[[Training], None]) -> None:
         """Train on simulated ranks; ``begin`` lays a training on the mesh."""
 
         def run(folder: str) -> None:

@@ -14,7 +14,7 @@ from ..compat import pytree
 from ..errors import VerifyError
 from ..program.capture.export import LossFn, leaf_names
 from ..program.step import CompiledStep
-from .watch import Key, Seen, Tell, Watch, held, random_state
+from .watch import Key, Observed, Tell, Watch, held, random_state
 
 Tensor = torch.Tensor
 Calls = list[tuple[str, str, tuple[Key, ...]]]  # op, line, and the keys of what it is given
@@ -69,7 +69,7 @@ class Training:
                     loss = scalar(made, self.loss_fn)
                     loss.backward()
                 calls += more
-            counted(held(loss.detach(), Seen(("loss", "loss"), "the loss", "", None, name="the loss")))
+            counted(held(loss.detach(), Observed(("loss", "loss"), "the loss", "", None, name="the loss")))
         if self.step_fn is None:
             self._finish(tell)
         elif self.calls == 1:
@@ -99,12 +99,12 @@ class Training:
         self._told(tell, what or "param", self.model.named_parameters())
         self._told(tell, what or "state", states(self.model, self.optimizer))
         self._told(tell, what or "buffer", self.model.named_buffers())
-        tell(Seen((what or "random", "random"), "", "", random_state(), name="the random generator"))
+        tell(Observed((what or "random", "random"), "", "", random_state(), name="the random generator"))
 
     @staticmethod
     def _told(tell: Tell, what: str, values: Any) -> None:
         for name, t in values:
-            seen = Seen((what, name), "", "", t, name=name)
+            seen = Observed((what, name), "", "", t, name=name)
             tell(held(t, seen) if isinstance(t, Tensor) else seen)
 
 

@@ -42,7 +42,7 @@ _UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "empty_permut
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observed:
     """A value that a step computed.
 
     Attributes:
@@ -61,7 +61,7 @@ class Seen:
     name: str = ""
 
 
-Tell = Callable[[Seen], None]
+Tell = Callable[[Observed], None]
 
 
 class Watch(TorchFunctionMode):
@@ -89,7 +89,7 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         call = (name, line, self._counted[name, line])
-        seen = Seen((), name, line, None)
+        seen = Observed((), name, line, None)
         used = tuple(self._key(t, replace(seen, key=("forward", *call, "in", i))) for i, t in enumerate(given))
         out = func(*args, **kwargs)
         made = [t for t in pytree.tree_leaves(args[0] if out is None and args else out) if isinstance(t, Tensor)]
@@ -101,7 +101,7 @@ class Watch(TorchFunctionMode):
             self.tell(replace(seen, key=("forward", *call, "random", 0), value=random_state()))
         return out
 
-    def _key(self, t: Tensor, seen: Seen) -> Key:
+    def _key(self, t: Tensor, seen: Observed) -> Key:
         """The key of what a call is given; told of, where no call has made it."""
         watched_by, known = t.__dict__.get(_KEY, (None, ()))
         if watched_by is self.calls:
@@ -114,14 +114,14 @@ class Watch(TorchFunctionMode):
         self._see(t, seen)
         return seen.key
 
-    def _see(self, t: Tensor, seen: Seen) -> None:
+    def _see(self, t: Tensor, seen: Observed) -> None:
         t.__dict__[_KEY] = self.calls, seen.key
         self.tell(held(t, seen))
         if t.requires_grad and not torch.is_inference_mode_enabled():
             watch_gradient(t, seen, self.tell)
 
 
-def watch_gradient(t: Tensor, seen: Seen, tell: Tell) -> None:
+def watch_gradient(t: Tensor, seen: Observed, tell: Tell) -> None:
     """Have ``tell`` told of the gradient of a tensor when it comes."""
     space, seen = t.__dict__, replace(seen, key=("backward", *seen.key[1:]))
 
@@ -141,7 +141,7 @@ def random_state() -> int:
     return hash(torch.get_rng_state().numpy().tobytes())
 
 
-def held(t: Tensor, seen: Seen) -> Seen:
+def held(t: Tensor, seen: Observed) -> Observed:
     """``seen`` with what this rank holds of a tensor, as it is now."""
     with torch.no_grad(), disabled():
         local = bare(t) if isinstance(t, DistTensor) else t.detach()
