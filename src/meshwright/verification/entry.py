@@ -24,7 +24,7 @@ from ..program.capture.export import LossFn
 from ..program.capture.source_lines import own_loss
 from ..tensor import DistTensor
 from .captured import CapturedTraining
-from .journal import RankJournal, Departure, Journal
+from .journal import Departure, Journal, RankJournal
 from .report import Coverage, Verification, digest_of
 from .runs import Task
 from .values import differing

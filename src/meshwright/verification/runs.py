@@ -28,7 +28,7 @@ from ..ranks import runtime
 from ..ranks.simulation import simulate
 from ..shard import no_sync, shard_module, shard_optimizer
 from .captured import WatchedPasses
-from .journal import RankJournal, Journal
+from .journal import Journal, RankJournal
 from .steps import Training
 
 Tensor = torch.Tensor
@@ -60,19 +60,32 @@ class Task:
     save: bool
     seed: int
 
-    def training(self, kind: type[Training] = Training, *, spoiled: bool = False, **more: Any) -> Training:
-        """A copy, to be trained; ``spoiled``: with other numbers in all that a checkpoint has."""
+    def training(self, kind: type[Training] = Training, **more: Any) -> Training:
+        """A copy, to be trained."""
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        if spoiled:
-            with torch.no_grad():
-                for t in model.state_dict().values():
-                    if isinstance(t, Tensor):
-                        t.add_(1)
         calls = self.passes.calls_per_update
         return kind(
             model, self.loss_fn, optimizer, self.batch, self.plan.clip_grad_norm, calls,
             1 / calls if self.passes.averages else 1.0, **more,
         )  # fmt: skip
+
+    def spoiled(self, one: Training, begin: Callable[[Training], None]) -> Training:
+        """A training with other numbers in all that a checkpoint has, and the first ones in what it has not.
+
+        An eager one is begun anew.  A captured one goes on, since capturing takes longer than all else.
+        """
+        if one.step_fn is None:
+            one = self.training()
+            begin(one)
+        kept, first = one.model.state_dict(), dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name, t in one.model.named_buffers():
+                if name not in kept:
+                    t.copy_(first[name])
+            for t in (*kept.values(), *(v for state in one.optimizer.state.values() for v in state.values())):
+                if isinstance(t, Tensor):
+                    t.add_(1)
+        return one
 
     # -- one device -----------------------------------------------------------------------------------
 
@@ -106,8 +119,7 @@ class Task:
             if self.save:
                 store = Checkpoints(folder, mesh=self.mesh)
                 store.save(self.steps, **one.saved, wait=True)
-                one = self.training(spoiled=True)
-                begin(one)
+                one = self.spoiled(one, begin)
                 at[0] = self.steps
                 store.load(**one.saved)
                 one.told(tell, "loaded")
