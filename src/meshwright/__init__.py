@@ -37,6 +37,7 @@ if TYPE_CHECKING or not _COMMAND:
     from .layout import Float8, Layout, LayoutTable, Partial, Replicate, Shard, Spec, load_layouts
     from .mesh import Mesh
     from .ranks.simulation import simulate
+    from .rules.experts import experts
     from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
     from .split_checkpoints import saved_split
     from .tensor import DistTensor
@@ -76,7 +77,7 @@ _LATER = {
 # Where the others are from.  The command line imports them when it has something to compute: not for help and errors.
 _CORE = (
     "autograd_functions", "api", "errors", "generator", "split_checkpoints", "layout", "mesh", "shard",
-    "ranks.simulation", "tensor",
+    "ranks.simulation", "rules.experts", "tensor",
 )  # fmt: skip
 
 
@@ -123,6 +124,7 @@ __all__ = [
     "check_rule",
     "compile_step",
     "constrain",
+    "experts",
     "explain",
     "explicit",
     "from_dtensor",

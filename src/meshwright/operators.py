@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,9 @@ def kept_whole(schema: str, fn: Callable[..., Any]) -> Any:
     return getattr(torch.ops.meshwright, name)
 
 
+# ``made``: functions among the arguments of calls of a step under capture, in this thread; its graph counts them.
+GIVEN = threading.local()
+
 INTERNAL: dict[str, Internal] = {}
 
 
@@ -61,4 +65,4 @@ class Internal:
 
 internal = Internal
 
-__all__ = ["FUNCTIONS", "INTERNAL", "KEPT", "Internal", "internal", "kept_whole", "operator"]
+__all__ = ["FUNCTIONS", "GIVEN", "INTERNAL", "KEPT", "Internal", "internal", "kept_whole", "operator"]

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...compat import apply_function, pytree
 from ...errors import CaptureError
-from ...operators import FUNCTIONS, KEPT
+from ...operators import FUNCTIONS, GIVEN, KEPT
 from ...ranks import runtime
 from ...torch_changes import note
 from .fakes import replaced
@@ -114,7 +114,7 @@ def functions_as_ops() -> Iterator[None]:
         made = _op(cls)(tensors, len(_CALLS.made) - 1, repr(call))
         return call.made(made)
 
-    _CALLS.made = []
+    _CALLS.made, GIVEN.made = [], []
     with replaced(torch.autograd.Function, apply=classmethod(apply)):
         yield
 

@@ -1,0 +1,259 @@
+"""Mixture of experts: each token is computed by the few experts that a router chose for it, as one op.
+
+Rows are sorted by expert inside of the op, and each rank computes those of its experts: counts and orders are values,
+which no layout knows.  What a rank's experts do not compute is zero, so the output is Partial over the experts, and the
+op brings it at once to where its tokens lie.  Products group by group are what Megablocks (Gale et al., 2022,
+arXiv 2211.15841) and torch's ``grouped_mm`` do: no token is dropped, whatever the load of an expert.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..errors import DispatchError, near
+from ..operators import GIVEN, internal, kept_whole, operator
+from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
+
+Tensor = torch.Tensor
+F: Any = nn.functional
+Act = str | Callable[[Tensor], Tensor]
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    act: Act = "silu",
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """The weighted sum of what the chosen experts make of each token.
+
+    Expert ``e`` is ``down[e] @ (act(gate) * up)``, where ``gate`` and ``up`` are the halves of ``gate_up[e] @ x``; or
+    ``down[e] @ act(gate_up[e] @ x)`` where ``gate_up`` has as many rows as ``down`` has columns.  With experts split,
+    ``{"*.experts.*": {"ep": mw.Shard(0)}}``, each rank computes its own (expert parallelism)::
+
+        scores, ids = router(x).softmax(-1).topk(2)
+        y = mw.experts(x, ids, scores, gate_up, down)
+
+    Args:
+        x: the tokens, (..., c).
+        ids: which experts, (..., k), whole numbers; one that is no expert's counts for nothing.
+        weights: of each of these, (..., k).
+        gate_up: (experts, 2 m, c), or (experts, m, c) without a gate.
+        down: (experts, c, m).
+        act: name of a function of ``torch.nn.functional``; or a function without parameters, the same object in each
+            call, of the products of ``gate_up``, (r, 2 m), to (r, m).
+        gate_up_bias: (experts, 2 m).
+        down_bias: (experts, c).
+
+    Returns:
+        (..., c), of the dtype of ``x`` and laid as ``x`` is.
+
+    Raises:
+        DispatchError: shapes that do not fit together, or an ``act`` that cannot be used.
+    """
+    wide = gate_up.shape[1] if gate_up.ndim == 3 else -1
+    fits = gate_up.ndim == down.ndim == 3 and gate_up.shape == (len(down), wide, x.shape[-1])
+    fits = fits and down.shape[1] == x.shape[-1] and (wide in (down.shape[2], 2 * down.shape[2]) or callable(act))
+    if not fits or ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1] or ids.is_floating_point():
+        raise DispatchError(
+            f"experts: x {tuple(x.shape)}, ids {tuple(ids.shape)} of {ids.dtype}, weights {tuple(weights.shape)}, "
+            f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit: give x (..., c), ids and weights "
+            "(..., k), gate_up (experts, 2 m or m, c), down (experts, c, m)"
+        )
+    for name, bias, size in (("gate_up_bias", gate_up_bias, wide), ("down_bias", down_bias, x.shape[-1])):
+        if bias is not None and bias.shape != (len(down), size):
+            raise DispatchError(f"experts: {name} is {tuple(bias.shape)}, ({len(down)}, {size}) was expected")
+    made: Tensor = _WHOLE(x, ids, weights, gate_up, down, gate_up_bias, down_bias, _named(act))
+    return made
+
+
+def _on_one(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any) -> Tensor:
+    return _run((0, len(gate_up)), x, ids, weights, gate_up, *rest)
+
+
+_WHOLE = kept_whole(
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
+    "Tensor? down_bias, str act) -> Tensor",
+    _on_one,
+)
+
+
+@composite("meshwright::experts")
+def _composed(x: Tensor, *rest: Any) -> Tensor:
+    # Left Partial, the residual stream would stay so, and be reduced whole by the next op that is not linear.
+    return laid_as(expert_outputs(x, *rest), x)
+
+
+@internal
+def expert_outputs(x: Tensor, *rest: Any) -> Tensor:
+    """What the experts of this rank make of the tokens."""
+    return _on_one(x, *rest)
+
+
+@rule("expert_outputs")
+def _outputs_rule(
+    x: Arg, ids: Arg, weights: Arg, gate_up: Arg, down: Arg, gate_up_bias: Arg | None, down_bias: Arg | None, act: str
+) -> Rule:
+    """Tokens are free; experts are added up, so each rank may compute its own; their weights stay whole."""
+
+    def local(ctx: Local) -> LocalFn:
+        return partial(_run, ctx.bounds("e"))
+
+    inputs = {x: "... c", ids: "... k", weights: "... k", gate_up: "e n c", down: "e c m"}
+    inputs |= {t: letters for t, letters in ((gate_up_bias, "e n"), (down_bias, "e c")) if t is not None}
+    linear = [weights, [down, down_bias]]
+    return notation(inputs, "... c", whole="c k n m", reduced="e", linear=linear, heavy=True, local=local)
+
+
+@internal
+def laid_as(y: Tensor, x: Tensor) -> Tensor:
+    """``y`` where ``x`` lies; of ``x`` only the layout counts."""
+    return y.view_as(y)
+
+
+@rule("laid_as")
+def _laid_rule(y: Arg, x: Arg) -> Rule:
+    # Heavy: it stays split where x is, though to reduce it whole may send as much.
+    return notation({y: y.letters, x: y.letters}, y.letters, lends=[x], heavy=True)
+
+
+def _run(
+    own: tuple[int, int], x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
+) -> Tensor:  # fmt: skip
+    """What the experts ``own`` (start and stop) make of the tokens: of the others nothing is computed."""
+    count, k, tokens = own[1] - own[0], ids.shape[-1], x.reshape(-1, x.shape[-1])
+    kind, low = x.device.type, gate_up.dtype
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+    expert = ids.reshape(-1) - own[0]
+    away = (expert < 0) | (expert >= count)
+    # Rows of others come last; the products leave them zero.
+    expert, order = expert.masked_fill(away, count).sort(stable=True)
+    ends = torch.searchsorted(expert, torch.arange(count, device=x.device, dtype=expert.dtype), right=True)
+
+    def product(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        made: Tensor = _Grouped.apply(rows.to(low), w.transpose(-1, -2).to(low), ends)
+        return made if bias is None else made + F.pad(bias, (0, 0, 0, 1)).to(low).index_select(0, expert)
+
+    rows = product(tokens.index_select(0, order // k), gate_up, gate_up_bias)
+    rows = product(_acted(rows, act, down.shape[-1]), down, down_bias)
+    rows = rows.index_select(0, order.argsort()).unflatten(0, (len(tokens), k))
+    share = weights.reshape(-1, k).masked_fill(away.view(-1, k), 0.0).unsqueeze(-1)
+    return (rows * share).sum(1).to(x.dtype).view(x.shape)
+
+
+# ---------------------------------------------------------------------------------------------- activations
+
+# What stands for a function in the arguments of an op, and in keys of plans: a text.
+_NAMES: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()
+_FUNCTIONS: dict[str, Callable[[], Any]] = {}  # those of modules live as long as these
+
+
+def _named(act: Act) -> str:
+    if isinstance(act, str):
+        if not callable(getattr(F, act, None)):
+            known = ("gelu", "mish", "relu", "sigmoid", "silu", "softplus", "tanh")
+            raise DispatchError(f"experts: torch.nn.functional has no {act!r}{near(act, known)}")
+        return act
+    owner, part = getattr(act, "__self__", act), getattr(act, "__func__", None)
+    if isinstance(act, nn.Module) and any(True for _ in act.parameters()):
+        raise DispatchError(f"experts: act {type(act).__name__} has parameters, which it must not: apply it yourself")
+    names = _NAMES.setdefault(owner, {})
+    if part not in names:
+        kept: Callable[[], Any] = lambda: act  # noqa: E731
+        if isinstance(owner, nn.Module):
+            kept = weakref.ref(act) if part is None else weakref.WeakMethod(act)
+        names[part] = f"{getattr(act, '__qualname__', type(act).__qualname__)}#{len(_FUNCTIONS)}"
+        _FUNCTIONS[names[part]] = kept
+    if not torch.compiler.is_exporting():
+        return names[part]
+    # What ranks capture is compared, and how many functions a rank has seen before is its own affair.
+    if names[part] not in GIVEN.made:
+        GIVEN.made.append(names[part])
+    return f"@{GIVEN.made.index(names[part])}"
+
+
+def _acted(rows: Tensor, act: str, width: int) -> Tensor:
+    name = GIVEN.made[int(act[1:])] if act.startswith("@") else act
+    if name in _FUNCTIONS:
+        made: Tensor = _FUNCTIONS[name]()(rows)
+    elif rows.shape[-1] == width:
+        made = getattr(F, act)(rows)
+    else:
+        gate, up = rows.chunk(2, -1)
+        made = getattr(F, act)(gate) * up
+    if made.shape != (len(rows), width):
+        raise DispatchError(f"experts: act gave {tuple(made.shape)} of {tuple(rows.shape)}; width {width} was expected")
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- products by group
+
+
+class _Grouped(torch.autograd.Function):
+    """Sorted rows, each times the matrix of its group, of which ``ends`` says where it ends; rows after the last: 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, ends)
+        made: Tensor = _GROUPED(x, w, ends)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w, ends = ctx.saved_tensors
+        return _Grouped.apply(grad, w.transpose(-1, -2), ends), _Outer.apply(x, grad, ends), None
+
+
+class _Outer(torch.autograd.Function):
+    """Of each group the sum of the outer products of its rows; of a group without rows zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y, ends)
+        made: Tensor = _OUTER(x, y, ends)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y, ends = ctx.saved_tensors
+        return _Grouped.apply(y, grad.transpose(-1, -2), ends), _Grouped.apply(x, grad, ends), None
+
+
+def _grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    made, start = x.new_empty(len(x), w.shape[-1]), 0
+    for group, end in enumerate(ends.tolist()):
+        torch.mm(x[start:end], w[group], out=made[start:end])
+        start = end
+    made[start:].zero_()
+    return made
+
+
+def _outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    made, start = x.new_empty(len(ends), x.shape[-1], y.shape[-1]), 0
+    for group, end in enumerate(ends.tolist()):
+        torch.mm(x[start:end].t(), y[start:end], out=made[group])
+        start = end
+    return made
+
+
+_GROUPED = operator(
+    "grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor", _grouped,
+    lambda x, w, ends: x.new_empty(x.shape[0], w.shape[-1]),
+)  # fmt: skip
+_OUTER = operator(
+    "grouped_outer(Tensor x, Tensor y, Tensor ends) -> Tensor", _outer,
+    lambda x, y, ends: x.new_empty(ends.shape[0], x.shape[-1], y.shape[-1]),
+)  # fmt: skip
