@@ -14,9 +14,9 @@ import torch.nn as nn
 import meshwright as mw
 from meshwright.errors import PassError
 from meshwright.passes import Pass, PassManager, PassRecord, parse, register, registered
-from meshwright.passes.slicing import copied
 from meshwright.program import Plan, Program, build
 from meshwright.program.ir.nodes import info_of
+from meshwright.program.ir.subgraphs import copied
 
 
 class Noted(Pass):

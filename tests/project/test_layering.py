@@ -37,7 +37,7 @@ LAYERS = (
         "transformers",
     ),
     *("shard.parameters", "shard.gradients", "shard.units", "shard.modules", "shard.optimizers", "shard.data", "shard"),
-    *("program.ir", "program.check", "program.capture", "program.run", "program", "passes", "explanation"),
+    *("program.ir", "program.check", "passes", "program.capture", "program.run", "program", "explanation"),
     *("program.step", "program.compile", "planning", "checkpoint", "testing", "verification"),
     *(FACADE, "train", "cli", "__main__"),
 )

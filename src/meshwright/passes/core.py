@@ -1,7 +1,7 @@
 """Passes: functions from a program to a program, with a name, options and a record of what they did.
 
 A pass is a frozen dataclass; its fields are its options.  :class:`PassManager` orders passes by what they declare,
-verifies the program around each, and never skips one: what cannot be applied is an error before anything runs.
+verifies the program around each: what cannot be applied is an error before anything runs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from ..errors import PassError, ProgramError, near
-from ..program import Program
-from ..program.capture.build import no_collection
 from ..program.check.verify import verify
-from ..program.ir.program import without_unserved
+from ..program.ir.nodes import no_collection
+from ..program.ir.program import Program, without_unserved
 
 _LOG = logging.getLogger("meshwright.passes")  # of the first rank; others say the same at a lower level
 _KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -78,6 +77,10 @@ class Pass:
     @property
     def averages(self) -> bool:
         """Whether an update is by the mean of the gradients of its calls, else by their sum."""
+        return True
+
+    def applies(self, program: Program) -> bool:
+        """Whether there is something to do; else the pass is left out."""
         return True
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
@@ -275,9 +278,11 @@ class PassManager:
             PassError: a pass cannot be applied, or left a program that is not well formed; the message names it.
         """
         records: list[PassRecord] = []
-        if self.passes:
-            checked(program, "the program is not well formed before any pass")
         for p in self.passes:
+            if not p.applies(program):
+                continue
+            if not records:
+                checked(program, "the program is not well formed before any pass")
             start = time.perf_counter()
             try:
                 with no_collection():

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import PassError
-from ..program.ir.inplace import follow
 from ..program.ir.nodes import value_of
 from ..program.ir.program import Program
+from ..program.ir.subgraphs import copied
 from .buckets import FusedBucket, Network, by_limit, by_time, by_unit, in_order
 from .core import Pass, PassRecord, register
 from .fusing import Fusing
@@ -20,7 +20,6 @@ from .gathers import gathered
 from .gradients import Gradients, SentGradient
 from .levels import flattened
 from .scaling import Pruned, prune
-from .slicing import copied
 
 
 @register
@@ -92,8 +91,7 @@ class DataParallelOptimization(Pass):
             cut = self._buckets(gradients)
             for bucket in cut:
                 fusing.run(bucket)
-            made = fusing.program()
-            follow(made.graph)
+            made = fusing.done()
             reductions += gradients.reductions
             buckets += cut
             in_place, later = in_place + fusing.in_place, gradients.later

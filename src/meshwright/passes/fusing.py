@@ -12,16 +12,15 @@ import torch
 import torch.fx as fx
 
 from .. import compat
-from ..collective import COLLECTIVES, STARTS, WAIT_OP, bytes_of
+from ..collective import STARTS, WAIT_OP
 from ..program.ir.inplace import storages
 from ..program.ir.nodes import VIEWS, Value, annotate, call, checked_value, info_of, value_of
 from ..program.ir.packed import PACK
 from ..program.ir.program import Program
-from ..record import Record
+from ..program.ir.subgraphs import Rewrite, read_instead
 from ..shard.parameters.packing import Packing, aligned
 from .buckets import FusedBucket
 from .gradients import Gradients, SentGradient, is_view
-from .slicing import new_storage
 from .splitting import split_updates
 
 aten = torch.ops.aten
@@ -29,7 +28,7 @@ aten = torch.ops.aten
 ALIGNED = 256  # bytes: at multiples of them gradients begin in a buffer, as memory of their own does
 
 
-class Fusing:
+class Fusing(Rewrite):
     """Puts buckets into a program.
 
     Args:
@@ -41,9 +40,8 @@ class Fusing:
     """
 
     def __init__(self, program: Program, gradients: Gradients, overlap: bool) -> None:
-        self._program, self.graph, self.gradients, self.overlap = program, program.graph, gradients, overlap
-        self.causes = list(program.causes)
-        self.storage = new_storage(program.graph)
+        super().__init__(program)
+        self.gradients, self.overlap = gradients, overlap
         self.started = 0  # place of the last start: all ranks start in one order
         self.tail: dict[int, fx.Node] = {}  # place to the last node that was put behind it
         self.in_place = 0
@@ -51,20 +49,14 @@ class Fusing:
         self.sums: dict[fx.Node, fx.Node] = {}  # reduction to what takes its place
         self.waits: dict[fx.Node, fx.Node] = {}  # what takes the place of a reduction to the wait that it is from
 
-    def program(self) -> Program:
+    def done(self) -> Program:
         """The program with what was put into it, without the reductions that others took the place of."""
-        # All at once: an update has as many arguments as there are parameters.
-        for reader in dict.fromkeys(u for n in self.sums for u in n.users):
-            reader.args = fx.map_arg(reader.args, self._sum)
-            reader.kwargs = fx.map_arg(reader.kwargs, self._sum)
+        read_instead(dict.fromkeys(u for n in self.sums for u in n.users), self.sums)
         for node in self.sums:
             self.graph.erase_node(node)
         if self.overlap and self.splits:
             split_updates(self.graph, list(dict.fromkeys(self.waits.values())), self.waits)
-        return replace(self._program, causes=tuple(self.causes))
-
-    def _sum(self, node: fx.Node) -> fx.Node:
-        return self.sums.get(node, node)
+        return super().done()
 
     def run(self, bucket: FusedBucket) -> None:
         """Let the reductions of a bucket run as one."""
@@ -117,12 +109,11 @@ class Fusing:
     def _buffer(self, members: Sequence[SentGradient], count: int) -> fx.Node:
         """Memory for all gradients of a bucket, made right before the first of them."""
         value = checked_value(members[0].gradient)
-        self.storage += 1
-        made = Value((count,), value.dtype, self.storage, count * value.dtype.itemsize)
+        made = self.value((count,), value.dtype)
         origins = [_origin(r.gradient) for r in members]
         at = min(self.gradients.place[n] for n in origins)
         first = self.gradients.order[max(at, self.gradients.inputs)]
-        options = {"dtype": value.dtype, "device": torch.device(self._program.mesh.device)}
+        options = {"dtype": value.dtype, "device": torch.device(self.program.mesh.device)}
         # What lies between gradients is encoded with them, where several elements are together.
         gaps = members[0].step > 1 and count != sum(_numel(r.gradient) for r in members)
         return self._ahead(first, aten.zeros.default if gaps else aten.empty.memory_format, ([count],), options, made)
@@ -219,34 +210,20 @@ class Fusing:
         for r, dim, offset in zip(members, dims, packing.offsets, strict=True):
             args = (buffer, r.gradient, dim, n, offset)
             self._behind(r.ready, PACK.default, args, checked_value(buffer), r.gradient)
-        self.storage += 1
-        dtype = checked_value(buffer).dtype
-        row = Value((packing.row,), dtype, self.storage, packing.row * dtype.itemsize)
+        row = self.value((packing.row,), checked_value(buffer).dtype)
         started = self._behind(place, STARTS[first.target], (buffer, op, 0, packing.sizes, index, *rest), row, first)
         annotate(started, sync=", ".join(r.name for r in members), cause=self._cause(members, started))
         self._wait(started, members, packing.offsets)
 
     def _cause(self, members: Sequence[SentGradient], started: fx.Node) -> int:
         """Number of a record that says what one collective serves."""
-        numbers = [i for r in members if (i := info_of(r.node).cause) is not None]
-        if len(members) == 1 and numbers:
-            return numbers[0]
-        known = [self.causes[i] for i in numbers]
-        for i, cause in zip(numbers, known, strict=True):
-            self.causes[i] = cause.without(COLLECTIVES[members[0].node.target].name)
-        value = checked_value(started.args[0])
-        *_, axes, _ = started.args
-        names = [r.name for r in members]
-        moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])
-        first = f"; of the first: {known[0].reason}" if known and known[0].reason else ""
-        made = Record(
-            f"gradients of {names[0]} ... {names[-1]}", 0, (COLLECTIVES[started.target].name,),
-            tuple(str(axes).split(",")), value.shape, "Partial", "summed", moved, 0.0, known[0].line if known else "",
-            f"{len(names)} gradients are summed over {axes} together{first}",
-            "backward", True,
+        known, names = info_of(members[0].node).cause, [r.name for r in members]
+        if len(members) == 1 and known is not None:
+            return known
+        return self.sent_together(
+            [r.node for r in members], started, f"gradients of {names[0]} ... {names[-1]}", ("Partial", "summed"),
+            f"{len(names)} gradients are summed over {started.args[-2]} together", "backward",
         )  # fmt: skip
-        self.causes.append(made)
-        return len(self.causes) - 1
 
 
 # ---------------------------------------------------------------------------------------------- values

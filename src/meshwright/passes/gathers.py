@@ -6,24 +6,21 @@ gathered for use, where the unit before is first used; for what an update leaves
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ..collective import ALL_GATHER, COLLECTIVES, STARTS, WAIT_OP, WIRE_ALL_GATHER, bytes_of
+from ..collective import ALL_GATHER, COLLECTIVES, STARTS, WAIT_OP, WIRE_ALL_GATHER
 from ..layout import Wire, block_of, chunk_sizes, wire_from
-from ..program.ir.inplace import follow, storages, written
+from ..program.ir.inplace import storages, written
 from ..program.ir.nodes import Value, annotate, call, checked_value, info_of
 from ..program.ir.packed import ROW, UNPACK
 from ..program.ir.program import Program
-from ..record import Record
+from ..program.ir.subgraphs import Rewrite
 from ..shard.parameters.packing import Packing
 from .buckets import FusedBucket
-from .slicing import new_storage
 
 
 def gathered(
@@ -43,22 +40,20 @@ def gathered(
         role = info_of(members[0]).role
         made.run(members, before.get(role, members)[0] if overlap and role != "optimizer" else None, overlap)
         before[role] = members
-    made.clean()
-    follow(program.graph)
-    return replace(program, causes=tuple(made.causes)), (sum(map(len, groups)), len(groups))
+    for node in made.replaced:
+        program.graph.erase_node(node)
+    return made.done(), (sum(map(len, groups)), len(groups))
 
 
 _CAST = torch.ops.aten._to_copy.default
 
 
-class _Gathers:
+class _Gathers(Rewrite):
     def __init__(self, program: Program, bucket: dict[str, int]) -> None:
-        self.program, self.graph, self.bucket = program, program.graph, bucket
-        self.causes = list(program.causes)
-        self.storage = new_storage(program.graph)
-        self.order = {n: i for i, n in enumerate(self.graph.nodes)}
+        super().__init__(program)
+        self.bucket = bucket
         self.places: dict[fx.Node, fx.Node] = {}  # a gather to where starts that take its place go
-        self.done: list[fx.Node] = []
+        self.replaced: list[fx.Node] = []
 
     def groups(self, fuse: bool) -> list[list[fx.Node]]:
         """Gathers that run as one, in the order of the first of each."""
@@ -107,23 +102,27 @@ class _Gathers:
         for node, value, dim, offset in zip(members, values, dims, packing.offsets, strict=True):
             with self.graph.inserting_before(node):
                 args = (waited, list(value.shape), dim, n, offset)
-                whole = self._node(node, UNPACK.default, args, self._value(value.shape, value))
+                whole = self._node(node, UNPACK.default, args, self.value(value.shape, value.dtype))
             self._instead(node, whole)
 
     def _start(self, members: list[fx.Node], packing: Packing) -> fx.Node:
         first, value = members[0], checked_value(members[0])
         if len(members) == 1:
-            made = self._node(first, STARTS[first.target], first.args, self._value(value.shape, value))
+            made = self._node(first, STARTS[first.target], first.args, self.value(value.shape, value.dtype))
             annotate(made, cause=info_of(first).cause)
             self._bring(first.all_input_nodes, made)
             return made
         chunks = [n.all_input_nodes[0] for n in members]
-        row = self._node(first, ROW.default, (chunks, packing.offsets, packing.row), self._value((packing.row,), value))
+        args = (chunks, packing.offsets, packing.row)
+        row = self._node(first, ROW.default, args, self.value((packing.row,), value.dtype))
         self._bring(chunks, row)
         given = (row, 0, packing.sizes, *first.args[3:])
         with self.graph.inserting_after(row):
-            made = self._node(first, STARTS[first.target], given, self._value((packing.n * packing.row,), value))
-        annotate(made, cause=self._cause(members, made))
+            whole = self.value((packing.n * packing.row,), value.dtype)
+            made = self._node(first, STARTS[first.target], given, whole)
+        names = [info_of(n).gather for n in members]
+        op, why = f"{names[0]} ... {names[-1]}", f"{len(names)} parameters are gathered together"
+        annotate(made, cause=self.sent_together(members, made, op, ("split", "whole"), why))
         return made
 
     def _bring(self, chunks: Sequence[fx.Node], user: fx.Node) -> None:
@@ -139,41 +138,13 @@ class _Gathers:
         writes = [n for n, i in self.order.items() if i < first and not read.isdisjoint(written(n))]
         return max([last, *writes], key=self.order.__getitem__)
 
-    def _value(self, shape: Sequence[int], like: Value) -> Value:
-        self.storage += 1
-        return Value(tuple(shape), like.dtype, self.storage, math.prod(shape) * like.dtype.itemsize)
-
     def _node(self, like: fx.Node, target: Any, args: tuple[Any, ...], value: Value) -> fx.Node:
         return call(self.graph, target, args, info_of(like).beside(value))
 
     def _instead(self, node: fx.Node, made: fx.Node) -> None:
         annotate(made, spec=info_of(node).spec)
         node.replace_all_uses_with(made)
-        self.done.append(node)
-
-    def clean(self) -> None:
-        """Remove the gathers that others took the place of."""
-        for node in self.done:
-            self.graph.erase_node(node)
-
-    def _cause(self, members: list[fx.Node], started: fx.Node) -> int:
-        """Number of a record that says what one gather serves."""
-        numbers = [i for n in members if (i := info_of(n).cause) is not None]
-        known, kind = [self.causes[i] for i in numbers], COLLECTIVES[started.target].name
-        for i, cause in zip(numbers, known, strict=True):
-            self.causes[i] = cause.without(kind)
-        value = checked_value(started.args[0])
-        *_, axes, _ = started.args
-        names = [info_of(n).gather for n in members]
-        moved = bytes_of(started.target, value.shape, value.dtype, started.args[1:])
-        made = Record(
-            f"{names[0]} ... {names[-1]}", 0, (kind,), tuple(str(axes).split(",")), value.shape, "split",
-            "whole", moved, 0.0, known[0].line if known else "",
-            f"{len(names)} parameters are gathered together" + (f": {known[0].reason}" if known else ""),
-            known[0].phase if known else "forward", True,
-        )  # fmt: skip
-        self.causes.append(made)
-        return len(self.causes) - 1
+        self.replaced.append(node)
 
 
 def _wire(gather: fx.Node) -> Wire | None:

@@ -30,8 +30,8 @@ from ..program.ir.nodes import (
     reduces,
 )
 from ..program.ir.program import STEP, WHOLE, Input, Program
+from ..program.ir.subgraphs import copied, needed, new_storage, part_of
 from .core import Pass, PassRecord, register
-from .slicing import copied, needed, new_storage, part_of
 
 aten = torch.ops.aten
 

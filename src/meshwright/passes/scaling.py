@@ -20,8 +20,8 @@ from ..program.ir.inplace import follow, storages, written
 from ..program.ir.linear import is_linear, is_zero, lends_shape, linear_in, scale_of
 from ..program.ir.nodes import UPDATE, annotate, call, checked_value, info_of, is_mutating, is_sum, target_name
 from ..program.ir.program import Program
+from ..program.ir.subgraphs import new_storage
 from .gradients import chain_up, is_reduction, parameter_of
-from .slicing import new_storage
 
 aten = torch.ops.aten
 

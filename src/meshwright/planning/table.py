@@ -13,9 +13,9 @@ import torch.nn as nn
 from ..errors import LayoutError, takes
 from ..layout import LayoutLine, LayoutTable, Placement, Shard
 from ..mesh import Mesh
-from ..program.capture.build import no_collection
 from ..program.capture.export import Captured, LossFn, capture
 from ..program.capture.fakes import writing_nothing
+from ..program.ir.nodes import no_collection
 from .choice import Chosen, choose_strands
 from .own_plan import own_plan
 from .strands import Strands

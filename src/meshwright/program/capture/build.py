@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,17 @@ from ...compat import pytree
 from ...errors import LayoutError, ProgramError, near
 from ...layout import Layout, LayoutTable, Placements, Spec, read_layouts
 from ...mesh import Mesh
+from ...passes.core import PassManager
+from ...passes.recompute import Recompute
+from ...passes.regather import Regather
+from ...passes.split_checkpoints import SplitCheckpoints
 from ...shard.modules.constraints import Inputs, Outputs, hooked
 from ...shard.parameters.names import Names, matching
 from ...shard.parameters.packing import whole_over
 from ...shard.parameters.precision import Casts, Precisions, casts_of, check_autocast
 from ...shard.parameters.stored import Axes, Over, Storage, Stored, stored
 from ...tensor import DistTensor
+from ..ir.nodes import no_collection
 from ..ir.program import Program
 from .complete import Completed, complete
 from .export import Captured, LossFn, capture
@@ -136,19 +140,6 @@ def build(
         return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train, again)
 
 
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Inside, no garbage is looked for: all the many nodes that are being made stay, and going through them again and
-    again takes a sixth of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 def _build(
     model: nn.Module,
     loss_fn: LossFn | None,
@@ -176,10 +167,11 @@ def _build(
         _check_scaled(model, optimizer, update)
     made = partition(
         captured, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
-        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, regather_stored=plan.regather,
-        states_over=plan.states_over, train=train, loss_scale=plan.loss_scale,
+        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, states_over=plan.states_over, train=train,
+        loss_scale=plan.loss_scale,
     )  # fmt: skip
-    return Built(captured, completed, laid, made, final, kept, update)
+    always = PassManager([Recompute(), SplitCheckpoints(), *([Regather()] if plan.regather else [])])
+    return Built(captured, completed, laid, always(made), final, kept, update)
 
 
 def conditions_of(

@@ -30,6 +30,9 @@ from ...compat import (
 from ...errors import CaptureError
 from ...layout import Layout, Spec
 from ...mesh import Mesh
+from ...passes.core import PassManager
+from ...passes.recompute import Recompute
+from ...passes.split_checkpoints import SplitCheckpoints
 from ...ranks import runtime
 from ..check.flow import updates
 from ..ir.inplace import functional, note_writes, storages, written
@@ -42,7 +45,6 @@ from .distributed_calls import DistCalls
 from .fakes import like, named_in, replaced, stand_ins, writing_nothing
 from .naming import join, settle
 from .optimizers import check_unscaled, parts_of
-from .recompute import recompute
 from .refusals import GENERATOR, generators, refused, without_anomaly_mode
 from .update import Update, emit_update
 
@@ -323,7 +325,6 @@ class _Recording:
             for node in given:
                 annotate(node, grad_of=(*info_of(node).grad_of, (name, self._unknown(name))))
         functional(graph, self.recorder.by_hand)
-        recompute(graph, self.recorder.causes, self.local.mesh.device, self.local.rank)
         remove_dead(graph)
         if self.asked:
             self._join(graph)
@@ -340,7 +341,7 @@ class _Recording:
             tuple(self.recorder.causes), (), constants, "" if self.local.update is None else self.local.update.text,
         )  # fmt: skip
         settle(made)
-        return made
+        return PassManager([Recompute(), SplitCheckpoints()])(made)
 
     def _in_order(self, graph: fx.Graph, constants: dict[str, Tensor]) -> tuple[Input, ...]:
         first, late = iter(self.inputs), iter(self.late)

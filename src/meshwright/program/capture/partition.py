@@ -36,8 +36,6 @@ from ..ir.program import Input, Origin, Output, Program, without_unserved
 from ..ir.trace import Recorder
 from .export import Captured, Source
 from .interpret import Interpreter, spec_at
-from .recompute import recompute
-from .regather import regather
 from .scale import LossScale, Scaling
 from .source_lines import VALUES
 from .update import Update, clip, emit_update
@@ -73,12 +71,11 @@ def partition(
     update: Update | None = None,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
-    regather_stored: bool = True,
     states_over: Axes | None = None,
     loss_scale: LossScale | None = None,
     train: bool = True,
 ) -> Program:
-    """The program of one rank.
+    """The program of one rank, before any passes.
 
     Args:
         update: the optimizer's update as part of the program.
@@ -86,7 +83,6 @@ def partition(
         gradients: return the gradients too.
         states_over: axes over which the optimizer's states are split, and with them gradients and the update.
         loss_scale: scale the loss, skip updates that overflow; then ``update`` is needed.
-        regather_stored: gather parameters that are stored split again for the backward.
         train: False: forward only.
 
     Raises:
@@ -111,9 +107,6 @@ def partition(
         for node in made.recorder.graph.nodes:
             if how := laid.kept.get(info_of(node).gather):
                 annotate(node, unit=how.unit)
-        recompute(made.recorder.graph, made.recorder.causes, mesh.device, rank)
-        if regather_stored:
-            regather(made.recorder.graph, made.recorder.causes)
         return made.program("" if update is None or not train else update.text)
 
 

@@ -15,9 +15,9 @@ import torch
 import torch.fx as fx
 
 from ... import compat
-from ..capture.recompute import RECOMPUTATION
 from ..ir.nodes import NodeInfo, call, draws, info_of, value_of
 from ..ir.program import Program
+from ..ir.subgraphs import RECOMPUTATION
 
 Tensor = torch.Tensor
 _WHOLE = ("aten._fused", "aten._foreach", "aten._amp")

@@ -13,19 +13,19 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ...collective import COLLECTIVES
-from ...operators import operator as operator_of
-from ...record import Record
-from ..ir.inplace import storages, written
-from ..ir.nodes import VIEWS, NodeInfo, Value, annotate, call, info_of, is_mutating
-from ..ir.nodes import draws as random
-from .split_checkpoints import RECOMPUTATION, keep_split
+from ..operators import operator as operator_of
+from ..program.ir.inplace import storages, written
+from ..program.ir.nodes import VIEWS, NodeInfo, annotate, call, info_of, is_mutating, remove_dead
+from ..program.ir.nodes import draws as random
+from ..program.ir.program import Program
+from ..program.ir.subgraphs import RECOMPUTATION, Rewrite, copied, read_instead
+from .core import Pass, PassRecord, register
 
 aten = torch.ops.aten
 
@@ -45,30 +45,42 @@ SET_STATE = operator_of(
 )  # fmt: skip
 
 
-def recompute(graph: fx.Graph, causes: list[Record], device: str, rank: int) -> int:
-    """Let the backward of each region begin with a repetition of it; how many nodes run again.
+@register
+@dataclass(frozen=True)
+class Recompute(Pass):
+    """Run checkpointed calls again for the backward.  Every captured step has it, where the model has such calls."""
 
-    Args:
-        device: what the nodes run on; on others than the CPU no random numbers are drawn again.
-        rank: whose graph it is.
-    """
-    depth = max((len(info_of(n).regions) for n in graph.nodes), default=0)
-    for d in range(depth):  # what an inner region needs is there once the outer one runs again
-        _Depth(graph, causes, d).run(device == "cpu")
-    if depth:
-        _sweep(graph)
-        keep_split(graph, causes, rank)
-        for node in graph.nodes:
-            annotate(node, regions=(), saved=())
-    return sum(info_of(n).role == RECOMPUTATION for n in graph.nodes)
+    name = "recompute"
+    before = ("split-checkpoints", "regather", "gradient-merge", "data-parallel-optimization")
+
+    def applies(self, program: Program) -> bool:
+        """Whether there are checkpointed calls that nothing was done with."""
+        return any(info_of(n).regions for n in program.graph.nodes)
+
+    def apply(self, program: Program) -> tuple[Program, PassRecord]:
+        """The program in which the backward of each checkpointed call begins with a repetition of it."""
+        made = Rewrite(copied(program))
+        depth = max((len(info_of(n).regions) for n in made.graph.nodes), default=0)
+        for d in range(depth):  # what an inner region needs is there once the outer one runs again
+            _Depth(made, d).run(program.mesh.device == "cpu")  # elsewhere no random numbers are drawn again
+        _sweep(made.graph)
+        remove_dead(made.graph)
+        calls = {info_of(n).regions[:1] for n in made.graph.nodes} - {()}
+        for node in made.graph.nodes:  # what split-checkpoints needs to know stays
+            annotate(node, regions=tuple([r for r in info_of(node).regions[:1] if r.split]), saved=())
+        again = [n for n in made.graph.nodes if info_of(n).role == RECOMPUTATION]
+        nbytes = sum(_bytes(n) for n in again if not _looks(n) and not is_mutating(n))
+        summary = f"{len(again)} nodes of {len(calls)} checkpointed calls run again for the backward"
+        details = {"calls": len(calls), "nodes": len(again), "bytes": nbytes}
+        return made.done(), PassRecord(summary, (f"they make {nbytes} bytes again on this rank",), details)
 
 
 class _Depth:
     """The regions of one depth of nesting."""
 
-    def __init__(self, graph: fx.Graph, causes: list[Record], depth: int) -> None:
-        self.graph, self.causes = graph, causes
-        self.order = {n: i for i, n in enumerate(graph.nodes)}
+    def __init__(self, rewrite: Rewrite, depth: int) -> None:
+        self.rewrite, self.graph = rewrite, rewrite.graph
+        self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         self.born: dict[int, fx.Node] = {}  # storage to the first node that has it
         self.writes: dict[int, list[int]] = defaultdict(list)  # and to the places at which it is written
         self.members: dict[Any, dict[fx.Node, None]] = defaultdict(dict)  # region to what its forward made
@@ -90,7 +102,6 @@ class _Depth:
             if region is not None:
                 self.members[region][node] = None
                 home[node] = region
-        self.next = 1 + max(self.born, default=0)
 
     def run(self, draw: bool) -> None:
         """Repeat every region that has a backward.
@@ -158,50 +169,33 @@ class _Depth:
         return found[::-1]
 
     def _repeat(self, again: list[fx.Node], readers: list[fx.Node], drawn: list[fx.Node]) -> None:
-        made: dict[fx.Node, fx.Node] = {}
-        renumbered, repeated = dict[int, int](), set(again)
-        for s in dict.fromkeys(s for n in again for s in storages(n)):
-            if self.born[s] in repeated:
-                renumbered[s], self.next = self.next, self.next + 1
-        served: dict[int, list[fx.Node]] = defaultdict(list)
-        with self.graph.inserting_before(readers[0]), self._drawing_again(drawn):
-            for node in again:
-                made[node] = self.graph.node_copy(node, lambda n: made.get(n, n))
-                if node.target in _STATISTICS and node.args[5]:
-                    made[node].args = (*made[node].args[:3], None, None, *made[node].args[5:])
-                info = info_of(node)
-                annotate(made[node], role=RECOMPUTATION, value=_moved(info.value, renumbered))
-                if info.cause is not None:
-                    served[info.cause].append(made[node])
-        for reader in readers:
-            reader.args = fx.map_arg(reader.args, lambda n: made.get(n, n))
-            reader.kwargs = fx.map_arg(reader.kwargs, lambda n: made.get(n, n))
-        for cause, nodes in served.items():
-            self.causes.append(_again(self.causes[cause], nodes))
-            for node in nodes:
-                annotate(node, cause=len(self.causes) - 1)
+        with self._drawing_again(drawn, readers[0]):
+            made = self.rewrite.again(again, readers[0], RECOMPUTATION, "run again for the backward: ")
+        for node, copy in made.items():
+            if node.target in _STATISTICS and node.args[5]:
+                copy.args = (*copy.args[:3], None, None, *copy.args[5:])
+        read_instead(readers, made)
 
     @contextmanager
-    def _drawing_again(self, drawn: list[fx.Node]) -> Iterator[None]:
-        """Around new nodes: they draw the numbers that these drew."""
+    def _drawing_again(self, drawn: list[fx.Node], reader: fx.Node) -> Iterator[None]:
+        """Around new nodes in front of a reader: they draw the numbers that these drew."""
         if not drawn:
             yield
             return
-        with self.graph.inserting_before(drawn[0]):
-            before = self._state(info_of(drawn[0]).role)
-        now = self._state(RECOMPUTATION)
-        self._set(before)
+        before, now = self._state(drawn[0], info_of(drawn[0]).role), self._state(reader, RECOMPUTATION)
+        self._set(reader, before)
         yield
-        self._set(now)
+        self._set(reader, now)
 
-    def _state(self, role: str) -> fx.Node:
-        """The generator's state at this place."""
-        self.next += 1
-        value = Value((_STATE,), torch.uint8, self.next - 1, _STATE)
-        return call(self.graph, GET_STATE.default, (), NodeInfo(role, value=value))
+    def _state(self, node: fx.Node, role: str) -> fx.Node:
+        """The generator's state in front of a node."""
+        value = self.rewrite.value((_STATE,), torch.uint8)
+        with self.graph.inserting_before(node):
+            return call(self.graph, GET_STATE.default, (), NodeInfo(role, value=value))
 
-    def _set(self, state: fx.Node) -> None:
-        call(self.graph, SET_STATE.default, (state,), NodeInfo(RECOMPUTATION))
+    def _set(self, node: fx.Node, state: fx.Node) -> None:
+        with self.graph.inserting_before(node):
+            call(self.graph, SET_STATE.default, (state,), NodeInfo(RECOMPUTATION))
 
 
 def _drawn(members: Iterable[fx.Node]) -> list[fx.Node]:
@@ -219,26 +213,6 @@ def _looks(node: fx.Node) -> bool:
     return node.target in VIEWS or node.target is operator.getitem
 
 
-def _moved(value: Any, renumbered: dict[int, int]) -> Any:
-    """What a node gives, in the memory of its repetition."""
-    if isinstance(value, tuple):
-        return tuple(_moved(v, renumbered) for v in value)
-    return replace(value, storage=renumbered.get(value.storage, value.storage)) if isinstance(value, Value) else value
-
-
-def _again(cause: Record, nodes: list[fx.Node]) -> Record:
-    """The record of a conversion that runs again, as far as it does."""
-    kinds = {COLLECTIVES[n.target].name for n in nodes if n.target in COLLECTIVES}
-    made = replace(cause, reason="run again for the backward: " + cause.reason, phase=RECOMPUTATION)
-    if kinds.issuperset(cause.kinds):
-        return made
-    kept = [i for i, k in enumerate(cause.kinds) if k in kinds]
-    sent: dict[str, Any] = {
-        name: tuple(v[i] for i in kept if v) for name in ("kinds", "dtypes", "sums") for v in [getattr(cause, name)]
-    }
-    return replace(made, **sent, src="", dst="")
-
-
 def _sweep(graph: fx.Graph) -> None:
     """Remove repetitions that only others had needed which are gone: of regions inside of regions."""
     read = set[int]()
@@ -249,4 +223,4 @@ def _sweep(graph: fx.Graph) -> None:
             read.update(s for n in node.all_input_nodes for s in storages(n))
 
 
-__all__ = ["RECOMPUTATION", "recompute"]
+__all__ = ["Recompute"]

@@ -2,48 +2,62 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
 
-from ... import record
-from ...collective import OPERATORS, mesh_text
-from ...layout import Shard, Spec, chunk_bounds
-from ...record import Record
-from ...resharding import planner
-from ...resharding.planner import ConversionPlan
-from ...split_checkpoints import REASON, part_of, plain
-from ..ir.inplace import storages, written
-from ..ir.memory import LAID, is_dense, unless_row_major
-from ..ir.nodes import NodeInfo, Value, call, checked_value, info_of, move_to_storage, value_of
-from ..ir.regions import Region
+from .. import record
+from ..collective import OPERATORS, mesh_text
+from ..layout import Shard, Spec, chunk_bounds
+from ..program.ir.inplace import storages, written
+from ..program.ir.memory import LAID, is_dense, unless_row_major
+from ..program.ir.nodes import NodeInfo, Value, annotate, call, info_of, value_of
+from ..program.ir.program import Program
+from ..program.ir.regions import Region
+from ..program.ir.subgraphs import RECOMPUTATION, Rewrite, copied, read_instead
+from ..resharding import planner
+from ..resharding.planner import ConversionPlan
+from ..split_checkpoints import REASON, part_of, plain
+from .core import Pass, PassRecord, register
 
 aten = torch.ops.aten
-RECOMPUTATION = "recomputation"  # the role of what runs again
-_LATER = ("backward", RECOMPUTATION)
 
 
-def keep_split(graph: fx.Graph, causes: list[Record], rank: int) -> None:
-    """Keep what regions read in parts, as they ask for it, where nobody writes to it; one gather each.
+@register
+@dataclass(frozen=True)
+class SplitCheckpoints(Pass):
+    """Keep what checkpointed calls read in parts, where ``mw.saved_split`` asks for it; one gather each.
 
-    Args:
-        graph: in which regions run again already.
-        causes: of its collectives; more are added.
-        rank: whose graph it is.
+    Every captured step has it, where the model has such calls.
     """
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    writes: dict[int, int] = defaultdict(int)  # storage to where it was written to last
-    for node, i in order.items():
-        for s in written(node):
-            writes[s] = i
-    made = _Kept(graph, causes, rank, 1 + max((s for n in order for s in storages(n)), default=0))
-    for node, region in _read(graph).items():
-        later = sorted((u for u in node.users if info_of(u).role in _LATER), key=order.__getitem__)
-        if later and all(writes[s] <= order[node] for s in storages(node)):
-            made.split(node, region, later)
+
+    name = "split-checkpoints"
+    before = ("regather", "gradient-merge", "data-parallel-optimization")
+    after = ("recompute",)
+
+    def applies(self, program: Program) -> bool:
+        """Whether there are calls that ask for it, and run again already."""
+        return any(info_of(n).regions for n in program.graph.nodes)
+
+    def apply(self, program: Program) -> tuple[Program, PassRecord]:
+        """The program in which parts are kept of what nobody writes to."""
+        made = _Kept(copied(program))
+        writes: dict[int, int] = defaultdict(int)  # storage to where it was written to last
+        for node, i in made.order.items():
+            for s in written(node):
+                writes[s] = i
+        held: list[tuple[int, int]] = []
+        for node, region in _read(made.graph).items():
+            later = made.readers([node])
+            if later and all(writes[s] <= made.order[node] for s in storages(node)):
+                held += made.split(node, region, later)
+        for node in made.graph.nodes:
+            annotate(node, regions=())
+        parts, whole = (sum(h) for h in zip(*held, strict=True)) if held else (0, 0)
+        summary = f"{len(held)} inputs of checkpointed calls are kept split: {parts} bytes for {whole}"
+        return made.done(), PassRecord(summary, details={"inputs": len(held), "bytes": parts, "whole": whole})
 
 
 def _read(graph: fx.Graph) -> dict[fx.Node, Region]:
@@ -62,32 +76,28 @@ def _read(graph: fx.Graph) -> dict[fx.Node, Region]:
     return found
 
 
-class _Kept:
-    def __init__(self, graph: fx.Graph, causes: list[Record], rank: int, free: int) -> None:
-        self.graph, self.causes, self.rank, self.free = graph, causes, rank, free
+class _Kept(Rewrite):
+    def split(self, node: fx.Node, region: Region, later: list[fx.Node]) -> list[tuple[int, int]]:
+        """Keep one value in parts for those that read it later, where it is whole on an axis that is asked for.
 
-    def split(self, node: fx.Node, region: Region, later: list[fx.Node]) -> None:
-        """Keep one value in parts for those that read it later, where it is whole on an axis that is asked for."""
+        Returns:
+            Bytes of the part and of the whole; nothing where it is kept as it is.
+        """
         value, spec = value_of(node), info_of(node).spec
         part = None if value is None or spec is None else part_of(spec, region.split)
         if value is None or spec is None or part is None:
-            return
-        here = spec.mesh.coordinate(self.rank)
+            return []
+        here = spec.mesh.coordinate(self.program.rank)
         cut, back = planner.plan(plain(spec), part), planner.plan(part, plain(spec))
         moved = {s.kind for s in cut.steps} == {"slice"} and {s.kind for s in back.steps} == {"all_gather"}
         if not moved or spec.local_shape(here) != value.shape or not is_dense(value.shape, value.strides):
-            return
+            return []
         with self.graph.inserting_after(node):
             kept = self._cut(node, value, cut, here)
         with self.graph.inserting_before(later[0]):
             whole = self._gathered(node, kept, back, here, value)
-        for user in later:
-            user.replace_input_with(node, whole)
-        move_to_storage(whole, checked_value(whole).storage)
-
-    def _fresh(self, shape: tuple[int, ...], like: Value, given: tuple[int, ...] | None = None) -> Value:
-        self.free += 1
-        return Value(shape, like.dtype, self.free - 1, math.prod(shape) * like.dtype.itemsize, given)
+        read_instead(later, {node: whole})
+        return [(sum(v.nbytes for v in info_of(kept).values), value.nbytes)]
 
     def _cut(self, node: fx.Node, value: Value, plan: ConversionPlan, here: tuple[int, ...]) -> fx.Node:
         """This rank's part, in memory of its own."""
@@ -101,7 +111,7 @@ class _Kept:
                 args = (made, d, lo, hi)
                 with self.graph.inserting_after(made):
                     made = call(self.graph, aten.slice.Tensor, args, NodeInfo("forward", info.line, info.source, looks))
-        own = NodeInfo("forward", info.line, info.source, self._fresh(tuple(shape), value))
+        own = NodeInfo("forward", info.line, info.source, self.value(shape, value.dtype))
         with self.graph.inserting_after(made):
             return call(self.graph, aten.clone.default, (made,), own, {"memory_format": torch.contiguous_format})
 
@@ -116,12 +126,12 @@ class _Kept:
             (axis,) = step.axes
             mesh, d = step.src.mesh, _dim(step.src, axis)
             sizes = [step.src.local_shape((*here[:axis], i, *here[axis + 1 :]))[d] for i in range(mesh.sizes[axis])]
-            whole = self._fresh(step.dst.local_shape(here), value)
+            whole = self.value(step.dst.local_shape(here), value.dtype)
             own = NodeInfo(RECOMPUTATION, info.line, info.source, whole, len(self.causes) - 1)
             args = (made, d, sizes, mesh.axes[axis], mesh_text(mesh))
             made = call(self.graph, OPERATORS["all_gather"].default, args, own)
         if value.given is not None:
-            laid = self._fresh(value.shape, value, value.given)
+            laid = self.value(value.shape, value.dtype, value.given)
             own = NodeInfo(RECOMPUTATION, info.line, info.source, laid)
             made = call(self.graph, LAID.default, (made, list(value.given)), own)
         return made
@@ -133,4 +143,4 @@ def _dim(spec: Spec, axis: int) -> int:
     return p.dim
 
 
-__all__ = ["RECOMPUTATION", "keep_split"]
+__all__ = ["SplitCheckpoints"]
