@@ -15,11 +15,11 @@ from ..generator.dropout import KERNELS
 from ..graph_marks import GRAD
 from ..layout import Spec
 from ..passes import Pass, PassManager
-from ..passes.slicing import copied
 from ..program import Program
 from ..program.capture.export import Captured
 from ..program.capture.source_lines import line_of
 from ..program.ir.nodes import info_of, value_of
+from ..program.ir.subgraphs import copied
 from .steps import Calls, Training
 from .watch import Key, Observed, Tell, held, watch_gradient
 
