@@ -125,20 +125,19 @@ _STORED = 'mw.shard_module(model, mesh, ..., stored_over="dp") stores parameters
 # What wraps models for their users, by the package that calls, the outer one first: what its user can do.
 _STACKS = {
     "transformers": (
-        "Trainer lets accelerate wrap it; say model._is_accelerate_prepared = True behind mw.shard_module, and have "
-        "get_train_dataloader() of a subclass of Trainer return mw.shard_dataloader(loader, mesh, "
-        '{"dp": mw.Shard(0)}), or write the loop yourself'
+        "take meshwright.integrations.transformers.MeshTrainer in place of Trainer, or add its mixin OnMesh to a trainer "
+        "that derives from it"
     ),
     "accelerate": (
-        "leave the model out of accelerator.prepare(), and lay batches with mw.shard_dataloader(loader, mesh, "
-        '{"dp": mw.Shard(0)}) in place of prepared loaders; mw.shard_module synchronises gradients itself'
+        "call meshwright.integrations.accelerate.one_device() before accelerator.prepare(), and lay batches with "
+        'mw.shard_dataloader(loader, mesh, {"dp": mw.Shard(0)})'
     ),
     "ray": f"leave out prepare_model of Ray Train, {_SYNC}",
 }
 _STACKS |= dict.fromkeys(
     ("lightning", "lightning_fabric", "pytorch_lightning"),
-    "leave the model out of fabric.setup(), and loaders out of fabric.setup_dataloaders(), and call loss.backward(): "
-    f"{_SYNC}; a Trainer of Lightning wraps every model, so write the loop yourself",
+    "Fabric(strategy=meshwright.integrations.fabric.MeshStrategy(...)) shards it in fabric.setup(); a Trainer of "
+    f"Lightning wraps every model, so write the loop with Fabric or yourself: {_SYNC}",
 )
 
 

@@ -38,7 +38,7 @@ LAYERS = (
     ),
     *("shard.parameters", "shard.gradients", "shard.units", "shard.modules", "shard.optimizers", "shard.data", "shard"),
     *("program.ir", "program.check", "passes", "program.capture", "program.run", "program", "explanation"),
-    *("program.step", "program.compile", "planning", "checkpoint", "testing", "verification"),
+    *("program.step", "program.compile", "planning", "checkpoint", "testing", "integrations", "verification"),
     *(FACADE, "train", "cli", "__main__"),
 )
 # collective moves the data, mesh and tensor meet DeviceMesh and DTensor; cli and train start processes

@@ -181,9 +181,9 @@ def test_scripted_modules_that_stay_whole_are_right() -> None:
 @pytest.mark.parametrize(
     ("caller", "says", "not_"),
     [
-        ("transformers.trainer", r"_is_accelerate_prepared = True.*get_train_dataloader\(\)", "Ray"),
-        ("accelerate.accelerator", r"out of accelerator.prepare\(\)", "Ray"),
-        ("lightning.fabric.fabric", r"out of fabric.setup\(\)", "Ray|accelerat"),
+        ("transformers.trainer", "integrations.transformers.MeshTrainer", "Ray"),
+        ("accelerate.accelerator", r"integrations.accelerate.one_device\(\)", "Ray"),
+        ("lightning.fabric.fabric", r"integrations.fabric.MeshStrategy\(", "Ray|accelerat"),
         ("ray.train.torch", "leave out prepare_model", "accelerat"),
         ("script", "leave it out, mw.shard_module synchronises", "Ray|accelerat"),
     ],

@@ -1,0 +1,1 @@
+"""Trainers of other projects: the losses, parameters and files of one device."""
