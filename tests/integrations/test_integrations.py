@@ -74,8 +74,8 @@ def tensors(state: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("file", "within"),
     [
-        ("whole/checkpoint-6/model.safetensors", 1e-6),  # Llama computes its norms in float32
-        ("again/checkpoint-6/model.safetensors", 1e-6),
+        ("whole/checkpoint-6/model.safetensors", 1e-5),  # Llama computes its norms in float32, and Adam divides
+        ("again/checkpoint-6/model.safetensors", 1e-5),
         ("fabric.ckpt", 1e-11),
     ],
 )
