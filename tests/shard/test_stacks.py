@@ -85,7 +85,7 @@ def quantised() -> nn.Module:
         (compiled_in_place, "0 is compiled by torch.compile"),
         (compiled_inside, "2 is compiled by torch.compile.*: shard the module that was compiled"),
         (scripted_inside, "0.(weight|bias) would be split, and 0 is a module of TorchScript"),
-        (quantised, "0.weight is a Quantised of test_stacks.*plain tensors"),
+        (quantised, "0.weight is a Quantised of tests.*plain tensors"),
     ],
     ids=["compiled", "compiled in place", "compiled inside", "scripted", "quantised"],
 )
