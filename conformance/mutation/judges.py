@@ -13,7 +13,7 @@ _CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_
 _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
 _DISPATCH += " inference gradient_types cut_graphs"
 _PASSES = "passes passes_by_hand data_parallel_optimization gradient_merge gathers_on_wires"
-_CHECK = "program_verify program_errors program_files agreement passes passes_by_hand"
+_CHECK = "check_by_hand program_verify program_errors program_files agreement passes passes_by_hand"
 
 # What tests without ranks judge alone, in seconds: a sample of them is in ``make test``.
 SMALL = {
@@ -29,7 +29,7 @@ CASES = 3  # of a test with many, taken evenly
 # By the beginning of a module's path: the tests, without "test_" and ".py".
 _JUDGES = {
     "resharding/conversions.py": _CONVERSIONS,
-    "resharding/executor.py": _CONVERSIONS + " partial check_mode gradient_types",
+    "resharding/executor.py": _CONVERSIONS + " partial check_mode gradient_types check_by_hand",
     "resharding/planner.py": _CONVERSIONS + " moved_splits",
     "rules/strategies.py": _RULES,
     "rules/core.py": _RULES,

@@ -80,8 +80,8 @@ def _checked(node: fx.Node, known: dict[fx.Node, Any], device: str) -> Any:
     try:
         given = _derived(target, args, kwargs, device)
     except Exception as error:
-        text = str(error).strip().splitlines()
-        raise ProgramError(f"{described(node)}: its arguments do not fit: {text[0] if text else error!r}") from error
+        text = str(error).strip().splitlines() or [repr(error)]
+        raise ProgramError(f"{described(node)}: its arguments do not fit: {text[0]}") from error
     if len(given) == 1 and isinstance(value, Value):
         _compare(node, value, given[0], tensors)
         return given[0].local  # type: ignore[union-attr]
