@@ -29,6 +29,7 @@ if TYPE_CHECKING or not _COMMAND:
         rule,
         shard_tensor,
         sharded,
+        strategies,
         to_dtensor,
         unshard,
     )
@@ -150,6 +151,7 @@ __all__ = [
     "shard_tensor",
     "sharded",
     "simulate",
+    "strategies",
     "to_dtensor",
     "unshard",
     "verify",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from types import NoneType
 from typing import Any, cast
@@ -21,7 +22,7 @@ from .mesh import Mesh
 from .ranks import runtime
 from .ranks.launchers import launched
 from .resharding import executor, planner
-from .rules import Rule
+from .rules import Rule, checked_strategies
 from .rules import rule as _rule
 from .tensor import DistTensor, Inference, call_enabled, infer, whole, wrap
 
@@ -275,6 +276,23 @@ def constrain(x: Tensor, placements: Placements) -> Tensor:
     if isinstance(x, DistTensor):
         return reshard(x, placements)
     return graph_marks.mark(x, placements) if graph_marks.exporting() else x
+
+
+@contextmanager
+def strategies(wished: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
+    """Inside, ops that can be computed in several ways take these; those not named take what sends fewest bytes.
+
+    Args:
+        wished: op to axis to strategy: ``{"scaled_dot_product_attention": {"cp": "heads"}}`` (or ``"gather"``).
+
+    A change makes all plans anew: once around the training, not around each step.
+
+    Raises:
+        RuleError: an op or a strategy that does not exist.
+    """
+    checked_strategies(wished)
+    with runtime.preferring(wished):
+        yield
 
 
 @takes(LayoutError, x=_DIST)

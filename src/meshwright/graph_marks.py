@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import compat, torch_changes
+from .dispatch import disabled, refresh, relayout, wanted
 from .errors import CaptureError
 from .layout import Layout, Placement, as_placement, placement_from
 from .operators import operator
@@ -50,6 +51,17 @@ def placements_text(placements: Any) -> str:
         listed = placements if isinstance(placements, (list, tuple)) else [placements]
         placements = dict(enumerate(listed))
     return ";".join(f"{a}={as_placement(p)!r}" for a, p in placements.items())
+
+
+def brought(x: Tensor, placements: str, wrap: Any, call: Any) -> Tensor:
+    """A tensor with a spec as :func:`mark` says: where code of ours leaves a constraint in the middle of an op."""
+    refresh(x, call)
+    spec = x.__dict__["_spec"]
+    target = wanted(spec, read_placements(placements))
+    if target is spec:
+        return x
+    with disabled():
+        return relayout(x, target, wrap)
 
 
 def _empty(

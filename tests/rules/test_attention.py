@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshwright as mw
 from meshwright import collective
+from meshwright.errors import DispatchError, RuleError
 from meshwright.ranks import runtime
 from meshwright.rules import attention as rule
 from tests.support.compare import check_equal, plain
@@ -51,6 +52,7 @@ def results(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any], twice: bool 
 
 
 CAUSAL = {"is_causal": True}
+GATHER = {"scaled_dot_product_attention": {"cp": "gather"}}
 # Shapes of queries and of keys and values, and what is said beside them.
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "even": ((2, 3, 12, 4), (2, 3, 12, 4), CAUSAL),
@@ -82,7 +84,8 @@ def test_like_one_device(name: str, n: int) -> None:
     def run() -> Any:
         own = [mw.shard_tensor(t, mesh, {"cp": mw.Shard(t.ndim - 2)}).requires_grad_() for t in given]
         once = results(*own, named, twice=False)
-        return [plain(t) for t in once], [plain(t) for t in results(*own, named)] if named else want
+        with mw.strategies(GATHER):  # whole rows are attended by PyTorch's kernel, as on one device
+            return [plain(t) for t in once], [plain(t) for t in results(*own, named)] if named else want
 
     for once, twice in mw.simulate(run, mesh):
         check_equal(once, want[:4])
@@ -240,3 +243,104 @@ def test_explicit_code_sends_nothing_more() -> None:
     for made, sent in mw.simulate(run, mesh):
         check_equal(made, F.scaled_dot_product_attention(q, q, q, is_causal=True))
         assert sent == 0
+
+
+def exchanged(sizes: dict[str, int], placed: dict[str, Any], heads: tuple[int, int], length: int) -> tuple[Any, Any]:
+    """What one device gives, and what each rank does with the bytes that it sends, forward and in all."""
+    mesh = mw.Mesh(sizes)
+    q, k, v = drawn(2, heads[0], length, 4), drawn(2, heads[1], length, 4), drawn(2, heads[1], length, 4)
+    named = CAUSAL | {"enable_gqa": heads[0] != heads[1]}
+    want = results(*(t.clone().requires_grad_() for t in (q, k, v)), named, twice=False)
+
+    def run() -> Any:
+        own = [mw.shard_tensor(t, mesh, placed).requires_grad_() for t in (q, k, v)]
+        with collective.counting() as counts:
+            made = F.scaled_dot_product_attention(*own, **named)
+        with collective.counting() as back:
+            grads = torch.autograd.grad(made.square().sum(), own)
+        assert made.placements == own[0].placements
+        return [plain(t) for t in (made, *grads)], dict(counts.bytes), dict(back.bytes)
+
+    return [t.detach() for t in want], mw.simulate(run, mesh)
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "length"), [(2, (4, 4), 8), (3, (6, 3), 12), (4, (8, 4), 16), (4, (4, 4), 11), (8, (16, 8), 32)]
+)
+def test_heads_are_exchanged_where_that_sends_less(n: int, heads: tuple[int, int], length: int) -> None:
+    """The bits of one device: each rank has whole rows of its heads."""
+    want, found = exchanged({"cp": n}, {"cp": mw.Shard(2)}, heads, length)
+    units = 2 * heads[0] * length * 4 * 8 / n * (2 + 2 * heads[1] / heads[0]) * (n - 1) / n  # of q on a rank
+    sent = 0.0
+    for made, forward, backward in found:
+        for mine, theirs in zip(made[:1], want[:1], strict=True):
+            assert torch.equal(mine, theirs)
+        check_equal(made, want)
+        assert forward.keys() == {"all_to_all"}
+        sent += forward["all_to_all"]
+        if length % n == 0:
+            assert forward["all_to_all"] == units == backward["all_to_all"]
+    assert sent == pytest.approx(units * n, rel=0.02)
+
+
+def test_heads_over_several_axes() -> None:
+    for placed in ({"cp": mw.Shard(2), "tp": mw.Shard(1)}, {"cp": mw.Shard(2), "tp": mw.Shard(2)}):
+        want, found = exchanged({"cp": 2, "tp": 2}, placed, (8, 4), 12)
+        for made, forward, _ in found:
+            check_equal(made, want)
+            assert forward.keys() == {"all_to_all"}
+
+
+def test_keys_are_gathered_where_that_sends_less() -> None:
+    """Of heads of keys that no axis can split, and of few keys for many queries."""
+    for heads in ((8, 2), (6, 3)):
+        for made, forward, _ in exchanged({"cp": 4}, {"cp": mw.Shard(2)}, heads, 16)[1]:
+            assert forward.keys() == {"all_gather", "permute"}, made
+
+
+def test_a_strategy_that_is_asked_for() -> None:
+    def attend(wish: str, heads: tuple[int, int] = (4, 4)) -> Any:
+        with mw.strategies({"scaled_dot_product_attention": {"cp": wish}}):
+            mesh = mw.Mesh({"cp": 2})
+            q, k = (mw.shard_tensor(drawn(1, h, 8, 4), mesh, {"cp": mw.Shard(2)}) for h in heads)
+            with collective.counting() as counts:
+                F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        return set(counts.bytes)
+
+    mesh = mw.Mesh({"cp": 2})
+    for kinds in mw.simulate(lambda: (attend("gather"), attend("heads"), attend("gather")), mesh):
+        assert kinds == ({"all_gather", "permute"}, {"all_to_all"}, {"all_gather", "permute"})
+    with pytest.raises(DispatchError, match=r"'heads': 3 heads cannot be split evenly over 'cp' of 2 ranks"):
+        mw.simulate(lambda: attend("heads", (6, 3)), mesh)
+    with pytest.raises(RuleError, match="has no strategy 'head'; did you mean 'heads'"):
+        mw.simulate(lambda: attend("head"), mesh)
+    one_way = pytest.raises(RuleError, match="'softmax' is computed in one way")
+    with one_way, mw.strategies({"softmax": {"cp": "heads"}}):
+        pass
+
+
+@pytest.mark.parametrize("wish", ["gather", "heads"])
+def test_a_captured_strategy(wish: str) -> None:
+    mesh, x = mw.Mesh({"cp": 2}), drawn(2, 12, 24)
+    model = network()
+    want = squares(model, x).item()
+
+    def run() -> Any:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        step = mw.compile_step(
+            model, squares, optimizer, x, mesh=mesh, batch={"cp": mw.Shard(1)},
+            strategies={"scaled_dot_product_attention": {"cp": wish}},
+        )  # fmt: skip
+        return float(step(x)), "all_to_all" in step.program.kinds, step.program.kinds.get("permute", 0)
+
+    for loss, exchanges, trades in mw.simulate(run, mesh):
+        assert loss == pytest.approx(want, rel=1e-12)
+        assert (exchanges, trades) == ((True, 0) if wish == "heads" else (False, 8))
+    with pytest.raises(RuleError, match="the mesh has no axis 'pc'; did you mean 'cp'"):
+        mw.simulate(
+            lambda: mw.compile_step(
+                model, squares, None, x, mesh=mesh, strategies={"scaled_dot_product_attention": {"pc": wish}}
+            ),
+            mesh,
+        )

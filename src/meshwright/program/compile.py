@@ -17,6 +17,7 @@ from ..layout import Placements, read_layouts
 from ..mesh import Mesh
 from ..passes import Pass, PassManager
 from ..ranks import runtime
+from ..rules import checked_strategies
 from ..shard.modules.module import lay_module
 from ..shard.optimizers.optimizer import binding_of, shard_optimizer
 from ..shard.parameters.precision import PRECISION_WANTED, Precisions
@@ -54,10 +55,12 @@ class _OfDevice(CaptureSource):
     def record(self, batch: Any, train: bool, again: bool) -> Recorded:
         if not again:
             check_hooks(self.model)
-        made = build(
-            self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
-            rank=runtime.RT.rank, train=train, again=again,
-        )  # fmt: skip
+        wished = self.plan.strategies
+        with runtime.preferring(runtime.RT.strategies if wished is None else wished):
+            made = build(
+                self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
+                rank=runtime.RT.rank, train=train, again=again,
+            )  # fmt: skip
         captured = made.captured
         leaves = {s.name: s.leaf for s in batch_sources(captured.sources)}
         return Recorded(made.program, leaves, captured.out_tree, captured.module, captured.places, made)
@@ -137,6 +140,7 @@ def compile_step(
     precision: Precisions | None = None,
     passes: Sequence[Pass | str] | PassManager = (),
     init: Callable[[nn.Module], Any] | None = None,
+    strategies: Mapping[str, Mapping[str, str]] | None = None,
     backend: str | None = None,
 ) -> CompiledStep:
     """Capture a training step of ``model`` on a mesh as one static program, which ``loss = step(batch)`` runs.
@@ -167,6 +171,7 @@ def compile_step(
         loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
             gradients are not finite, on whatever rank, is skipped on all; the host waits for nothing.
         precision, init: as for ``shard_module``; micro-steps accumulate in the precision's ``reduce``.
+        strategies: of ops that can be computed in several ways, which one an axis takes, as for ``mw.strategies``.
         passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
             that they declare, then as listed.  Or a :class:`PassManager`.
         backend: ``"inductor"`` compiles what lies between collectives.
@@ -180,9 +185,10 @@ def compile_step(
     mesh, names = checked_mesh(mesh), {id(p): n for n, p in model.named_parameters()}
     with together(mesh, "compile_step"):
         trained, table = as_one(optimizer), read_layouts(layouts)
+        checked_strategies(strategies or {}, mesh.axes)
     plan = Plan(
         table or {}, batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
-        clip_grad_norm, gradients, LossScale.of(loss_scale), precision,
+        clip_grad_norm, gradients, LossScale.of(loss_scale), precision, strategies,
     )  # fmt: skip
     _check_prepared(model, trained, plan)
     source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names)

@@ -16,7 +16,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -210,6 +210,7 @@ class Runtime:
         cause: the record that communication started now serves, or None; kept only while there are records.
         line: the user's line that records are to show, where the call stack cannot tell, or None.
         explicit: whether communication must be asked for by name.
+        strategies: of ops that have several, which one an axis is to take: op to axis to name.
         counts: the collectives that ran.
         timeout: seconds that a collective may take, or None for the default.
         check: whether every collective compares first what the ranks are about to do (``init_mesh(check=True)``).
@@ -240,6 +241,7 @@ class Runtime:
         self.cause: Any = None
         self.line: str | None = None
         self.explicit = False
+        self.strategies: Mapping[str, Mapping[str, str]] = {}
         self.counts = Counts()
         self.timeout: float | None = None
         self.check = False
@@ -277,6 +279,25 @@ def serving(cause: Any) -> Iterator[None]:
         yield
     finally:
         rt.cause = before
+
+
+@contextlib.contextmanager
+def preferring(strategies: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
+    """Inside, ops take these strategies; plans that were made for others are forgotten."""
+    rt = RT
+    before = rt.strategies
+
+    def change(to: Mapping[str, Mapping[str, str]]) -> None:
+        if rt.strategies != to:
+            rt.strategies = to
+            rt.plans.clear()
+            rt.fast.clear()
+
+    change(strategies)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 def reset() -> None:

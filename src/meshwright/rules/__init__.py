@@ -7,7 +7,7 @@ import pkgutil
 import sys
 import types
 
-from .core import COMPOSITES, RULES, Arg, Local, Native, Rule, composite, notation, rule
+from .core import COMPOSITES, RULES, Arg, Local, Native, Rule, checked_strategies, composite, notation, rule
 from .strategies import Strategy
 
 for _module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "core"):
@@ -27,6 +27,6 @@ class _Book(types.ModuleType):
 sys.modules[__name__].__class__ = _Book
 
 __all__ = [
-    "COMPOSITES", "RULES", "Arg", "Entry", "Local", "Native", "Rule", "Strategy", "composite", "notation",
-    "partial_table", "rule", "rules",
+    "COMPOSITES", "RULES", "Arg", "Entry", "Local", "Native", "Rule", "Strategy", "checked_strategies", "composite",
+    "notation", "partial_table", "rule", "rules",
 ]  # fmt: skip

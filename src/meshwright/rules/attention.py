@@ -9,16 +9,19 @@ result and sums in place of the block's: then nothing is computed again (Liu et 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from .. import compat
+from ..errors import DispatchError, ExplicitError
 from ..generator import dropout
+from ..layout import Shard
 from ..operators import operator
 from ..ranks import runtime
-from .core import Arg, Local, LocalFn, Rule, notation, rule
+from .core import STRATEGIES, Arg, Local, LocalFn, Rule, notation, rule
 from .dims import aligned
 
 Tensor = torch.Tensor
@@ -58,7 +61,73 @@ def attention(
         fixed = [*heads[0], "t", "s"]
         lead = ["..."] * (attn_mask.ndim >= len(fixed))
         inputs[attn_mask] = [*lead, *aligned(fixed, attn_mask.shape[-len(fixed) :])]
-    return notation(inputs, ["...", *heads[0], "t", "e"], sizes=sizes, linear=[value], heavy=True, local=_local)
+    moved = _moved(query, key, value, attn_mask, is_causal)
+    return notation(
+        inputs, ["...", *heads[0], "t", "e"], sizes=sizes, linear=[value], heavy=True, local=_local,
+        decompose=partial(_by_heads, moved) if moved else None,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- strategies
+
+STRATEGIES["scaled_dot_product_attention"] = ("gather", "heads")
+
+
+def _moved(query: Arg, key: Arg, value: Arg, mask: Arg | None, is_causal: bool) -> dict[str, str]:
+    """The axes that split the sequence and are to split the heads instead; to each what speaks against it, or nothing.
+
+    To gather, a rank sends its keys and values to all others, and half of its queries to one.  To split heads, it sends
+    of all four all but its own part, and has whole rows (DeepSpeed-Ulysses, arXiv 2309.14509).
+    """
+    given = [t.spec for t in (query, key, value)]
+    specs = [s for s in given if s is not None and s.ndim > 2]
+    if len(specs) < 3:
+        return {}
+    mesh, found = specs[0].mesh, dict[str, str]()
+    wished = runtime.RT.strategies.get("scaled_dot_product_attention", {})
+    q, k, v = (s.nbytes / math.prod(mesh.sizes[a] for d in s.layout.dim_axes().values() for a in d) for s in specs)
+    out = q / max(query.shape[-1], 1) * value.shape[-1]
+    for a, (axis, n) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)):
+        if n == 1 or any(s.layout.placements[a] != Shard(s.ndim - 2) for s in specs):
+            continue
+        cuts = [n * math.prod(mesh.sizes[b] for b in s.layout.dim_axes().get(s.ndim - 3, ())) for s in specs]
+        cuts = [cut * math.prod(mesh.axis_size(b) for b in found) for cut in cuts]
+        wrong = next((s for s, cut in zip(specs, cuts, strict=True) if s.shape[-3] % cut or not s.nbytes), None)
+        gather, heads = (n - 1) * (k + v) + (q + out) / 2 * is_causal, (n - 1) / n * (q + k + v + out)
+        if mask is not None and mask.spec is not None and mask.spec.layout.placements[a] == Shard(mask.ndim - 2):
+            heads += (n - 1) / n * mask.spec.nbytes
+        wish = wished.get(axis)
+        if wish == "heads" and wrong is not None:
+            found[axis] = f"{wrong.shape[-3]} heads cannot be split evenly over {axis!r} of {n} ranks"
+        elif wrong is None and (wish == "heads" or (wish is None and heads < gather)):
+            found[axis] = ""
+    return found
+
+
+def _by_heads(
+    moved: Mapping[str, str], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    wrong = next(filter(None, moved.values()), None)
+    if wrong is not None:
+        raise DispatchError(f"the strategy 'heads': {wrong}: leave the choice to the bytes, or say 'gather'")
+    if runtime.RT.explicit:
+        axes = ", ".join(moved)
+        raise ExplicitError(
+            f"scaled_dot_product_attention would split its heads over {axes} in place of the sequence. Inside "
+            "mw.explicit() this must be asked for: mw.reshard(q, placements) before the call, and of k and v"
+        )
+    bring = torch.ops.meshwright.constrain
+
+    def laid(t: Tensor, dim: int) -> Tensor:
+        made: Tensor = bring(t, ";".join(f"{axis}=Shard({t.ndim + dim})" for axis in moved))
+        return made
+
+    query, key, value = (laid(t, -3) for t in (query, key, value))
+    made = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return laid(made, -2)
 
 
 def _local(ctx: Local) -> LocalFn:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import RuleError
+from ..errors import RuleError, near
 from ..layout import Spec
 from .strategies import Dims, Local, LocalFn, Native, Rule
 
@@ -270,6 +270,7 @@ def _bound(dims: Entry, t: Arg, width: int, found: dict[str, int], text: str) ->
 
 # ---------------------------------------------------------------------------------------------- registry
 
+STRATEGIES: dict[str, tuple[str, ...]] = {}  # of ops that can be computed in several ways, the names of these
 RuleFn = Callable[..., Rule | None]
 RULES: dict[str, RuleFn] = {}
 COMPOSITES: dict[str, Callable[..., Any]] = {}
@@ -301,6 +302,20 @@ def lines(table: Mapping[str, RuleFn]) -> None:
         rule(*names.split())(fn)
 
 
+def checked_strategies(wished: Mapping[str, Mapping[str, str]], axes: Iterable[str] | None = None) -> None:
+    """Raises RuleError for a strategy that does not exist, naming what there is."""
+    for op, by_axis in wished.items():
+        if op not in STRATEGIES:
+            raise RuleError(f"strategies: {op!r} is computed in one way{near(op, STRATEGIES)}")
+        if not isinstance(by_axis, Mapping):
+            raise RuleError(f'strategies: give axes and names for {op!r}: {{"cp": {STRATEGIES[op][0]!r}}}')
+        for axis, name in by_axis.items():
+            if axes is not None and axis not in axes:
+                raise RuleError(f"strategies: the mesh has no axis {axis!r}{near(axis, axes)}")
+            if name not in STRATEGIES[op]:
+                raise RuleError(f"strategies: {op!r} has no strategy {name!r}{near(name, STRATEGIES[op])}")
+
+
 def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register an op that is always computed as a composition of others, on distributed tensors."""
 
@@ -313,6 +328,6 @@ def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 __all__ = [
-    "COMPOSITES", "RULES", "Arg", "Letters", "Local", "LocalFn", "Native", "Rule", "RuleFn", "args_in", "composite",
-    "lines", "notation", "rule",
+    "COMPOSITES", "RULES", "STRATEGIES", "Arg", "Letters", "Local", "LocalFn", "Native", "Rule", "RuleFn", "args_in",
+    "checked_strategies", "composite", "lines", "notation", "rule",
 ]  # fmt: skip

@@ -20,11 +20,13 @@ from ..dispatch import (
     Special,
     autocast,
     call,
+    call_disabled,
     casts_of,
     key_of,
     remember_detached,
     tensors_in,
 )
+from ..graph_marks import brought
 from ..layout import Spec
 from .dist_tensor import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor
 
@@ -69,7 +71,12 @@ def _detach(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return tell(made, x.__dict__["_spec"].with_(reduced=0, undecided=x.__dict__["_spec"].mesh.everywhere))
 
 
-_SPECIAL: dict[str, Special] = {"detach": _detach, "detach_": _detach}
+def _constrained(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    x, placements = args
+    return brought(x, placements, tell, call_disabled)
+
+
+_SPECIAL: dict[str, Special] = {"detach": _detach, "detach_": _detach, "meshwright::constrain": _constrained}
 
 
 class _Global(TorchFunctionMode):

@@ -11,9 +11,10 @@ from torch import Tensor
 from .. import torch_changes
 from ..dispatch import INTO_PLAIN, Args, Kwargs, Special, call_disabled
 from ..errors import DispatchError
+from ..graph_marks import brought
 from ..resharding.executor import FORWARD_MODE, TRANSFORMS
 from .autograd import backward, grad
-from .dist_tensor import DistTensor, is_part
+from .dist_tensor import DistTensor, call_enabled, is_part, wrap
 from .storage import READERS, into_plain
 
 
@@ -74,12 +75,18 @@ def _by_numbers(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(args[0], tuple(int(a) if any(a is n for n in numbers) else a for a in index))
 
 
+def _constrained(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    x, placements = args
+    return brought(x, placements, wrap, call_enabled)
+
+
 SPECIAL: dict[str, Special] = {
     **READERS,
     INTO_PLAIN: into_plain,
     "_make_dual": _no_forward_mode,
     "grad": grad,
     "backward": backward,
+    "meshwright::constrain": _constrained,
     "detach": _detach,
     "detach_": _detach_in_place,
     "set_": _set,

@@ -64,6 +64,7 @@ class Plan:
         gradients: return gradients too (``parameter.grad`` is set after each step).
         loss_scale: scale the loss, skip updates that overflow.
         precision: the dtypes in which ops see parameters and gradients are reduced.
+        strategies: of ops that have several, which one an axis takes; None: what ``mw.strategies`` says.
     """
 
     layouts: Globs = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Plan:
     gradients: bool = False
     loss_scale: LossScale | None = None
     precision: Precisions | None = None
+    strategies: Mapping[str, Mapping[str, str]] | None = None
 
     def __post_init__(self) -> None:
         """Read the file; a table says of the batch what nobody else does."""
