@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright.errors import LayoutError, ShardError
+from meshwright.cli import app
+from meshwright.errors import CaptureError, LayoutError, ShardError
 from meshwright.explanation import explain_program
 from meshwright.program import Plan, build
 
@@ -171,3 +173,147 @@ def test_files_that_make_no_sense(tmp_path: Path, text: str, words: str) -> None
     (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(LayoutError, match=f"plan.toml.*{words.replace('(', '.').replace(')', '.')}"):
         mw.load_layouts(tmp_path / "plan.toml")
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.gelu(self.a(x)))
+
+
+class Branches(nn.Module):
+    """What it does depends on values; its pairs do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Pair(), Pair()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if x.sum() < 1e9 else x
+        return x
+
+
+def test_a_model_that_cannot_be_captured_is_taken_block_by_block() -> None:
+    torch.manual_seed(0)
+    mesh, model, x = MESHES["tp3"], Branches().double(), torch.randn(ROWS, WIDTH).double()
+    table = mw.layouts(model, mesh, x, lambda m, b: m(b).square().mean())
+    split = {"layers.*.a.weight": 0, "layers.*.a.bias": 0, "layers.*.b.weight": 1}
+    assert {g: p for g, p in table.items() if p} == {g: {"tp": mw.Shard(d)} for g, d in split.items()}
+    assert "block by block (layers.*)" in table.notes[0]
+    assert "if x.sum() < 1e9" in table.notes[0]
+    loss = model(x).square().mean()
+    loss.backward()
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        mine = mw.shard_module(Branches().double(), mesh, table)
+        mine(x).square().mean().backward()
+        return [mw.unshard(p.grad) for p in mine.parameters()]
+
+    for got in mw.simulate(run, mesh):
+        torch.testing.assert_close(got, [p.grad for p in model.parameters()])
+    with pytest.raises(CaptureError, match="depends on the value"), torch.device("meta"):
+        mw.layouts(Branches(), mesh, torch.empty(ROWS, WIDTH), lambda m, b: m(b).square().mean())
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.b(F.relu(self.n(self.a(x)))))
+
+
+def test_convolutions_in_pairs_with_their_buffers() -> None:
+    table = mw.layouts(Convolutions(), MESHES["tp3"], torch.randn(2, 3, 5, 5), lambda m, x: m(x).square().mean())
+    first = dict.fromkeys(("a.weight", "a.bias", "n.weight", "n.bias", "n.running_mean", "n.running_var"), 0)
+    assert {g: p for g, p in table.items() if p} == {
+        g: {"tp": mw.Shard(d)} for g, d in (first | {"b.weight": 1}).items()
+    }
+
+
+class Grouped(nn.Module):
+    """Attention with fewer heads of keys than ranks, and fused queries, keys and values."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, keys = fused, 2 if not fused else HEADS
+        self.qkv = nn.Linear(WIDTH, WIDTH + 2 * keys * WIDTH // HEADS)
+        if not fused:
+            self.qkv, self.k, self.v = (nn.Linear(WIDTH, n * WIDTH // HEADS) for n in (HEADS, keys, keys))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(x, (WIDTH,))
+        parts = self.qkv(x).chunk(3, -1) if self.fused else (self.qkv(x), self.k(x), self.v(x))
+        q, k, v = (t.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for t in parts)
+        k, v = (t.repeat_interleave(HEADS // t.shape[1], 1) for t in (k, v))
+        x = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return F.layer_norm(x, (WIDTH,)) * x
+
+
+def test_few_heads_of_keys_do_not_keep_those_of_queries_whole() -> None:
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    table = mw.layouts(Grouped(fused=False), MESHES["tp3"], x, lambda m, b: m(b).square().mean())
+    assert table["qkv.weight"] == table["qkv.bias"] == {"tp": mw.Shard(0)}
+    assert table["out.weight"] == {"tp": mw.Shard(1)}
+    assert "what comes of it is gathered" in table.lines["k.weight"].reason
+
+
+def test_what_is_gathered_for_fused_projections_is_said() -> None:
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    table = mw.layouts(Grouped(fused=True), MESHES["tp3"], x, lambda m, b: m(b).square().mean())
+    assert table["qkv.weight"] == {"tp": mw.Shard(0)}
+    assert any("is gathered for chunk at test_layouts.py" in note for note in table.notes)
+
+
+def test_the_models_own_plan_is_named_where_it_is_followed() -> None:
+    model, batch = made()
+    model.tp_plan = {"blocks.*.e": "colwise", "blocks.*.f": "rowwise", "places": "embedding_rowwise"}
+    table = mw.layouts(model, MESHES["tp3"], batch, loss_of)
+    assert dict(table) == dict(found(MESHES["tp3"]))  # the plan's table of places would be summed for nothing
+    assert table.lines["blocks.*.e.weight"].reason.startswith("the model's own plan (colwise)")
+
+
+def test_wrong_arguments() -> None:
+    model, batch = made()
+    with pytest.raises(LayoutError, match="mesh cannot be a dict"):
+        mw.layouts(model, {"tp": 2}, batch)  # type: ignore[arg-type]
+    table = found(MESHES["tp3"])
+    with pytest.raises(LayoutError, match="a mapping from axes"):
+        table["head.weight"] = {"dp": mw.Shard(0)}
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+import torch.nn as nn, torch
+
+def step(mesh):
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.LayerNorm(8))
+    return model, lambda m, b: m(b).square().mean(), torch.randn(16, 8)
+"""
+    (tmp_path / "own_layouts.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = CliRunner().invoke
+    done = run(app, ["layouts", "own_layouts:step", "--mesh", "dp=2,tp=2", "--save", "plan.toml"])
+    assert done.exit_code == 0, done.output
+    assert "by inputs, end of a pair with 0.weight" in " ".join(done.output.split())
+    assert mw.load_layouts("plan.toml")["2.weight"] == {"tp": mw.Shard(1)}
+    told = run(app, ["explain", "--model", "own_layouts:step", "--mesh", "dp=2,tp=2", "--layouts", "plan.toml"])
+    assert told.exit_code == 0, told.output
+    assert "all-reduce over tp" in told.output
+    for more, words in (
+        (["layouts", "own_layouts:none", "--mesh", "tp=2"], "no attribute"),
+        (["layouts", "own_layouts:step", "--mesh", "tp"], "cannot read"),
+        (["explain", "--layouts", "plan.toml"], "--layouts is for your own model"),
+    ):
+        failed = run(app, more)
+        assert failed.exit_code == 2
+        assert words in failed.output

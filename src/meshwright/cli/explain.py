@@ -41,6 +41,10 @@ class ExplainConfig(StepConfig):
         "compile_step is told (layouts, batch, ...).  Called with the meta device as default: nothing is allocated.",
         metavar="MODULE:FUNCTION",
     )  # fmt: skip
+    layouts: str | None = option(
+        None, "--layouts", MODEL, "With --model: a file of [bold]meshwright layouts --save[/], in place of its own.",
+        metavar="FILE",
+    )  # fmt: skip
     diff: bool = option(False, "--diff", PROGRAM, "Compare the program before and after the passes.")
     as_json: bool = option(False, "--json", OUTPUT, "One JSON object on stdout instead of text.")
     html: str | None = option(None, "--html", OUTPUT, "Also write one self-contained page.", metavar="FILE")
@@ -51,6 +55,8 @@ class ExplainConfig(StepConfig):
         mesh = self.make_mesh()
         if not mesh.axes or self.rank not in mesh.ranks:
             raise OptionError(f"--rank {self.rank}: {mesh!r} has the ranks 0 to {mesh.size - 1}")
+        if self.layouts is not None and self.model is None:
+            raise OptionError("--layouts is for your own model (--model); the built-in ones have a plan")
         if self.diff and not self.passes:
             raise OptionError("--diff compares the program before and after passes: give some, e.g. --pass NAME")
 
@@ -114,7 +120,7 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
 
     if config.device == "cuda" and not torch.cuda.is_available():
         raise OptionError("--device cuda: PyTorch knows the ops of a GPU only where there is one; leave it out")
-    subject = subject_of(config, config.model, llama=config.preset != "gpt")
+    subject = subject_of(config, config.model, config.layouts, llama=config.preset != "gpt")
     optimizer = config.make_optimizer(subject.model)
     before = build(subject.model, subject.loss_fn, optimizer, subject.batch, mesh, subject.plan, rank=config.rank)
     made = explain_program(manager(before.program))

@@ -39,7 +39,7 @@ class Subject:
     plan: Plan
 
 
-def subject_of(config: StepConfig, path: str | None, llama: bool) -> Subject:
+def subject_of(config: StepConfig, path: str | None, layouts: str | None, llama: bool) -> Subject:
     """A built-in model, or what the function at ``path`` returns.
 
     Raises:
@@ -49,7 +49,7 @@ def subject_of(config: StepConfig, path: str | None, llama: bool) -> Subject:
     made = _built_in(config, mesh, llama) if path is None else users(path, mesh)
     said: dict[str, Any] = {
         "stored_over": config.stored_over, "states_over": config.states_over, "clip_grad_norm": config.clip,
-        "precision": config.policy,
+        "precision": config.policy, "layouts": layouts,
     }  # fmt: skip
     return replace(made, plan=replace(made.plan, **{k: v for k, v in said.items() if v is not None}))
 
@@ -71,19 +71,19 @@ def users(path: str, mesh: Mesh) -> Subject:
     """
     module, _, name = path.partition(":")
     if not module or not name:
-        raise OptionError(f"--model {path}: module:function was expected, as in mypackage.train:step")
+        raise OptionError(f"{path}: module:function was expected, as in mypackage.train:step")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise OptionError(f"--model {path}: {error}") from error
+        raise OptionError(f"{path}: {error}") from error
     with torch.device("meta"):
         made = function(mesh)
     if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[0], nn.Module):
         raise OptionError(
-            f"--model {path}: it returned {type(made).__name__}; a tuple (model, loss_fn, batch) or (model, loss_fn, "
+            f"{path}: it returned {type(made).__name__}; a tuple (model, loss_fn, batch) or (model, loss_fn, "
             "batch, {'layouts': {...}, 'batch': {...}}) was expected"
         )
     model, loss_fn, batch, *said = made
@@ -95,7 +95,5 @@ def _plan(path: str, said: Any) -> Plan:
         return said
     known = [f.name for f in dataclasses.fields(Plan)]
     if not isinstance(said, Mapping) or any(k not in known for k in said):
-        raise OptionError(
-            f"--model {path}: {said!r} was returned last; a mapping with some of {', '.join(known)} was expected"
-        )
+        raise OptionError(f"{path}: {said!r} was returned last; a mapping with some of {', '.join(known)} was expected")
     return Plan(**said)

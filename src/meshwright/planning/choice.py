@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..program.capture.complete import Key
 from .strands import Strand, Strands
 
-_LINE = "small, and what it meets is whole"
+_LINE, _CROSSES = "small, and what it meets is whole", "what could be split of it crosses what is split already"
+_LARGE = 0.01  # share of the parameters from which on one is split though values of its ops are gathered for it
 
 
 @dataclass
@@ -27,29 +29,41 @@ class Chosen:
     notes: list[str] = field(default_factory=list)
 
 
-def choose_strands(strands: Strands, plan: Mapping[str, tuple[int, str]]) -> Chosen:
+def choose_strands(strands: Strands, plan: Mapping[str, tuple[int, str]], *, pairs: bool = False) -> Chosen:
     """Choose among all strands.
 
     Args:
         plan: name of a parameter to the dim that the model's own plan splits, and the plan's word.
+        pairs: split nothing but pairs.
     """
     found, made = strands.found(), Chosen()
-    taken: set[str] = set()
     told = {id(s): _told(strands, s, plan) for s in found}
+    found.sort(key=lambda s: (not told[id(s)], not s.pairs, s.bytes / s.work if s.work else math.inf))
+    params = {id(s): [k for k in s.slots if k in strands.params] for s in found}
+    taken: set[str] = set()
     refused: dict[Key, str] = {}
-    for strand in sorted(found, key=lambda s: (not told[id(s)], s.bytes / s.work if s.work else math.inf)):
-        params = [k for k in strand.slots if k in strands.params]
-        reason = _refusal(strands, strand, params)
-        if not reason and (strand.taken & taken or any(k in made.dims for k in params)):
-            reason = "what could be split of it crosses what is split already"
-        if reason:
-            for k in params:
-                refused.setdefault(k, reason)
-            continue
-        taken |= strand.taken
-        made.dims.update(_reasons(strands, strand, plan))
-        for key, (sent, op) in strand.gathered.items():
-            made.notes.append(f"{key[0]} is gathered for {strands.at(op)}: {_size(sent)} a step")
+    gathered: Counter[str] = Counter()
+    every = sum(map(strands.size, strands.params))
+    for alone in (
+        (False,) if pairs else (False, True)
+    ):  # first what is split for nothing but its sums, then what is large
+        for strand in found:
+            members = params[id(strand)]
+            reason = _refusal(strands, strand, members, pairs)
+            if alone and reason and strand.contractions and sum(map(strands.size, members)) >= _LARGE * every:
+                reason = ""
+            elif alone and not reason:
+                continue
+            if not reason and (strand.taken & taken or any(k in made.dims for k in members)):
+                reason = _CROSSES
+            if reason:
+                refused.update({k: reason for k in members if refused.get(k, _CROSSES) == _CROSSES})
+                continue
+            taken |= strand.taken
+            made.dims.update(_reasons(strands, strand, plan))
+            for key, (sent, op) in strand.gathered.items():
+                gathered[f"{strands.at(key[0])} is gathered for {strands.at(op)}, {_size(sent)} a step"] += 1
+    made.notes += [f"{text}{f', {n} times' if n > 1 else ''}" for text, n in gathered.items()]
     made.whole = {k: _LINE if len(strands.values[k].shape) < 2 else r for k, r in refused.items() if k not in made.dims}
     return made
 
@@ -60,13 +74,13 @@ def _told(strands: Strands, strand: Strand, plan: Mapping[str, tuple[int, str]])
     return any(p is not None for p, _ in named) and all(p in (None, d) for p, d in named)
 
 
-def _refusal(strands: Strands, strand: Strand, params: list[Key]) -> str:
+def _refusal(strands: Strands, strand: Strand, params: list[Key], pairs: bool) -> str:
     """Why a strand is not worth what it sends; empty where it is."""
     stored = sum(strands.size(k) for k in params)
     lost = sum(strand.lost)
     worth = strand.bytes <= 2 * stored
     if not strand.work:
-        if not strand.ends or strand.gathered or len(params) > 1:
+        if not strand.ends or strand.gathered or len(params) > 1 or pairs:
             return "nothing that contracts is split with it"
         if not all(strands.fed(op) for op in strand.taken):
             return "a table whose rows are read in order: all of it is read by every rank"
@@ -75,12 +89,17 @@ def _refusal(strands: Strands, strand: Strand, params: list[Key]) -> str:
             if worth
             else f"a table smaller than what is read from it: {_size(strand.bytes)} would be sent for {_size(stored)}"
         )
-    kinds = {*strand.contractions.values()}
-    if kinds == {True, False} and lost <= sum((*strand.begins.values(), *strand.ends.values())):
+    if strand.pairs and lost <= sum((*strand.begins.values(), *strand.ends.values())):
         return ""
-    if kinds == {False} and not strand.gathered and not strand.cut:
+    if (
+        not any(strand.contractions.values())
+        and strand.contractions
+        and not pairs
+        and not strand.gathered
+        and not strand.cut
+    ):
         return ""
-    if strand.contractions and worth:
+    if strand.contractions and worth and not pairs:
         return ""
     if strand.gathered:
         (sent, op), key = max((g, k) for k, g in strand.gathered.items())
@@ -112,7 +131,8 @@ def _reasons(strands: Strands, strand: Strand, plan: Mapping[str, tuple[int, str
         elif end:
             why = f"by inputs, end of a pair with {_some(firsts)}: summed" if firsts else "by inputs: summed"
         else:
-            why = f"by outputs, pair with {_some(lasts)}" if lasts else "by outputs, which stay split up to the loss"
+            open_end = "what comes of it is gathered" if strand.gathered else "which stay split up to the loss"
+            why = f"by outputs, pair with {_some(lasts)}" if lasts else f"by outputs, {open_end}"
         made[key] = dim, f"{own}{why}" + (f" ({strands.at(op)})" if op else "")
     return made
 

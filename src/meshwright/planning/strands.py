@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,6 +50,11 @@ class Strand:
     taken: set[str] = field(default_factory=set)
 
     @property
+    def pairs(self) -> bool:
+        """Whether it lies between contractions: outputs of some, inputs of others."""
+        return len({*self.contractions.values()}) == 2
+
+    @property
     def bytes(self) -> float:
         """What each rank sends in a step, of all of it."""
         return sum((*self.begins.values(), *self.ends.values(), *self.cut.values(), *self.lost))
@@ -60,9 +66,13 @@ class Strand:
 
 
 class Strands:
-    """All strands of a captured step on one axis of a mesh."""
+    """All strands of a captured step on one axis of a mesh.
 
-    def __init__(self, captured: Captured, mesh: Mesh, axis: int) -> None:
+    Args:
+        returned: what the step returns beside the loss is wanted whole.
+    """
+
+    def __init__(self, captured: Captured, mesh: Mesh, axis: int, *, returned: bool = False) -> None:
         self.captured, self.mesh, self.axis = captured, mesh, axis
         graph = Completion(captured, mesh)
         self.facts, self.same, self.values = graph.facts, graph.same, graph.states
@@ -81,8 +91,15 @@ class Strands:
         for node in captured.graph.nodes:
             if any(n.name in self._fed for n in node.all_input_nodes):
                 self._fed.add(node.name)
+        self._weights = set(self.params)  # and what is made of these alone: cast, transposed, chosen rows
+        for fact in self.facts:
+            floats = [k for k in fact.inputs if self.values[k].dtype.is_floating_point]
+            if floats and self._weights.issuperset(floats):
+                self._weights.update(fact.outputs)
         self._unite()
         self._blind = self._unruled()
+        if returned:
+            self._blind |= {self.same.get((n.name, 0), (n.name, 0)): "output" for n in captured.outputs[1:]}
 
     def found(self) -> list[Strand]:
         """Strands that have a parameter in them, each priced."""
@@ -109,9 +126,11 @@ class Strands:
         return op in self._fed
 
     def at(self, op: str) -> str:
-        """An op, and the user's line."""
-        line = line_of(self._nodes[op])
-        return f"{op} at {line}" if line else op
+        """An op or an input, and the user's line."""
+        node = self._nodes[op]
+        line = line_of(node) if node.op == "call_function" else ""
+        name = re.sub(r"_\d+$", "", op)
+        return f"{name} at {line}" if line else name
 
     # -- uniting --------------------------------------------------------------------------------------
 
@@ -225,7 +244,7 @@ class Strands:
         shared = [f for f, op in fact.rule.reduced.items() if sum(any(f in d for d in t) for t in fact.rule.inputs) > 1]
         if fact.rule.heavy and (shared or not fact.rule.reduced):
             strand.work += math.prod(map(float, fact.rule.sizes.values()))
-            if any(k in self.params and k in strand.slots for k in fact.inputs):
+            if any(k in self._weights and k in strand.slots for k in fact.inputs):
                 strand.contractions[fact.name] = s.factor in fact.rule.reduced
 
 

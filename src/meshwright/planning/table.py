@@ -9,13 +9,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.nn as nn
+from torch import Tensor
 
-from ..errors import LayoutError, takes
+from ..compat import pytree
+from ..errors import CaptureError, LayoutError, takes
 from ..layout import LayoutLine, LayoutTable, Placement, Shard
 from ..mesh import Mesh
-from ..program.capture.export import Captured, LossFn, capture
+from ..program.capture.export import Captured, LossFn, capture, leaf_names
 from ..program.capture.fakes import writing_nothing
 from ..program.ir.nodes import no_collection
+from .blocks import captured_blocks
 from .choice import Chosen, choose_strands
 from .own_plan import own_plan
 from .strands import Strands
@@ -57,8 +60,11 @@ def layouts(
         layouts=table)`` take.  Printed it is a table with the reason of each line; ``table.save("plan.toml")`` writes
         it, ``mw.load_layouts`` reads it.
 
+    A step that cannot be captured is taken block by block, where a run of it on one device shows what they are
+    called with.
+
     Raises:
-        CaptureError: the step cannot be captured; names the line.
+        CaptureError: neither the step nor a block of it can be captured; names the line.
         LayoutError: arguments of another kind.
 
     Example::
@@ -68,55 +74,71 @@ def layouts(
         print(table)
         step = mw.compile_step(model, loss_fn, optimizer, batch, mesh=mesh, layouts=table)
     """
-    with no_collection(), writing_nothing():
-        captured = capture(model, loss_fn, batch, mesh.device)
-    lines = {s.name: LayoutLine({}, "nothing to split") for s in captured.sources if s.kind == "param"}
-    names = [*dict.fromkeys(n for n, _ in (*model.named_parameters(), *model.named_buffers()))]
-    lines |= {n: LayoutLine({}, "not used") for n, p in model.named_parameters() if n not in lines}
-    notes = []
+    notes: list[str] = []
+    parts = _captured(model, loss_fn, batch, mesh, notes)
+    lines = dict.fromkeys((n for n, _ in model.named_parameters()), LayoutLine({}, "not used, or not captured"))
     if tensor in mesh.axes and mesh.sizes[mesh.axis_index(tensor)] > 1:
-        chosen = choose_strands(Strands(captured, mesh, mesh.axis_index(tensor)), own_plan(model))
-        _split(lines, captured, chosen, tensor)
-        notes += chosen.notes
-    split, said = _batch(captured, mesh, data)
+        plan = own_plan(model)
+        for prefix, captured in parts.items():
+            told = {n.removeprefix(prefix): said for n, said in plan.items() if n.startswith(prefix)}
+            strands = Strands(captured, mesh, mesh.axis_index(tensor), returned=bool(prefix))
+            chosen = choose_strands(strands, told, pairs=bool(prefix))
+            _split(lines, prefix, captured, chosen, tensor)
+            notes += chosen.notes
+    split, said = _batch(batch, mesh, data)
     notes += said
     used = {a for line in lines.values() for a in line.placements} | ({data} if split else set())
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if axis not in used and size > 1:
             notes.append(f"nothing is split over {axis!r}: its {size} ranks all do the same")
     axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
-    return LayoutTable(axes, folded(lines, names), split, tuple(notes))
+    names = [*lines, *(n for n, _ in model.named_buffers())]
+    return LayoutTable(axes, folded(lines, names), split, tuple(dict.fromkeys(notes)))
 
 
-def _split(lines: dict[str, LayoutLine], captured: Captured, chosen: Chosen, axis: str) -> None:
+def _captured(
+    model: nn.Module, loss_fn: LossFn | None, batch: Any, mesh: Mesh, notes: list[str]
+) -> dict[str, Captured]:
+    """The step; where it cannot be captured, those of its blocks that can, by the beginning of their names."""
+    with no_collection(), writing_nothing():
+        try:
+            return {"": capture(model, loss_fn, batch, mesh.device)}
+        except CaptureError as error:
+            blocks = captured_blocks(model, loss_fn, batch, lambda m, f, b: capture(m, f, b, mesh.device))
+            found = {f"{name}.": captured for name, captured in blocks}
+            if not found:
+                raise
+            listed = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name)[:-1] for name in found))
+            notes.append(f"found block by block ({listed}), what lies between is whole: {error}")
+            return found
+
+
+def _split(lines: dict[str, LayoutLine], prefix: str, captured: Captured, chosen: Chosen, axis: str) -> None:
     """Write what was chosen into the lines of parameters and buffers."""
     for source in captured.sources:
-        key = source.node, 0
+        key, name = (source.node, 0), prefix + source.name
         if key in chosen.dims and source.kind in ("param", "buffer"):
             dim, reason = chosen.dims[key]
-            lines[source.name] = LayoutLine({axis: Shard(dim)}, reason)
-        elif key in chosen.whole and source.kind == "param":
-            lines[source.name] = LayoutLine({}, chosen.whole[key])
+            lines[name] = LayoutLine({axis: Shard(dim)}, reason)
+        elif source.kind == "param":
+            lines[name] = LayoutLine({}, chosen.whole.get(key, "nothing to split"))
 
 
-def _batch(captured: Captured, mesh: Mesh, data: str | None) -> tuple[dict[str, Any], list[str]]:
+def _batch(batch: Any, mesh: Mesh, data: str | None) -> tuple[dict[str, Any], list[str]]:
     """Placements of the tensors of the batch: of those that have as many rows as most have."""
-    leaves = {s.name.removeprefix("batch."): s.fake for s in captured.sources if s.kind == "batch"}
-    if data not in mesh.axes or mesh.sizes[mesh.axis_index(data)] == 1:
-        return {}, []
+    leaves = dict(zip(leaf_names(batch), (x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)), strict=True))
     rows = Counter(t.shape[0] for t in leaves.values() if t.ndim).most_common(1)
-    split = {n: t.ndim > 0 and t.shape[0] == rows[0][0] for n, t in leaves.items()}
+    if data not in mesh.axes or mesh.sizes[mesh.axis_index(data)] == 1 or not rows:
+        return {}, []
+    split = {n.removeprefix("batch."): t.ndim > 0 and t.shape[0] == rows[0][0] for n, t in leaves.items()}
     ways = mesh.sizes[mesh.axis_index(data)]
     notes = [
-        f"batch: {n} is not split over {data!r}: it has not the {rows[0][0]} rows of others"
-        for n, s in split.items() if not s and leaves[n].ndim
-    ]  # fmt: skip
-    if rows and rows[0][0] < ways:
-        notes.append(f"batch: its {rows[0][0]} rows are fewer than the {ways} ranks of {data!r}")
-    said: Mapping[str, Placement] = {data: Shard(0)}
-    if all(split.values()):
-        return dict(said), notes
-    return {n: said if s else {} for n, s in split.items()}, notes
+        f"{n} of the batch is whole: it has not the {rows[0][0]} rows of others" for n, s in split.items() if not s
+    ]
+    if rows[0][0] < ways:
+        notes.append(f"the {rows[0][0]} rows of the batch are fewer than the {ways} ranks of {data!r}")
+    said: dict[str, Placement] = {data: Shard(0)}
+    return said if all(split.values()) else {n: said if s else {} for n, s in split.items()}, notes
 
 
 def folded(lines: Mapping[str, LayoutLine], names: Iterable[str]) -> dict[str, LayoutLine]:

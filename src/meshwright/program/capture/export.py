@@ -320,6 +320,7 @@ def _swapped(step: nn.Module, fakes: dict[str, Tensor]) -> Iterator[None]:
 
 
 def leaf_names(batch: Any) -> list[str]:
+    """Names of the tensors of a batch, in order: ``batch``, ``batch.0``, ``batch.x.y``."""
     found = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if isinstance(leaf, Tensor):
