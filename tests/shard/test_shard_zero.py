@@ -116,8 +116,8 @@ def test_what_was_gathered_is_gone_after_the_forward(precision: Any, monkeypatch
     gathered = threading.local()  # of a rank
     gather = units.Unit.gather
 
-    def noted(unit: Any) -> list[torch.Tensor]:
-        made = gather(unit)
+    def noted(unit: Any, **how: Any) -> list[torch.Tensor]:
+        made = gather(unit, **how)
         gathered.refs += map(weakref.ref, made)
         return made
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch.fx as fx
 
 from ..program import Program, last_uses
+from ..program.ir.host import host_storages
 from ..program.ir.nodes import info_of
 
 CATEGORIES = ("parameters", "states", "gradients", "activations", "temporaries", "inputs")
@@ -34,7 +35,8 @@ class Memory:
     """Bytes that one rank holds.
 
     Attributes:
-        peak: most bytes at one time.
+        peak: most bytes at one time, on the mesh's device.
+        host: bytes of parameters and states that lie in memory of the host instead.
         node, role, line: the op at which that is, its role and the user's line.
         at_peak: category to bytes at that time.  Categories: ``parameters``, optimizer ``states``, ``gradients``,
             ``activations`` (made by the forward, or again for the backward),
@@ -55,6 +57,7 @@ class Memory:
     along: tuple[tuple[int, ...], ...]
     ops: int
     starts: dict[str, int]
+    host: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -63,20 +66,20 @@ class Memory:
 
 def memory_of(program: Program) -> Memory:
     """What the rank of a program holds along a step."""
-    category = _categories(program)
+    category, hosted = _categories(program), host_storages(program)
     freed = last_uses(program.graph)
     held: Counter[int] = Counter()  # storage to how many values look at it
     now: Counter[str] = Counter()
     steps: list[tuple[fx.Node, tuple[int, ...]]] = []
 
     def take(node: fx.Node) -> None:
-        for v in info_of(node).values:
+        for v in (v for v in info_of(node).values if v.storage not in hosted):
             held[v.storage] += 1
             if held[v.storage] == 1:
                 now[category[v.storage]] += v.nbytes
 
     def free(node: fx.Node) -> None:
-        for v in info_of(node).values:
+        for v in (v for v in info_of(node).values if v.storage not in hosted):
             held[v.storage] -= 1
             if held[v.storage] == 0:
                 now[category[v.storage]] -= v.nbytes
@@ -91,7 +94,8 @@ def memory_of(program: Program) -> Memory:
         for old in (*freed.get(node, ()), *(() if node.users else (node,))):
             if old.op != "placeholder":
                 free(old)
-    return _summary(steps)
+    kept = {v.storage: v.nbytes for node in program.placeholders for v in info_of(node).values if v.storage in hosted}
+    return dataclasses.replace(_summary(steps), host=sum(kept.values()))
 
 
 def _categories(program: Program) -> dict[int, str]:

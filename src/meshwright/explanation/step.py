@@ -12,6 +12,7 @@ from ..program import Program, value_of
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..ranks import runtime
 from ..record import Record
+from ..resharding.copies import TO_DEVICE, TO_HOST
 from .core import Collective, Laid
 from .explanation import Explanation
 from .memory import memory_of
@@ -27,6 +28,9 @@ def explain_program(program: Program) -> Explanation:
     counts = runtime.Counts()
     for c in listed:
         counts.add(c.kind, c.axes, int(c.bytes))
+    for node in program.graph.nodes:
+        if node.target in (TO_DEVICE, TO_HOST):
+            counts.add_copy("to_device" if node.target is TO_DEVICE else "to_host", checked_value(node).size)
     served = dict.fromkeys(i for n in program.collectives() if (i := info_of(n).cause) is not None)
     return Explanation(
         [program.causes[i] for i in served], counts, None, program.mesh, program.rank, listed, _laid(program),

@@ -171,5 +171,7 @@ def _memory(memory: Memory) -> Iterator[RenderableType]:
         bar = "█" * round(_BAR * there / memory.peak) if memory.peak else ""
         table.add_row(name, in_bytes(there), Text(bar, style="cyan"), in_bytes(memory.highest[name]))
     yield table
+    if memory.host:
+        yield Text(f"{in_bytes(memory.host)} of parameters and states lie in memory of the host", style="dim")
     at = f" ({memory.line})" if memory.line else ""
     yield Text(f"the peak is in the {memory.role}, at {memory.node}{at}", style="dim")

@@ -19,6 +19,7 @@ from ..program.ir.nodes import Value, annotate, call, checked_value, info_of
 from ..program.ir.packed import ROW, UNPACK
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import Rewrite
+from ..resharding.copies import TO_DEVICE
 from ..shard.parameters.packing import Packing
 from .buckets import FusedBucket
 
@@ -45,7 +46,7 @@ def gathered(
     return made.done(), (sum(map(len, groups)), len(groups))
 
 
-_CAST = torch.ops.aten._to_copy.default
+_WAY = (torch.ops.aten._to_copy.default, TO_DEVICE)  # what a parameter passes before it is gathered
 
 
 class _Gathers(Rewrite):
@@ -126,10 +127,10 @@ class _Gathers(Rewrite):
         return made
 
     def _bring(self, chunks: Sequence[fx.Node], user: fx.Node) -> None:
-        """Have casts of what is gathered come with what sends it."""
+        """Have copies and casts of what is gathered come with what sends it."""
         for node in chunks:
-            if node.target is _CAST:
-                user.prepend(node)
+            for passed in reversed(_way(node)):
+                user.prepend(passed)
 
     def _last_write(self, members: list[fx.Node]) -> fx.Node:
         read = {s for n in members for s in storages(_held(n))}
@@ -154,9 +155,19 @@ def _wire(gather: fx.Node) -> Wire | None:
 
 
 def _held(gather: fx.Node) -> fx.Node:
-    """What a gather reads, in front of a cast."""
+    """What a gather reads, in front of copies and casts."""
     node = gather.all_input_nodes[0]
-    return node.all_input_nodes[0] if node.target is _CAST else node
+    passed = _way(node)
+    return passed[-1].all_input_nodes[0] if passed else node
+
+
+def _way(node: fx.Node) -> list[fx.Node]:
+    """A node and those before it that copy or cast, from the last to the first."""
+    found: list[fx.Node] = []
+    while node.target in _WAY:
+        found.append(node)
+        node = node.all_input_nodes[0]
+    return found
 
 
 __all__ = ["gathered"]

@@ -21,7 +21,7 @@ from ..rules import checked_strategies
 from ..shard.modules.module import lay_module
 from ..shard.optimizers.optimizer import binding_of, shard_optimizer
 from ..shard.parameters.precision import PRECISION_WANTED, Precisions
-from ..shard.parameters.stored import STORED, Axes, Over, on_host, stored
+from ..shard.parameters.stored import ON_WANTED, OVER_WANTED, STORED, Axes, Over, on_host, stored
 from . import LossScale, Plan
 from .capture.build import Globs, build, checked_mesh, conditions_of
 from .capture.export import LossFn, batch_sources
@@ -74,12 +74,12 @@ class _OfDevice(CaptureSource):
     def prepare(self, recorded: Recorded) -> None:
         """Lay the model on the mesh; the optimizer follows."""
         assert recorded.built is not None
-        laid = lay_module(self.model, self.mesh, recorded.built.stored, self.init)
+        laid = lay_module(self.model, self.mesh, recorded.built.stored, recorded.built.kept, self.init)
         for name, how in recorded.built.kept.items():
             laid[name].__dict__[STORED] = replace(how, dtypes=None, unit="")  # what casts and gathers it is the program
         for part in parts_of(self.optimizer):
             self._follow(part)
-            shard_optimizer(part, states_over=self.plan.states_over)
+            shard_optimizer(part, states_over=self.plan.states_over, states_on=self.plan.states_on)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer hold the tensors that took the place of those of a model on the meta device."""
@@ -118,6 +118,7 @@ _PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names
 @takes(
     ProgramError, model=_MODEL, optimizer=_OPTIMIZER, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES,
     layouts=((Mapping, str, PathLike, NoneType), _GLOBS[1]), precision=PRECISION_WANTED,
+    stored_over=OVER_WANTED, stored_on=ON_WANTED,
     clip_grad_norm=((int, float, NoneType), "give the largest norm, a number above 0"),
 )  # fmt: skip
 def compile_step(
@@ -132,8 +133,10 @@ def compile_step(
     inputs: Globs | None = None,
     outputs: Globs | None = None,
     stored_over: Over | None = None,
+    stored_on: str | Mapping[str, str] | None = None,
     regather: bool = True,
     states_over: Axes | None = None,
+    states_on: str | None = None,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     loss_scale: str | float | LossScale | None = None,
@@ -163,9 +166,12 @@ def compile_step(
         inputs, outputs: glob over module names to placements of their inputs and outputs.
         stored_over: store parameters split over this axis, or these, gather them for use (ZeRO-3); or glob of names of
             parameters or modules to those.
-        regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
+        stored_on: ``"cpu"``: store parameters, their gradients and the optimizer's states in the memory of the host,
+            copy parameters to the device for use, and update them on the host; or glob of names to that.
+        regather: with ``stored_over`` or ``stored_on``: gather and copy again for the backward, keeping nothing.
         states_over: split the optimizer's states over this axis, or these, and with them gradients and the update
             (ZeRO-1/2).
+        states_on: ``"cpu"``: keep the optimizer's states in the memory of the host, and update there.
         clip_grad_norm: clip the global norm of the gradients before the update.
         gradients: set ``parameter.grad`` after each step.
         loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
@@ -188,7 +194,7 @@ def compile_step(
         checked_strategies(strategies or {}, mesh.axes)
     plan = Plan(
         table or {}, batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
-        clip_grad_norm, gradients, LossScale.of(loss_scale), precision, strategies,
+        clip_grad_norm, gradients, LossScale.of(loss_scale), precision, strategies, stored_on, states_on,
     )  # fmt: skip
     _check_prepared(model, trained, plan)
     source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names)
@@ -201,15 +207,16 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
     Raises:
         CaptureError: it was said to ``shard_module`` or ``shard_optimizer`` alone.
     """
-    _check_hosted(model)
-    said = [binding_of(o) for o in parts_of(optimizer)] if plan.states_over is None else []
-    if any(b is not None and b.states_over is not None for b in said):
-        word, where = "states_over", "mw.shard_optimizer"
-    elif any(
-        stored(p).unit and not stored(p).dtypes for p in model.parameters()
-    ):  # a precision is refused with words of its own
-        word, where = "stored_over", "mw.shard_module"
+    said = [b for o in parts_of(optimizer) if (b := binding_of(o)) is not None]
+    states = {"states_over": plan.states_over, "states_on": plan.states_on}
+    apart = next((k for b in said for k, v in states.items() if v is None and getattr(b, k) is not None), None)
+    eager = next((how for p in model.parameters() if (how := stored(p)).unit and not how.dtypes), None)
+    if apart is not None:
+        word, where = apart, "mw.shard_optimizer"
+    elif eager is not None:  # a precision is refused with words of its own
+        word, where = "stored_over" if eager.axes else "stored_on", "mw.shard_module"
     else:
+        _check_hosted(model, plan)
         return
     raise CaptureError(
         f"{word}= was said to {where}, which prepares eager steps: give it to mw.compile_step({word}=...), and leave "
@@ -217,13 +224,13 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
     )
 
 
-def _check_hosted(model: nn.Module) -> None:
-    """Raises CaptureError for a model that is stored on the host."""
+def _check_hosted(model: nn.Module, plan: Plan) -> None:
+    """Raises CaptureError for a model that is stored on the host, and a step that takes it on the mesh's device."""
     hosted = next((n for n, p in model.named_parameters() if on_host(p)), None)
-    if hosted is not None:
+    if hosted is not None and plan.stored_on is None:
         raise CaptureError(
-            f"{hosted} is stored on the host (mw.shard_module(stored_on=)), and captured steps keep parameters on the "
-            "mesh's device: train it with eager steps, or capture a model that was not sharded so"
+            f"{hosted} is stored on the host (stored_on=), and this step would take it on the mesh's device: say "
+            "stored_on= to mw.compile_step as well; steps by hand work on models that are stored there"
         )
 
 
@@ -277,7 +284,7 @@ def capture_local(
         DesyncError: the ranks recorded different steps; before anything runs.
     """
     mesh = checked_mesh(mesh)
-    _check_hosted(model)
+    _check_hosted(model, Plan())
     with together(mesh, "capture_local"):
         trained = as_one(optimizer)
     source = _ByHand(model, trained, mesh, Plan(), step_fn)

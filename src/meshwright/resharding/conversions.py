@@ -24,7 +24,8 @@ class ConversionStep:
     in the reduction), ``pad`` (own shard within the same), ``scale`` (between a sum and an average), ``cast`` (to
     another dtype: of steps as they run, see :func:`lowered`), ``wire_all_reduce`` and ``wire_reduce_scatter`` (of
     steps as they run too: sums of parts that travel in another format), ``wire_all_gather`` (of parts that do: only
-    of parameters, where they are seen; see :func:`gathered_as`).
+    of parameters, where they are seen; see :func:`gathered_as`), ``to_device`` and ``to_host`` (copies between the
+    memory of the host and that of the mesh's device).
     """
 
     kind: str

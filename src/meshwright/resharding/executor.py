@@ -23,6 +23,7 @@ from ..layout import Partial, Replicate, Shard, Spec, chunk_bounds, neutral, wir
 from ..local_tensor import as_plain, distributed
 from ..ranks import runtime
 from .conversions import ConversionStep, lowered, op_of, replicated, transpose
+from .copies import TO_DEVICE, TO_HOST
 
 Tensor = torch.Tensor
 
@@ -95,11 +96,10 @@ def _dim(spec: Spec, axis: int) -> int:
     return p.dim
 
 
-def _lengths(spec: Spec, axis: int, here: tuple[int, ...]) -> list[int]:
-    """Length on the dim that ``axis`` splits, for each rank along it."""
-    d = _dim(spec, axis)
-    n = spec.mesh.sizes[axis]
-    return [spec.local_shape((*here[:axis], i, *here[axis + 1 :]))[d] for i in range(n)]
+def _lengths(spec: Spec, axes: tuple[int, ...], here: tuple[int, ...]) -> list[int]:
+    """Length on the dim that ``axes`` split, for each rank of their group."""
+    d, mesh = _dim(spec, axes[0]), spec.mesh
+    return [spec.local_shape(mesh.coordinate(r))[d] for r in mesh.group_ranks(mesh.rank_at(here), axes)]
 
 
 def _all_reduce(step: ConversionStep, here: tuple[int, ...]) -> Runner:
@@ -108,9 +108,8 @@ def _all_reduce(step: ConversionStep, here: tuple[int, ...]) -> Runner:
 
 
 def _reduce_scatter(step: ConversionStep, here: tuple[int, ...]) -> Runner:
-    (axis,) = step.axes
     op, group = _reduce_op(step), collective.group(step.src.mesh, step.axes)
-    d, sizes = _dim(step.dst, axis), _lengths(step.dst, axis, here)
+    d, sizes = _dim(step.dst, step.axes[0]), _lengths(step.dst, step.axes, here)
     return lambda t: collective.reduce_scatter(t, d, sizes, op, group)
 
 
@@ -120,9 +119,8 @@ def _wire_all_reduce(step: ConversionStep, here: tuple[int, ...]) -> Runner:
 
 
 def _wire_reduce_scatter(step: ConversionStep, here: tuple[int, ...]) -> Runner:
-    (axis,) = step.axes
     op, group, wire = _reduce_op(step), collective.group(step.src.mesh, step.axes), _wire(step)
-    d, sizes = _dim(step.dst, axis), _lengths(step.dst, axis, here)
+    d, sizes = _dim(step.dst, step.axes[0]), _lengths(step.dst, step.axes, here)
     return lambda t: collective.wire_reduce_scatter(t, op, d, sizes, wire, group)
 
 
@@ -132,16 +130,14 @@ def _wire(step: ConversionStep) -> str:
 
 
 def _all_gather(step: ConversionStep, here: tuple[int, ...]) -> Runner:
-    (axis,) = step.axes
     group = collective.group(step.src.mesh, step.axes)
-    d, sizes = _dim(step.src, axis), _lengths(step.src, axis, here)
+    d, sizes = _dim(step.src, step.axes[0]), _lengths(step.src, step.axes, here)
     return lambda t: collective.all_gather(t, d, sizes, group)
 
 
 def _wire_all_gather(step: ConversionStep, here: tuple[int, ...]) -> Runner:
-    (axis,) = step.axes
     group, wire = collective.group(step.src.mesh, step.axes), _wire(step)
-    d, sizes = _dim(step.src, axis), _lengths(step.src, axis, here)
+    d, sizes = _dim(step.src, step.axes[0]), _lengths(step.src, step.axes, here)
     return lambda t: collective.wire_all_gather(t, d, sizes, wire, group)
 
 
@@ -149,7 +145,7 @@ def _all_to_all(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
     group = collective.group(step.src.mesh, step.axes)
     split, concat = _dim(step.dst, axis), _dim(step.src, axis)
-    give, take = _lengths(step.dst, axis, here), _lengths(step.src, axis, here)
+    give, take = _lengths(step.dst, step.axes, here), _lengths(step.src, step.axes, here)
     return lambda t: collective.all_to_all(t, split, give, concat, take, group)
 
 
@@ -200,6 +196,14 @@ def _cast(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     return lambda t: t.to(step.dst.dtype)
 
 
+def _to_device(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    return lambda t: TO_DEVICE(t, step.src.mesh.device)
+
+
+def _to_host(step: ConversionStep, here: tuple[int, ...]) -> Runner:
+    return lambda t: TO_HOST(t)
+
+
 def _same(t: Tensor) -> Tensor:
     return t
 
@@ -208,6 +212,8 @@ _PREPARE: dict[str, Callable[[ConversionStep, tuple[int, ...]], Runner]] = {
     "retype": _retype,
     "scale": _retype,
     "cast": _cast,
+    "to_device": _to_device,
+    "to_host": _to_host,
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "wire_all_reduce": _wire_all_reduce,

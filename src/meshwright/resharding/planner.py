@@ -18,7 +18,7 @@ import torch
 
 from ..collective import ADDS
 from ..errors import ConversionError
-from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec, Wire, Wires, bytes_each, commute, dual, widest
+from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec, Wires, bytes_each, commute, dual, widest
 from . import conversions
 from .conversions import ConversionStep
 from .cost import bytes_of, passes
@@ -84,12 +84,6 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
 def in_dtype(conversion: ConversionPlan, dtype: torch.dtype) -> ConversionPlan:
     """The plan of the same conversion of values of another dtype, which are summed in that."""
     return plan(conversion.src.summed_as(dtype), conversion.dst.summed_as(dtype))
-
-
-def gathered_as(conversion: ConversionPlan, wire: Wire) -> ConversionPlan:
-    """The plan with what it gathers travelling in a format; its steps have no transpose."""
-    steps = conversions.gathered_as(conversion.steps, wire)
-    return ConversionPlan(conversion.src, conversion.dst, steps, bytes_of(steps), conversion.backward_bytes)
 
 
 def _value(spec: Spec, sums: torch.dtype | None, wires: Wires, open_: int) -> Spec:

@@ -65,6 +65,8 @@ class Plan:
         loss_scale: scale the loss, skip updates that overflow.
         precision: the dtypes in which ops see parameters and gradients are reduced.
         strategies: of ops that have several, which one an axis takes; None: what ``mw.strategies`` says.
+        stored_on: parameters, their gradients and the optimizer's states lie in the memory of the host.
+        states_on: the states alone do, and the update is made there.
     """
 
     layouts: Globs = field(default_factory=dict)
@@ -79,6 +81,8 @@ class Plan:
     loss_scale: LossScale | None = None
     precision: Precisions | None = None
     strategies: Mapping[str, Mapping[str, str]] | None = None
+    stored_on: str | Mapping[str, str] | None = None
+    states_on: str | None = None
 
     def __post_init__(self) -> None:
         """Read the file; a table says of the batch what nobody else does."""
@@ -169,8 +173,8 @@ def _build(
         _check_scaled(model, optimizer, update)
     made = partition(
         captured, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
-        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, states_over=plan.states_over, train=train,
-        loss_scale=plan.loss_scale,
+        clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, states_over=plan.states_over,
+        states_on=plan.states_on, train=train, loss_scale=plan.loss_scale,
     )  # fmt: skip
     always = PassManager([Recompute(), SplitCheckpoints(), *([Regather()] if plan.regather else [])])
     return Built(captured, completed, laid, always(made), final, kept, update)
@@ -362,7 +366,7 @@ def _laid(
     for name, t in model.named_parameters():
         if name not in placed and name not in captured.tied:  # a parameter that the loss does not need
             placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)
-    records = Storage(plan.stored_over).records(names, mesh, placed, casts.dtypes)
+    records = Storage(plan.stored_over, plan.stored_on).records(names, mesh, placed, casts.dtypes)
     kept = {s.node: records[s.name] for s in captured.sources if s.kind == "param" and s.name in records}
     lie = {s.node: placed[s.name] for s in captured.sources if s.node in kept}
     laid = Assignment(specs, lie, completed.constraints, completed.origins, kept)

@@ -18,16 +18,18 @@ from ... import collective, record
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
 from ...dispatch import BRING, ONCE, Once, link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
-from ...layout import Layout, Partial, Spec, Wire
+from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...resharding import executor
-from ...resharding.planner import ConversionPlan, gathered_as, in_dtype
+from ...resharding.copies import TO_DEVICE, TO_HOST
+from ...resharding.planner import ConversionPlan, in_dtype
 from ...resharding.planner import plan as plan_conversion
 from ...shard.optimizers.states import chunk_spec
+from ...shard.parameters.chain import between, chain
 from ...shard.parameters.packing import own_part
 from ...shard.parameters.precision import put
-from ...shard.parameters.stored import Axes, Stored
+from ...shard.parameters.stored import AS_SEEN, Axes, Stored
 from ...tensor import tell as wrap
 from ..ir.inplace import note_writes, storages, written
 from ..ir.memory import LAID, Strides, dense, is_dense, same
@@ -72,6 +74,7 @@ def partition(
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     states_over: Axes | None = None,
+    states_on: str | None = None,
     loss_scale: LossScale | None = None,
     train: bool = True,
 ) -> Program:
@@ -82,6 +85,7 @@ def partition(
         clip_grad_norm: clip the global norm of all gradients to this before the update.
         gradients: return the gradients too.
         states_over: axes over which the optimizer's states are split, and with them gradients and the update.
+        states_on: the host, where the states lie there, and the update is made there.
         loss_scale: scale the loss, skip updates that overflow; then ``update`` is needed.
         train: False: forward only.
 
@@ -97,7 +101,7 @@ def partition(
             if train:
                 made.backward(states_over)
                 with torch.no_grad():
-                    made.update(update, clip_grad_norm, gradients)
+                    made.update(update, clip_grad_norm, gradients, states_on is not None)
         return made
 
     with collective.as_rank(mesh, rank), _no_values():
@@ -132,6 +136,8 @@ class _Partition:
         self.inputs: list[Input] = []
         self.params: dict[str, Tensor] = {}  # name to the local fake leaf, in the order of the model
         self.wide: dict[int, torch.dtype] = {}  # id of a leaf to what its gradient is reduced in, if not in its own
+        self.near: dict[int, Tensor] = {}  # id of a parameter on the host to the leaf that is it on the mesh's device
+        self.homes: dict[int, Tensor] = {}  # the other way round
         self.leaves: dict[int, Tensor] = {}  # id of the global fake to the local one: tied ones share it
         self.by_node: dict[str, Tensor] = {}
         self.gathered: dict[int, tuple[Tensor, int]] = {}  # and its version when it was gathered
@@ -156,15 +162,17 @@ class _Partition:
         spec = self.laid.stored.get(source.node, seen)
         shape = torch.Size(spec.local_shape(self.here))
         with self.captured.mode:
-            strides = _lies(source, shape, spec)
-            local = torch.empty_strided(shape, strides, dtype=spec.dtype, device=self.mesh.device)
-        local.requires_grad_(source.fake.requires_grad)
+            strides, how = _lies(source, shape, spec), self.laid.kept.get(source.node, AS_SEEN)
+            local = leaf = torch.empty_strided(shape, strides, dtype=spec.dtype, device=self.mesh.device)
+            if how.device:
+                local = torch.empty_strided(shape, strides, dtype=spec.dtype, device=how.device)
+                self.near[id(local)], self.homes[id(leaf)] = wrap(leaf, spec), local
+        leaf.requires_grad_(source.fake.requires_grad)
         if source.kind == "param":
-            self.params[source.name] = local
-            how = self.laid.kept.get(source.node)
-            if how is not None and how.dtypes is not None and how.dtypes.reduce is not spec.dtype:
-                self.wide[id(local)] = how.dtypes.reduce
-                local.grad_dtype = None  # contributions come in the dtype that they are reduced in
+            self.params[source.name] = leaf
+            if how.dtypes is not None and how.dtypes.reduce is not spec.dtype:
+                self.wide[id(leaf)] = how.dtypes.reduce
+                leaf.grad_dtype = None  # contributions come in the dtype that they are reduced in
         if source.kind == "constant":
             assert source.value is not None
             self.recorder.constants[source.name] = source.value
@@ -195,50 +203,40 @@ class _Partition:
 
     def _read(self, node: fx.Node) -> Tensor:
         local = self.by_node[node.name]
-        stored, seen = self.laid.stored.get(node.name), self.laid.specs[node.name]
-        if stored is None or (stored.layout == seen.layout and stored.dtype is seen.dtype and seen.sums is None):
+        how, seen = self.laid.kept.get(node.name), self.laid.specs[node.name]
+        if how is None or (not (how.axes or how.device) and seen.dtype is local.dtype and seen.sums is None):
             return local
         if id(local) not in self.gathered:
-            made = self._seen(local, stored, seen, node.name)
+            made = self._seen(local, node.name)
             self.gathered[id(local)] = made, made._version
         return self.gathered[id(local)][0]
 
-    def _seen(self, local: Tensor, stored: Spec, seen: Spec, name: str) -> Tensor:
-        """A stored parameter as the ops see it: cast, and gathered over the axes it is stored split over, each rank
-        using it for its own part of the batch."""
-        moved = 0
-        for a, (p, q) in enumerate(zip(stored.layout.placements, seen.layout.placements, strict=True)):
-            if p != q:
-                moved |= 1 << a
-        open_ = local.__dict__["_spec"].undecided
-        wide = self.wide.get(id(local), local.dtype)
-        others = stored.mesh.everywhere & ~moved  # axes that the way does not touch, whatever their types will be
-        ends = stored.with_(undecided=others, reduced=0), seen.with_(reduced=moved, undecided=others)
-        plan, back = (plan_conversion(*(s.summed_as(d) for s in ends)) for d in (seen.dtype, wide))
-        if wire := self._wire(name):
-            plan = gathered_as(plan, wire)
-        why = "the parameter is stored split and seen whole by the ops"
-        with record.asked(name, plan, why), self.recorder.noting(gather=name):
+    def _seen(self, local: Tensor, name: str) -> Tensor:
+        """A stored parameter as the ops see it: copied, cast, and gathered over the axes it is stored split over, each
+        rank using it for its own part of the batch."""
+        leaf, seen, way = self._leaf(local), self.laid.specs[name], chain(self.laid.stored[name], self.laid.kept[name])
+        wide, why = self.wide.get(id(leaf), local.dtype), "the parameter is stored split and seen whole by the ops"
+        with record.asked(name, way.plan, why), self.recorder.noting(gather=name):
             with torch.no_grad():
-                value = executor.apply(plan.steps, local.to(seen.dtype))
-            made = executor.bring(local, value, wide, back.steps)
+                value = executor.apply(way.plan.steps, local)
+            made = executor.bring(leaf, value, wide, way.back)
+        moved, open_ = way.seen.reduced, leaf.__dict__["_spec"].undecided
         wrap(made, seen.with_(reduced=moved, undecided=open_ & ~moved))
         if made.requires_grad:
 
             def brought(t: Tensor, steps: ConversionPlan, value: Tensor | None) -> Tensor:
                 with torch.no_grad():
                     value = executor.apply(steps.steps, t) if value is None else value
-                return executor.bring(local, value, wide, (*back.steps, *in_dtype(steps, wide).steps))
+                return executor.bring(leaf, value, wide, (*way.back, *in_dtype(steps, wide).steps))
 
             made.__dict__[BRING] = brought
             made.__dict__[ONCE] = Once(self.mesh.device)
-        link([local, made])
+        link([leaf, made])
         return made
 
-    def _wire(self, name: str) -> Wire | None:
-        """In what the parameter of a node is gathered, where it has a format."""
-        how = self.laid.kept.get(name)
-        return None if how is None or how.dtypes is None else how.dtypes.gather
+    def _leaf(self, local: Tensor) -> Tensor:
+        """What gradients of a parameter are those of: itself, or what it would be on the mesh's device."""
+        return self.near.get(id(local), local)
 
     def _store(self) -> None:
         """Bring what the forward wrote to gathered parameters back to where they are stored.
@@ -246,7 +244,7 @@ class _Partition:
         Once, behind the forward: what the backward gathers again is what was written last, and autograd has refused to
         differentiate with what was written since it was read.
         """
-        names = {id(local): name for name, local in reversed(self.by_node.items())}
+        names = {id(local): name for name, local in self.by_node.items() if name in self.laid.kept}
         for local in dict.fromkeys(self.by_node.values()):
             made, version = self.gathered.get(id(local), (local, local._version))
             if made._version != version:
@@ -254,7 +252,9 @@ class _Partition:
                 self.recorder.begin("", "")
                 with torch.no_grad():
                     steps = plan_conversion(have, want.with_(dtype=have.dtype)).steps
-                    put(local.detach(), executor.apply(steps, made.detach()), self._wire(names[id(local)]))
+                    part, dtypes = executor.apply(steps, made.detach()), self.laid.kept[names[id(local)]].dtypes
+                    part = TO_HOST(part) if id(local) in self.near else part
+                    put(local.detach(), part, dtypes and dtypes.gather)
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class _Partition:
         grad = grad.to(self.wide.get(id(p), spec.dtype))
         have = spec.grad().summed_as(grad.dtype)
         want = Spec(spec.shape, grad.dtype, self.chunks.get(name, spec).layout)
-        steps = plan_conversion(have, want)
+        steps = between(have, want)
         axes = [a for a, p in zip(self.mesh.axes, have.layout.placements, strict=True) if isinstance(p, Partial)]
         since = p.__dict__.get("_since")
         why = f"each rank of {', '.join(axes)} used {name} for its own part: their gradients are summed"
@@ -303,8 +303,12 @@ class _Partition:
 
     # -- update ---------------------------------------------------------------------------------------
 
-    def update(self, update: Update | None, max_norm: float | None, gradients: bool) -> None:
-        """Record clipping and the optimizer's update; list the gradients that leave the program."""
+    def update(self, update: Update | None, max_norm: float | None, gradients: bool, on_host: bool) -> None:
+        """Record clipping and the optimizer's update; list the gradients that leave the program.
+
+        Args:
+            on_host: the update is made on the host, whatever lies there.
+        """
         self.recorder.role = "optimizer"
         self.recorder.begin("update", "")
         grads, scaling = self.grads, self.scaling
@@ -312,6 +316,9 @@ class _Partition:
             grads = scaling.unscale(grads, {s for _, node in self.outputs for s in storages(node)})
         if max_norm is not None:
             grads = clip(grads, max_norm, self.mesh)
+        # What is updated on the host, gradients are brought to: clipped and unscaled on the device.
+        hosted = {n for n in grads if (on_host and update is not None) or id(self.params[n]) in self.homes}
+        grads = {n: wrap(TO_HOST(g), g.__dict__["_spec"]) if n in hosted else g for n, g in grads.items()}
         if gradients or update is None:
             grads = {n: g if n in self.chunks else as_gradient(g, self.params[n]) for n, g in grads.items()}
         nodes = {n: self.recorder.node_of(g) for n, g in grads.items()}
@@ -319,30 +326,38 @@ class _Partition:
             for name, node in nodes.items():
                 self.outputs.append((Output(name, "grad", grads[name].__dict__["_spec"]), node))
         if update is not None:
-            own = {n: self._own(n) for n in grads}
+            own = {n: self._own(n, n in hosted) for n in grads}
             params = {n: self.recorder.node_of(t) for n, t in own.items()}
             specs = {n: self.params[n].__dict__["_spec"].with_(reduced=0, undecided=0) for n in grads}
-            self.inputs += emit_update(self.recorder, update, params, nodes, {**specs, **self.chunks}, scaling)
-            for name, chunk in self.chunks.items():
-                self._spread(name, own[name], chunk, specs[name])
+            lie = {**specs, **self.chunks}
+            self.inputs += emit_update(self.recorder, update, params, nodes, lie, hosted, scaling)
+            for name in {**self.chunks, **dict.fromkeys(hosted)}:
+                self._spread(name, own[name], lie[name], specs[name], name in hosted)
         if scaling is not None:
             scaling.adapt()
 
-    def _own(self, name: str) -> Tensor:
-        """What this rank updates of a parameter: memory of it, or a copy where a part of it is not contiguous."""
-        p, chunk = self.params[name].detach(), self.chunks.get(name)
+    def _own(self, name: str, on_host: bool) -> Tensor:
+        """What this rank updates of a parameter: memory of it, or a copy where a part of it is not contiguous, or where
+        the update is made elsewhere."""
+        leaf, chunk = self.params[name], self.chunks.get(name)
+        p = self.homes.get(id(leaf), leaf).detach()
+        p = p if chunk is None else own_part(p, leaf.__dict__["_spec"], chunk)
+        if on_host and id(leaf) not in self.homes:
+            return TO_HOST(p)
         if chunk is None:
             return p  # the update copies what has gaps
-        p = own_part(p, self.params[name].__dict__["_spec"], chunk)
         return p if is_dense(p.shape, p.stride()) else p.clone(memory_format=torch.contiguous_format)
 
-    def _spread(self, name: str, own: Tensor, chunk: Spec, whole: Spec) -> None:
-        """Bring the updated parts of a parameter to all ranks."""
-        steps = plan_conversion(chunk, whole)
+    def _spread(self, name: str, own: Tensor, chunk: Spec, whole: Spec, hosted: bool) -> None:
+        """Bring the updated parts of a parameter to all ranks, and to where it is stored."""
+        leaf, steps = self.params[name], between(chunk, whole)
+        home = self.homes.get(id(leaf))
+        if home is not None and not steps.steps:
+            return  # it was updated where it is stored
         why = "each rank updated its own part of the parameter"
         with record.asked(f"update of {name}", steps, why), self.recorder.noting(gather=name):
-            whole_again = executor.apply(steps.steps, own)
-        self.params[name].detach().copy_(whole_again)
+            made = executor.apply(steps.steps, TO_DEVICE(own, self.mesh.device) if hosted else own)
+        (leaf if home is None else home).detach().copy_(made if home is None else TO_HOST(made))
 
     # -- the result -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ scheduler may change (the learning rate) is an input of the program, everything 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ...errors import ProgramError
 from ...layout import Layout, Partial, Shard, Spec
 from ...mesh import Mesh
 from ...resharding import executor
+from ...resharding.copies import TO_HOST
 from ...resharding.planner import plan as plan_conversion
 from ...shard.optimizers.kinds import check_fused, forgets, own_work
 from ..ir.memory import LAID, Strides, dense, is_dense, same, unless_row_major
@@ -165,40 +166,72 @@ def emit_update(
     params: Mapping[str, fx.Node],
     grads: Mapping[str, fx.Node],
     specs: Mapping[str, Spec],
+    hosted: Collection[str] = (),
     scaling: Scaling | None = None,
 ) -> list[Input]:
     """Record the update of all groups; the inputs (states and learning rates) that it adds.
 
     Args:
+        hosted: names of those that are updated on the host, with their gradients and states.
         scaling: skip the update where this found gradients that are not finite.
 
     Parameters without a gradient are left alone, as optimizers do.
     """
     inputs: list[Input] = []
     for group in update.groups:
-        names = [n for n in group.params if n in grads]
-        if not names:
-            continue
-        fused = _KINDS[group.kind]
-        made: dict[str, list[fx.Node]] = {}
-        for state in fused.states_of(group):
-            made[state] = []
-            for n in names:
-                spec = Spec((), torch.float32, Layout(specs[n].mesh)) if state == "step" else specs[n]
-                made[state].append(_input(recorder, Input(f"{n}.{state}", "state", spec, n), params[n], inputs))
-        given = {"lr": _input(recorder, Input(f"lr.{group.number}", "hyper"), None, inputs)}
-        if scaling is not None:
-            given.update(found_inf=scaling.found_inf())
-        if "step" in made:
-            _count(recorder, made["step"], scaling)
-        own = [_without_gaps(recorder, params[n]) for n in names]
-        beside = [_beside(recorder, grads[n], p) for n, p in zip(names, own, strict=True)]
-        lists = {"params": own, "grads": beside, **made}
-        fused.emit(recorder, group, {k: [_real(recorder, n) for n in v] for k, v in lists.items()}, given)
-        for n, p in zip(names, own, strict=True):
-            if p is not params[n]:
-                annotate(recorder.emit(aten.copy_.default, (params[n], p)), value=checked_value(params[n]))
+        members = [n for n in group.params if n in grads]
+        rates: list[fx.Node] = []
+        for on_host in (False, True):  # a kernel works in one memory
+            if names := [n for n in members if (n in hosted) is on_host]:
+                _emit(recorder, group, names, params, grads, specs, on_host, scaling, rates, inputs)
     return inputs
+
+
+def _emit(
+    recorder: Recorder,
+    group: ParameterGroup,
+    names: Sequence[str],
+    params: Mapping[str, fx.Node],
+    grads: Mapping[str, fx.Node],
+    specs: Mapping[str, Spec],
+    on_host: bool,
+    scaling: Scaling | None,
+    rates: list[fx.Node],
+    inputs: list[Input],
+) -> None:
+    """Record the kernel of parameters of a group that are updated in one place; inputs are added, and the rate of the
+    group, if it has none yet."""
+
+    def here(node: fx.Node) -> fx.Node:
+        """A number where the update is made."""
+        if not on_host:
+            return node
+        made = recorder.emit(TO_HOST, (node,))
+        annotate(made, value=checked_value(node).fresh(_number(recorder)))
+        return made
+
+    fused = _KINDS[group.kind]
+    made: dict[str, list[fx.Node]] = {}
+    for state in fused.states_of(group):
+        made[state] = []
+        for n in names:
+            spec = Spec((), torch.float32, Layout(specs[n].mesh)) if state == "step" else specs[n]
+            made[state].append(_input(recorder, Input(f"{n}.{state}", "state", spec, n), params[n], inputs))
+    if not rates:
+        rates.append(_input(recorder, Input(f"lr.{group.number}", "hyper"), None, inputs))
+    given: dict[str, Any] = {"lr": rates[0]}
+    if scaling is not None:
+        given["found_inf"] = here(scaling.found_inf())
+    if "step" in made:
+        one = (aten._foreach_add_.Scalar, 1) if scaling is None else (aten._foreach_add_.Tensor, here(scaling.taken()))
+        recorder.emit(one[0], (made["step"], one[1]))  # skipped updates do not count
+    own = [_without_gaps(recorder, params[n]) for n in names]
+    beside = [_beside(recorder, grads[n], p) for n, p in zip(names, own, strict=True)]
+    lists = {"params": own, "grads": beside, **made}
+    fused.emit(recorder, group, {k: [_real(recorder, n) for n in v] for k, v in lists.items()}, given)
+    for n, p in zip(names, own, strict=True):
+        if p is not params[n]:
+            annotate(recorder.emit(aten.copy_.default, (params[n], p)), value=checked_value(params[n]))
 
 
 # A fused update walks through the memory of parameters, gradients and states side by side: all lie as the parameter.
@@ -248,14 +281,6 @@ def _input(recorder: Recorder, given: Input, like: fx.Node | None, inputs: list[
     annotate(node, value=Value((), torch.float32, number, 4) if one else checked_value(like).fresh(number))
     inputs.append(given)
     return node
-
-
-def _count(recorder: Recorder, steps: list[fx.Node], scaling: Scaling | None) -> None:
-    """One update more; skipped ones do not count."""
-    if scaling is None:
-        recorder.emit(aten._foreach_add_.Scalar, (steps, 1))
-    else:
-        recorder.emit(aten._foreach_add_.Tensor, (steps, scaling.taken()))
 
 
 # ---------------------------------------------------------------------------------------------- clipping

@@ -53,6 +53,11 @@ class Value:
         """How it lies in its storage."""
         return row_major(self.shape) if self.given is None else self.given
 
+    @property
+    def size(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def fresh(self, storage: int, dtype: torch.dtype | None = None) -> Value:
         """What an elementwise op makes of it: as it, in memory of its own and without gaps."""
         return Value.alone(self.shape, dtype or self.dtype, storage, self.given and dense(self.shape, self.given))

@@ -15,12 +15,14 @@ from ...dispatch import disabled
 from ...errors import ProgramError
 from ...layout import Layout, Spec
 from ...local_tensor import bare
+from ...resharding.copies import HOST
 from ...resharding.executor import apply
 from ...resharding.planner import plan as plan_conversion
 from ...shard.optimizers.states import held_state
 from ...tensor import DistTensor, wrap
 from ..capture.free_variables import Place
 from ..capture.optimizers import parts_of
+from ..ir.host import host_storages
 from ..ir.inplace import written
 from ..ir.memory import laid, same
 from ..ir.nodes import Value, checked_value, info_of
@@ -87,6 +89,7 @@ class Bound:
         self.outside = [t for t in program.constants.values() if not isinstance(t, DistTensor)]
         self.written: list[int] = []  # places of those that the program writes to
         nodes = program.graph.nodes if program.constants else ()
+        self.hosted = host_storages(program)
         self.lines = {s: info_of(n).line for n in nodes for s in written(n)}  # of storages written to
         self.states: list[_BoundState] = []
         # The optimizers' states, and of how many parameters.
@@ -151,7 +154,9 @@ class Bound:
         if s.spec is not None and value.shape and isinstance(held, Tensor):
             held = held_state(held, s.spec, s.key, s.param, optimizer)
         # Loaded ones may lie otherwise in memory.
-        found = zeros(value, s.param.device) if held is None else lying(local(held), value)
+        device = HOST if value.storage in self.hosted else s.param.device
+        found = zeros(value, device) if held is None else lying(local(held), value)
+        found = found.to(HOST) if device == HOST else found
         if held is None or local(held).data_ptr() != found.data_ptr():
             held = found if s.spec is None or not value.shape else wrap(local(found), s.spec)
         states[s.key] = s.held = held
@@ -177,6 +182,7 @@ class Bound:
                 f"{given.name} has shape {list(found.shape)} on this rank, the program wants {list(value.shape)}: "
                 "it was laid out otherwise than the step was captured for"
             )
+        self._check_place(given, value, found)
         if not same(value.shape, tuple(found.stride()), value.strides):
             with torch.no_grad(), disabled():  # a buffer that was laid on the mesh otherwise than it was
                 table[key].data = laid(found, value.strides)
@@ -185,6 +191,14 @@ class Bound:
             held, memory = isinstance(table[key], DistTensor), _memory(table[key])
         self.owned.append(_Owned(len(self.inputs), given, value, table, key, held, table[key], memory))
         return found
+
+    def _check_place(self, given: Input, value: Value, found: Tensor) -> None:
+        """Raises ProgramError for a parameter that was moved away from the host."""
+        if value.storage in self.hosted and found.device.type != HOST:
+            raise ProgramError(
+                f"{given.name} is stored on the host (stored_on=) and lies on {found.device} now: move it back, or "
+                "capture the step again"
+            )
 
     def follow(self) -> bool:
         """Bind to what took the place of buffers, of the memory of parameters (``p.data = ...``) and of states.
@@ -202,6 +216,7 @@ class Bound:
                 if t is o.tensor and _memory(t) == o.memory:
                     continue
                 found = _replaced(o, t)
+                self._check_place(o.given, o.value, found)
                 if not same(o.value.shape, tuple(found.stride()), o.value.strides):
                     return False
                 self.bound_anew += 1

@@ -39,7 +39,7 @@ class Synced(Protocol):
     interrupted: bool  # the last backward raised: gradients may be left Partial
     apart: set[int]
     order: list[int] | None
-    scatter: Callable[[Sequence[DistTensor]], list[InFlight]] | None  # starts the reduction of stored parameters' sums
+    reduce: Callable[[Sequence[DistTensor]], list[InFlight]] | None  # starts the reduction of stored parameters' sums
 
     def buckets(self) -> Buckets:
         """How the gradients of the next backward are divided."""
@@ -236,12 +236,12 @@ class Backward:
 
     def _close(self, group: Contributors, p: DistTensor) -> None:
         group.open.discard(id(p))
-        if not group.open and self.sync.enabled and self.sync.scatter is not None:
+        if not group.open and self.sync.enabled and self.sync.reduce is not None:
             with torch.no_grad(), disabled():
                 self._advance_sums()
                 for earlier in self.in_flight[:-1]:  # else whole gradients of all units are there in the end
                     earlier.settle()
-            self.in_flight += self.sync.scatter(group.complete)
+            self.in_flight += self.sync.reduce(group.complete)
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -260,8 +260,8 @@ class Backward:
         sync.interrupted = True
         while self.launched < len(self.left):
             self._launch(self.launched)
-        if sync.scatter is not None:  # contributions that other backwards left
-            self.in_flight += sync.scatter([sync.params[i] for i in sorted(sync.apart)])
+        if sync.reduce is not None:  # contributions that other backwards left
+            self.in_flight += sync.reduce([sync.params[i] for i in sorted(sync.apart)])
         self._advance_sums()
         answers = sync.compare()
         late = self._late()

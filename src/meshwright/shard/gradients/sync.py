@@ -96,7 +96,7 @@ class GradSync:
         self.running: weakref.WeakValueDictionary[tuple[str, int], Backward] = weakref.WeakValueDictionary()
         self.beginning = threading.Lock()
         self.interrupted = False  # the last backward raised: gradients may be left Partial
-        self.scatter: Any = None  # starts the reduction of what stored parameters have been brought (see zero)
+        self.reduce: Any = None  # starts the reduction of what stored parameters have been brought (see units)
         self._begin()
 
     def _begin(self) -> None:

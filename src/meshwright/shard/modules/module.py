@@ -19,6 +19,7 @@ from ...collective import Fact, together
 from ...dispatch import disabled
 from ...errors import LayoutError, MeshwrightError, ShardError, takes
 from ...layout import Layout, Placements, Spec, read_layouts
+from ...local_tensor import bare
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...rules import COMPOSITES
@@ -27,7 +28,7 @@ from ..gradients.sync import BUCKET_BYTES, GradSync
 from ..parameters.host import HOST, in_host_memory
 from ..parameters.names import Globs, Names, inside, matching
 from ..parameters.precision import PRECISION_WANTED, Dtypes, Precisions, casts_of
-from ..parameters.stored import ON_WANTED, OVER_WANTED, Over, Storage, Stored, on_host, stored
+from ..parameters.stored import AS_SEEN, ON_WANTED, OVER_WANTED, Over, Storage, Stored, on_host, stored
 from ..units import stored as units
 from .agreement import facts_of
 from .constraints import Inputs, Outputs, hooked
@@ -137,7 +138,7 @@ def _laid(
         facts += [*facts_of(names, plan), *(Fact(f"precision {part!r}") for part in casts.parts())]
         facts += [Fact(f"{name} is {how.text(mesh)}") for name, how in kept.items()]
     for name, spec in plan.items():
-        _lay(names, name, spec, hosted=name in kept and kept[name].device is not None)
+        _lay(names, name, spec, hosted=kept.get(name, AS_SEEN).device is not None)
     list(casts.attach(model))  # in front of the constraints: what those send has the dtype
     for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
         for module, constraint in found:
@@ -233,11 +234,17 @@ def _check_model(model: nn.Module) -> None:
 
 
 def lay_module(
-    model: nn.Module, mesh: Mesh, specs: Mapping[str, Spec], init: Callable[[nn.Module], Any] | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    specs: Mapping[str, Spec],
+    kept: Mapping[str, Stored],
+    init: Callable[[nn.Module], Any] | None = None,
 ) -> dict[str, DistTensor]:
-    """Lay the parameters and buffers of a model as ``specs`` say (by their first names); nothing else is done to it.
+    """Lay the parameters and buffers of a model as ``specs`` and records say (by their first names); nothing else is
+    done to it.
 
-    Tensors that lie on the mesh already must lie so.  Returns the distributed ones by name.
+    Tensors that lie on the mesh already must lie so; they are brought to the host where they are stored there.  Returns
+    the distributed ones by name.
 
     Raises:
         ShardError: a tensor that lies otherwise already; a module that cannot initialise itself.
@@ -253,8 +260,13 @@ def lay_module(
                 raise ShardError(f"{name} is sharded already, as {have!r}, and the program needs {spec.layout!r}")
         facts += facts_of(names, plan)
     meta = any(t.is_meta for t in names.tensors.values())
-    for name, spec in plan.items():
-        _lay(names, name, spec)
+    for name in specs:
+        t, hosted = names.tensors[name], kept.get(name, AS_SEEN).device is not None
+        if name in plan:
+            _lay(names, name, plan[name], hosted=hosted)
+        elif hosted:
+            with torch.no_grad(), disabled():
+                t.data = in_host_memory(bare(t), mesh.device)
     if meta:
         _materialise(model, names, mesh, init)
     return {n: t for n, t in names.current().items() if isinstance(t, DistTensor)}

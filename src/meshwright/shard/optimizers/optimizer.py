@@ -31,6 +31,7 @@ from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, call_enabled, hold, in_slot, wrap
 from ..gradients.sync import sync_of
+from ..parameters.host import check_device
 from ..parameters.stored import Axes
 from .blocks import Apart
 from .hyperparameters import numbers_of
@@ -48,6 +49,7 @@ class OptimizerBinding:
         elementwise: the caller's word that a step of an unknown class treats elements one by one.
         reshards: bring gradients of other layouts to the parameter's, instead of refusing them.
         states_over: the axes that states are split over.
+        states_on: the device that they lie on, where that is not the parameters'.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class OptimizerBinding:
         elementwise: bool = False,
         reshards: bool = False,
         states_over: Axes | None = None,
+        states_on: str | None = None,
     ) -> None:
-        self.elementwise, self.reshards, self.states_over = elementwise, reshards, states_over
-        self.chunks = Chunks(states_over, ()) if states_over is not None else None
+        self.elementwise, self.reshards = elementwise, reshards
+        self.states_over, self.states_on = states_over, states_on
+        self.chunks = Chunks(states_over or (), states_on, ()) if states_over or states_on else None
         self.shadow: Shadow | None = None
         self.apart = Apart()
         self.known: list[Any] = []
@@ -87,7 +91,7 @@ class OptimizerBinding:
         if _same(known, self.known):
             return
         every = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
-        check_class(opt, every, self.elementwise, self.chunks is not None)
+        check_class(opt, every, self.elementwise, bool(self.states_over))
         if self.chunks is not None:
             self.chunks.add(every)
         self.known = known
@@ -202,6 +206,8 @@ class OptimizerBinding:
             if self.apart.holds(opt, p, entry, spec):  # type: ignore[arg-type]
                 continue
             for k, v in entry.items():
+                if self.states_on is not None and isinstance(v, Tensor) and v.device.type != self.states_on:
+                    v = entry[k] = self.chunks.placed(v)  # type: ignore[union-attr]
                 if not isinstance(v, DistTensor):
                     if not isinstance(v, Tensor) or not v.dim():
                         continue
@@ -288,7 +294,9 @@ def _with_options(opt: Optimizer, protocol: Any) -> Any:
     binding: OptimizerBinding | None = opt.__dict__.get("_meshwright")
     said = opt.__dict__.get(_SAID)
     if binding is not None and binding.reshards:
-        said = {"states_over": binding.states_over, "elementwise": binding.elementwise}
+        said = {
+            "states_over": binding.states_over, "states_on": binding.states_on, "elementwise": binding.elementwise
+        }  # fmt: skip
     if rest and isinstance(rest[0], dict):  # a class may keep all that it has
         rest[0] = {k: v for k, v in rest[0].items() if k not in ("_meshwright", _SAID)}
     return (make, args, *rest) if said is None else (_remade, (said, make, *args), *rest)
@@ -397,7 +405,9 @@ def _step_on_locals() -> None:
 
 
 @takes(ShardError, states_over=((str, list, tuple, NoneType), "give an axis of the mesh, or several"))
-def shard_optimizer(opt: Optimizer, *, states_over: Axes | None = None, elementwise: bool = False) -> Optimizer:
+def shard_optimizer(
+    opt: Optimizer, *, states_over: Axes | None = None, states_on: str | None = None, elementwise: bool = False
+) -> Optimizer:
     """Prepare an optimizer for distributed parameters; the same object is returned.
 
     Plain optimizers work on distributed parameters whose gradients lie as they do.  This adds: gradients of
@@ -410,12 +420,16 @@ def shard_optimizer(opt: Optimizer, *, states_over: Axes | None = None, elementw
         states_over: axis, or axes, over which states are split (ZeRO-1), and with them the gradients of a model that
             was sharded with ``shard_module`` (ZeRO-2): each rank updates its chunk of every parameter that is
             replicated on them, then the chunks are gathered.
+        states_on: ``"cpu"``: states lie in memory of the host, and the update is made there: gradients and parameters
+            are copied to it, and updated parameters back.  With ``states_over`` each rank's chunks.
         elementwise: a class of your own treats elements one by one.
 
     Raises:
         MeshError: no such axis.
         ShardError: an optimizer that mixes elements of parameters that are split.
     """
+    if states_on is not None:
+        check_device(states_on, "states_on")
     if not isinstance(opt, Optimizer):
         raise ShardError(f"shard_optimizer takes a torch.optim.Optimizer, not {type(opt).__name__}")
     if not any(isinstance(p, DistTensor) for g in opt.param_groups for p in g["params"]):
@@ -430,6 +444,7 @@ def shard_optimizer(opt: Optimizer, *, states_over: Axes | None = None, elementw
         elementwise=elementwise or (found is not None and found.elementwise),
         reshards=True,
         states_over=states_over,
+        states_on=states_on,
     )
     opt.__dict__["_meshwright"] = made
     _hold_states(opt)

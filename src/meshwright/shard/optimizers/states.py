@@ -19,11 +19,12 @@ from ...errors import ShardError
 from ...layout import Layout, Replicate, Spec
 from ...local_tensor import bare
 from ...resharding import executor
+from ...resharding.copies import TO_DEVICE, TO_HOST
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, in_spec, wrap
 from ..gradients.sync import BUCKET_BYTES, sync_of
 from ..parameters.packing import Packing, axes_of, cut, cut_axes, own_part, split_dim
-from ..parameters.stored import Axes
+from ..parameters.stored import Axes, on_host
 from .kinds import ELEMENTWISE, name_of
 
 T = TypeVar("T")
@@ -35,12 +36,13 @@ class Chunks:
     """The own chunks of some parameters.
 
     Args:
-        over: name of the mesh axis that the states are split over, or names of several.
+        over: name of the mesh axis that the states are split over, or names of several; none: of no axis.
+        on: the host, where states lie there, and chunks are updated there; None: where parameters lie.
         params: the parameters; those that are split over an axis already, or too small, are not split over it.
     """
 
-    def __init__(self, over: Axes, params: Iterable[DistTensor]) -> None:
-        self.over = over
+    def __init__(self, over: Axes, on: str | None, params: Iterable[DistTensor]) -> None:
+        self.over, self.on = over, on
         self.specs: dict[int, Spec] = {}
         self.views: dict[int, Tensor] = {}
         self.add(params)
@@ -50,6 +52,8 @@ class Chunks:
         for p in params:
             chunk = None if id(p) in self.specs else chunk_spec(p._spec, self.over)
             if chunk is None:
+                if self._leaves(p) and id(p) not in self.specs:
+                    self.specs[id(p)] = own_spec(p._spec)
                 continue
             self.specs[id(p)] = chunk
             p.__dict__["_chunk"] = self.specs[id(p)]  # the gradient synchronisation reads it
@@ -64,10 +68,23 @@ class Chunks:
             found = self.specs[id(p)] = Spec(p._spec.shape, p._spec.dtype, found.layout)
         return found
 
+    def _leaves(self, p: DistTensor) -> bool:
+        """Whether a parameter is copied to the host for its update."""
+        return self.on is not None and not on_host(p)
+
+    def placed(self, state: Tensor) -> Tensor:
+        """A state where states lie."""
+        with torch.no_grad(), disabled():
+            made: Tensor = TO_HOST(bare(state) if isinstance(state, DistTensor) else state)
+        return wrap(made, state._spec) if isinstance(state, DistTensor) else made
+
     def view(self, p: DistTensor) -> Tensor:
         """The own chunk of a parameter: memory of the parameter where the chunk is contiguous, else a
         copy."""
         own = own_part(bare(p), p._spec, self.specs[id(p)])
+        if self._leaves(p):
+            self.views[id(p)] = TO_HOST(own)
+            return self.views[id(p)]
         kept = self.views.get(id(p))
         if kept is None or kept.shape != own.shape or kept.dtype is not own.dtype or kept.device != own.device:
             kept = None
@@ -87,7 +104,8 @@ class Chunks:
         if g is None:
             view.grad = None
             return view
-        view.grad = (bare(g) if g._spec.layout == spec.layout else bare(in_spec(g, g._spec, spec))).to(view.device)
+        own = bare(g) if g._spec.layout == spec.layout else bare(in_spec(g, g._spec, spec))
+        view.grad = TO_HOST(own) if self._leaves(p) else own.to(view.device)
         return view
 
     def gather(self, params: Sequence[DistTensor]) -> None:
@@ -96,10 +114,16 @@ class Chunks:
         with torch.no_grad(), disabled():
             for axes, members in self._buckets(params):
                 mesh = members[0]._spec.mesh
+                if not axes:
+                    for p in members:
+                        bare(p).copy_(TO_DEVICE(self.views.pop(id(p)), mesh.device))
+                    continue
                 shapes = [Tensor.size(p) for p in members]
                 dims = [split_dim(self.specs[id(p)], axes) for p in members]
                 packing = Packing(shapes, dims, tuple(mesh.sizes[a] for a in axes))
                 row = packing.pack_row([self.views[id(p)] for p in members])
+                if self._leaves(members[0]):
+                    row = TO_DEVICE(row, mesh.device)
                 group = collective.group(mesh, axes)
                 in_flight.append((packing, members, collective.all_gather_async(row, 0, packing.sizes, group)))
             for packing, members, pending in in_flight:
@@ -110,7 +134,8 @@ class Chunks:
         must agree)."""
         groups: dict[Any, list[DistTensor]] = {}
         for p in params:
-            groups.setdefault((cut_axes(p._spec, self.specs[id(p)]), p._spec.mesh, p._spec.dtype), []).append(p)
+            axes, alike = cut_axes(p._spec, self.specs[id(p)]), (p._spec.mesh, p._spec.dtype, self._leaves(p))
+            groups.setdefault((axes, *alike), []).append(p)
         for (axes, *_), members in groups.items():
             for batch in batched_by(members, lambda p: p._spec.nbytes, BUCKET_BYTES):
                 yield axes, batch

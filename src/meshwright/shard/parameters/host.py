@@ -16,25 +16,19 @@ import torch
 
 from ...dispatch import disabled
 from ...errors import ShardError
-from ...local_tensor import bare
 from ...ranks import runtime
+from ...resharding.copies import HOST, pins
 
 Tensor = torch.Tensor
-HOST = "cpu"
 
 
-def check_device(device: Any) -> None:
+def check_device(device: Any, option: str = "stored_on") -> None:
     """Raises ShardError for a device that nothing is stored on."""
     if device != HOST:
         raise ShardError(
-            f"stored_on={device!r}: {HOST!r} was expected, the memory of the host; leave it out to store on the mesh's "
+            f"{option}={device!r}: {HOST!r} was expected, the memory of the host; leave it out to store on the mesh's "
             "device"
         )
-
-
-def pins(device: str) -> bool:
-    """Whether memory of the host that is copied to and from this type of device is pinned."""
-    return device == "cuda" and torch.cuda.is_available()
 
 
 def in_host_memory(local: Tensor, device: str) -> Tensor:
@@ -107,13 +101,6 @@ def _side(device: int, back: bool) -> Any:
     return torch.cuda.Stream(device)
 
 
-def brought(p: Tensor, device: str) -> Tensor:
-    """A stored parameter's local tensor on the mesh's device; inside of a :class:`Lane`."""
-    local = bare(p)
-    runtime.RT.counts.add_copy("to_device", local.nbytes)
-    return local.to(device, non_blocking=True)
-
-
 class Leaving:
     """A tensor on its way from the mesh's device to the host."""
 
@@ -135,7 +122,6 @@ __all__ = [
     "HOST",
     "Lane",
     "Leaving",
-    "brought",
     "check_device",
     "check_place",
     "in_host_memory",

@@ -134,8 +134,8 @@ class Seen:
         unit = self.unit
         unit.check_autocast()
         self.aliased = [aliased(p, unit.zero.mesh) for p in unit.params]
-        states, self.made = unit.state(), {}
-        made = (None if self.wholes else unit.known()) or unit.gather()
+        states, self.made = unit.versions(), {}
+        made = unit.gather(again=bool(self.wholes))
         there = {id(w.p): w for w in self.wholes} or under_way()
         self.wholes = []
         for p, t, state, held in zip(unit.params, made, states, self.aliased, strict=True):
@@ -232,7 +232,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         unit: Unit = ctx.unit
         backward = unit.zero.sync.backward()
-        backward.wholes.pop(unit, None)
+        unit.free()
         nodes = [node for node, _ in ctx.next_functions if node is not None]
         back: list[Tensor | None] = [None] * len(grads)
         params, specs, kept = [], [], []

@@ -24,8 +24,8 @@ class Gathered(Protocol):
     params: list[DistTensor]
     again: bool  # a reference to one of them was saved
 
-    def regathered(self) -> list[Tensor]:
-        """The whole parameters, for the backward."""
+    def gather(self, *, keep: bool = False) -> list[Tensor]:
+        """The whole parameters."""
         ...
 
 
@@ -117,7 +117,7 @@ class Saver:
                     f"{p.__dict__.get('_param_name', 'a parameter')} was given to .data or .detach() after autocast"
                     " cast it, and may have been written to: its backward needs what it was; do so behind the backward"
                 )
-            whole = saved.unit.regathered()[saved.index]
+            whole = saved.unit.gather(keep=compat.current_graph_task_id() != -1)[saved.index]
             with torch.no_grad():
                 whole = whole.to(saved.dtype)
                 return whole.as_strided(saved.size, saved.stride, saved.offset)

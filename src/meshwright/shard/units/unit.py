@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import threading
 import weakref
@@ -18,24 +19,30 @@ from ...layout import Spec, block_of
 from ...local_tensor import bare
 from ...mesh import Mesh
 from ...ranks import runtime
-from ...tensor import DistTensor, held, hold
+from ...resharding import executor
+from ...tensor import OPEN, DistTensor, held, hold
+from ..gradients.backward import Backward
 from ..gradients.buckets import Bucket
 from ..gradients.reductions import InFlight, Reduction, Scattering, partial_axes
 from ..gradients.sync import GradSync
-from ..parameters.host import HOST, Lane, brought, check_place
+from ..parameters.chain import Chain, chain
+from ..parameters.host import HOST, Lane, check_place
 from ..parameters.packing import Packing, split_dim, whole_over
 from ..parameters.precision import check_autocast
-from ..parameters.stored import STORED, Stored, compute_dtype, gather_wire, on_host, stored
+from ..parameters.stored import STORED, Stored, compute_dtype, on_host, stored
 from ..parameters.versions import aliased, state_of
 
 Tensor = torch.Tensor
+
+
+Part = tuple[list[DistTensor], Packing, collective.Pending]
 
 
 class Begun(NamedTuple):
     """Parameters of a unit on their way: what they were, all-gathers, those that need none, and where that runs."""
 
     state: Any
-    parts: list[tuple[list[DistTensor], Packing, collective.Pending]]
+    parts: list[Part]
     own: dict[int, Tensor]
     lane: Lane
 
@@ -52,7 +59,8 @@ class _Way(threading.local):
     def __init__(self) -> None:
         self.cursor = 0
         self.seen: list[Unit] = []
-        self.ahead: dict[Unit, Any] = {}  # gathers under way
+        self.ahead: dict[Unit, Begun] = {}  # gathers under way
+        self.wholes: dict[Unit, tuple[Any, list[Tensor]]] = {}  # what was gathered and kept, and of which state
 
 
 class Zero:
@@ -75,7 +83,7 @@ class Zero:
         # Id of a parameter that is stored on the host to the nodes of autograd that bring contributions to it.
         self.uses: dict[int, weakref.WeakSet[Any]] = {}
         self.owners: dict[int, Unit] | None = None
-        self.sync.scatter = self.scatter
+        self.sync.reduce = self.reduce
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: self.__dict__[k] for k in ("mesh", "sync", "regather", "units", "order")}
@@ -93,8 +101,8 @@ class Zero:
         way = self.way
         self.order = self.order or way.seen
         way.cursor, way.seen = 0, []
-        for unit in list(way.ahead):
-            unit.forget(way.ahead)
+        while way.ahead:  # nobody asked for them after all
+            way.ahead.popitem()[1].wait()
 
     def follow(self, unit: Unit) -> None:
         """A unit's forward begins: start the gather of the one that followed it before."""
@@ -116,9 +124,9 @@ class Zero:
         place = self.order.index(unit) if unit in self.order else 0
         return next((u for u in reversed(self.order[:place]) if u.again), None)
 
-    def ahead(self) -> dict[Unit, Any]:
-        """Gathers under way: those of the backward that runs in this thread, else of its forward."""
-        return self.sync.backward().ahead if in_backward() else self.way.ahead
+    def running(self) -> Backward | _Way:
+        """What has the gathers of this thread, under way and made: the backward that runs in it, else its forwards."""
+        return self.sync.backward() if in_backward() else self.way
 
     def casting(self, p: Tensor) -> Unit | None:
         """The unit of a parameter that ops see in another dtype or place, wherever in the model's forward they do."""
@@ -128,7 +136,7 @@ class Zero:
 
     # -- gradients ------------------------------------------------------------------------------------
 
-    def scatter(self, params: Sequence[DistTensor]) -> list[InFlight]:
+    def reduce(self, params: Sequence[DistTensor]) -> list[InFlight]:
         """Start the reduction of the contributions that are held for these parameters: each rank keeps its chunk."""
         groups: dict[Any, list[DistTensor]] = {}
         for p in params:
@@ -179,8 +187,27 @@ def in_backward() -> bool:
     return compat.current_graph_task_id() != -1
 
 
+class State(enum.Enum):
+    """Where the parameters of a unit are, to a thread, in its forwards or in the backward that it runs.
+
+    ``STORED``: as they are stored and nowhere else.  ``COMING``: on their way.  ``SEEN``: as ops see them, as well.
+    """
+
+    STORED = "stored"
+    COMING = "coming"
+    SEEN = "seen"
+
+
 class Unit:
     """Modules whose parameters are cast and gathered together.
+
+    Four verbs, which hooks of forwards and nodes of backwards call, and a schedule may call ahead of them::
+
+        STORED --start--> COMING --gather--> SEEN --free--> STORED
+        STORED ------------gather----------> SEEN
+
+    and ``reduce``, which starts what brings contributions to their gradients home.  All ranks call them in one order,
+    since each may communicate.  The idea is that of FSDP2's parameter groups.
 
     Args:
         zero: the model's.
@@ -246,63 +273,78 @@ class Unit:
 
     # -- gathering ------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> State:
+        """Where its parameters are, to this thread."""
+        if self.known() is not None or any(s.unit is self and s.wholes for s in OPEN.scopes):
+            return State.SEEN
+        return State.COMING if self in self.zero.running().ahead else State.STORED
+
     def start(self) -> None:
-        """Start to gather ahead of use, unless that is under way or may be in vain."""
-        ahead = self.zero.ahead()
-        if self not in ahead and not any(aliased(p, self.zero.mesh) for p in self.params):
+        """Begin to gather, ahead of use, unless that is under way or may be in vain: its parameters are ``COMING``."""
+        ahead = self.zero.running().ahead
+        if self not in ahead and self.known() is None and not any(aliased(p, self.zero.mesh) for p in self.params):
             ahead[self] = self._begin()
 
     def _begin(self) -> Begun:
         # That versions are counted; and no checkpoint takes what is gathered early for a part of its forward.
         with torch.inference_mode(False), torch.no_grad(), disabled(), compat.outside_modes():
-            device, state = self.zero.mesh.device, self.state()
+            device, state = self.zero.mesh.device, self.versions()
             with Lane(device if any(how.device for how in self.kept) else HOST) as lane:
-                near = {id(p): brought(p, device) for p in self.params if on_host(p)}
-                parts = [self._send(axes, members, near) for axes, members in self._parts()]
-                # A copy also where the host is the device: what stands in for a parameter may be written to.
-                own = {p: near[p].to(compute_dtype(q), copy=device == HOST) for p, q in self._whole(near)}
+                ways = {id(p): chain(p._spec, stored(p)) for p in self.params}
+                near = {id(p): executor.run_all(ways[id(p)].copy, bare(p)) for p in self.params}
+                parts = [self._send(members, ways[id(members[0])], near) for members in self._parts(ways)]
+                # What needs nothing to be started is made where it is asked for.
+                own = {i: executor.run_all(w.cast, near[i]) for i, w in ways.items() if w.copy and not w.gather}
             return Begun(state, parts, own, lane)
 
-    def _whole(self, near: Mapping[int, Tensor]) -> list[tuple[int, DistTensor]]:
-        """Parameters that are stored on the host and whole, by their ids."""
-        return [(id(p), p) for p in self.params if id(p) in near and not stored(p).axes]
-
-    def state(self) -> list[Any]:
+    def versions(self) -> list[Any]:
         """What changes when a parameter is written to."""
         return [state_of(p) for p in self.params]
 
-    def _parts(self) -> list[tuple[tuple[int, ...], list[DistTensor]]]:
+    def _parts(self, ways: Mapping[int, Chain]) -> list[list[DistTensor]]:
         """Parameters that travel together: same axes, same dtype, same format."""
         groups: dict[Any, list[DistTensor]] = {}
         for p in self.params:
-            if axes := stored(p).axes:
-                groups.setdefault((axes, compute_dtype(p), gather_wire(p)), []).append(p)
-        return [(axes, members) for (axes, *_), members in groups.items()]
+            for step in ways[id(p)].gather:
+                groups.setdefault((step.axes, step.travels, step.src.dtype), []).append(p)
+        return list(groups.values())
 
-    def _send(
-        self, axes: tuple[int, ...], members: list[DistTensor], near: Mapping[int, Tensor]
-    ) -> tuple[list[DistTensor], Packing, Any]:
-        wire, group = gather_wire(members[0]), collective.group(self.zero.mesh, axes)
-        packing = self.zero.packing(axes, members, block_of(wire))
-        parts = [near[id(p)] if id(p) in near else bare(p) for p in members]
-        row = packing.pack_row(parts, compute_dtype(members[0]))
-        return members, packing, collective.gather_async(row, packing.sizes, group, wire)
+    def _send(self, members: list[DistTensor], way: Chain, near: Mapping[int, Tensor]) -> Part:
+        """Start the gather of parameters that travel together; they are cast on their way into its buffer."""
+        (step,) = way.gather
+        packing = self.zero.packing(step.axes, members, block_of(step.src.wire))
+        row = packing.pack_row([near[id(p)] for p in members], step.src.dtype)
+        group = collective.group(self.zero.mesh, step.axes)
+        return members, packing, collective.gather_async(row, packing.sizes, group, step.src.wire)
 
     def check_autocast(self) -> None:
         """Raises ShardError where autocast would compute in another dtype than the parameters' precision says."""
         named = ((p.__dict__.get("_param_name", "a parameter"), stored(p).dtypes) for p in self.params)
         check_autocast(((n, d) for n, d in named if d is not None), self.zero.mesh.device)
 
-    def gather(self) -> list[Tensor]:
-        """The whole parameters as the ops see them, as new plain tensors."""
-        ahead = self.zero.ahead()
-        if self in ahead and ahead[self].state != self.state():
-            self.forget(ahead)  # the parameters have changed since
+    def gather(self, *, keep: bool = False, again: bool = False) -> list[Tensor]:
+        """The whole parameters as ops see them, as plain tensors: new ones, or those that were kept.
+
+        Args:
+            keep: until they are freed, forwards of this thread (in a backward: what else runs in that) take these.
+            again: new ones in any case, where what was kept may not be what is stored.
+        """
+        found = None if again else self.known()
+        if found is None:
+            found = self._gathered()
+            if keep:
+                self.zero.running().wholes[self] = self.versions(), found
+        return found
+
+    def _gathered(self) -> list[Tensor]:
+        ahead = self.zero.running().ahead
+        if self in ahead and ahead[self].state != self.versions():
+            ahead.pop(self).wait()  # the parameters have changed since
         begun = ahead.pop(self, None) or self._begin()
         with torch.inference_mode(False), torch.no_grad(), disabled(), compat.outside_modes():
-            kept = [p for p in self.params if not stored(p).axes and not on_host(p)]
-            made = {id(p): bare(p).to(compute_dtype(p), copy=True) for p in kept} | begun.own
             flats = begun.wait()
+            made = dict(begun.own)
             for (members, packing, _), flat in zip(begun.parts, flats, strict=True):
                 if len(members) == 1 and packing.dims[0] == 0 and math.prod(packing.shapes[0]) == flat.numel():
                     wholes = [flat.view(packing.shapes[0])]
@@ -310,29 +352,30 @@ class Unit:
                     wholes = [flat.new_empty(shape) for shape in packing.shapes]
                     packing.unpack(flat, wholes)
                 made |= {id(p): t for p, t in zip(members, wholes, strict=True)}
+            for p in self.params:
+                if id(p) not in made:  # whole, on the device: memory of its own, which may be written to
+                    made[id(p)] = bare(p).to(compute_dtype(p), copy=True)
         before = self.zero.before(self) if in_backward() else None
-        if before is not None and before not in self.zero.sync.backward().wholes:
+        if before is not None:
             before.start()
         return [made[id(p)] for p in self.params]
 
-    def forget(self, ahead: dict[Unit, Any]) -> None:
-        """Drop a gather that nobody asked for after all."""
-        ahead.pop(self).wait()
-
-    def regathered(self) -> list[Tensor]:
-        """The whole parameters, for the backward."""
-        if not in_backward():
-            return self.gather()
-        found = self.known()
-        if found is None:
-            found = self.gather()
-            self.zero.sync.backward().wholes[self] = self.state(), found
-        return found
-
     def known(self) -> list[Tensor] | None:
-        """The whole parameters as they are now, where the running backward has them."""
-        state, found = self.zero.sync.backward().wholes.get(self, (None, None)) if in_backward() else (None, None)
-        return found if state == self.state() else None
+        """The whole parameters as they are now, where they were kept."""
+        versions, found = self.zero.running().wholes.get(self, (None, None))
+        return found if versions == self.versions() else None
+
+    def free(self) -> None:
+        """Drop what was gathered and kept, or is on its way: its parameters are ``STORED``, but for open forwards."""
+        running = self.zero.running()
+        running.wholes.pop(self, None)
+        if self in running.ahead:
+            running.ahead.pop(self).wait()
+
+    def reduce(self) -> list[InFlight]:
+        """Start to reduce the contributions to its gradients that are held, as ``no_sync`` leaves them: who reads one
+        waits for it."""
+        return self.zero.reduce(self.params)
 
 
-__all__ = ["Unit", "Zero", "in_backward"]
+__all__ = ["State", "Unit", "Zero", "in_backward"]

@@ -1,0 +1,90 @@
+"""The way of a parameter from where it is stored to ops, and of its gradient back, as conversion steps.
+
+    stored --copy--> on the device --cast--> in the dtype of ops --gather--> seen
+
+Units run the steps of many parameters together, captured steps record those of each.  A gradient goes back by the
+transpose of the gather, in the dtype that it is reduced in, then by a cast, and a copy to the host.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...layout import Shard, Spec
+from ...resharding import conversions, planner
+from ...resharding.conversions import ConversionStep
+from ...resharding.cost import bytes_of
+from ...resharding.planner import ConversionPlan
+from .packing import whole_over
+from .stored import Stored
+
+Steps = tuple[ConversionStep, ...]
+
+
+class Chain(NamedTuple):
+    """Of one parameter, the steps that are needed.
+
+    Attributes:
+        stored, seen: the specs at both ends; undecided on the axes that no step touches, whatever their types will be.
+        copy, cast, gather: none or one step each, in this order; a gather is over all axes at once.
+        back: the gather of a value that is reduced: its transpose reduces the gradient.
+    """
+
+    stored: Spec
+    seen: Spec
+    copy: Steps
+    cast: Steps
+    gather: Steps
+    back: Steps
+
+    @property
+    def plan(self) -> ConversionPlan:
+        """All of the way there."""
+        steps = self.copy + self.cast + self.gather
+        returned = bytes_of(conversions.transpose(self.back))
+        return ConversionPlan(self.stored, self.seen, steps, bytes_of(steps), returned)
+
+
+@lru_cache(4096)
+def chain(spec: Spec, how: Stored) -> Chain:
+    """The chain of a parameter with this record, of which ``spec`` says how it is stored."""
+    moved = sum(1 << a for a in how.axes)
+    compute, reduce = (spec.dtype,) * 2 if how.dtypes is None else (how.dtypes.compute, how.dtypes.reduce)
+    stored = Spec(spec.shape, spec.dtype, spec.layout, undecided=spec.mesh.everywhere & ~moved, wires=spec.wires)
+    near, wide = stored.with_(dtype=compute), stored.with_(dtype=reduce)
+    seen, back = (_gathered(s, how.axes, moved) for s in (near, wide))
+    gather: Steps = (conversions.between(near, seen, how.axes),) if moved else ()
+    if how.dtypes is not None and how.dtypes.gather is not None:
+        gather = conversions.gathered_as(gather, how.dtypes.gather)
+    return Chain(
+        stored,
+        seen,
+        (ConversionStep("to_device", (), stored, stored),) if how.device else (),
+        (ConversionStep("cast", (), stored, near),) if compute is not spec.dtype else (),
+        gather,
+        (conversions.between(wide, back, how.axes),) if moved else (),
+    )
+
+
+def _gathered(spec: Spec, axes: tuple[int, ...], moved: int) -> Spec:
+    return spec.with_(layout=whole_over(spec, axes), reduced=moved)
+
+
+def between(have: Spec, want: Spec) -> ConversionPlan:
+    """The plan between two layouts, of which one cuts a dim further: over all axes that do at once, before anything
+    else is reduced, or after."""
+    pairs = enumerate(zip(have.layout.placements, want.layout.placements, strict=True))
+    axes = tuple(a for a, (p, q) in pairs if p != q and isinstance(q, Shard) != isinstance(p, Shard))
+    if len(axes) < 2:
+        return planner.plan(have, want)
+    layout = have.layout
+    for a in axes:
+        layout = layout.replace(a, want.layout.placements[a])
+    there = have.with_(layout=layout)
+    rest = planner.plan(there, want)
+    steps = (conversions.between(have, there, axes), *rest.steps)
+    return ConversionPlan(have, want, steps, bytes_of(steps), bytes_of(conversions.transpose(steps)))
+
+
+__all__ = ["Chain", "between", "chain"]
