@@ -280,8 +280,9 @@ class _Planner:
             return Route.EXECUTE  # what says anew what the target is cannot be left to the native op
         if not conversions and not known:
             return Route.NATIVE
-        first = self.args[: 1 + max(i for i, _ in (*conversions, *known))]  # which are given another tensor
-        between = not op.inplace and all(isinstance(a, Tensor) for a in first)
+        count = 1 + max(i for i, _ in (*conversions, *known))  # of the tensors up to the last that is converted
+        first = [a for a in self.args[:count] if isinstance(a, Tensor)]  # another one is given by its position
+        between = not op.inplace and len(first) == count
         if not known and all(steps.free for _, steps in conversions):
             return Route.RETYPE_THEN_NATIVE if between else Route.NATIVE_WITHOUT_GRAD
         return Route.CONVERT_THEN_NATIVE if between else Route.EXECUTE
