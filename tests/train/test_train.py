@@ -83,6 +83,9 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("dp=2,tp=2", {"tie": True}),
     ("dp=2,tp=2", {"tie": True, "stored_over": "dp"}),
     ("dp=2,tp=2", {"tie": True, "sequence_parallel": True}),
+    ("cp=4", {}),
+    ("cp=2,tp=2", {"sequence_parallel": True}),
+    ("dp=2,cp=2", {"stored_over": "dp", "dropout": 0.1}),
 ]
 
 
@@ -300,7 +303,7 @@ def test_every_glob_of_the_plan_matches(tie: bool, sequence_parallel: bool) -> N
 
 
 def test_plan_names_the_axes_that_it_knows() -> None:
-    with pytest.raises(MeshError, match=r"axis 'ep' .* knows dp \(splits the batch\), tp"):
+    with pytest.raises(MeshError, match=r"axis 'ep' .* knows dp \(splits the batch\), cp"):
         plan_for(mw.Mesh({"dp": 2, "ep": 2}))
 
 

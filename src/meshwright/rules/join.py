@@ -114,9 +114,14 @@ def cat(tensors: Sequence[Arg], dim: int = 0, **kwargs: Any) -> Rule | None:
     sizes = {f"c{i}": t.shape[d] if t.ndim == first.ndim else 0 for i, t in enumerate(tensors)}
     pairs = zip(sizes, tensors, strict=True)
     inputs = {t: put(first.letters, {d: f}) if t.ndim == first.ndim else [f] for f, t in pairs}
-    sizes["all"] = sum(sizes.values())
-    out = put(first.letters, {d: "all"})
-    return notation(inputs, out, whole=list(sizes), sizes=sizes, linear=[tensors], moves=True)
+    solid = [f for f, n in sizes.items() if n]
+    if len(solid) == 1:  # beside nothing, as the first step of a cache of keys: a split stays
+        joined, whole = solid[0], [f for f in sizes if f not in solid]
+    else:
+        joined, whole = "all", [*sizes, "all"]
+        sizes["all"] = sum(sizes.values())
+    out = put(first.letters, {d: joined})
+    return notation(inputs, out, whole=whole, sizes=sizes, linear=[tensors], moves=True)
 
 
 @rule("stack")

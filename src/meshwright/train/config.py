@@ -28,7 +28,11 @@ VOCABULARY = 256  # one entry per byte
 MOMENTUM = 0.9
 MERGE = "gradient-merge"  # the pass that accumulates
 PASSES = ("data-parallel-optimization", MERGE)  # those that come with the package
-AXES = {"dp": "splits the batch", "tp": "splits heads, MLP and vocabulary"}  # of the plan of the built-in models
+AXES = {  # of the plan of the built-in models
+    "dp": "splits the batch",
+    "cp": "splits the sequence",
+    "tp": "splits heads, MLP and vocabulary",
+}
 # dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
 # mathematics.  bfloat16 has 8 bits, so sums in another order differ in the second digit: there the bound only
 # tells a wrong step from a right one.
@@ -77,7 +81,8 @@ class StepConfig:
 
     mesh: tuple[tuple[str, int], ...] = option(
         (("dp", 1),), "--mesh", MESH,
-        "Named axes and their sizes; of the built-in models [bold]dp[/] splits the batch, [bold]tp[/] the model.",
+        "Named axes and their sizes; of the built-in models [bold]dp[/] splits the batch, [bold]cp[/] the sequence, "
+        "[bold]tp[/] the model.",
         metavar="AXIS=SIZE,...", read=read_mesh, shown="dp=1",
     )  # fmt: skip
     device: str = option("cpu", "--device", MESH, f"One of {', '.join(DEVICES)}.", one_of(DEVICES))

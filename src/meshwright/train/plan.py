@@ -1,10 +1,10 @@
 """How the GPT lies on a mesh: the layout of Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022).
 
-On ``dp`` the batch is split and every parameter replicated. On ``tp`` each pair of Linears is split in the
-middle: the first by its outputs (columns of the mathematical matrix, dim 0 of ``weight``), the second by
-its inputs (dim 1), so that only the result of the second is Partial and needs a collective. Heads lie one
-after the other in ``qkv``, so a part of its rows is whole heads. The vocabulary is split over ``tp`` in the
-embedding and in the head; the logits are never gathered.
+On ``dp`` the batch is split, on ``cp`` its sequences, and every parameter replicated. On ``tp`` each pair of
+Linears is split in the middle: the first by its outputs (columns of the mathematical matrix, dim 0 of
+``weight``), the second by its inputs (dim 1), so that only the result of the second is Partial and needs a
+collective. Heads lie one after the other in ``qkv``, so a part of its rows is whole heads. The vocabulary is
+split over ``tp`` in the embedding and in the head; the logits are never gathered.
 
 Sequence parallelism is a constraint of activations only: the residual stream between the pairs is split over
 ``tp`` along the sequence, gathered before the first Linear of a pair and reduce-scattered after the second.
@@ -29,7 +29,7 @@ SCATTERED_AFTER = ("tokens", "*.attention.out", "*.mlp.down")
 def plan_for(
     mesh: mw.Mesh, *, sequence_parallel: bool = False, tie: bool = False, few: bool = False, **more: Any
 ) -> Plan:
-    """The plan of the GPT for a mesh with the axes ``dp``, ``tp`` or both.
+    """The plan of the GPT for a mesh with the axes ``dp``, ``cp`` and ``tp``, or some of them.
 
     Args:
         few: leave out what follows in a captured step: the first Linear of each pair.
@@ -39,7 +39,7 @@ def plan_for(
         MeshError: an axis that the plan knows nothing to do with.
     """
     check_axes(mesh)
-    batch = {"dp": mw.Shard(0)} if "dp" in mesh.axes else {}
+    batch = {axis: mw.Shard(d) for d, axis in enumerate(("dp", "cp")) if axis in mesh.axes}
     if "tp" not in mesh.axes:
         return Plan(batch=batch, **more)
     rows, columns = {"tp": mw.Shard(1)}, {"tp": mw.Shard(0)}

@@ -101,9 +101,11 @@ class Interpreter:
         """Have the gradient of a captured value say whose it is, and how it lies."""
         recorder, space = self.recorder, made.__dict__
 
-        def note(grad: Tensor) -> None:
+        def note(grad: Tensor | None) -> None:  # none: differentiated past it
             spec = space.get("_spec")
-            if spec is not None and "_node" in grad.__dict__ and "product" not in spec.layout.partial.values():
+            if grad is None or spec is None:
+                return
+            if "_node" in grad.__dict__ and "product" not in spec.layout.partial.values():
                 node = recorder.node_of(grad)
                 annotate(node, gradient_at=(*info_of(node).gradient_at, (name, spec.grad())))
 
