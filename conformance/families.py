@@ -13,6 +13,7 @@ import contextlib
 import fnmatch
 import inspect
 import json
+import re
 import signal
 import sys
 import time
@@ -34,6 +35,7 @@ Tensor = torch.Tensor
 MESHES = {"dp2tp2": {"dp": 2, "tp": 2}, "tp3": {"tp": 3}}
 ROWS, LENGTH, WORDS, WIDTH, HEADS, LAYERS = 4, 10, 60, 24, 6, 1
 _IMAGE = {"image_size": 16, "patch_size": 4, "num_channels": 3, "num_labels": 6, "hidden_dropout_prob": 0.0}
+_MOST = 300_000  # parameters
 SIZES: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 36, "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": 4, "max_position_embeddings": 32,
@@ -106,11 +108,14 @@ def built(family: str, kind: str, name: str) -> nn.Module:
     config = cls.config_class
     known = {*inspect.signature(config.__init__).parameters, *getattr(config, "attribute_map", {})}
     known |= {*getattr(config, "__dataclass_fields__", ()), "experts_implementation"}
-    torch.manual_seed(0)
     more = {"is_decoder": True} if kind == "text" and "is_decoder" in known else {}
-    model = cls(config(**{k: v for k, v in SIZES.items() if k in known}, **more))
-    if sum(p.numel() for p in model.parameters()) > 300_000:
-        raise ValueError("too large")
+    given = {k: v for k, v in SIZES.items() if k in known} | more
+    with torch.device("meta"):
+        size = sum(p.numel() for p in cls(config(**given)).parameters())
+    if size > _MOST:
+        raise ValueError(f"{size} parameters: too many sizes of its own")
+    torch.manual_seed(0)
+    model = cls(config(**given))
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1 and 0 < p.std() < 0.05:
@@ -234,13 +239,33 @@ def options() -> argparse.Namespace:
     parser.add_argument("--families", default="*", help="comma list of globs")
     parser.add_argument("--modes", default="eager,captured")
     parser.add_argument("--meshes", default="dp2tp2,tp3")
+    parser.add_argument("--table", help="print the rows of this file as the table of the docs, and run nothing")
     parser.add_argument("--out", help="append one JSON object per row to this file; rows in it are left out")
     return parser.parse_args()
+
+
+def table(path: str) -> str:
+    """The rows of a file as Markdown, a line for each family."""
+    with open(path) as file:
+        rows = [Row(**json.loads(line)) for line in file]
+    lines = ["| family | split | sums | verdict | gathered, or why refused |", "|---|---|---|---|---|"]
+    for family in dict.fromkeys(row.family for row in rows):
+        own = [row for row in rows if row.family == family]
+        ran = [f"{r.mode} {r.mesh}" for r in own if r.verdict == "right"]
+        told = [f"{r.verdict}: {r.mode} {r.mesh}" for r in own if r.verdict != "right"]
+        sums = next((f"{row.sums:g}" for row in own if row.sums is not None), "")
+        notes = [re.sub(r", [^,]* a step.*", "", n) for row in own[-1:] for n in row.notes][:2]
+        verdict = "; ".join([*(["right: " + ", ".join(ran)] if ran else []), *told])
+        lines.append(f"| {family} | {own[-1].split:.0%} | {sums} | {verdict} | {'; '.join(notes).replace('|', '/')} |")
+    return "\n".join(lines)
 
 
 def main() -> int:
     """All families that can be built."""
     given, wrong, done = options(), 0, set[tuple[str, str, str]]()
+    if given.table:
+        print(table(given.table))
+        return 0
     if given.out:
         with contextlib.suppress(FileNotFoundError), open(given.out) as file:
             done = {(row["family"], row["mesh"], row["mode"]) for row in map(json.loads, file)}

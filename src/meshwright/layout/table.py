@@ -56,7 +56,7 @@ class LayoutTable(MutableMapping[str, Mapping[str, Placement]]):
         self.mesh, self.lines, self.batch, self.notes = dict(mesh), dict(lines), dict(batch or {}), tuple(notes)
 
     def __getitem__(self, glob: str) -> Mapping[str, Placement]:
-        return self.lines[glob].placements
+        return dict(self.lines[glob].placements)
 
     def __setitem__(self, glob: str, placements: Mapping[str, Any]) -> None:
         if not isinstance(placements, Mapping) or not placements.keys() <= self.mesh.keys():

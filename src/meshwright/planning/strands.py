@@ -192,7 +192,7 @@ class Strands:
         strand = Strand(dict(slots))
         readers = Counter(key for fact in ops for key in fact.inputs)
         self._alone = {k for k in slots if k in self.params and readers[k] == 1}
-        for key in slots.keys() & self._blind.keys():
+        for key in sorted(slots.keys() & self._blind.keys()):  # alike on all ranks
             strand.gathered[key] = self._sent(key), self._blind[key]
         for fact in ops:
             options = [None, *(self._by(fact.rule, f) for f in fact.rule.sizes)]
