@@ -225,8 +225,8 @@ def static(k: int = 4, dtype: torch.dtype = torch.float64, **options: Any) -> An
     model, loss, data, layout, _ = gpt_case({"dp": 2}, dtype=dtype)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     mesh = mw.Mesh({"dp": 2})
-    passes = [GradientMerge(k)] if k else []
-    step = compile_step(model, loss, optimizer, data(0, MICRO), mesh=mesh, passes=passes, **layout, **options)
+    options = {"passes": [GradientMerge(k)] if k else [], **layout, **options}
+    step = compile_step(model, loss, optimizer, data(0, MICRO), mesh=mesh, **options)
     return step, model, optimizer, data
 
 
@@ -249,15 +249,24 @@ def test_the_program_that_is_given_stays() -> None:
 
 
 def test_the_mean_is_taken_as_sums_are_added_to() -> None:
+    """A factor of the op that adds, weighted or not; and sums are divided once per update."""
+
     def run() -> Any:
-        made, plain = static(4)[0].program, static(0)[0].program
-        sums = {n.name for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator"}
-        for program in (made, made.parts["accumulate"]):
+        passes = [GradientMerge(4, weighted=False)]
+        plain, alike, weighted = static(0)[0].program, static(0, passes=passes)[0].program, static(4)[0].program
+        for program in (alike, alike.parts["accumulate"], weighted, weighted.parts["accumulate"]):
+            names = {i.name for i in program.inputs if i.kind == "param"}
+            sums = {
+                n.name for n, i in zip(program.placeholders, program.inputs, strict=True)
+                if i.kind == "accumulator" and i.name in names
+            }  # fmt: skip
             added = [n for n in program.graph.nodes if n.args and getattr(n.args[0], "name", "") in sums]
-            added = [n for n in added if "add_" in str(n.target)]
-            assert [n.kwargs.get("alpha") for n in added] == [1 / 4] * len(sums)
-        count = [sum("mul" in str(n.target) for n in p.graph.nodes) for p in (plain, made, made.parts["accumulate"])]
-        return count
+            factors = [n.kwargs.get("alpha", n.args[-1]) for n in added if str(n.target).startswith("aten.add")]
+            assert len(factors) == len(sums)
+            assert len(set(factors)) == 1
+        divided = [sum("_foreach_div_" in str(n.target) for n in p.graph.nodes) for p in (weighted, alike)]
+        assert divided == [1, 0]
+        return [sum("mul" in str(n.target) for n in p.graph.nodes) for p in (plain, alike, alike.parts["accumulate"])]
 
     plain, last, accumulate = mw.simulate(run, mw.Mesh({"dp": 2}))[0]
     assert last == plain
@@ -322,14 +331,14 @@ def test_memory_of_a_micro_step_does_not_grow_with_k() -> None:
             with Peak() as peak:
                 step(data(0, MICRO))
             peaks.append(peak.peak)
-            sums = sum(t.nbytes for t in step.carrier.sums.values())
+            sums = sum(t.nbytes for t in step.carrier.sums.values() if t.ndim)  # and the weights
             assert sums == (sum(p.nbytes for p in step.model.parameters()) if k else 0)
         return peaks
 
     def added() -> list[bool]:
         """Whether gradients go into their sums as soon as they exist."""
         made = static(2)[0].program.parts["accumulate"]
-        sums = [n for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator"]
+        sums = [n for n, i in zip(made.placeholders, made.inputs, strict=True) if i.kind == "accumulator" and i.spec]
         return [n.prev is n.args[1] for n in made.graph.nodes if n.args and n.args[0] in sums]
 
     assert all(mw.simulate(added, mw.Mesh({"dp": 2}))[0])
@@ -350,7 +359,7 @@ def test_sums_of_half_precision_gradients_are_float32() -> None:
         ]
         assert not any("mul" in str(u.target) for u in seed.users)  # 1/3 would be rounded: it is in the sums instead
         assert all(p.dtype is torch.bfloat16 for p in model.parameters())
-        return {t.dtype for t in step.carrier.sums.values()}
+        return {t.dtype for t in step.carrier.sums.values() if t.ndim}
 
     assert mw.simulate(run, mw.Mesh({"dp": 2}))[0] == {torch.float32}
 
@@ -378,7 +387,7 @@ def test_batches_of_other_shapes_share_the_sums() -> None:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     for update in (micros[:2], micros[2:]):
         for i, rows in update:
-            (loss(model, data(i, rows)) / len(update)).backward()
+            (loss(model, data(i, rows)) * (rows / sum(n for _, n in update))).backward()  # as of all rows
         optimizer.step()
         optimizer.zero_grad()
     wanted = {n: p.detach() for n, p in model.named_parameters()}
@@ -432,7 +441,7 @@ def test_states_that_do_not_fit() -> None:
         with pytest.raises(ProgramError, match="another program"):
             step.load_state_dict({**state, "sums": {}})
         with pytest.raises(ProgramError, match="layouts that it was saved on"):
-            step.load_state_dict({**state, "sums": {n: t[:1] for n, t in state["sums"].items()}})
+            step.load_state_dict({**state, "sums": {n: t[:1] if t.ndim else t for n, t in state["sums"].items()}})
         with pytest.raises(DesyncError, match="micro-steps"):
             step.load_state_dict({**state, "micro_step": int(collective.group(step.mesh, (0,)).index)})
         assert step.micro_step == 1
@@ -568,7 +577,7 @@ def test_micro_batches_of_one_row(rows: tuple[int, ...]) -> None:
     model, optimizer = made()
     for i in range(0, len(rows), 2):
         for b in batches[i : i + 2]:
-            (loss_fn(model, b) / 2).backward()
+            (loss_fn(model, b) * len(b) / sum(rows[i : i + 2])).backward()  # as of all rows
         optimizer.step()
         optimizer.zero_grad()
 

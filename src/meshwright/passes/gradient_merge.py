@@ -7,8 +7,9 @@ sent), the *last* micro-step (the same, then synchronise, clip, update, empty th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -19,6 +20,7 @@ from ..program.ir.inplace import follow, returned, storages, written
 from ..program.ir.linear import is_linear
 from ..program.ir.nodes import (
     UPDATE,
+    NodeInfo,
     Value,
     ancestors,
     annotate,
@@ -31,10 +33,12 @@ from ..program.ir.nodes import (
 )
 from ..program.ir.program import STEP, WHOLE, Input, Program
 from ..program.ir.subgraphs import copied, needed, new_storage, part_of
+from .batch_weights import keep_from_zero, weight_of
 from .core import Pass, PassRecord, register
 
 aten = torch.ops.aten
 
+UPDATE_WEIGHTS = NodeInfo("backward", source="weights of micro-batches")
 _HALF = {torch.bfloat16, torch.float16}
 
 
@@ -50,12 +54,16 @@ class GradientMerge(Pass):
     Attributes:
         k_steps: micro-steps per update; 1 leaves the program as it is.
         avg: update with the mean over the micro-steps, else with their sum.
+        weighted: weigh micro-steps by what their losses are means over, so that the mean is that of one step on all
+            micro-batches together, however many labels of each are ignored; False: all alike.  Of a loss that is a sum,
+            and in steps by hand, they are all alike.
         whole_sums: sum gradients of parameters that are stored split (ZeRO-3) whole and scatter them once per update:
             less is sent, and the sums are as large as the gathered parameters.  Otherwise each micro-step scatters.
 
     Raises:
         PassError: ``k_steps`` below 1, options of other types; in :meth:`apply` a program that has no gradients, is
-            merged already, or returns what only complete gradients have.
+            merged already, returns what only complete gradients have, or whose loss is no weighted mean of those of
+            micro-batches.
     """
 
     name = "gradient-merge"
@@ -64,11 +72,12 @@ class GradientMerge(Pass):
     k_steps: int
     avg: bool = True
     whole_sums: bool = False
+    weighted: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.k_steps, int) or isinstance(self.k_steps, bool) or self.k_steps < 1:
             raise PassError(f"gradient-merge: k_steps={self.k_steps!r}: a whole number of at least 1 was expected")
-        for option in ("avg", "whole_sums"):
+        for option in ("avg", "whole_sums", "weighted"):
             if not isinstance(getattr(self, option), bool):
                 raise PassError(f"gradient-merge: {option}={getattr(self, option)!r}: True or False was expected")
 
@@ -86,18 +95,20 @@ class GradientMerge(Pass):
         """The program of the last micro-step, with the parts ``accumulate``, for the others, and ``flush``."""
         if self.k_steps == 1:
             return program, PassRecord("one micro-step per update: the program stays as it is")
-        made = _Merge(copied(program), self.k_steps, self.avg, self.whole_sums).run()
-        return made, _record(made)
+        merge = _Merge(copied(program), self)
+        made = merge.run()
+        return made, _record(made, merge)
 
 
-def _record(last: Program) -> PassRecord:
-    sums = [checked_value(n) for n, i in zip(last.placeholders, last.inputs, strict=True) if i.kind == "accumulator"]
+def _record(last: Program, merge: _Merge) -> PassRecord:
+    sums = [checked_value(s.node).fresh(0, checked_value(s.place).dtype) for s in merge.sums]
     nbytes = sum(v.nbytes for v in sums)
     kinds = last.parts["accumulate"].kinds, last.kinds, last.parts["flush"].kinds
     return PassRecord(
         f"{len(sums)} gradients are summed over {len(last.step)} micro-steps and synchronised once",
         (
             f"sums: {nbytes} bytes on this rank",
+            f"the update is by {merge.words()}",
             f"collectives of a micro-step that does not update: {kinds[0]}",
             f"of the one that updates: {kinds[1]}; of a flush: {kinds[2]}",
         ),
@@ -123,14 +134,20 @@ class Sum:
 class _Merge:
     """One application of the pass, on a graph that it may change."""
 
-    def __init__(self, program: Program, k_steps: int, avg: bool, whole_sums: bool) -> None:
+    def __init__(self, program: Program, how: GradientMerge) -> None:
         if program.parts:
             raise PassError(f"the program merges {len(program.step)} micro-steps already")
-        self.program, self.graph, self.k_steps, self.avg = program, program.graph, k_steps, avg
-        self.whole_sums = whole_sums  # whether reduce-scatters are among what changes places with sums over micro-steps
+        self.program, self.graph, self.k_steps, self.avg = program, program.graph, how.k_steps, how.avg
+        self.whole_sums = how.whole_sums  # whether reduce-scatters change places with sums over micro-steps
+        weight = weight_of(program) if how.avg and how.weighted else None
+        # None: micro-steps are all alike.
+        self.weight = None if weight is None or (weight.divisor is None and weight.number == 1) else weight
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
-        self.alpha = 1 / k_steps if avg else 1.0
+        self.alpha: float | fx.Node = 1 / self.k_steps if self.avg else 1.0
         self.storage = new_storage(program.graph)
+        if self.weight is not None and self.weight.divisor is not None:
+            keep_from_zero(self.weight.divisor, self.storage)
+            self.storage += 1
         given = dict(zip(program.placeholders, program.inputs, strict=True))
         self.last = program.placeholders[-1]  # of the inputs
         self.kept = {s for n, i in given.items() if i.kind == "buffer" for s in storages(n)}
@@ -154,10 +171,13 @@ class _Merge:
         nodes = needed(self.graph, [*cuts, *met, *(values[o] for o in losses)], self._by_forward)
         self._unchanged(nodes)
         nodes |= {n for n in self.graph.nodes if draws(n) and info_of(n).role != "optimizer"}
-        sums = [self._sum(n) for n in cuts]
-        self._list_inputs(sums)
-        places = {s.place for s in sums}
-        accumulate = part_of(self.program, nodes | places, losses)
+        self.sums = sums = [self._sum(n) for n in cuts]
+        self.places = {s.place: s.given for s in sums}
+        if self.weight is not None:
+            self.weights = self._place("sum_weights", self._number())
+            self.places[self.weights] = Input(self.weight.name, "accumulator")
+        self._list_inputs()
+        accumulate = part_of(self.program, nodes | {*self.places}, losses)
         self._accumulate(accumulate, sums)
         self._total(sums, nodes)
         schedules = {STEP: ("accumulate",) * (self.k_steps - 1) + (WHOLE,), "flush": ("flush",)}
@@ -221,13 +241,17 @@ class _Merge:
         named, dtype = _names(node), checked_value(node).dtype
         spec = next((s for _, s in info_of(node).grad_of), None)
         dtype = torch.float32 if dtype in _HALF else dtype
-        with self.graph.inserting_after(self.last):
-            place = self.last = self.graph.placeholder(f"sum_{named[0].replace('.', '_')}")
-        annotate(place, role="input", value=self._value_like(node, dtype))
+        place = self._place(f"sum_{named[0].replace('.', '_')}", self._value_like(node, dtype))
         return Sum(node, place, Input(named[0], "accumulator", None if spec is None else spec.with_(dtype=dtype)))
 
-    def _list_inputs(self, sums: list[Sum]) -> None:
-        known = {s.place: s.given for s in sums}
+    def _place(self, name: str, value: Value) -> fx.Node:
+        with self.graph.inserting_after(self.last):
+            self.last = self.graph.placeholder(name)
+        annotate(self.last, role="input", value=value)
+        return self.last
+
+    def _list_inputs(self) -> None:
+        known = dict(self.places)
         older = [n for n in self.program.placeholders if n not in known]
         known.update(zip(older, self.program.inputs, strict=True))
         self.program = replace(self.program, inputs=tuple(known[n] for n in self.program.placeholders))
@@ -239,10 +263,13 @@ class _Merge:
         """
         kind = COLLECTIVES.get(gradient.target)
         under_way = kind is not None and kind.scatters
+        info = info_of(gradient).beside(checked_value(place))
         with graph.inserting_after(end if under_way and end is not None else gradient):
-            made = call(graph, aten.add_.Tensor, (place, gradient), info_of(gradient).beside(checked_value(place)))
-        if self.alpha != 1.0:
-            made.kwargs = {"alpha": self.alpha}
+            if isinstance(self.alpha, fx.Node):
+                made = call(graph, aten.addcmul_.default, (place, gradient, self.alpha), info)
+            else:
+                kwargs = {"alpha": self.alpha} if self.alpha != 1.0 else None
+                made = call(graph, aten.add_.Tensor, (place, gradient), info, kwargs)
         annotate(made, grad_of=info_of(gradient).grad_of)
         return made
 
@@ -251,6 +278,14 @@ class _Merge:
     def _accumulate(self, program: Program, sums: list[Sum]) -> None:
         named = {n.name: n for n in program.graph.nodes}
         end = None if self.end is None else named[self.end.name]
+        if self.weight is not None:
+            counted, self.alpha = self._weights(program.graph, named)
+            at = counted if isinstance(counted, fx.Node) else program.placeholders[-1]
+            if isinstance(self.alpha, fx.Node):
+                at = max(at, self.alpha)
+            held = named[self.weights.name]
+            with program.graph.inserting_after(at):
+                call(program.graph, aten.add_.Tensor, (held, counted), UPDATE_WEIGHTS.beside(checked_value(held)))
         for s in sums:
             self._added(program.graph, named[s.node.name], named[s.place.name], end)
 
@@ -261,6 +296,9 @@ class _Merge:
             earlier: what forward and backward consist of; it goes on reading the micro-step's own gradient.
         """
         self.totals: dict[fx.Node, fx.Node] = {}
+        self.scaled: fx.Node | None = None
+        if self.weight is not None:
+            self._share(earlier)
 
         def later(user: fx.Node) -> bool:
             return user not in earlier
@@ -278,7 +316,69 @@ class _Merge:
         (output,) = self.graph.find_nodes(op="output")
         self._apart(output, {x for s in sums for x in storages(s.place)})
         with self.graph.inserting_before(output):
-            call(self.graph, aten._foreach_zero_.default, ([s.place for s in sums],), UPDATE)
+            call(self.graph, aten._foreach_zero_.default, ([*self.places],), UPDATE)
+
+    # -- weights --------------------------------------------------------------------------------------
+
+    def words(self) -> str:
+        """What the update is by."""
+        if self.weight is None:
+            return "the mean over micro-steps, all alike" if self.avg else "the sum over micro-steps"
+        if self.weight.divisor is None:
+            return f"the mean over micro-steps, each by what its loss is a mean over ({self.weight.number:g} here)"
+        where = info_of(self.weight.divisor).line or f"%{self.weight.divisor.name}"
+        return f"the mean over micro-steps, each by what its loss is divided by ({where})"
+
+    def _number(self, dtype: torch.dtype = torch.float64) -> Value:
+        self.storage += 1
+        return Value.alone((), dtype, self.storage)
+
+    def _weights(self, graph: fx.Graph, named: Mapping[str, fx.Node]) -> tuple[Any, Any]:
+        """How much a micro-step counts, and by what its gradients are multiplied before they are added up."""
+        assert self.weight is not None
+        if self.weight.divisor is None or self.weight.counted is None:
+            return self.weight.number, self.weight.number
+        made: list[fx.Node] = []
+        for node in (named[self.weight.counted.name], named[self.weight.divisor.name]):
+            info = info_of(node)
+            with graph.inserting_after(max([node, *made])):
+                one = call(graph, aten.view.default, (node, []), info.beside(replace(checked_value(node), shape=())))
+            with graph.inserting_after(one):
+                kwargs = {"dtype": torch.float64}
+                made.append(call(graph, aten._to_copy.default, (one,), info.beside(self._number()), kwargs))
+        return made[0], made[1]
+
+    def _share(self, earlier: set[fx.Node]) -> None:
+        """In the last micro-step, whose backward is to come: sums become its share of the mean, and so does alpha."""
+        assert self.weight is not None
+        before = set(self.graph.nodes)
+        counted, by = self._weights(self.graph, {n.name: n for n in self.graph.nodes})
+        at = max(counted, by) if isinstance(by, fx.Node) else self.last
+        with self.graph.inserting_after(at):
+            end = call(self.graph, aten.add.Tensor, (self.weights, counted), UPDATE_WEIGHTS.beside(self._number()))
+        self.scaled = self._divided(self.graph, [s.place for s in self.sums], end)
+        with self.graph.inserting_after(self.scaled):
+            args = (self.scaled.args[1],)
+            end = call(self.graph, aten.reciprocal.default, args, UPDATE_WEIGHTS.beside(self._number()))
+        with self.graph.inserting_after(end):
+            self.alpha = call(self.graph, aten.mul.Tensor, (end, by), UPDATE_WEIGHTS.beside(self._number()))
+        earlier |= set(self.graph.nodes) - before
+
+    def _divided(self, graph: fx.Graph, places: list[fx.Node], total: fx.Node) -> fx.Node:
+        """Divide sums by the weights of the micro-steps in them."""
+        assert self.weight is not None
+        for node in self.weight.bounds():  # in the dtypes in which they were
+            given, made = checked_value(node.args[0]).dtype, checked_value(node).dtype
+            for target, args, kwargs, dtype in (
+                (aten._to_copy.default, (), {"dtype": given}, given),
+                (node.target, node.args[1:], dict(node.kwargs), made),
+                (aten._to_copy.default, (), {"dtype": torch.float64}, torch.float64),
+            ):
+                with graph.inserting_after(total):
+                    info = UPDATE_WEIGHTS.beside(self._number(dtype))
+                    total = call(graph, target, (total, *args), info, kwargs)
+        with graph.inserting_after(total):
+            return call(graph, aten._foreach_div_.Tensor, (places, total), UPDATE_WEIGHTS)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         info = replace(info_of(node), value=self._value_like(node, dtype))
@@ -303,6 +403,8 @@ class _Merge:
 
         # What a forward wrote to parameters it wrote in its micro-step.
         done = {n: returned(n) for n in self.graph.nodes if info_of(n).writes}
+        if self.scaled is not None:
+            done[self.scaled] = None
         instead = {**self.totals, **{n: held for n, held in done.items() if held is not None}}
 
         def writes(node: fx.Node) -> bool | None:
@@ -319,6 +421,10 @@ class _Merge:
                     f"the update reads {given.name}, which only a micro-step has: it may read gradients only"
                 )
         made = part_of(self.program, nodes, grads, instead)
+        if self.weight is not None:
+            named = {n.name: n for n in made.placeholders}
+            self._divided(made.graph, [named[s.place.name] for s in sums], named[self.weights.name])
+            return made
         return self._leftover(made) if self.avg else made
 
     def _leftover(self, program: Program) -> Program:
@@ -327,8 +433,7 @@ class _Merge:
         places = [n for n, i in zip(inputs, program.inputs, strict=True) if i.kind == "accumulator"]
         with graph.inserting_after(inputs[-1]):
             factor = graph.placeholder("leftover")
-        self.storage += 1
-        annotate(factor, role="input", value=Value((), torch.float64, self.storage, 8))
+        annotate(factor, role="input", value=self._number())
         with graph.inserting_after(factor):
             call(graph, aten._foreach_mul_.Tensor, (places, factor), UPDATE)
         return replace(program, inputs=(*program.inputs, Input("leftover", "hyper")))

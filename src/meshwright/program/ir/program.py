@@ -66,6 +66,7 @@ class Origin:
 
 
 STEP, WHOLE = "step", "whole"
+WEIGHT = "weight of micro-batches"  # how the names of the sums of what losses are means over begin
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from ...errors import ProgramError
 from ...layout import Spec
 from ..capture.scale import SCALE
-from ..ir.program import STEP
+from ..ir.program import STEP, WEIGHT
 from .bind import Bound, Carrier, Ready
 
 Tensor = torch.Tensor
@@ -63,6 +63,11 @@ class Cycle:
         before = self._ready
         if made is not before and self.done and before is not None and made.sums != before.sums:
             other = sorted(set(made.sums) ^ set(before.sums))
+            if any(n.startswith(WEIGHT) for n in other):
+                raise ProgramError(
+                    "the loss is a mean over other things in this micro-step than in the one before, so that they have "
+                    "no weights in common: call step.flush() before it, or give GradientMerge(weighted=False)"
+                )
             if other:
                 raise ProgramError(
                     f"{other[0]} has a gradient in one micro-step of a merge and none in another (requires_grad was "

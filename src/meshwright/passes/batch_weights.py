@@ -1,0 +1,173 @@
+"""The weight of a micro-batch: what its loss is a mean over.
+
+The loss of a whole batch is ``(N1 + N2 + ...) / (D1 + D2 + ...)``, where ``Ni / Di`` is that of a micro-batch: a sum
+over its rows by how many of them count, or how much.  What the loss is divided by is found in the program, behind ops
+that are linear, so that it does not matter how the mean was written.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..collective import COLLECTIVES
+from ..errors import PassError
+from ..program.ir.linear import linear_in, scale_of
+from ..program.ir.nodes import VIEWS, annotate, call, checked_value, info_of, target_name, value_of
+from ..program.ir.program import WEIGHT, Program
+from ..program.ir.subgraphs import read_instead
+
+aten = torch.ops.aten
+
+_MEANS = {aten.mean.default, aten.mean.dim}
+_ADDS = {aten.add.Tensor, aten.sub.Tensor}
+_NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_DIVIDES = {aten.div.Tensor, aten.div.Scalar}
+# Keeps a divisor from zero: what is summed over micro-batches lies below it.
+_BOUNDS = {aten.clamp.default, aten.clamp_min.default, aten.add.Tensor, aten.add.Scalar}
+_HINT = "give weighted=False for the plain mean of the micro-steps, or take the step on the whole batch"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a loss is a mean over.
+
+    Attributes:
+        number: how many, as the shapes say; 1 of a sum.
+        others: of a loss of several means, of how many more each is, for one of the first.
+        divisor: where values say it, the number that the loss is divided by.
+        counted: what of it is summed over micro-batches: itself, or what lies below a bound.
+    """
+
+    number: float = 1.0
+    others: frozenset[float] = frozenset()
+    divisor: fx.Node | None = None
+    counted: fx.Node | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its sum: programs of other shapes add to the same if what they are means over has the same ratios."""
+        return " ".join([WEIGHT, *(f"{n:.6g}" for n in sorted(self.others))])
+
+    def bounds(self) -> list[fx.Node]:
+        """What keeps the divisor from zero, in order: the sum of the weights is kept from it so, too."""
+        at, found = self.divisor, list[fx.Node]()
+        while at is not None and at is not self.counted:
+            found += [at] if at.target in _BOUNDS else []
+            at = at.all_input_nodes[0]
+        return found[::-1]
+
+
+def weight_of(program: Program) -> Weight | None:
+    """The weight of the micro-batch of a program; None where the loss is that of one rank.
+
+    Raises:
+        PassError: the loss is no weighted mean over what micro-batches consist of.
+    """
+    out, loss = next(
+        (p for p in zip(program.outputs, program.results, strict=True) if p[0].kind == "loss"), (None, None)
+    )
+    if out is None or loss is None or out.spec is None:
+        return None
+    found = _Loss(program).of(loss)
+    return Weight() if found is None else found
+
+
+class _Loss:
+    def __init__(self, program: Program) -> None:
+        batch = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
+        self.varies = batch  # what a batch decides
+        for node in program.graph.nodes:
+            if not self.varies.isdisjoint(node.all_input_nodes):
+                self.varies.add(node)
+
+    def of(self, node: Any) -> Weight | None:
+        """What a term of the loss is a mean over; None of one that is the same for all batches."""
+        if not isinstance(node, fx.Node) or node not in self.varies:
+            return None
+        given = [n for n in node.all_input_nodes if n in self.varies]
+        first, single = given[0] if given else node, not checked_value(node).shape if value_of(node) else False
+        if node.target in _DIVIDES and isinstance(node.args[1], fx.Node) and node.args[1] in self.varies:
+            return self._divided(node, node.args[0], node.args[1])
+        if node.target in _ADDS and len(node.all_input_nodes) == 2:
+            return self._both(node, *(self.of(a) for a in node.args[:2]))
+        by = scale_of(node)
+        if by is not None:
+            found = self.of(first)
+            return found if found is None or not single else replace(found, number=found.number / abs(by))
+        if node.target is operator.getitem and first.target in _NLL and node.args[1] == 0 and first.args[3] == 1:
+            weight = next((u for u in first.users if u.target is operator.getitem and u.args[1] == 1), None)
+            return Weight() if weight is None else Weight(divisor=weight, counted=weight)
+        if node.target in _MEANS and single:
+            return Weight(float(math.prod(checked_value(first).shape)))
+        if node.target in VIEWS or node.target in COLLECTIVES or frozenset(given) in linear_in(node):
+            found = self.of(first)
+            return found if single or found is None else replace(found, number=1.0)
+        if single and given and all(value_of(n) and not checked_value(n).shape for n in given):
+            raise PassError(
+                f"{_where(node)}: {target_name(node.target)} of a sum over the batch: the loss is no weighted mean of "
+                f"those of micro-batches; {_HINT}"
+            )
+        return Weight()
+
+    def _divided(self, node: fx.Node, x: Any, by: fx.Node) -> Weight | None:
+        value, inner = checked_value(by), self.of(x)
+        if value.shape and math.prod(value.shape) != 1:
+            return Weight()  # each row by a number of its own
+        if inner is not None and inner.divisor is not None:
+            raise PassError(
+                f"{_where(node)}: a mean over what the values of a batch say is divided by such a number again, so the "
+                f"loss is no weighted mean of those of micro-batches; {_HINT}"
+            )
+        counted = at = by
+        while at.target in _BOUNDS | VIEWS | {aten._to_copy.default} and len(at.all_input_nodes) == 1:
+            bound, at = at.target in _BOUNDS, at.all_input_nodes[0]
+            counted = at if bound else counted
+        return Weight(divisor=by, counted=counted)
+
+    def _both(self, node: fx.Node, a: Weight | None, b: Weight | None) -> Weight | None:
+        if a is None or b is None:
+            return b if a is None else a
+        if a.divisor is None and b.divisor is None:
+            ratio = {b.number / a.number, *(n * b.number / a.number for n in b.others)} - {1.0}
+            return replace(a, others=frozenset(round(n, 9) for n in {*a.others, *ratio}))
+        if a.divisor is not None and b.divisor is not None and _same(a.divisor, b.divisor):
+            return a
+        raise PassError(
+            f"{_where(node)}: two means over different numbers of things are added, of which the values of a batch say "
+            f"how many: no one weight of a micro-batch is that of both; {_HINT}"
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two nodes compute the same of the same."""
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+        return bool(a == b)
+    if isinstance(a.target, str) or a.target is not b.target or a.kwargs != b.kwargs or len(a.args) != len(b.args):
+        return False
+    return all(_same(x, y) for x, y in zip(a.args, b.args, strict=True))
+
+
+def _where(node: fx.Node) -> str:
+    return info_of(node).line or f"%{node.name}"
+
+
+def keep_from_zero(divisor: fx.Node, storage: int) -> None:
+    """Let a backward divide by one in place of a zero: a micro-batch of which nothing counts has no gradient."""
+    graph, value = divisor.graph, checked_value(divisor)
+    later = [u for u in divisor.users if info_of(u).role in ("backward", "recomputation")]
+    with graph.inserting_after(divisor):
+        zero = call(graph, aten.eq.Scalar, (divisor, 0), info_of(divisor).beside(value.fresh(storage, torch.bool)))
+    with graph.inserting_after(zero):
+        args = (divisor, zero, 1)
+        made = call(graph, aten.masked_fill.Scalar, args, info_of(divisor).beside(value.fresh(storage + 1)))
+    annotate(made, role=info_of(divisor).role)
+    read_instead(later, {divisor: made})
+
+
+__all__ = ["Weight", "keep_from_zero", "weight_of"]
