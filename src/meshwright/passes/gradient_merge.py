@@ -337,7 +337,9 @@ class _Merge:
         """How much a micro-step counts, and by what its gradients are multiplied before they are added up."""
         assert self.weight is not None
         if self.weight.divisor is None or self.weight.counted is None:
-            return self.weight.number, self.weight.number
+            number: float = round(self.weight.number, 9)
+            number = int(number) if number.is_integer() else number  # programs for many sizes know how integers vary
+            return number, number
         made: list[fx.Node] = []
         for node in (named[self.weight.counted.name], named[self.weight.divisor.name]):
             info = info_of(node)
