@@ -40,17 +40,17 @@ def test_what_travels_in_a_format_arrives():
                 if other == dst != I:
                     continue
                 (step,) = plan(src, to).steps
-                made = executor.run_all((step,), part(parts[here()[0]], src))
+                made = executor.ready((step,)).run(part(parts[here()[0]], src))
                 assert torch.equal(made, part(parts.sum(0), to)), (wire, src, to)
         whole, split = spec(I, I), spec(I, S1)
         for wire in (torch.bfloat16, mw.Float8(128)):
             sent = conversions.gathered_as(plan(split, whole).steps, wire)
-            assert torch.equal(executor.run_all(sent, part(parts[1], split)), parts[1])
+            assert torch.equal(executor.ready(sent).run(part(parts[1], split)), parts[1])
         rounded = conversions.gathered_as(plan(split, whole).steps, torch.bfloat16)
-        made = executor.run_all(rounded, part(parts[1] / 3, split))
+        made = executor.ready(rounded).run(part(parts[1] / 3, split))
         assert torch.equal(made, (parts[1] / 3).bfloat16().float())
         average = plan(spec(Partial("avg"), I, wires=(torch.bfloat16, None)), whole).steps
-        assert torch.equal(executor.run_all(average, parts[here()[0]]), parts.sum(0) / 2)
+        assert torch.equal(executor.ready(average).run(parts[here()[0]]), parts.sum(0) / 2)
 
     mw.simulate(run, MESH)
 
@@ -87,7 +87,7 @@ def test_a_slice_holds_no_more_than_itself():
     def run():
         whole = torch.arange(35.0).reshape(5, 7)
         for dst in (spec(I, S0), spec(S1, I), spec(S0, S1)):
-            made = executor.run_all(plan(spec(I, I), dst).steps, whole)
+            made = executor.ready(plan(spec(I, I), dst).steps).run(whole)
             assert torch.equal(made, part(whole, dst))
             assert made.is_contiguous()
             if dst.layout.placements[0] == S1:

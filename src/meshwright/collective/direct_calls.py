@@ -66,10 +66,11 @@ def guard() -> None:
 
 
 def _guarded(original: Any, name: str) -> Any:
+    enabled = compat.is_torch_function_enabled
+
     @functools.wraps(original, updated=())
     def method(*args: Any, **kwargs: Any) -> Any:
-        found = _held((*args[1:], *kwargs.values()))
-        if found is not None and compat.is_torch_function_enabled():
+        if enabled() and (found := _held((*args[1:], *kwargs.values()))) is not None:  # else called on locals
             refuse_by_hand(name, found.__dict__.get("_spec"))
         return original(*args, **kwargs)
 

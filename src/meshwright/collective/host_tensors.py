@@ -45,7 +45,7 @@ def from_elsewhere(run: Callable[..., Made], *, writes: bool = False) -> Callabl
 
     @wraps(run)
     def there(t: Tensor, *args: Any, **kwargs: Any) -> Made:
-        group = next(a for a in (*args, *kwargs.values()) if isinstance(a, Group))
+        group = args[-1] if args and args[-1].__class__ is Group else _group_in(args, kwargs)
         if _SILENT.why and group.size > 1:
             raise CollectiveError(_SILENT.why)
         if t.device.type == group.device or group.size == 1 or t.is_meta:
@@ -64,6 +64,10 @@ def from_elsewhere(run: Callable[..., Made], *, writes: bool = False) -> Callabl
         return _Back(made, back)  # type: ignore[return-value]
 
     return there
+
+
+def _group_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Group:
+    return next(a for a in (*args, *kwargs.values()) if isinstance(a, Group))
 
 
 class _Back(Pending):

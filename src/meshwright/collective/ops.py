@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,12 +59,15 @@ def counting() -> Iterator[runtime.Counts]:
         made.table, made.narrow, made.copies = since.table, since.narrow, since.copies
 
 
+_signature = lru_cache(maxsize=4096)(Call)
+
+
 def _call(
     group: Group, kind: str, op: str, x: Tensor, args: tuple[tuple[str, Any], ...] = (), free: tuple[int, ...] = ()
 ) -> Call:
     """The signature of a collective that is about to run."""
     rt = runtime.RT
-    call = Call(kind, op, x.dtype, tuple(x.shape), args, free, rt.tag)
+    call = _signature(kind, op, x.dtype, x.shape, args, free, rt.tag)
     if rt.check:
         checking.about_to(group, call)
     checking.beside(group, call)

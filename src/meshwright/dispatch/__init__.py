@@ -28,7 +28,7 @@ from .keys import TensorBounds, key_of, key_part, with_numbers
 from .leaves import any_linked, link, resolve_types
 from .plans import AS_OP, casts_of, make_rule, naming, plan_call
 from .results import global_outputs
-from .routes import INTO_PLAIN, LISTED, Frontend, Special, call, forget_ops
+from .routes import INTO_PLAIN, LISTED, Frontend, Known, Special, call, forget_ops
 from .views import count_write, refresh, remember_detached, write_through
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "Args",
     "Execution",
     "Frontend",
+    "Known",
     "Kwargs",
     "Once",
     "Special",

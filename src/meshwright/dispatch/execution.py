@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,8 @@ from .plans import CallPlan, Route, plan_call, written_spec
 from .views import PieceSource, cut_from, remember, remember_pieces, with_base
 
 Tensor = torch.Tensor
-
+_LOCAL: Any = Tensor  # properties of local tensors
+_is_leaf, _requires_grad, _version = _LOCAL.is_leaf.__get__, _LOCAL.requires_grad.__get__, _LOCAL._version.__get__
 
 Wrap = Callable[[Tensor, Spec], Any]
 Note = Callable[[planner.ConversionPlan, bool], None]
@@ -36,17 +38,18 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
 
     ``note`` is called before anything is done, with what is converted how, and whether data moves.
     """
-    grad = torch.is_grad_enabled() and t.requires_grad
+    grad = torch.is_grad_enabled() and _requires_grad(t)
     if steps.free and not grad:
         return t
     memo: dict[Any, Tensor] | None = None
     ends: Any = None
     space = t.__dict__
-    if "_spec" in space and not (grad and t.is_leaf) and not _unseen(t, space) and not (grad and _kept_apart(steps)):
+    if "_spec" in space and "_shared" not in space and (_kept(t, steps) if grad else not _inference(t)):
         version, memo = space.get("_memo", _NO_MEMO)
-        if version != t._version:
+        now = _version(t)
+        if version != now:
             memo = {}
-            space["_memo"] = (t._version, memo)
+            space["_memo"] = (now, memo)
         assert memo is not None
         # Without a gradient the types of replicated axes do not matter: the layout alone is what was made.  By ends and
         # not by the plan: a rank that forgot a plan and made it anew must not send again what the others do not.
@@ -60,7 +63,7 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
         if note is not None:
             note(steps, steps.moves and value is None)
         made = space[BRING](t, steps, value)
-    elif grad:
+    elif grad and (steps.moves or "_origin" in space):
         made = _already_there(t, steps, memo, note)
     if made is None and "_piece" in space:
         made = _of_whole(t, steps, note, grad)
@@ -70,16 +73,30 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
         made = executor.apply(steps.steps, t)
     if memo is not None and (made is not t or steps.moves):  # itself (on the rank that keeps it): would hold itself
         memo[ends] = made
-        if grad:
-            memo.setdefault(steps.dst.layout, made.detach())
-        if steps.moves and not saving():
-            _learn(t, steps, made)
+        if steps.moves:
+            if grad:
+                memo.setdefault(steps.dst.layout, made.detach())
+            if not saving():
+                _learn(t, steps, made)
     return made
+
+
+def _kept(t: Tensor, steps: planner.ConversionPlan) -> bool:
+    """Whether what a tensor that needs a gradient is converted to is kept for its next use.
+
+    Not where a conversion saves tensors, which a checkpoint counts in both of its runs: neither finds the other's.
+    """
+    return not _is_leaf(t) and not (steps.weighted and saving())
+
+
+def _inference(t: Tensor) -> bool:
+    """Whether a tensor may change with no version counter telling."""
+    return torch.is_inference_mode_enabled() or Tensor.is_inference(t)
 
 
 def _of_whole(t: Tensor, steps: planner.ConversionPlan, note: Note | None, grad: bool) -> Tensor | None:
     """A piece brought to ``steps.dst`` by bringing there what it was cut from; None where that does not pay."""
-    if any(s.kind not in ("all_reduce", "retype") or (grad and executor.weighted(s)) for s in steps.steps):
+    if (grad and steps.weighted) or any(s.kind not in ("all_reduce", "retype") for s in steps.steps):
         return None
     if not steps.moves or saving() or (found := cut_from(t)) is None:
         return None
@@ -112,12 +129,14 @@ def _named(t: Tensor, spec: Spec) -> Tensor:
 
 def _learn(t: Tensor, steps: planner.ConversionPlan, made: Tensor) -> None:
     """A Partial was reduced: from now on its consumers get the reduced value, which is a tensor as any other."""
-    if not steps.src.layout.partial or steps.dst.layout.partial:
-        return
-    spec: Spec = t.__dict__["_spec"]
-    known = steps.dst if t.requires_grad else steps.dst.with_(reduced=0, undecided=spec.mesh.everywhere)
-    t.__dict__["_spec"] = spec.with_(known=known)
-    made.__dict__["_spec"] = known
+    if steps.src.layout.partial and not steps.dst.layout.partial:
+        t.__dict__["_spec"], made.__dict__["_spec"] = _learned(t.__dict__["_spec"], steps.dst, _requires_grad(t))
+
+
+@lru_cache(maxsize=4096)
+def _learned(spec: Spec, reduced: Spec, typed: bool) -> tuple[Spec, Spec]:
+    known = reduced if typed else reduced.with_(reduced=0, undecided=spec.mesh.everywhere)
+    return spec.with_(known=known), known
 
 
 def saving() -> bool:
@@ -127,16 +146,6 @@ def saving() -> bool:
 
 
 _OWN = __name__.partition(".")[0]
-
-
-def _kept_apart(steps: planner.ConversionPlan) -> bool:
-    """Whether a conversion saves tensors, which a checkpoint counts in both of its runs: neither finds the other's."""
-    return any(executor.weighted(s) for s in steps.steps) and saving()
-
-
-def _unseen(t: Tensor, space: dict[str, Any]) -> bool:
-    """Whether a tensor may change with no version counter telling, or what is made of it is of another kind later."""
-    return "_shared" in space or torch.is_inference_mode_enabled() or t.is_inference()
 
 
 _NO_MEMO: tuple[None, None] = (None, None)
@@ -151,7 +160,7 @@ def _already_there(
     backward.  A shard gathered by name (``mw.reshard``) is first taken as invariant; where it turns out to feed
     rank-dependent work, its gradient goes back in one reduce-scatter instead of an all-reduce and a slice.
     """
-    if steps.moves and memo is not None and not any(executor.weighted(s) for s in steps.steps):
+    if steps.moves and memo is not None and not steps.weighted:
         value = memo.get(steps.dst.layout)
         if value is not None and note is not None:
             note(steps, False)
@@ -160,7 +169,7 @@ def _already_there(
     if steps.moves or origin is None or versions != (origin._version, t._version):
         return None
     direct = planner.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
-    if direct.backward_bytes >= steps.backward_bytes or any(executor.weighted(s) for s in direct.steps):
+    if direct.backward_bytes >= steps.backward_bytes or direct.weighted:
         return None
     if note is not None:
         note(steps, False)

@@ -84,6 +84,14 @@ def op_of(spec: Spec, step: ConversionStep) -> str | None:
     return p.op if isinstance(p, Partial) else None
 
 
+@lru_cache(maxsize=2048)
+def weighted(step: ConversionStep) -> bool:
+    """Whether the parts of the result or of what is reduced have shares of the gradient that hang on the data."""
+    if step.kind == "retype" or not step.axes:
+        return False
+    return op_of(step.src, step) not in (None, "sum") or op_of(step.dst, step) == "product"
+
+
 def replicated(spec: Spec, axes: tuple[int, ...]) -> Spec:
     layout = spec.layout
     for a in axes:
@@ -185,4 +193,14 @@ def transpose(steps: tuple[ConversionStep, ...]) -> tuple[ConversionStep, ...]:
     return tuple(step.transpose() for step in reversed(steps))
 
 
-__all__ = ["ConversionStep", "between", "gathered_as", "kind_of", "lowered", "op_of", "replicated", "transpose"]
+__all__ = [
+    "ConversionStep",
+    "between",
+    "gathered_as",
+    "kind_of",
+    "lowered",
+    "op_of",
+    "replicated",
+    "transpose",
+    "weighted",
+]

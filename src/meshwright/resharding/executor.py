@@ -9,6 +9,7 @@ up to it, so its dual is ``Partial(sum)``.  What the share of a part is, ``_Weig
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -17,37 +18,71 @@ import torch
 from torch.autograd import forward_ad
 
 from .. import collective
-from ..compat import peek_interpreter_stack
+from ..compat import disabled_torch_function_impl as call_disabled
+from ..compat import function_base, peek_interpreter_stack
 from ..errors import ConversionError, DispatchError
 from ..layout import Partial, Replicate, Shard, Spec, chunk_bounds, neutral, wire_name
 from ..local_tensor import as_plain, distributed
 from ..ranks import runtime
-from .conversions import ConversionStep, lowered, op_of, replicated, transpose
+from .conversions import ConversionStep, lowered, op_of, replicated, transpose, weighted
 from .copies import TO_DEVICE, TO_HOST
 
 Tensor = torch.Tensor
+_LOCAL: Any = Tensor  # properties of local tensors, to be called with dispatch disabled
+_requires_grad, _data = _LOCAL.requires_grad.__get__, _LOCAL.data.__get__
 
 
-def run_all(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
-    """Execute steps in order on this rank's local tensor (no autograd)."""
-    for step in lowered(steps):
-        local = run(step, local)
-    return local
+Runner = Callable[[Tensor], Tensor]
+Nodes = tuple[tuple[Any, tuple[ConversionStep, ...]], ...]
 
 
-def run(step: ConversionStep, local: Tensor) -> Tensor:
-    """Execute one step on this rank's local tensor (no autograd)."""
+class Ready:
+    """Steps in a row as this rank runs them, with groups and sizes looked up once.
+
+    Attributes:
+        runners: each step with what it does on this rank.
+        still: whether that is nothing.
+        views: whether they must be given the tensor itself, and not its memory: what they give may be a view of it.
+    """
+
+    __slots__ = ("_nodes", "runners", "steps", "still", "views")
+
+    def __init__(self, steps: tuple[ConversionStep, ...]) -> None:
+        self.runners = [(step, _prepare(step)) for step in lowered(steps)]
+        self.still = all(runner is _same for _, runner in self.runners)
+        self.views = collective.recording() or any(s.kind == "slice" or weighted(s) for s in steps)
+        self.steps = steps
+        self._nodes: Nodes | None = None
+
+    def nodes(self) -> Nodes:
+        """What autograd runs in their place: functions, each with its steps."""
+        if self._nodes is None:
+            self._nodes = _nodes(tuple([s for s in self.steps if not _nothing_here(s)]))
+        return self._nodes
+
+    def run(self, local: Tensor) -> Tensor:
+        """Execute them on this rank's local tensor (no autograd)."""
+        if runtime.RT.check:
+            for step, runner in self.runners:
+                _check(step, local)
+                local = runner(local)
+            return local
+        for _, runner in self.runners:
+            local = runner(local)
+        return local
+
+
+def ready(steps: tuple[ConversionStep, ...]) -> Ready:
+    """The steps made ready on this rank."""
     memo = runtime.RT.memo
-    ready: Runner | None = memo.get(step) or memo.find(step)
-    if ready is None:
-        ready = _prepare(step)
-        memo.keep(step, ready)
-    if runtime.RT.check:
-        return _checked(step, local, ready)
-    return ready(local)
+    found: Ready | None = memo.get(steps) or memo.find(steps)
+    if found is None:
+        found = Ready(steps)
+        memo.keep(steps, found)
+    return found
 
 
-def _checked(step: ConversionStep, local: Tensor, ready: Runner) -> Tensor:
+def _check(step: ConversionStep, local: Tensor) -> None:
     """In check mode: ranks that hold the same part by the step's source layout must hold the same values."""
     layout = step.src.layout
     same = tuple(a for a, p in enumerate(layout.placements) if isinstance(p, Replicate) and step.src.mesh.sizes[a] > 1)
@@ -56,10 +91,6 @@ def _checked(step: ConversionStep, local: Tensor, ready: Runner) -> Tensor:
         collective.same_values(local, repr(layout), collective.group(step.src.mesh, same))
     if step.moves:
         runtime.RT.doing = f"{layout!r} -> {step.dst.layout!r}"
-    return ready(local)
-
-
-Runner = Callable[[Tensor], Tensor]
 
 
 def _prepare(step: ConversionStep) -> Runner:
@@ -227,14 +258,6 @@ _PREPARE: dict[str, Callable[[ConversionStep, tuple[int, ...]], Runner]] = {
 }
 
 
-@lru_cache(maxsize=2048)
-def weighted(step: ConversionStep) -> bool:
-    """Whether the parts of the result or of what is reduced have shares of the gradient: see :class:`_Weighted`."""
-    if step.kind == "retype":
-        return False
-    return op_of(step.src, step) not in (None, "sum") or op_of(step.dst, step) == "product"
-
-
 TRANSFORMS = (
     "torch.func does not support DistTensors: use torch.autograd.grad (create_graph=True to differentiate again), or "
     "apply the transform to plain tensors, from mw.unshard(x) or x.to_local()"
@@ -256,21 +279,27 @@ def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
         raise DispatchError(TRANSFORMS)
     if forward_ad._current_level >= 0:
         raise DispatchError(FORWARD_MODE)
-    if distributed(local):
+    here = ready(steps)
+    if here.views and distributed(local):
         with as_plain(local):
-            return apply(steps, local)
-    if torch.is_grad_enabled():
-        if local.requires_grad:
-            parts = runtime.RT.memo.find(steps)
-            if parts is None:
-                parts = _runs(tuple(s for s in steps if not _nothing_here(s)))
-                runtime.RT.memo.keep(steps, parts)
-            for part, function in parts:
-                local = function.apply(local, part)
-            return local
+            return _applied(here, local)
+    made: Tensor = call_disabled(_applied, (), (here, local), {})
+    return made
+
+
+def _applied(here: Ready, local: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and _requires_grad(local):
+        for node, part in here.nodes():
+            local = node(local, part)
+        return local
+    if here.still:
+        return local
+    if here.views:
         with torch.no_grad():
-            return run_all(steps, local)
-    return run_all(steps, local)
+            return here.run(local)
+    given = local if local.__class__ is Tensor else _data(local)
+    made = here.run(given)
+    return local if made is given else made
 
 
 def _nothing_here(step: ConversionStep) -> bool:
@@ -283,7 +312,7 @@ def _nothing_here(step: ConversionStep) -> bool:
 
 
 @lru_cache(maxsize=2048)
-def _runs(steps: tuple[ConversionStep, ...]) -> tuple[tuple[tuple[ConversionStep, ...], Any], ...]:
+def _nodes(steps: tuple[ConversionStep, ...]) -> Nodes:
     """Linear steps that follow each other share one autograd node; weighted ones have their own."""
     parts: list[tuple[ConversionStep, ...]] = []
     for step in steps:
@@ -291,14 +320,20 @@ def _runs(steps: tuple[ConversionStep, ...]) -> tuple[tuple[tuple[ConversionStep
             parts[-1] = (*parts[-1], step)
         else:
             parts.append((step,))
-    return tuple((part, _Weighted if weighted(part[0]) else _Convert) for part in parts)
+    return tuple((_apply_in_c(_Weighted if weighted(part[0]) else _Convert), part) for part in parts)
+
+
+def _apply_in_c(function: Any) -> Any:
+    """``function.apply``, without what it does for torch.func, which is refused before."""
+    return inspect.getattr_static(function_base, "apply").__get__(None, function)
 
 
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
         ctx.steps, ctx.cause = steps, runtime.RT.cause
-        return _apart(run_all(steps, local), local)
+        here = ready(steps)
+        return _apart(here.run(local), local) if here.views else here.run(_data(local))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -346,8 +381,11 @@ def back(steps: tuple[ConversionStep, ...], grad: Tensor, cause: Any) -> Tensor:
     backward = transpose(steps)
     if not backward:  # differentiated past a conversion, to where the data already was
         return grad
-    with runtime.serving(cause and cause.transposed(backward)):
+    if cause is None and runtime.RT.cause is None:
         made = apply(backward, grad)
+    else:
+        with runtime.serving(cause and cause.transposed(backward)):
+            made = apply(backward, grad)
     # A slice is a view of a cotangent that others may hold: a leaf would take it for its own and add to it in place.
     return made.clone() if made is not grad and _only_slices(backward) else made
 
@@ -386,11 +424,11 @@ class _Weighted(torch.autograd.Function):
         op, group = op_of(step.src, step), collective.group(step.src.mesh, step.axes)
         if op == "avg":
             ctx.save_for_backward(local.new_tensor(1 / group.size))
-            return _apart(run_all(steps, local), local)
+            return _apart(ready(steps).run(local), local)
         if op is None:  # made a product
-            ctx.save_for_backward(1 - run(step, torch.zeros_like(local)))
-            return _apart(run(step, local), local)
-        out = run(_reduced_everywhere(step), local)
+            ctx.save_for_backward(1 - ready(steps).run(torch.zeros_like(local)))
+            return _apart(ready(steps).run(local), local)
+        out = ready((_reduced_everywhere(step),)).run(local)
         share = _share_of_product(local, group) if op == "product" else _share_of_holders(local, out, group)
         ctx.save_for_backward(share)
         return _slice(step, step.src.mesh.coordinate(runtime.RT.rank))(out) if step.kind == "reduce_scatter" else out

@@ -28,8 +28,9 @@ from .cost import bytes_of, passes
 class ConversionPlan:
     """Steps from ``src`` to ``dst`` with their cost in bytes sent per rank.
 
-    ``moves``: data crosses between ranks in the forward; ``free``: only types change; ``ends``: ``src`` and ``dst``
-    without the types of axes that no step touches, as any type is right there.
+    ``moves``: data crosses between ranks in the forward; ``free``: only types change; ``weighted``: parts have shares
+    of the gradient that hang on the data; ``ends``: ``src`` and ``dst`` without the types of axes that no step touches,
+    as any type is right there.
     """
 
     src: Spec
@@ -39,6 +40,7 @@ class ConversionPlan:
     backward_bytes: float
     moves: bool = field(init=False)
     free: bool = field(init=False)
+    weighted: bool = field(init=False)
     ends: tuple[Spec, Spec] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +49,7 @@ class ConversionPlan:
         object.__setattr__(self, "ends", tuple(ends))
         object.__setattr__(self, "moves", any(s.moves for s in self.steps))
         object.__setattr__(self, "free", all(s.kind == "retype" for s in self.steps))
+        object.__setattr__(self, "weighted", any(conversions.weighted(s) for s in self.steps))
 
     @property
     def bytes(self) -> float:

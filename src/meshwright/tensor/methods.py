@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..dispatch import NO, QUESTIONS, call_disabled
+from ..dispatch import NO, QUESTIONS, call_disabled, resolve
+from ..ranks import runtime
 from .dist_tensor import BASE, DistTensor
 from .substitutes import OPEN
 from .torch_function import dispatch
@@ -18,17 +19,25 @@ _enabled = compat.is_torch_function_enabled
 _modes = compat.len_torch_function_stack
 
 
+_AS_THEY_ARE = {int, str, type(None), torch.dtype}  # what of these types decides a plan is the argument itself
+_NUMBERS = {int, float, complex}
+
+
 def _method(name: str, func: Any) -> Any:
     """A method of Tensor that enters dispatch directly.
 
     The same call through C would first parse its arguments, find the overriding type and build a tuple of types: more
     than the op itself where tensors are small.  Inside modes, and with dispatch disabled, it takes the usual way.
     """
+    numbers_are_types = resolve(func).pointwise
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _modes() or not _enabled():
             return func(self, *args, **kwargs)
-        return dispatch(func, _TYPES, (self, *args), kwargs)
+        known = None
+        if not kwargs and not numbers_are_types and _AS_THEY_ARE.issuperset(map(type, args)):
+            known = runtime.RT.fast.get((func, self._spec, *args))  # the key that dispatch would make, part by part
+        return dispatch(func, _TYPES, (self, *args), kwargs, known)
 
     method.__name__ = method.__qualname__ = name
     method.__doc__ = func.__doc__
@@ -37,11 +46,19 @@ def _method(name: str, func: Any) -> Any:
 
 def _operator(name: str, func: Any) -> Any:
     """As :func:`_method`, for ``x + y`` and friends, which answer NotImplemented to what is not a number or tensor."""
+    numbers_are_types = resolve(func).pointwise
 
     def operator(self: Any, other: Any) -> Any:
-        if _modes() or not _enabled() or not isinstance(other, (Tensor, float, int, complex)):
+        if _modes() or not _enabled():
             return func(self, other)
-        return dispatch(func, _TYPES, (self, other), NO)
+        known, kind = None, other.__class__
+        if kind is DistTensor:
+            known = runtime.RT.fast.get((func, self._spec, other._spec))
+        elif numbers_are_types and kind in _NUMBERS and other:
+            known = runtime.RT.fast.get((func, self._spec, kind))
+        elif not isinstance(other, (Tensor, float, int, complex)):
+            return func(self, other)
+        return dispatch(func, _TYPES, (self, other), NO, known)
 
     operator.__name__ = operator.__qualname__ = name
     return operator

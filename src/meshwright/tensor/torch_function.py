@@ -13,11 +13,13 @@ from ..dispatch import (
     NO,
     Args,
     Frontend,
+    Known,
     Kwargs,
     TensorBounds,
     call,
     call_disabled,
     count_write,
+    key_of,
     key_part,
     mesh_of,
     resolve,
@@ -47,16 +49,19 @@ def claim_plain(func: Any, args: Args, kwargs: Kwargs) -> None:
 EAGER = Frontend(wrap, call_enabled, SPECIAL, with_stand_ins, claim_plain)
 
 
-def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """Run a call whose plan has become a function (``RT.fast``), and wrap what it gives; all others are planned."""
-    key: Any
+def dispatch(
+    func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, known: Known | None = None
+) -> Any:
+    """Run a call whose plan has become a function (``RT.fast``), and wrap what it gives; all others are planned.
+
+    ``known``: that function, where who calls has found it.
+    """
     if torchs._is_in_non_infra_torch_dispatch_mode:
         made = modes.under(dispatch, func, types, args, kwargs)
         if made is not NotImplemented:
             return made
-    if len(args) == 2 and args[0].__class__ is DistTensor and args[1].__class__ is DistTensor:
-        key = (func, args[0]._spec, args[1]._spec)
-    else:
+    key: Any = None
+    if known is None:
         if args and args[0].__class__ is list and func in LISTED:
             args, kwargs = with_stand_ins(func, args, kwargs or NO) or (args, kwargs)
             return LISTED[func](*args, **kwargs or NO)
@@ -64,18 +69,19 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str
             key = (func, *[a._spec if a.__class__ is DistTensor else key_part(a, func) for a in args])
         except TensorBounds:
             return dispatch(func, types, with_numbers(args), kwargs)
-    if kwargs:
-        key = (key, *[(k, key_part(v, func)) for k, v in kwargs.items()])
-    known = runtime.RT.fast.get(key)
-    if known is None:
-        return call(EAGER, key, func, args, kwargs or NO)
+        if kwargs:
+            named = [(k, v._spec if v.__class__ is DistTensor else key_part(v, func)) for k, v in kwargs.items()]
+            key = (key, *named)
+        known = runtime.RT.fast.get(key)
+        if known is None:
+            return call(EAGER, key, func, args, kwargs or NO)
     spec, run = known
     if run is None:
         out = call_disabled(func, types, args, kwargs or NO)
     else:
         out = run(args, kwargs or NO)
         if out is NotImplemented:
-            return call(EAGER, key, func, args, kwargs or NO)
+            return call(EAGER, key or key_of(func, args, kwargs or NO), func, args, kwargs or NO)
     if out.__class__ is not Tensor:  # in place, an op that returned its input, or several tensors
         if is_inference_mode() and isinstance(out, Tensor):
             count_write(out)

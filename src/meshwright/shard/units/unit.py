@@ -292,10 +292,10 @@ class Unit:
             device, state = self.zero.mesh.device, self.versions()
             with Lane(device if any(how.device for how in self.kept) else HOST) as lane:
                 ways = {id(p): chain(p._spec, stored(p)) for p in self.params}
-                near = {id(p): executor.run_all(ways[id(p)].copy, bare(p)) for p in self.params}
+                near = {id(p): executor.ready(ways[id(p)].copy).run(bare(p)) for p in self.params}
                 parts = [self._send(members, ways[id(members[0])], near) for members in self._parts(ways)]
                 # What needs nothing to be started is made where it is asked for.
-                own = {i: executor.run_all(w.cast, near[i]) for i, w in ways.items() if w.copy and not w.gather}
+                own = {i: executor.ready(w.cast).run(near[i]) for i, w in ways.items() if w.copy and not w.gather}
             return Begun(state, parts, own, lane)
 
     def versions(self) -> list[Any]:
