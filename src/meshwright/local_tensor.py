@@ -18,6 +18,7 @@ get_grad = cast("Callable[[Tensor], Tensor | None]", _slot.__get__)
 set_grad = cast("Callable[[Tensor, Tensor | None], None]", _slot.__set__)
 
 
+OPEN, _CLOSED = "_open", "_closed"  # in a tensor's dict: the threads that have it open, and its class for others
 _OPEN: dict[type[Any], type[Any]] = {}  # class to that of its tensors while they are open
 _LOCK = threading.Lock()  # two threads may have one open
 
@@ -29,34 +30,42 @@ def open_as(kind: type[Any], opened: type[Any]) -> None:
 
 def mine(t: Tensor) -> bool:
     """Whether this thread sees a distributed tensor as the plain one that it is."""
-    return threading.get_ident() in t.__dict__.get("_open", ())
+    space = t.__dict__
+    return OPEN in space and threading.get_ident() in space[OPEN]
 
 
 def distributed(t: Tensor) -> bool:
     """Whether a tensor is distributed, as this thread sees it."""
-    return getattr(type(t), "class_set", False) and not mine(t)
+    return getattr(t.__class__, "class_set", False) and not mine(t)
 
 
 def open_tensors(tensors: Iterable[Tensor]) -> None:
     """From now on this thread sees them as plain local tensors; other threads see what they are."""
-    here = threading.get_ident()
+    here = (threading.get_ident(),)
     with _LOCK:
         for t in tensors:
-            threads = t.__dict__.setdefault("_open", [])
-            if not threads:
-                t.__dict__["_closed"] = type(t)
-                t.__class__ = _OPEN[type(t)]
-            threads.append(here)
+            space = t.__dict__
+            if space.get(OPEN):
+                space[OPEN] += here
+            else:
+                space[OPEN], space[_CLOSED] = here, t.__class__
+                t.__class__ = _OPEN[t.__class__]
 
 
 def close_tensors(tensors: Iterable[Tensor]) -> None:
     """Undo :func:`open_tensors`."""
-    here = threading.get_ident()
+    here = (threading.get_ident(),)
     with _LOCK:
         for t in tensors:
-            t.__dict__["_open"].remove(here)
-            if not t.__dict__["_open"]:
-                t.__class__ = t.__dict__.pop("_closed")
+            space = t.__dict__
+            if space[OPEN] == here:
+                t.__class__ = space[_CLOSED]
+                del space[_CLOSED]
+                space[OPEN] = ()  # and not gone: another thread may be about to look
+            else:
+                left = list(space[OPEN])
+                left.remove(*here)
+                space[OPEN] = tuple(left)
 
 
 class as_plain:

@@ -129,13 +129,17 @@ def _named(t: Tensor, spec: Spec) -> Tensor:
 
 def _learn(t: Tensor, steps: planner.ConversionPlan, made: Tensor) -> None:
     """A Partial was reduced: from now on its consumers get the reduced value, which is a tensor as any other."""
-    if steps.src.layout.partial and not steps.dst.layout.partial:
-        t.__dict__["_spec"], made.__dict__["_spec"] = _learned(t.__dict__["_spec"], steps.dst, _requires_grad(t))
+    learned = _learned(t.__dict__["_spec"], steps, _requires_grad(t))
+    if learned is not None:
+        t.__dict__["_spec"], made.__dict__["_spec"] = learned
 
 
 @lru_cache(maxsize=4096)
-def _learned(spec: Spec, reduced: Spec, typed: bool) -> tuple[Spec, Spec]:
-    known = reduced if typed else reduced.with_(reduced=0, undecided=spec.mesh.everywhere)
+def _learned(spec: Spec, steps: planner.ConversionPlan, typed: bool) -> tuple[Spec, Spec] | None:
+    """Specs of a tensor that was converted, and of what it was converted to; None where they stay as they are."""
+    if not steps.src.layout.partial or steps.dst.layout.partial:
+        return None
+    known = steps.dst if typed else steps.dst.with_(reduced=0, undecided=spec.mesh.everywhere)
     return spec.with_(known=known), known
 
 

@@ -95,7 +95,7 @@ def _get(self: DistTensor) -> DistTensor | None:
             return kept if found is None else found
         _merge(self, kept, found)
         return _get(self)
-    if found is not None and not isinstance(found, DistTensor):
+    if found is not None and found.__class__ is not DistTensor and not isinstance(found, DistTensor):
         wrap(found, self._spec.grad())
     return found
 

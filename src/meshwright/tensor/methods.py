@@ -134,6 +134,6 @@ for _name in _METHODS:
     setattr(DistTensor, _name, _method(_name, getattr(Tensor, _name)))
 for _name in _OPERATORS:
     setattr(DistTensor, f"__{_name}__", _operator(f"__{_name}__", getattr(Tensor, f"__{_name}__")))
-for _name in QUESTIONS:
+for _name in QUESTIONS - {"__hash__"}:  # of that PyTorch's own asks nobody
     if callable(_func := getattr(Tensor, _name, None)):
         setattr(DistTensor, _name, _question(_name, _func))

@@ -8,12 +8,13 @@ one whose members ask which thread it is.
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 import torch
 
 from ..dispatch import NO, call_disabled
-from ..local_tensor import mine, open_as
+from ..local_tensor import OPEN, mine, open_as
 from .dist_tensor import DistTensor
 from .torch_function import dispatch
 
@@ -25,8 +26,11 @@ class OpenTensor(DistTensor):
 
 
 def _either_property(ours: Any, base: Any) -> property:
-    def get(self: Any) -> Any:
-        return base.__get__(self, Tensor) if mine(self) else ours.__get__(self, DistTensor)
+    read, read_ours, thread = base.__get__, ours.__get__, threading.get_ident
+
+    def get(self: Any) -> Any:  # as `mine` asks, without a call of it: the step of an optimizer reads thousands
+        space = self.__dict__
+        return read(self) if OPEN in space and thread() in space[OPEN] else read_ours(self, DistTensor)
 
     def put(self: Any, value: Any) -> None:
         (base if mine(self) else ours).__set__(self, value)

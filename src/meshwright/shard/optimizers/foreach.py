@@ -39,8 +39,13 @@ def _specs(a: Any) -> Specs | Spec | None:
     if isinstance(a, (list, tuple)):
         if a and not isinstance(a[0], Tensor):
             return None
-        return tuple([t._spec if isinstance(t, DistTensor) else None for t in a])
-    return a._spec if isinstance(a, DistTensor) else None
+        return tuple([_spec(t) for t in a])
+    return _spec(a)
+
+
+def _spec(t: Any) -> Spec | None:
+    found: Spec | None = t._spec if t.__class__ is DistTensor or isinstance(t, DistTensor) else None
+    return found
 
 
 def _elementwise(name: str) -> Callable[..., Any]:

@@ -43,6 +43,11 @@ def builtin(opt: Optimizer) -> bool:
     return type(opt).__module__.startswith("torch.optim")
 
 
+def reads_no_shapes(opt: Optimizer) -> bool:
+    """Whether the Python code of its step hands tensors on to kernels, and does not ask how large they are."""
+    return builtin(opt) and type(opt).__name__ in ELEMENTWISE
+
+
 def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, splits: bool = False) -> None:
     """Refuse optimizers that mix elements, unless every rank holds all of them (and no states are split).
 
@@ -50,7 +55,7 @@ def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, spl
         ShardError: with the reason.
     """
     kind, known = type(opt), builtin(opt)
-    if elementwise or (known and kind.__name__ in ELEMENTWISE):
+    if elementwise or reads_no_shapes(opt):
         return
     split = next((p for p in params if not p._spec.layout.is_replicated()), None)
     if kind.__name__ == "SparseAdam" and known:

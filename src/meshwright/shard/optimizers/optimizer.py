@@ -25,7 +25,7 @@ from ... import compat, torch_changes
 from ...dispatch import disabled, refresh, write_through
 from ...errors import ShardError, takes
 from ...layout import Partial, Spec
-from ...local_tensor import close_tensors, distributed, get_grad, mine, open_tensors, set_grad
+from ...local_tensor import OPEN, close_tensors, get_grad, mine, open_tensors, set_grad
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
@@ -35,7 +35,7 @@ from ..parameters.host import check_device
 from ..parameters.stored import Axes
 from .blocks import Apart
 from .hyperparameters import numbers_of
-from .kinds import builtin, check_class, check_fused, hooks_of, mixes, name_of
+from .kinds import builtin, check_class, check_fused, hooks_of, mixes, name_of, reads_no_shapes
 from .states import Chunks, Shadow, check_state, held_state, own_spec
 
 Tensor = torch.Tensor
@@ -114,7 +114,7 @@ class OptimizerBinding:
         return (self.chunks.spec(p) if self.chunks is not None else None) or own_spec(p._spec)
 
     def open(self, opt: Optimizer) -> Optimizer:
-        """Make parameters, gradients and states plain; what the optimizer's own step is called with.
+        """Make parameters, gradients and states plain, where that can be told; what the own step is called with.
 
         Raises ShardError, with nothing changed, for gradients of other layouts and states of other sizes.
         """
@@ -123,7 +123,7 @@ class OptimizerBinding:
         if self.chunks is not None:
             self.shadow = self.shadow or Shadow(opt, self.chunks)
             self.shadow.load()
-        self._swap()
+        self._swap(reads_no_shapes(opt))
         self.inside = opt
         return opt if self.shadow is None else self.shadow.made
 
@@ -156,11 +156,11 @@ class OptimizerBinding:
             self.shadow = shadow
             self.open(opt)
 
-    def _swap(self) -> None:
+    def _swap(self, only_fit: bool) -> None:
         swapped: list[Tensor] = []
         with disabled():
             for i, p in enumerate(self.params):
-                if mine(p):  # inside of another optimizer's step
+                if OPEN in p.__dict__ and mine(p):  # inside of another optimizer's step
                     continue
                 g = in_slot(p) if "_held" in p.__dict__ else get_grad(p)
                 if g is None:
@@ -168,7 +168,9 @@ class OptimizerBinding:
                 if not isinstance(g, DistTensor) or g._spec is not self.wanted[i]:
                     g = self._fitted(i, p, g)
                 swapped.append(g)
-            swapped += filter(distributed, self.params)
+            if only_fit:
+                return
+            swapped += [p for p in self.params if OPEN not in p.__dict__ or not mine(p)]
             swapped += self.states
             open_tensors(swapped)
             self.swapped = swapped
