@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.dispatch import plan_call, routes
 from meshwright.dispatch.plans import CallPlan, Route
+from meshwright.errors import ExplicitError
 from meshwright.ranks import runtime
 from meshwright.tensor import DistTensor, torch_function
 
@@ -99,6 +101,52 @@ def test_known_calls_are_those_of_the_native_op() -> None:
         assert not why.records
 
     on_all_ranks(run)
+
+
+def test_known_calls_are_refused_where_communication_must_be_asked_for() -> None:
+    def run() -> None:
+        rows, columns = given(4, 6, at=EVEN), {"a": mw.Shard(1)}
+        for _ in range(3):
+            rows + given(4, 6, at=columns)
+        with mw.explicit():
+            for _ in range(3):
+                with pytest.raises(ExplicitError):
+                    rows + given(4, 6, at=columns)
+            torch.relu(rows)
+        assert (rows + given(4, 6, at=columns)).shape == (4, 6)
+
+    on_all_ranks(run)
+
+
+def test_known_calls_of_reduced_values() -> None:
+    """What was reduced for one consumer, for others: known calls, checkpoints, writes and second derivatives."""
+    x, w = (torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+
+    def values(x: Tensor, w: Tensor, again: bool) -> list[Tensor]:
+        def step(x: Tensor) -> Tensor:
+            made = x @ w.T  # Partial where its columns are split
+            return F.layer_norm(made, (4,)) + F.layer_norm(made * 1.0, (4,)) * made.exp()
+
+        found = []
+        for _ in range(4):
+            out = checkpoint(step, x, use_reentrant=False) if again else step(x)
+            (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=not again)
+            found += [out, first]
+            if not again:
+                found += torch.autograd.grad(first.square().sum(), x)
+        with torch.no_grad():
+            found.append(step(x))
+        return found
+
+    def run(again: bool) -> list[Tensor]:
+        across = {"a": mw.Shard(1)}
+        given = [mw.shard_tensor(t, MESH, across).requires_grad_() for t in (x, w)]
+        return [mw.unshard(t).detach() for t in values(*given, again)]
+
+    for again in (False, True):
+        want = values(x.clone().requires_grad_(), w.clone().requires_grad_(), again)
+        for made, t in zip(mw.simulate(lambda again=again: run(again), MESH)[1], want, strict=True):
+            torch.testing.assert_close(made, t.detach())
 
 
 def test_a_kind_of_call_is_planned_once_and_then_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None:

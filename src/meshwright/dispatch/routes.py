@@ -131,7 +131,7 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
         own, plan = _kept((own, STAND_IN), func, args, kwargs)
         route = plan.route
     rt = runtime.RT
-    if route in _OF_THE_OP and rt.records is None and not (rt.explicit and plan.conversions):  # listeners hear of all
+    if route in _OF_THE_OP and rt.records is None and not rt.explicit:  # who listens is told of all
         known = rt.fast.get(own)
         if known is None:
             known = rt.fast[own] = known_call(plan, func, front, tensors_in((args, kwargs)), own is key)

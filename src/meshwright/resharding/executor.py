@@ -36,7 +36,7 @@ Runner = Callable[[Tensor], Tensor]
 Nodes = tuple[tuple[Any, tuple[ConversionStep, ...]], ...]
 
 
-class Ready:
+class RankSteps:
     """Steps in a row as this rank runs them, with groups and sizes looked up once.
 
     Attributes:
@@ -72,12 +72,12 @@ class Ready:
         return local
 
 
-def ready(steps: tuple[ConversionStep, ...]) -> Ready:
+def ready(steps: tuple[ConversionStep, ...]) -> RankSteps:
     """The steps made ready on this rank."""
     memo = runtime.RT.memo
-    found: Ready | None = memo.get(steps) or memo.find(steps)
+    found: RankSteps | None = memo.get(steps) or memo.find(steps)
     if found is None:
-        found = Ready(steps)
+        found = RankSteps(steps)
         memo.keep(steps, found)
     return found
 
@@ -287,7 +287,7 @@ def apply(steps: tuple[ConversionStep, ...], local: Tensor) -> Tensor:
     return made
 
 
-def _applied(here: Ready, local: Tensor) -> Tensor:
+def _applied(here: RankSteps, local: Tensor) -> Tensor:
     if torch.is_grad_enabled() and _requires_grad(local):
         for node, part in here.nodes():
             local = node(local, part)
