@@ -52,6 +52,12 @@ def test_wherever_it_lies() -> None:
     assert len(set(digests([large, changed]))) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_of_one_element_whose_stride_is_not_one(dtype: torch.dtype) -> None:
+    apart = torch.ones(4, dtype=dtype)[::2][:1]  # contiguous, says PyTorch
+    assert digests([apart]) == digests([torch.ones(1, dtype=dtype)])
+
+
 def test_ranks_whose_generators_are_out_of_step_are_told() -> None:
     def train() -> None:
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..compat import disable_current_modes
+from .transport import contiguous
 
 Tensor = torch.Tensor
 
@@ -40,7 +41,7 @@ def digest(t: Tensor, *, whole: bool = True) -> Tensor:
         return total
     if not whole and t.numel() > _CHUNK:
         t = _sampled(t)
-    flat = t.contiguous().view(-1).view(_INTEGER[t.element_size()])
+    flat = contiguous(t).view(-1).view(_INTEGER[t.element_size()])
     weights = _weights(t.device)
     for part in flat.split(_CHUNK):
         total = total * _ODD + (part * weights[: part.numel()]).sum()
