@@ -35,7 +35,7 @@ if TYPE_CHECKING or not _COMMAND:
     )
     from .errors import RankFailedError
     from .generator import reproducible_random
-    from .layout import Float8, Layout, LayoutTable, Partial, Replicate, Shard, Spec, load_layouts
+    from .layout import At, Float8, Layout, LayoutTable, Partial, Replicate, Shard, Spec, load_layouts
     from .mesh import Mesh
     from .ranks.simulation import simulate
     from .rules.experts import experts
@@ -105,6 +105,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "At",
     "Checkpoints",
     "DistTensor",
     "Explanation",

@@ -17,7 +17,7 @@ from .collective import Fact, together
 from .dispatch import disabled, forget_ops, refresh, relayout, wanted
 from .errors import LayoutError, MeshError, RuleError, takes
 from .generator import materialize
-from .layout import Layout, Partial, Placements, Replicate, Shard, Spec
+from .layout import At, Layout, Partial, Placements, Replicate, Shard, Spec
 from .mesh import Mesh
 from .ranks import runtime
 from .ranks.launchers import launched
@@ -195,7 +195,12 @@ def from_local(
 
 def _global_shape(local: Tensor, layout: Layout, check: bool) -> list[int]:
     shape = list(local.shape)
-    for d, axes in layout.dim_axes().items():
+    split = layout.dim_axes()
+    if held := [a for a, p in enumerate(layout.placements) if isinstance(p, At)]:
+        if not check:
+            raise LayoutError(f"from_local(check=False): {layout!r} leaves ranks without rows; pass shape=")
+        split[0] = (*split.get(0, ()), *held)
+    for d, axes in split.items():
         group = collective.group(layout.mesh, tuple(sorted(axes)))
         if check and group.size > 1:
             shape[d] = sum(collective.all_gather_object(local.shape[d], group))

@@ -222,7 +222,8 @@ def test_picture():
         (lambda: mw.Partial("mean"), "unknown reduction 'mean' for Partial: take one of " + ", ".join(REDUCE_OPS)),
         (lambda: mw.Shard("rows"), "Shard takes a dim number, not 'rows'"),
         (lambda: mw.Shard(True), "Shard takes a dim number, not True"),
-        (lambda: as_placement("dp"), "'dp' is not a placement: take mw.Shard(dim), mw.Replicate() or mw.Partial(op)"),
+        (lambda: as_placement("dp"), "'dp' is not a placement: take mw.Shard(dim), mw.Replicate(), mw.Partial(op) "
+         "or mw.At(i)"),
         (lambda: mw.Layout(TWO, [mw.Shard(0)]), '1 placements for the 2 axes of Mesh(dp=2, tp=4): give one per axis, '
          'or name them: {"dp": mw.Shard(0)}'),
         (lambda: mw.Layout(TWO, {"dp": mw.Shard(2)}, ndim=2), "Shard(2) on axis 'dp': the tensor has 2 dims, so dims "

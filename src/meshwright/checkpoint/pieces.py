@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..layout import Replicate, Shard, Spec, chunk_bounds
+from ..layout import At, Replicate, Shard, Spec, chunk_bounds
 
 Box = tuple[tuple[int, int], ...]  # per dim the first and last + 1 global index
 FEW = 1 << 22  # bytes that a rank may hold beside what it has
@@ -86,7 +86,7 @@ def _overlapping(spec: Spec, box: Box, turn: int) -> Iterator[Piece]:
     cells = [list(_cells(size, split.get(d, ()), mesh.sizes, *box[d])) for d, size in enumerate(spec.shape)]  # per dim
     n = math.prod(mesh.sizes[a] for a in copies)
     for chosen in itertools.product(*cells):
-        at = [0] * mesh.ndim
+        at = _first(spec)
         for axes in (axes for axes, _ in chosen):
             for axis, i in axes:
                 at[axis] = i
@@ -98,6 +98,11 @@ def _overlapping(spec: Spec, box: Box, turn: int) -> Iterator[Piece]:
                 for axis in reversed(copies):
                     index, at[axis] = divmod(index, mesh.sizes[axis])
                 yield Piece(mesh.rank_at(at), piece)
+
+
+def _first(spec: Spec) -> list[int]:
+    """Where the first rank is that holds part of a tensor; no other holds more."""
+    return [p.index if isinstance(p, At) else 0 for p in spec.layout.placements]
 
 
 def _cells(
@@ -153,7 +158,7 @@ def stretches(spec: Spec) -> list[tuple[int, Spec]] | None:
 
     All ranks have part of each stretch, so that they can exchange one after the other with little memory.
     """
-    held = math.prod(spec.local_shape([0] * spec.mesh.ndim)) * spec.dtype.itemsize  # by the rank that holds most
+    held = math.prod(spec.local_shape(_first(spec))) * spec.dtype.itemsize  # by the rank that holds most
     if held <= FEW:
         return [(0, spec)]
     step = max(spec.mesh.size, FEW * spec.shape[0] // held)

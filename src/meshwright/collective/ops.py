@@ -192,6 +192,8 @@ def _start_all_gather(t: Tensor, dim: int, sizes: Sizes, group: Group, sync: boo
         )
     if not nbytes:
         return Pending(None, x.new_empty(full))
+    if sizes.count(sum(sizes)) == 1:  # one rank has all
+        return _start_broadcast(_fresh(x) if x.nbytes else x.new_empty(full), sizes.index(sum(sizes)), group, call)
     if dim == 0 and group.plain and x.dtype in MOVABLE and even(sizes):  # nothing to rearrange
         out = x.new_empty(full)
         return Pending(started(group, call, group.pg._allgather_base, out, x.contiguous(), GATHER[sync]), out)
@@ -431,12 +433,18 @@ def broadcast(t: Tensor, src_index: int, group: Group) -> Tensor:
         return sent
     if not x.nbytes:
         return _fresh(x)
-    out = _fresh(x)
-    wire = out if x.dtype in MOVABLE else as_bytes(out)
+    return _start_broadcast(_fresh(x), src_index, group, call).wait()
+
+
+def _start_broadcast(out: Tensor, src_index: int, group: Group, call: Call) -> Pending:
+    """Fill ``out`` with that of one rank."""
+    wire = out if out.dtype in MOVABLE else as_bytes(out)
     options = BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = src_index, 0, False
-    started(group, call, group.pg.broadcast, [wire], options).wait()
-    return out if wire is out else contiguous(wire.view(x.dtype).squeeze(-1))
+    work = started(group, call, group.pg.broadcast, [wire], options)
+    if wire is out:
+        return Pending(work, out)
+    return Pending(work, wire, lambda filled: contiguous(filled.view(out.dtype).squeeze(-1)))
 
 
 def permute(t: Tensor, targets: Sizes, group: Group) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..collective import rounds
-from ..layout import Layout, Partial, Placement, Shard, dtype_from
+from ..layout import At, Layout, Partial, Placement, Shard, dtype_from
 from ..record import Record, in_dtypes
 
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -201,6 +201,8 @@ def placed(layout: Layout) -> list[tuple[str, str]]:
 def _worded(p: Placement) -> str:
     if isinstance(p, Shard):
         return f"Shard {p.dim}"
+    if isinstance(p, At):
+        return f"At {p.index}"
     return f"Partial {'' if p.op == 'sum' else p.op}".strip() if isinstance(p, Partial) else "Replicate"
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch.fx as fx
 
 from ..collective import ADDS, COLLECTIVES, bytes_of, rounds
 from ..layout import dtype_name, wire_name
 from ..program import Program, value_of
+from ..program.ir.edges import Edge, edges
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..ranks import runtime
 from ..record import Record
@@ -40,11 +42,31 @@ def explain_program(program: Program) -> Explanation:
 
 def _notes(program: Program) -> tuple[str, ...]:
     passes = tuple(r if isinstance(r, str) else f"{r.name}: {r.summary}" for r in program.passes)
+    passes += tuple(_crossings(program))
     if len(program.step) == 1:
         return passes
     kinds = program.parts[program.step[0]].kinds
     each = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in kinds.items()) or "no collective"
     return (*passes, f"the last of {len(program.step)} micro-steps; each of the others runs {each}")
+
+
+def _crossings(program: Program) -> Iterator[str]:
+    """What crosses from one stage to another, where the program would be cut."""
+    found: dict[tuple[int, int], list[Edge]] = {}
+    names = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
+
+    def said(node: fx.Node) -> str:
+        info = info_of(node)
+        if info.gather:  # of a tied weight the name of the node that reads it
+            return names.get(info.gather, info.gather)
+        return f"{info.source} at {info.line}" if info.line else info.source
+
+    for edge in edges(program):
+        found.setdefault((edge.src, edge.dst), []).append(edge)
+    for (src, dst), crossing in sorted(found.items()):
+        what = ", ".join(dict.fromkeys(said(e.node) for e in crossing))
+        values = f"{len(crossing)} value{'s' if len(crossing) > 1 else ''}"
+        yield f"from stage {src} to stage {dst}: {values}, {sum(e.nbytes for e in crossing)} bytes ({what})"
 
 
 def _collective(program: Program, number: int, node: fx.Node, names: dict[str, str], place: int) -> Collective:

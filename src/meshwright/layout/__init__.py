@@ -10,6 +10,7 @@ from .layout import Layout, Placements
 from .placement import (
     REDUCE_OPS,
     REPLICATE,
+    At,
     Partial,
     Placement,
     Replicate,
@@ -18,8 +19,10 @@ from .placement import (
     chunk_bounds,
     chunk_sizes,
     commute,
+    cuts,
     dual,
     neutral,
+    own_bounds,
     placement_from,
     unreducible,
 )  # fmt: skip
@@ -28,9 +31,9 @@ from .table import LayoutLine, LayoutTable, load_layouts, read_layouts
 from .wire import CASTS, Float8, Wire, block_of, bytes_each, wire_bytes, wire_from, wire_name
 
 __all__ = [
-    "CASTS", "REDUCE_OPS", "REPLICATE", "Float8", "Layout", "LayoutLine", "LayoutTable", "Partial", "Placement",
+    "CASTS", "REDUCE_OPS", "REPLICATE", "At", "Float8", "Layout", "LayoutLine", "LayoutTable", "Partial", "Placement",
     "Placements", "Replicate", "Shard", "Spec", "Wire", "Wires", "as_placement", "block_of", "bytes_each",
-    "chunk_bounds", "chunk_sizes", "commute", "dtype_from", "dtype_name", "dual", "layout_data", "layout_from",
-    "load_layouts", "neutral", "placement_from", "read_layouts", "spec_data", "spec_from", "unreducible", "wider",
-    "widest", "wire_bytes", "wire_from", "wire_name",
+    "chunk_bounds", "chunk_sizes", "commute", "cuts", "dtype_from", "dtype_name", "dual", "layout_data", "layout_from",
+    "load_layouts", "neutral", "own_bounds", "placement_from", "read_layouts", "spec_data", "spec_from", "unreducible",
+    "wider", "widest", "wire_bytes", "wire_from", "wire_name",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any, Union
 
 from ..errors import LayoutError
 from ..mesh import Mesh
-from .placement import REPLICATE, Partial, Placement, Replicate, Shard, as_placement, chunk_bounds, commute
+from .placement import REPLICATE, At, Partial, Placement, Replicate, Shard, as_placement, chunk_bounds, commute
 
 Placements = Union[Mapping[str, Any], Sequence[Any], "Layout", Placement]
 
@@ -125,6 +125,8 @@ class Layout:
                 lo, hi = chunk_bounds(stop - start, self.mesh.sizes[a], coordinate[a])
                 start, stop = start + lo, start + hi
             bounds[d] = (start, stop)
+        if any(isinstance(p, At) and p.index != i for p, i in zip(self.placements, coordinate, strict=True)):
+            bounds[0] = (bounds[0][0], bounds[0][0])
         return bounds
 
     def local_shape(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
@@ -142,7 +144,8 @@ class Layout:
     def to_torch(self) -> list[Any]:
         """One of torch's placement objects per axis.
 
-        Raises LayoutError where axes split a dim in another order than the mesh's (torch has no word for it).
+        Raises LayoutError where axes split a dim in another order than the mesh's, and for ``At`` (torch has no words
+        for them).
         """
         from torch.distributed.tensor import Partial as TPartial
         from torch.distributed.tensor import Replicate as TReplicate
@@ -150,6 +153,8 @@ class Layout:
 
         if self.order:
             raise LayoutError(f"torch's placements cannot express {self!r}: its axes are not in mesh order")
+        if any(isinstance(p, At) for p in self.placements):
+            raise LayoutError(f"torch's placements cannot express {self!r}: a value on one rank of an axis")
         made: list[Any] = []
         for p in self.placements:
             if isinstance(p, Shard):
@@ -218,6 +223,11 @@ def _per_axis(mesh: Mesh, placements: Placements) -> list[Placement]:
 
 
 def _in_range(p: Placement, ndim: int | None, mesh: Mesh, axis: int) -> Placement:
+    if isinstance(p, At) and p.index >= mesh.sizes[axis]:
+        n = mesh.sizes[axis]
+        raise LayoutError(f"{p!r} on axis {mesh.axes[axis]!r}, which has {n} rank{'s' if n != 1 else ''}, from 0")
+    if isinstance(p, At) and ndim == 0:
+        raise LayoutError(f"{p!r} of a tensor without dims: a number is on all ranks; take mw.Replicate()")
     if not isinstance(p, Shard) or ndim is None:
         return p
     if not -ndim <= p.dim < ndim:

@@ -82,13 +82,30 @@ class Partial:
         return "Partial()" if self.op == "sum" else f"Partial({self.op!r})"
 
 
-Placement = Shard | Replicate | Partial
+@dataclass(frozen=True, slots=True)
+class At:
+    """The rank at ``index`` of the axis holds the whole value; the others hold nothing: no rows of it.
+
+    It splits no dim, so no op computes on it: what is stored so is seen whole (``Replicate``) or by nobody.
+    """
+
+    index: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.index, int) or isinstance(self.index, bool) or self.index < 0:
+            raise LayoutError(f"At takes the index of a rank along the axis, not {self.index!r}")
+
+    def __repr__(self) -> str:
+        return f"At({self.index})"
+
+
+Placement = Shard | Replicate | Partial | At
 REPLICATE = Replicate()
 
 
 def as_placement(value: Any) -> Placement:
     """A placement of ours from ours or from one of torch's.  Raises LayoutError for anything else."""
-    if isinstance(value, (Shard, Replicate, Partial)):
+    if isinstance(value, (Shard, Replicate, Partial, At)):
         return value
     kind = type(value).__name__
     if type(value).__module__.startswith("torch.distributed"):
@@ -98,10 +115,10 @@ def as_placement(value: Any) -> Placement:
             return REPLICATE
         if kind == "Partial":
             return Partial("sum" if value.reduce_op is None else str(value.reduce_op))
-    raise LayoutError(f"{value!r} is not a placement: take mw.Shard(dim), mw.Replicate() or mw.Partial(op)")
+    raise LayoutError(f"{value!r} is not a placement: take mw.Shard(dim), mw.Replicate(), mw.Partial(op) or mw.At(i)")
 
 
-_TEXT = re.compile(r"(Shard|Replicate|Partial)\((.*)\)")
+_TEXT = re.compile(r"(Shard|Replicate|Partial|At)\((.*)\)")
 
 
 def placement_from(text: str) -> Placement:
@@ -111,12 +128,16 @@ def placement_from(text: str) -> Placement:
     try:
         if kind == "Shard":
             return Shard(int(inner))
+        if kind == "At":
+            return At(int(inner))
         if kind == "Partial":
             return Partial(inner.strip("'\"") or "sum")
     except ValueError:
         kind = ""
     if kind != "Replicate" or inner:
-        raise LayoutError(f"{text!r} is no placement: write Shard(dim), Replicate(), Partial() or Partial('max')")
+        raise LayoutError(
+            f"{text!r} is no placement: write Shard(dim), Replicate(), Partial(), Partial('max') or At(i)"
+        )
     return REPLICATE
 
 
@@ -130,6 +151,18 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 def chunk_sizes(size: int, parts: int) -> list[int]:
     """Lengths of all parts, empty ones included: ``chunk_sizes(10, 4) == [3, 3, 3, 1]``."""
     return [b - a for a, b in (chunk_bounds(size, parts, i) for i in range(parts))]
+
+
+def cuts(p: Placement) -> bool:
+    """Whether ranks of the axis hold different parts of the value."""
+    return isinstance(p, (Shard, At))
+
+
+def own_bounds(p: Placement, size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and stop of what rank ``index`` of an axis has of the ``size`` things that its placement cuts."""
+    if isinstance(p, At):
+        return (0, size) if p.index == index else (0, 0)
+    return chunk_bounds(size, parts, index)
 
 
 def dual(p: Placement, reduced: bool) -> tuple[Placement, bool]:

@@ -11,7 +11,7 @@ import torch
 from ..errors import LayoutError
 from ..mesh import Mesh
 from .layout import Layout
-from .placement import REPLICATE, Partial, Placement, Shard, dual, unreducible
+from .placement import REPLICATE, At, Partial, Placement, Shard, dual, unreducible
 from .wire import Wire, wire_from, wire_name
 
 Wires = tuple[Wire | None, Wire | None]
@@ -241,6 +241,8 @@ def layout_data(layout: Layout) -> dict[str, Any]:
 def _placement_data(p: Placement) -> str | list[Any]:
     if isinstance(p, Shard):
         return ["shard", p.dim]
+    if isinstance(p, At):
+        return ["at", p.index]
     return ["partial", p.op] if isinstance(p, Partial) else "replicate"
 
 
@@ -265,7 +267,7 @@ def _placement_from(data: Any) -> Placement:
     if data == "replicate":
         return REPLICATE
     kind, argument = data
-    return Shard(argument) if kind == "shard" else Partial(argument)
+    return {"shard": Shard, "at": At, "partial": Partial}[kind](argument)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

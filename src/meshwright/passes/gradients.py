@@ -16,7 +16,7 @@ from typing import Any
 import torch.fx as fx
 
 from ..collective import COLLECTIVES, STARTS, Kind
-from ..layout import Shard, Spec, block_of, wire_from
+from ..layout import At, Shard, Spec, block_of, wire_from
 from ..program.ir.inplace import storages, written
 from ..program.ir.linear import is_linear
 from ..program.ir.nodes import checked_value, draws, info_of, is_mutating, is_sum, value_of
@@ -271,6 +271,8 @@ def _splits_evenly(spec: Spec) -> bool:
     first = spec.local_shape((0,) * spec.layout.mesh.ndim)
     parts = [1] * len(first)
     for p, n in zip(spec.layout.placements, spec.layout.mesh.sizes, strict=True):
+        if isinstance(p, At) and n > 1:
+            return False
         if isinstance(p, Shard):
             parts[p.dim] *= n
     return all(a * b == n for a, b, n in zip(first, parts, spec.shape, strict=True))

@@ -6,11 +6,13 @@ from .capture.build import Built, Plan, build
 from .capture.scale import LossScale
 from .ir.nodes import value_of
 from .ir.program import Input, Origin, Output, Program
+from .ir.schedules import Action, Schedule, schedule
 from .ir.store import save_program
 from .load import load_program
 from .run.runner import last_uses
 
 __all__ = [
+    "Action",
     "Built",
     "Input",
     "LossScale",
@@ -18,9 +20,11 @@ __all__ = [
     "Output",
     "Plan",
     "Program",
+    "Schedule",
     "build",
     "last_uses",
     "load_program",
     "save_program",
+    "schedule",
     "value_of",
 ]

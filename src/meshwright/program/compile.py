@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from ..collective import together
 from ..errors import CaptureError, ProgramError, takes
-from ..layout import Placements, read_layouts
+from ..layout import At, Placements, read_layouts
 from ..mesh import Mesh
 from ..passes import Pass, PassManager
 from ..ranks import runtime
@@ -22,6 +22,7 @@ from ..shard.modules.module import lay_module
 from ..shard.optimizers.optimizer import binding_of, shard_optimizer
 from ..shard.parameters.precision import PRECISION_WANTED, Precisions
 from ..shard.parameters.stored import ON_WANTED, OVER_WANTED, STORED, Axes, Over, on_host, stored
+from ..tensor import DistTensor
 from . import LossScale, Plan
 from .capture.build import Globs, build, checked_mesh, conditions_of
 from .capture.export import LossFn, batch_sources
@@ -112,11 +113,12 @@ class _ByHand(CaptureSource):
 _MODEL = (nn.Module, "give the nn.Module that is trained")
 _OPTIMIZER = ((torch.optim.Optimizer, list, tuple, NoneType), "give an optimizer of the model's parameters, or None")
 _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}')
+_STAGES = ((Mapping, NoneType), 'give a dict, a mesh axis to a list of modules: {"pp": "model.layers"}')
 _PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names")
 
 
 @takes(
-    ProgramError, model=_MODEL, optimizer=_OPTIMIZER, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES,
+    ProgramError, model=_MODEL, optimizer=_OPTIMIZER, inputs=_GLOBS, outputs=_GLOBS, passes=_PASSES, stages=_STAGES,
     layouts=((Mapping, str, PathLike, NoneType), _GLOBS[1]), precision=PRECISION_WANTED,
     stored_over=OVER_WANTED, stored_on=ON_WANTED,
     clip_grad_norm=((int, float, NoneType), "give the largest norm, a number above 0"),
@@ -142,6 +144,7 @@ def compile_step(
     loss_scale: str | float | LossScale | None = None,
     precision: Precisions | None = None,
     passes: Sequence[Pass | str] | PassManager = (),
+    stages: Mapping[str, str | Mapping[str, int]] | None = None,
     init: Callable[[nn.Module], Any] | None = None,
     strategies: Mapping[str, Mapping[str, str]] | None = None,
     backend: str | None = None,
@@ -180,6 +183,9 @@ def compile_step(
         strategies: of ops that can be computed in several ways, which one an axis takes, as for ``mw.strategies``.
         passes: passes, or texts such as ``"data-parallel-optimization:bucket_bytes=4194304"``; applied in the order
             that they declare, then as listed.  Or a :class:`PassManager`.
+        stages: the mesh axis of a pipeline to the list of modules that its stages share out, ``{"pp":
+            "model.layers"}``, or to globs of names of modules and the stage of each, ``{"pp": {"encoder": 0, "decoder":
+            1}}``.  Parameters and their states are stored at their stage alone (``mw.At``), and seen by all.
         backend: ``"inductor"`` compiles what lies between collectives.
 
     Raises:
@@ -194,7 +200,7 @@ def compile_step(
         checked_strategies(strategies or {}, mesh.axes)
     plan = Plan(
         table or {}, batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
-        clip_grad_norm, gradients, LossScale.of(loss_scale), precision, strategies, stored_on, states_on,
+        clip_grad_norm, gradients, LossScale.of(loss_scale), precision, strategies, stored_on, states_on, stages,
     )  # fmt: skip
     _check_prepared(model, trained, plan)
     source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names)
@@ -215,6 +221,10 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
         word, where = apart, "mw.shard_optimizer"
     elif eager is not None:  # a precision is refused with words of its own
         word, where = "stored_over" if eager.axes else "stored_on", "mw.shard_module"
+    elif plan.stages is None and (name := _at_a_stage(model)):
+        raise CaptureError(
+            f"{name} is stored at a stage of a step that was captured with stages=: give this one the same stages="
+        )
     else:
         _check_hosted(model, plan)
         return
@@ -222,6 +232,14 @@ def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
         f"{word}= was said to {where}, which prepares eager steps: give it to mw.compile_step({word}=...), and leave "
         "it out there; or capture the eager step with mw.capture_local"
     )
+
+
+def _at_a_stage(model: nn.Module) -> str | None:
+    """The first parameter that is stored at a stage."""
+    for name, p in model.named_parameters():
+        if isinstance(p, DistTensor) and any(isinstance(q, At) for q in p.placements):
+            return name
+    return None
 
 
 def _check_hosted(model: nn.Module, plan: Plan) -> None:

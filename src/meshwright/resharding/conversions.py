@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from .. import collective
 from ..errors import ConversionError
-from ..layout import REPLICATE, Partial, Placement, Replicate, Shard, Spec, Wire
+from ..layout import REPLICATE, At, Partial, Placement, Replicate, Shard, Spec, Wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,21 +125,23 @@ def kind_of(a: Placement, b: Placement) -> str:
     if isinstance(a, Replicate):
         if isinstance(b, Replicate):
             return "retype"
-        if isinstance(b, Shard):
+        if isinstance(b, (Shard, At)):
             return "slice"
         # The same value everywhere is its own average and extremum, but not its own sum.
         return "keep_one" if b.op in ("sum", "product") else "retype"
     if isinstance(a, Partial):
         if isinstance(b, Replicate):
             return "all_reduce"
-        if isinstance(b, Shard):
+        if isinstance(b, (Shard, At)):
             return "reduce_scatter"
         if a.op == b.op:
             return "retype"
         if {a.op, b.op} == {"sum", "avg"}:
             return "scale"
         raise ConversionError(f"a Partial({a.op!r}) cannot become a Partial({b.op!r}) without being reduced")
-    if isinstance(b, Shard):
+    if isinstance(b, (Shard, At)):
+        if isinstance(a, At) or isinstance(b, At):
+            raise ConversionError(f"{a!r} becomes {b!r} by way of Replicate")
         return "all_to_all"
     return "all_gather" if isinstance(b, Replicate) else "pad"
 

@@ -10,7 +10,7 @@ import math
 from functools import lru_cache
 
 from ..collective import KINDS
-from ..layout import Shard, Spec, bytes_each
+from ..layout import Spec, bytes_each, cuts
 from .conversions import ConversionStep, lowered
 
 
@@ -18,7 +18,7 @@ def held_bytes(spec: Spec, *, without: tuple[int, ...] = ()) -> float:
     """Mean bytes that one rank holds, taking the shards of the axes ``without`` as gathered."""
     split = 1
     for a, p in enumerate(spec.layout.placements):
-        if isinstance(p, Shard) and a not in without:
+        if cuts(p) and a not in without:
             split *= spec.mesh.sizes[a]
     return spec.nbytes / split
 

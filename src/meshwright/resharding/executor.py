@@ -21,7 +21,7 @@ from .. import collective
 from ..compat import disabled_torch_function_impl as call_disabled
 from ..compat import function_base, peek_interpreter_stack
 from ..errors import ConversionError, DispatchError
-from ..layout import Partial, Replicate, Shard, Spec, chunk_bounds, neutral, wire_name
+from ..layout import At, Partial, Replicate, Shard, Spec, neutral, own_bounds, wire_name
 from ..local_tensor import as_plain, distributed
 from ..ranks import runtime
 from .conversions import ConversionStep, lowered, op_of, replicated, transpose, weighted
@@ -122,13 +122,14 @@ def _reduce_op(step: ConversionStep) -> str:
 
 
 def _dim(spec: Spec, axis: int) -> int:
+    """The dim along which ranks of an axis hold different parts."""
     p = spec.layout.placements[axis]
-    assert isinstance(p, Shard)
-    return p.dim
+    assert isinstance(p, (Shard, At))
+    return p.dim if isinstance(p, Shard) else 0
 
 
 def _lengths(spec: Spec, axes: tuple[int, ...], here: tuple[int, ...]) -> list[int]:
-    """Length on the dim that ``axes`` split, for each rank of their group."""
+    """Length on that dim, for each rank of the group over ``axes``."""
     d, mesh = _dim(spec, axes[0]), spec.mesh
     return [spec.local_shape(mesh.coordinate(r))[d] for r in mesh.group_ranks(mesh.rank_at(here), axes)]
 
@@ -184,7 +185,7 @@ def _slice(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     def cut(t: Tensor) -> Tensor:
         for a in step.axes:
             d = _dim(step.dst, a)
-            lo, hi = chunk_bounds(t.shape[d], step.src.mesh.sizes[a], here[a])
+            lo, hi = own_bounds(step.dst.layout.placements[a], t.shape[d], step.src.mesh.sizes[a], here[a])
             t = t.narrow(d, lo, hi - lo)
         # Some kernels want dense inputs and gradients, and a view would keep the whole tensor alive.  A copy on every
         # rank, also where a part of one row or none is contiguous: what autograd saves of a view of a gathered
@@ -207,7 +208,7 @@ def _keep_one(step: ConversionStep, here: tuple[int, ...]) -> Runner:
 def _pad(step: ConversionStep, here: tuple[int, ...]) -> Runner:
     (axis,) = step.axes
     d, shape = _dim(step.src, axis), step.dst.local_shape(here)
-    lo, hi = chunk_bounds(shape[d], step.src.mesh.sizes[axis], here[axis])
+    lo, hi = own_bounds(step.src.layout.placements[axis], shape[d], step.src.mesh.sizes[axis], here[axis])
 
     # constant_pad_nd takes (before, after) of the last dim first.
     around = [0, 0] * (len(shape) - d - 1) + [lo, shape[d] - hi]

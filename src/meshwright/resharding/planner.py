@@ -18,7 +18,21 @@ import torch
 
 from ..collective import ADDS
 from ..errors import ConversionError
-from ..layout import REPLICATE, Layout, Partial, Placement, Shard, Spec, Wires, bytes_each, commute, dual, widest
+from ..layout import (
+    REPLICATE,
+    At,
+    Layout,
+    Partial,
+    Placement,
+    Shard,
+    Spec,
+    Wires,
+    bytes_each,
+    commute,
+    cuts,
+    dual,
+    widest,
+)
 from . import conversions
 from .conversions import ConversionStep
 from .cost import bytes_of, passes
@@ -166,6 +180,8 @@ def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide)
         if cost > best[here]:
             continue
         for axes, to, price in _steps(here, sizes, types, table):
+            if isinstance(types[to][0], At) and any(last[a] // _ORDERS != to for a in axes):
+                continue  # no way leads over a single rank
             state = _moved(here, axes, to, types)
             if mixed and not commute(*(types[code // _ORDERS][0] for code in state)):
                 continue
@@ -243,7 +259,7 @@ def _steps(
 ) -> Iterator[tuple[tuple[int, ...], int, float]]:
     """All steps from a state: axes, index of the type that they get, bytes of both ways for one byte of tensor."""
     now = [code // _ORDERS for code in here]
-    shard = [isinstance(types[i][0], Shard) for i in now]
+    shard = [cuts(types[i][0]) for i in now]
     held = 1.0 / math.prod(n for n, s in zip(sizes, shard, strict=True) if s)
     groups: dict[int, list[int]] = {}
     for a, i in enumerate(now):
@@ -254,14 +270,14 @@ def _steps(
         n = sizes[a]
         gathered = held * n if shard[a] else held
         for i_to, before, after in table[i]:
-            after_held = gathered / n if isinstance(types[i_to][0], Shard) else gathered
+            after_held = gathered / n if cuts(types[i_to][0]) else gathered
             yield (a,), i_to, (n - 1) / n * (before * held + after * after_held)
     for i, alike in groups.items():
         for k in range(2, len(alike) + 1):
             for axes in itertools.combinations(alike, k):  # one collective over several axes
                 n = math.prod(sizes[a] for a in axes)
                 for i_to, before, after in table[i]:
-                    if (before or after) and not isinstance(types[i_to][0], Shard):
+                    if (before or after) and not cuts(types[i_to][0]):
                         yield axes, i_to, (n - 1) / n * (before + after) * held
 
 

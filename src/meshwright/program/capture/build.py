@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from ...compat import pytree
 from ...errors import LayoutError, ProgramError, near
-from ...layout import Layout, LayoutTable, Placements, Spec, read_layouts
+from ...layout import At, Layout, LayoutTable, Placements, Replicate, Spec, read_layouts
 from ...mesh import Mesh
 from ...passes.core import PassManager
 from ...passes.recompute import Recompute
@@ -38,6 +38,8 @@ from .optimizers import Given, as_one, parts_of
 from .partition import Assignment, partition
 from .refusals import without_anomaly_mode
 from .scale import LossScale
+from .stages import Given as StagesGiven
+from .stages import Stages, stages_of
 from .update import Update, update_of
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class Plan:
         strategies: of ops that have several, which one an axis takes; None: what ``mw.strategies`` says.
         stored_on: parameters, their gradients and the optimizer's states lie in the memory of the host.
         states_on: the states alone do, and the update is made there.
+        stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what.
     """
 
     layouts: Globs = field(default_factory=dict)
@@ -83,6 +86,7 @@ class Plan:
     strategies: Mapping[str, Mapping[str, str]] | None = None
     stored_on: str | Mapping[str, str] | None = None
     states_on: str | None = None
+    stages: StagesGiven | None = None
 
     def __post_init__(self) -> None:
         """Read the file; a table says of the batch what nobody else does."""
@@ -165,7 +169,8 @@ def _build(
         plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}
         constraints.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
     completed = complete(captured, mesh, constraints)
-    laid, final, kept = _laid(model, captured, completed, mesh, plan, casts)
+    stages = stages_of(model, captured, mesh, plan.stages)
+    laid, final, kept = _laid(model, captured, completed, mesh, plan, casts, stages)
     update = None
     if optimizer is not None and train:
         update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
@@ -269,7 +274,8 @@ def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, b
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, DistTensor) and name in by_name:
             # A program may have been made of the model before: then it is stored split, and the ops see what they saw.
-            layout = t.spec.layout if plan.stored_over is None else whole_over(t.spec, stored(t).axes)
+            as_kept = plan.stored_over is None and plan.stages is None
+            layout = t.spec.layout if as_kept else whole_over(t.spec, stored(t).axes)
             constraints[by_name[name]] = layout
             words[by_name[name]] = (set(), f"the tensor itself ({layout!r})")
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
@@ -343,7 +349,13 @@ def _are_placements(given: Mapping[Any, Any]) -> bool:
 
 
 def _laid(
-    model: nn.Module, captured: Captured, completed: Completed, mesh: Mesh, plan: Plan, casts: Casts
+    model: nn.Module,
+    captured: Captured,
+    completed: Completed,
+    mesh: Mesh,
+    plan: Plan,
+    casts: Casts,
+    stages: Stages | None,
 ) -> tuple[Assignment, dict[str, Spec], dict[str, Stored]]:
     everywhere, names = mesh.everywhere, Names(model)
     specs: dict[str, Spec] = {}
@@ -367,9 +379,13 @@ def _laid(
         if name not in placed and name not in captured.tied:  # a parameter that the loss does not need
             placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)
     records = Storage(plan.stored_over, plan.stored_on).records(names, mesh, placed, casts.dtypes)
+    if stages is not None:
+        _check_whole(specs, mesh.axes[stages.axis], stages.axis, {s.node: s.name for s in captured.sources})
+        _put_at_stages(placed, records, stages)
     kept = {s.node: records[s.name] for s in captured.sources if s.kind == "param" and s.name in records}
     lie = {s.node: placed[s.name] for s in captured.sources if s.node in kept}
-    laid = Assignment(specs, lie, completed.constraints, completed.origins, kept)
+    where = {} if stages is None else stages.nodes
+    laid = Assignment(specs, lie, completed.constraints, completed.origins, kept, where)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
         n: s
@@ -377,6 +393,31 @@ def _laid(
         if n not in buffers or not s.layout.is_replicated()  # buffers that are whole everywhere stay plain tensors
     }
     return laid, final, records
+
+
+def _check_whole(specs: Mapping[str, Spec], axis: str, index: int, names: Mapping[str, str]) -> None:
+    """Raises LayoutError for an input that is split over the axis of the stages."""
+    for node, spec in specs.items():
+        if not isinstance(spec.layout.placements[index], Replicate):
+            raise LayoutError(
+                f"{names[node]} lies as {spec.layout!r}, and {axis!r} is the axis of the stages, over which layers are "
+                "spread: split it over another axis"
+            )
+
+
+def _put_at_stages(specs: dict[str, Spec], records: dict[str, Stored], stages: Stages) -> None:
+    """Have parameters stored at their stages: specs become those, records say so.
+
+    Numbers, which have no rows to leave out, are on all ranks.  Raises LayoutError for what is stored over the axis.
+    """
+    axis = stages.axis
+    for name, stage in stages.params.items():
+        spec, how = specs[name], records.get(name, Stored())
+        if axis in how.axes:
+            raise LayoutError(f"{name} is stored over {spec.mesh.axes[axis]!r}, the axis of the stages: take another")
+        if spec.ndim:
+            specs[name] = spec.with_(layout=spec.layout.replace(axis, At(stage)))
+            records[name] = replace(how, axes=(*how.axes, axis))
 
 
 def checked_mesh(mesh: Any) -> Mesh:

@@ -31,6 +31,7 @@ from ...shard.parameters.packing import own_part
 from ...shard.parameters.precision import put
 from ...shard.parameters.stored import AS_SEEN, Axes, Stored
 from ...tensor import tell as wrap
+from ..ir.edges import put_stages
 from ..ir.inplace import note_writes, storages, written
 from ..ir.memory import LAID, Strides, dense, is_dense, same
 from ..ir.nodes import annotate, info_of, remove_dead
@@ -55,6 +56,7 @@ class Assignment:
         constraints: name of a node in the middle to the placements that it is to have.
         origins: where layouts came from.
         kept: of the same parameters, the records.
+        stages: name of a node to its stage, of a step that has stages.
     """
 
     specs: Mapping[str, Spec]
@@ -62,6 +64,7 @@ class Assignment:
     constraints: Mapping[str, Any] = field(default_factory=dict)
     origins: tuple[Origin, ...] = ()
     kept: Mapping[str, Stored] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict)
 
 
 def partition(
@@ -111,6 +114,7 @@ def partition(
         for node in made.recorder.graph.nodes:
             if how := laid.kept.get(info_of(node).gather):
                 annotate(node, unit=how.unit)
+        put_stages(made.recorder.graph, {made.recorder.node_of(p) for p in made.params.values()}, laid.stages)
         return made.program("" if update is None or not train else update.text)
 
 
@@ -220,8 +224,8 @@ class _Partition:
             with torch.no_grad():
                 value = executor.apply(way.plan.steps, local)
             made = executor.bring(leaf, value, wide, way.back)
-        moved, open_ = way.seen.reduced, leaf.__dict__["_spec"].undecided
-        wrap(made, seen.with_(reduced=moved, undecided=open_ & ~moved))
+        open_ = leaf.__dict__["_spec"].undecided & way.seen.undecided
+        wrap(made, seen.with_(reduced=way.seen.reduced, undecided=open_))
         if made.requires_grad:
 
             def brought(t: Tensor, steps: ConversionPlan, value: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from ... import record
 from ...errors import ProgramError
-from ...layout import Layout, Partial, Shard, Spec
+from ...layout import Layout, Partial, Spec, cuts
 from ...mesh import Mesh
 from ...resharding import executor
 from ...resharding.copies import TO_HOST
@@ -294,7 +294,7 @@ def clip(grads: Mapping[str, Tensor], max_norm: float, mesh: Mesh) -> dict[str, 
     split: dict[tuple[int, ...], list[Tensor]] = {}
     for g in grads.values():
         placements = g.__dict__["_spec"].layout.placements
-        axes = tuple(a for a, p in enumerate(placements) if isinstance(p, Shard))
+        axes = tuple(a for a, p in enumerate(placements) if cuts(p))
         split.setdefault(axes, []).append(g)
     total: Any = None
     for axes, listed in split.items():

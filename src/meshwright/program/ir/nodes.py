@@ -91,6 +91,7 @@ class NodeInfo:
         seed: whether it is what a backward starts from; ``transposed``: made by autograd of a linear op.
         regions: while recording, the checkpointed calls that it is part of, from the outside; ``saved``: those whose
             policy keeps what it gives.
+        stage: of a step with stages, the one that has it; None for what every stage has, and for the update.
     """
 
     role: str = ""
@@ -109,6 +110,7 @@ class NodeInfo:
     transposed: bool = False
     regions: Path = ()
     saved: Path = ()
+    stage: int | None = None
 
     @property
     def values(self) -> Iterator[Value]:

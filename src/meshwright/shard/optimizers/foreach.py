@@ -18,7 +18,7 @@ from ... import collective, compat, torch_changes
 from ...api import reshard, unshard
 from ...compat import foreach_utils
 from ...dispatch import count_write, disabled, map_tensors, tensors_in
-from ...layout import Partial, Replicate, Shard, Spec
+from ...layout import Partial, Replicate, Spec, cuts
 from ...local_tensor import as_plain
 from ...mesh import Mesh
 from ...rules import COMPOSITES
@@ -196,7 +196,7 @@ def _way(spec: Spec) -> Any:
 def split_axes(spec: Spec) -> tuple[int, ...]:
     """Axes of more than one rank that split a tensor."""
     sizes = spec.mesh.sizes
-    return tuple(a for a, p in enumerate(spec.layout.placements) if isinstance(p, Shard) and sizes[a] > 1)
+    return tuple(a for a, p in enumerate(spec.layout.placements) if cuts(p) and sizes[a] > 1)
 
 
 def _local_norms(tensors: list[Tensor], ord: float, dtype: torch.dtype | None) -> list[Tensor]:

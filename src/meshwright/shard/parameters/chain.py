@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...layout import Shard, Spec
+from ...layout import At, Shard, Spec
 from ...resharding import conversions, planner
 from ...resharding.conversions import ConversionStep
 from ...resharding.cost import bytes_of
@@ -27,7 +27,8 @@ class Chain(NamedTuple):
 
     Attributes:
         stored, seen: the specs at both ends; undecided on the axes that no step touches, whatever their types will be.
-        copy, cast, gather: none or one step each, in this order; a gather is over all axes at once.
+        copy, cast, gather: none or one step each, in this order; a gather is over all axes at once that split it;
+            of what is at a stage, which captured steps alone know, another one comes before it.
         back: the gather of a value that is reduced: its transpose reduces the gradient.
     """
 
@@ -53,8 +54,7 @@ def chain(spec: Spec, how: Stored) -> Chain:
     compute, reduce = (spec.dtype,) * 2 if how.dtypes is None else (how.dtypes.compute, how.dtypes.reduce)
     stored = Spec(spec.shape, spec.dtype, spec.layout, undecided=spec.mesh.everywhere & ~moved, wires=spec.wires)
     near, wide = stored.with_(dtype=compute), stored.with_(dtype=reduce)
-    seen, back = (_gathered(s, how.axes, moved) for s in (near, wide))
-    gather: Steps = (conversions.between(near, seen, how.axes),) if moved else ()
+    (gather, seen), (back, _) = (_gathered(s, how.axes) for s in (near, wide))
     if how.dtypes is not None and how.dtypes.gather is not None:
         gather = conversions.gathered_as(gather, how.dtypes.gather)
     return Chain(
@@ -63,12 +63,21 @@ def chain(spec: Spec, how: Stored) -> Chain:
         (ConversionStep("to_device", (), stored, stored),) if how.device else (),
         (ConversionStep("cast", (), stored, near),) if compute is not spec.dtype else (),
         gather,
-        (conversions.between(wide, back, how.axes),) if moved else (),
+        back,
     )
 
 
-def _gathered(spec: Spec, axes: tuple[int, ...], moved: int) -> Spec:
-    return spec.with_(layout=whole_over(spec, axes), reduced=moved)
+def _gathered(spec: Spec, axes: tuple[int, ...]) -> tuple[Steps, Spec]:
+    """The steps to the whole value, and its spec: to all stages, which do the same with what is at one, and over the
+    axes that split it, of which each rank uses it for its own part."""
+    steps: Steps = ()
+    at = tuple(a for a in axes if isinstance(spec.layout.placements[a], At))
+    split = tuple(a for a in axes if a not in at)
+    for own, reduced in ((at, 0), (split, sum(1 << a for a in split))):
+        if own:
+            whole = spec.with_(layout=whole_over(spec, own), reduced=reduced)
+            steps, spec = (*steps, conversions.between(spec, whole, own)), whole
+    return steps, spec
 
 
 def between(have: Spec, want: Spec) -> ConversionPlan:

@@ -1,0 +1,148 @@
+"""Stages of a pipeline: which of the captured values and parameters belong to which.
+
+Modules are said to be at a stage, by name.  What belongs to none of them takes its place from what it is computed of:
+an embedding in front of the first block is at the first stage, a head behind the last one at the last.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+import torch.nn as nn
+
+from ...errors import CaptureError, LayoutError, near
+from ...mesh import Mesh
+from .export import Captured
+from .source_lines import line_of
+
+Given = Mapping[str, str | Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Where a captured step is to be cut.
+
+    Attributes:
+        axis: of the mesh: stage i is what the ranks at its coordinate i hold.
+        nodes: name of a node of the captured graph to its stage.
+        params: first name of a parameter to its stage.
+    """
+
+    axis: int
+    nodes: Mapping[str, int]
+    params: Mapping[str, int]
+
+
+def stages_of(model: nn.Module, captured: Captured, mesh: Mesh, given: Given | None) -> Stages | None:
+    """What ``stages=`` says of a captured step; None where it says nothing.
+
+    Args:
+        given: the mesh axis to the name of a list of modules, or to globs of names of modules and their stages.
+
+    Raises:
+        LayoutError: names or globs that match nothing, that overlap, or that leave a stage without modules.
+        CaptureError: a value that crosses backwards; names the user's line.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or len(given) != 1:
+        raise LayoutError(f'stages={given!r}: one mesh axis was expected: stages={{"pp": "model.layers"}}')
+    ((axis, said),) = given.items()
+    index = mesh.axis_index(axis)
+    modules = _Modules(model, mesh.sizes[index], said)
+    nodes: dict[str, int] = {}
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        here, before = modules.stage(_path(node)), max((nodes.get(n.name, 0) for n in node.all_input_nodes), default=0)
+        if here is not None and before > here:
+            late = next(n for n in node.all_input_nodes if nodes.get(n.name, 0) == before)
+            raise CaptureError(
+                f"{line_of(node)}: {_path(node)} is at stage {here} of {axis!r} and takes a value of {_path(late)}, "
+                f"which is at stage {before}: values go from earlier stages to later ones; put it at stage {before}"
+            )
+        nodes[node.name] = before if here is None else here
+    return Stages(index, nodes, dict(_of_parameters(captured, modules, nodes)))
+
+
+def _of_parameters(captured: Captured, modules: _Modules, nodes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """The stages of parameters: of one that several modules have, the first."""
+    names: dict[str, list[str]] = {}
+    for source in captured.sources:
+        if source.kind == "param":
+            names.setdefault(source.name, [source.name])
+    for other, first in captured.tied.items():
+        if first in names:
+            names[first].append(other)
+    placeholders = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    for source in captured.sources:
+        if source.kind == "param":
+            said = [s for n in names[source.name] if (s := modules.stage(n)) is not None]
+            used = [nodes[u.name] for u in placeholders[source.node].users if u.name in nodes]
+            yield source.name, min(said or used, default=0)
+
+
+class _Modules:
+    """The modules that are said to be at a stage."""
+
+    def __init__(self, model: nn.Module, stages: int, said: Any) -> None:
+        self.known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+        self.at: dict[str, int] = {}
+        if isinstance(said, str):
+            self._list(model, stages, said)
+        elif isinstance(said, Mapping):
+            self._globs(stages, said)
+        else:
+            raise LayoutError(f"stages: {said!r}: the name of a list of modules, or globs to stages, was expected")
+        for name, stage in self.at.items():
+            outer = next((n for n in self.at if name.startswith(f"{n}.") and self.at[n] != stage), None)
+            if outer is not None:
+                raise LayoutError(f"stages: {name} is at stage {stage}, and {outer}, which has it, at {self.at[outer]}")
+        if empty := sorted({*range(stages)} - {*self.at.values()}):
+            raise LayoutError(f"stages: no module is at stage {empty[0]} of {stages}")
+
+    def _list(self, model: nn.Module, stages: int, said: str) -> None:
+        if said not in self.known:
+            raise LayoutError(f"stages: the model has no module {said!r}{near(said, self.known)}")
+        blocks = [name for name, _ in model.get_submodule(said).named_children()]
+        if len(blocks) < stages:
+            raise LayoutError(
+                f"stages: {said} has {len(blocks)} modules for {stages} stages: give a list of at least as many"
+            )
+        self.at = {f"{said}.{name}": i * stages // len(blocks) for i, name in enumerate(blocks)}
+
+    def _globs(self, stages: int, said: Mapping[Any, Any]) -> None:
+        by: dict[str, str] = {}
+        for glob, stage in said.items():
+            if type(stage) is not int or not 0 <= stage < stages:
+                raise LayoutError(f"stages: {glob!r} is given {stage!r}: a stage from 0 to {stages - 1} was expected")
+            found = [n for n in self.known if fnmatch.fnmatchcase(n, str(glob))]
+            if not found:
+                raise LayoutError(f"stages: {glob!r} matches no module{near(str(glob), self.known)}")
+            for name in found:
+                if self.at.setdefault(name, stage) != stage:
+                    raise LayoutError(
+                        f"stages: {by[name]!r} puts {name} at stage {self.at[name]}, {glob!r} at {stage}: keep one"
+                    )
+                by[name] = str(glob)
+
+    def stage(self, path: str) -> int | None:
+        """Of a module or parameter by its path; None for one that nothing is said of."""
+        while path:
+            if path in self.at:
+                return self.at[path]
+            path = path.rpartition(".")[0]
+        return None
+
+
+def _path(node: fx.Node) -> str:
+    """The module that a captured node is part of."""
+    stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return stack[-1].removeprefix("model").removeprefix(".") if stack else ""
+
+
+__all__ = ["Given", "Stages", "stages_of"]

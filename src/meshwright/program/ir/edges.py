@@ -1,0 +1,59 @@
+"""Edges of a pipeline: the values that go from the nodes of one stage to those of another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from .nodes import annotate, info_of, value_of
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value that crosses from one stage to another.
+
+    Attributes:
+        node: what gives it.
+        src, dst: the stages.
+        nbytes: of this rank's part.
+    """
+
+    node: fx.Node
+    src: int
+    dst: int
+    nbytes: int
+
+
+def put_stages(graph: fx.Graph, params: set[fx.Node], stages: Mapping[str, int]) -> None:
+    """Note the stage of each node of forward and backward: that of the captured node that it serves.
+
+    What needs no parameter (masks, positions, the draws of a dropout) belongs to none: every stage has it by itself.
+
+    Args:
+        params: the placeholders of parameters.
+        stages: of captured nodes, by name.
+    """
+    needing = set(params)
+    for node in graph.nodes:
+        if node.op == "call_function" and not needing.isdisjoint(node.all_input_nodes):
+            needing.add(node)
+            if info_of(node).role != "optimizer" and info_of(node).source in stages:
+                annotate(node, stage=stages[info_of(node).source])
+
+
+def edges(program: Program) -> Iterator[Edge]:
+    """The values that cross, each once for a stage that takes it, in the order in which they are made."""
+    for node in program.graph.nodes:
+        src, value = info_of(node).stage, value_of(node)
+        if src is None or value is None:
+            continue
+        takers = {stage for user in node.users if (stage := info_of(user).stage) is not None}
+        for dst in sorted(takers - {src}):
+            yield Edge(node, src, dst, math.prod(value.shape) * value.dtype.itemsize)
+
+
+__all__ = ["Edge", "edges", "put_stages"]
