@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -22,15 +21,15 @@ from ..passes import Pass, PassManager
 from ..program import Plan, build
 from ..program.capture.export import LossFn
 from ..program.capture.source_lines import own_loss
+from ..shard.optimizers.kinds import own_work
 from ..tensor import DistTensor
 from .captured import CapturedTraining
 from .journal import Departure, Journal, RankJournal
 from .report import Coverage, Verification, digest_of
-from .runs import Task
+from .runs import Optimizers, Task, copies
 from .values import differing
 
 Tensor = torch.Tensor
-Optimizers = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 MODES = ("eager", "captured")
 LEFT_OUT = {
     "precision": "everything is computed in float64", "loss_scale": "in float64 nothing overflows",
@@ -49,7 +48,7 @@ def verify(
     mesh: Mesh,
     layouts: Mapping[str, Placements] | None = None,
     *,
-    optimizer: Optimizers = None,
+    optimizer: Optimizers = torch.optim.AdamW,
     passes: Sequence[Pass | str] | PassManager = (),
     modes: Sequence[str] = MODES,
     steps: int = 2,
@@ -73,7 +72,7 @@ def verify(
         model, loss_fn, example_batch: as for ``compile_step``.  The model stays as it is; values of the batch count.
         mesh: its sizes count; it need not be connected.
         layouts: as for ``compile_step``.
-        optimizer: of the model's parameters, or what makes one of them; AdamW unless given.
+        optimizer: of the model's parameters; or, as one with step hooks must be given, what makes one of parameters.
         passes: of the captured step.
         modes: ``"eager"``, ``"captured"`` or both.
         steps: updates before the save.
@@ -91,14 +90,14 @@ def verify(
     """
     began = time.monotonic()
     plan, notes = _plan(layouts, said)
-    _check(model, mesh, modes, steps)
+    _check(model, optimizer, modes, steps)
     notes += _unused(mesh, plan)
     manager = passes if isinstance(passes, PassManager) else PassManager(passes)
     digest = _digest(model, loss_fn, optimizer, example_batch, mesh, plan, manager) if "captured" in modes else ""
     with _in_float64():
-        own, opt = copy.deepcopy((model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None))
+        own, made = copies(model, optimizer)
         own = own.cpu().double()
-        opt = opt or (optimizer or torch.optim.AdamW)(own.parameters())  # type: ignore[operator]
+        opt = made if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         batch = pytree.tree_map(_wide, example_batch)
         laid = _of_model(plan.layouts, own) if "captured" in modes else plan.layouts  # which has found the others
         task = Task(own, opt, loss_fn or own_loss, batch, mesh, plan, laid, manager, steps, save, seed)
@@ -106,9 +105,10 @@ def verify(
         found: list[Departure] = []
         covered: list[Coverage] = []
         for mode in dict.fromkeys(modes):
-            departure, compared = _eager(task, journal) if mode == "eager" else _captured(task, journal)
+            ranks, departure = _eager(task, journal) if mode == "eager" else _captured(task, journal)
             found += [departure] if departure is not None else []
-            covered.append(compared)
+            notes += [f"without consequence: {d}" for d in (ranks.harmless,) if d is not None]
+            covered.append(_covered(ranks))
     size = sum(p.numel() for p in model.parameters())
     where = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.sizes, strict=True))
     title = f"{type(model).__name__} of {size} parameters on {where}, against one device in float64"
@@ -132,7 +132,12 @@ def _of_model(layouts: Mapping[str, Placements], model: nn.Module) -> dict[str, 
     return {g: p for g, p in layouts.items() if fnmatch.filter(own, g)}
 
 
-def _check(model: nn.Module, mesh: Mesh, modes: Sequence[str], steps: int) -> None:
+def _check(model: nn.Module, optimizer: Optimizers, modes: Sequence[str], steps: int) -> None:
+    if isinstance(optimizer, torch.optim.Optimizer) and (added := own_work(optimizer)):
+        raise VerifyError(
+            f"{type(optimizer).__name__} has {added}, which a copy of it has not: give a function that makes it, "
+            "optimizer=lambda params: ..."
+        )
     laid = next((n for n, t in model.named_parameters() if isinstance(t, DistTensor)), None)
     if laid is not None:
         raise VerifyError(f"{laid} is distributed already: give verify the model as it is for one device")
@@ -172,8 +177,7 @@ def _digest(
     passes: PassManager,
 ) -> str:  # fmt: skip
     """Of the first rank's program, of the sizes and dtypes that were given."""
-    own, opt = copy.deepcopy((model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None))
-    opt = opt or (optimizer or torch.optim.AdamW)(own.parameters())  # type: ignore[operator]
+    own, opt = copies(model, optimizer)
     try:
         made = build(own, loss_fn, opt, batch, mesh, plan)
         return digest_of(passes(made.program), made.captured.module)
@@ -181,19 +185,19 @@ def _digest(
         raise CaptureError(f"{error} (or verify eager steps alone: modes=['eager'])") from error
 
 
-def _eager(task: Task, journal: Journal) -> tuple[Departure | None, Coverage]:
+def _eager(task: Task, journal: Journal) -> tuple[RankJournal, Departure | None]:
     found = RankJournal(journal, "eager")
     task.on_ranks(found, task.eager)
-    return found.first(), _covered(found)
+    return found, found.first()
 
 
-def _captured(task: Task, journal: Journal) -> tuple[Departure | None, Coverage]:
-    model, optimizer = copy.deepcopy((task.model, task.optimizer))
+def _captured(task: Task, journal: Journal) -> tuple[RankJournal, Departure | None]:
+    model, optimizer = copies(task.model, task.optimizer)
     graph = build(model, task.loss_fn, optimizer, task.batch, task.mesh, task.plan).captured
     own = task.on_one(CapturedTraining, captured=graph)
     found = RankJournal(own, "captured")
     task.on_ranks(found, task.captured)
-    return _capture_departs(journal, own) or found.first(), _covered(found)
+    return found, _capture_departs(journal, own) or found.first()
 
 
 def _capture_departs(journal: Journal, own: Journal) -> Departure | None:

@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import CaptureError, LayoutError, MeshError, PassError, ShardError
-from ..layout import Layout
 from ..testing.values import tolerance_of
 from .values import Difference, Tensor, assemble, differing
-from .watch import Key, Observed
+from .watch import RAISED, Key, Observed
 
 
 @dataclass(frozen=True)
@@ -96,13 +94,13 @@ class RankJournal:
         self.waiting: dict[Key, dict[int, Observed]] = {}
         self.departed: dict[Key, tuple[Observed, Difference]] = {}
         self.compared: dict[Key, None] = {}
-        self.last: dict[int, tuple[int, Observed]] = {}
+        self.steps: dict[int, int] = {}  # of each rank, where it is
         self.raised: Departure | None = None
 
     def tell(self, step: int, rank: int, seen: Observed) -> None:
         """A value of one rank."""
         key = (step, *seen.key)
-        self.last[rank] = step, seen
+        self.steps[rank] = step
         want = self.journal.seen.get(key)
         if want is None or key in self.compared:
             return
@@ -140,35 +138,47 @@ class RankJournal:
         except (LayoutError, ShardError, CaptureError, PassError, MeshError):
             raise
         except Exception as error:
-            step, seen = max(self.last.values(), key=lambda at: at[0], default=(0, Observed((), "the step", "", None)))
-            self.raised = Departure(
-                self.mode, step, "error", seen.op or "the step", seen.line, (), f"after {seen.op or 'the begin'}", "",
-                f"{type(error).__name__}: {error}", math.inf,
-            )  # fmt: skip
+            op, line = getattr(error, RAISED, ("the step", "no op of the user's"))
+            step, text = max(self.steps.values(), default=0), f"{type(error).__name__}: {error}"
+            self.raised = Departure(self.mode, step, "error", op, line, (), "what it gives", "", text, math.inf)
 
     # -- the culprit ----------------------------------------------------------------------------------
 
     def first(self) -> Departure | None:
         """The first value that departs, in the order of one device; None where no result does."""
+        if not self.wrong:
+            return self.raised
+        # Where a generator stands matters by what is drawn from it: numbers that differ are named before.
+        order = [k for k in self.journal.seen if k in self.departed]
+        key = next((k for k in order if k[-2] != "random"), order[0])
+        return self._departure(key)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether a result departs, or copies do; else what departs reaches none: memory that nobody writes, signs that
+        may be either."""
         inside = ("forward", "backward")
-        if all(key[1] in inside and not found.copies for key, (_, found) in self.departed.items()):
-            return self.raised  # what reaches no result: memory that nobody writes, signs that may be either
-        key = next(k for k in self.journal.seen if k in self.departed)
-        seen, found = self.departed[key]
-        layout = "" if seen.spec is None else _laid(seen.spec.layout)
+        return any(key[1] not in inside or found.copies for key, (_, found) in self.departed.items())
+
+    @property
+    def harmless(self) -> Departure | None:
+        """The first value that departs where no result does."""
+        key = next((k for k in self.journal.seen if k in self.departed), None)
+        return None if key is None or self.wrong else self._departure(key)
+
+    def _departure(self, key: Key) -> Departure:
+        want, (seen, found) = self.journal.seen[key], self.departed[key]
         step, what, *_ = key
-        make: Any = lambda phase, op, line, others, value: Departure(  # noqa: E731
-            self.mode, step, phase, op, line, others, value, layout, found.text, found.relative
-        )
-        if what == "forward":
-            return make("forward", seen.op, seen.line, (), _in_words(seen))
-        if what == "backward" or (what == "grad" and not self._contributed(step, seen.name)):
+        phase, op, line = PHASES.get(what, (what, want.op, want.line))
+        value, others = _in_words(want), ()
+        if what == "backward" or (what == "grad" and not self._contributed(step, want.name)):
             users = self.journal.uses.get((step, "forward", *key[2:]), [])
-            users = users or self.journal.uses.get((step, "forward", "leaf", seen.name), [])
-            (op, line), *rest = dict.fromkeys(users) or [(seen.op, seen.line)]
-            value = f"the gradient of {_in_words(seen)}"
-            return make("backward", op, line, tuple(f"{o} at {x}" for o, x in rest), value)
-        return make(*PHASES[what], (), seen.name or what)
+            users = users or self.journal.uses.get((step, "forward", "leaf", want.name), [])
+            (op, line), *rest = dict.fromkeys(users) or [(want.op, want.line)]
+            phase, others = "backward", tuple(f"{o} at {x}" for o, x in rest)
+            value = f"the gradient of {value}"
+        layout = "" if seen.spec is None else repr(seen.spec.layout)
+        return Departure(self.mode, step, phase, op, line, others, value, layout, found.text, found.relative)
 
     def _contributed(self, step: int, name: str) -> bool:
         """Whether what ranks contribute to the gradient of a parameter was compared, and adds up to it."""
@@ -194,10 +204,6 @@ def _in_words(seen: Observed) -> str:
     what, place = seen.key[-2:]
     if what == "in":
         return f"argument {place} of {seen.op}, which no op of torch's made"
-    if what == "random":
+    if what == "random" and seen.op:
         return f"the state of the random generator after {seen.op}"
     return f"what {seen.op} at {seen.line} gives"
-
-
-def _laid(layout: Layout) -> str:
-    return repr(layout)

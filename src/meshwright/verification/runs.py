@@ -32,6 +32,7 @@ from .journal import Journal, RankJournal
 from .steps import Training
 
 Tensor = torch.Tensor
+Optimizers = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 PATIENCE = 3600.0  # seconds that a rank may compute alone: machines are busy
 
 
@@ -40,7 +41,8 @@ class Task:
     """What is verified, in float64.
 
     Attributes:
-        model, optimizer: as they are before the first step; never trained themselves.
+        model: as it is before the first step; never trained itself.
+        optimizer: of the model's parameters, never used itself; or what makes one of parameters.
         loss_fn, batch, mesh, plan, passes: of the step.
         eager_layouts: those of the plan that eager steps know too.
         steps: updates before the save; one more comes behind the load.
@@ -49,7 +51,7 @@ class Task:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizers
     loss_fn: LossFn
     batch: Any
     mesh: Mesh
@@ -62,7 +64,7 @@ class Task:
 
     def training(self, kind: type[Training] = Training, **more: Any) -> Training:
         """A copy, to be trained."""
-        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        model, optimizer = copies(self.model, self.optimizer)
         calls = self.passes.calls_per_update
         return kind(
             model, self.loss_fn, optimizer, self.batch, self.plan.clip_grad_norm, calls,
@@ -157,6 +159,15 @@ class Task:
             states_over=plan.states_over, clip_grad_norm=plan.clip_grad_norm, gradients=one.calls == 1,
             passes=WatchedPasses(self.passes, lambda seen: one.tell(seen)),
         )  # fmt: skip
+
+
+def copies(model: nn.Module, optimizer: Optimizers) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A copy of a model, and an optimizer of its parameters."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        made: tuple[nn.Module, torch.optim.Optimizer] = copy.deepcopy((model, optimizer))
+        return made
+    own = copy.deepcopy(model)
+    return own, optimizer(own.parameters())
 
 
 def laid(name: str, t: Tensor, mesh: Mesh, said: Any) -> Tensor:

@@ -30,6 +30,7 @@ Key = tuple[
     Any, ...
 ]  # "forward" or "backward", op, line, number, "out", "in" or "random", and place; "grad" and a name
 _KEY = "_verified_as"  # in the dict of a tensor: who watches it, and its key
+RAISED = "_raised_in"  # in the dict of an error: the op and the line
 _METHODS = methods.__file__  # of distributed tensors, in whose place are torch's
 _HERE = os.path.dirname(os.path.abspath(__file__))
 # Of the object, or properties of it, which distributed tensors answer without a call.
@@ -91,7 +92,11 @@ class Watch(TorchFunctionMode):
         call = (name, line, self._counted[name, line])
         seen = Observed((), name, line, None)
         used = tuple(self._key(t, replace(seen, key=("forward", *call, "in", i))) for i, t in enumerate(given))
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            error.__dict__.setdefault(RAISED, (name, line))
+            raise
         made = [t for t in pytree.tree_leaves(args[0] if out is None and args else out) if isinstance(t, Tensor)]
         if made:
             self._counted[name, line] += 1
