@@ -170,7 +170,8 @@ class RankJournal:
         want, (seen, found) = self.journal.seen[key], self.departed[key]
         step, what, *_ = key
         phase, op, line = PHASES.get(what, (what, want.op, want.line))
-        value, others = _in_words(want), ()
+        value = _in_words(want)
+        others: tuple[str, ...] = ()
         if what == "backward" or (what == "grad" and not self._contributed(step, want.name)):
             users = self.journal.uses.get((step, "forward", *key[2:]), [])
             users = users or self.journal.uses.get((step, "forward", "leaf", want.name), [])
