@@ -18,8 +18,7 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright.dispatch import forget_ops
 from meshwright.generator import counter
-from meshwright.passes import PassRecord
-from meshwright.passes.slicing import copied
+from meshwright.passes import PassRecord, copied
 from meshwright.program.check import verify as wellformed
 from meshwright.ranks import runtime
 from meshwright.resharding import executor

@@ -121,7 +121,8 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise OptionError("--device cuda: PyTorch knows the ops of a GPU only where there is one; leave it out")
     subject = subject_of(config, config.model, config.layouts, llama=config.preset != "gpt")
-    optimizer = config.make_optimizer(subject.model)
+    make = subject.optimizer
+    optimizer = config.make_optimizer(subject.model) if make is None else make(subject.model.parameters())
     before = build(subject.model, subject.loss_fn, optimizer, subject.batch, mesh, subject.plan, rank=config.rank)
     made = explain_program(manager(before.program))
     return subject.title, Comparison(explain_program(before.program), made) if config.diff else made

@@ -30,6 +30,7 @@ class Subject:
     Attributes:
         title: of the report.
         model, loss_fn, batch, plan: as for ``meshwright.program.capture.build``.
+        optimizer: what makes one of parameters, where the user's function says it.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Subject:
     loss_fn: Callable[[nn.Module, Any], Any] | None
     batch: Any
     plan: Plan
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
 
 def subject_of(config: StepConfig, path: str | None, layouts: str | None, llama: bool) -> Subject:
@@ -63,8 +65,8 @@ def _built_in(config: StepConfig, mesh: Mesh, llama: bool) -> Subject:
     return Subject(title, model, lambda m, b: loss_of(m, *b), (ids, ids), plan)
 
 
-def users(path: str, mesh: Mesh) -> Subject:
-    """What the user's function ``module:function`` returns, called with the mesh.
+def users(path: str, mesh: Mesh, device: str = "meta") -> Subject:
+    """What the user's function ``module:function`` returns, called with the mesh and this default device.
 
     Raises:
         OptionError: no such function, or it returns something else.
@@ -79,7 +81,7 @@ def users(path: str, mesh: Mesh) -> Subject:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise OptionError(f"{path}: {error}") from error
-    with torch.device("meta"):
+    with torch.device(device):
         made = function(mesh)
     if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance(made[0], nn.Module):
         raise OptionError(
@@ -87,13 +89,14 @@ def users(path: str, mesh: Mesh) -> Subject:
             "batch, {'layouts': {...}, 'batch': {...}}) was expected"
         )
     model, loss_fn, batch, *said = made
-    return Subject(f"{type(model).__name__} of {path}", model, loss_fn, batch, _plan(path, said[0] if said else {}))
+    plan, optimizer = _plan(path, said[0] if said else {})
+    return Subject(f"{type(model).__name__} of {path}", model, loss_fn, batch, plan, optimizer)
 
 
-def _plan(path: str, said: Any) -> Plan:
+def _plan(path: str, said: Any) -> tuple[Plan, Any]:
     if isinstance(said, Plan):
-        return said
-    known = [f.name for f in dataclasses.fields(Plan)]
+        return said, None
+    known = [*(f.name for f in dataclasses.fields(Plan)), "optimizer"]
     if not isinstance(said, Mapping) or any(k not in known for k in said):
         raise OptionError(f"{path}: {said!r} was returned last; a mapping with some of {', '.join(known)} was expected")
-    return Plan(**said)
+    return Plan(**{k: v for k, v in said.items() if k != "optimizer"}), said.get("optimizer")

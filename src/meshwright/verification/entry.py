@@ -122,6 +122,7 @@ def _plan(layouts: Any, said: dict[str, Any]) -> tuple[Plan, list[str]]:
         if name not in known:
             raise VerifyError(f"verify has no option {name!r}{near(name, known)}")
     left = [n for n in LEFT_OUT if said.get(n) is not None]
+    said.pop("gradients", None)  # which are compared anyhow
     kept = {n: v for n, v in said.items() if n not in left}
     return Plan(layouts=dict(layouts or {}), **kept), [f"not covered: {n}={said[n]!r}: {LEFT_OUT[n]}" for n in left]
 

@@ -55,7 +55,7 @@ class Verification:
         covered: what was compared.
         notes: sizes that were taken down, what was left out, axes that no layout uses.
         digest: of the program and the layouts of the sizes and dtypes that were given, which the run on a cluster is to
-            have too; of eager steps alone, of the layouts.
+            have too; empty where nothing was captured.
         seconds: that it took.
     """
 
@@ -77,8 +77,8 @@ class Verification:
         Raises:
             VerifyError: it is another program, or lies otherwise.
         """
-        if step.built is None:
-            raise VerifyError("a step by hand has no digest: verify and check one of mw.compile_step")
+        if step.built is None or not self.digest:
+            raise VerifyError("steps by hand and eager ones have no digest: verify and check one of mw.compile_step")
         found = digest_of(step.program, step.built.captured.module)
         if found != self.digest:
             raise VerifyError(
@@ -91,7 +91,8 @@ class Verification:
         lines += [f"  first departure: {d}" for d in self.departures]
         for c in self.covered:
             lines += [f"  {c}", *(f"    not seen on ranks: {m}" for m in c.missed)]
-        return "\n".join([*lines, *(f"  {n}" for n in self.notes), f"  digest {self.digest}"])
+        digest = [f"  digest {self.digest}"] if self.digest else []
+        return "\n".join([*lines, *(f"  {n}" for n in self.notes), *digest])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
