@@ -57,7 +57,7 @@ def verify(
     ),
     **given: Any,
 ) -> None:
-    """Train some steps of your own on simulated ranks and compare everything with one device, in float64.
+    """Train your own step on simulated ranks and compare everything with one device.
 
     [dim]Exit codes: 0 right; 1 wrong; 2 bad input.[/]
     """
