@@ -90,7 +90,7 @@ def _verified(path: str, config: VerifyConfig) -> Any:
     if "captured" not in config.modes and passes.passes:
         raise OptionError("--pass is for captured steps: leave it out, or --modes eager")
     plan = {f.name: getattr(made.plan, f.name) for f in fields(made.plan)}
-    optimizer = {} if made.optimizer is None else {"optimizer": made.optimizer}
+    optimizer: dict[str, Any] = {} if made.optimizer is None else {"optimizer": made.optimizer}
     return mw.verify(
         made.model, made.loss_fn, made.batch, mesh, plan.pop("layouts"), passes=passes, steps=config.steps,
         modes=config.modes.split(","), seed=config.seed, **optimizer, **plan,
