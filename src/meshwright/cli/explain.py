@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from .options import BAD_INPUT, complain, options_of, said, terminal, values_of
 if TYPE_CHECKING:
     from meshwright.explanation import Comparison, Explanation
 
+MORE = 1  # exit code: more is sent than in --compare
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama-7b": {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "dtype": "bfloat16"},
@@ -47,6 +49,11 @@ class ExplainConfig(StepConfig):
     )  # fmt: skip
     diff: bool = option(False, "--diff", PROGRAM, "Compare the program before and after the passes.")
     as_json: bool = option(False, "--json", OUTPUT, "One JSON object on stdout instead of text.")
+    compare: str | None = option(
+        None, "--compare", OUTPUT,
+        "What an earlier run wrote with --json: what is sent more than there is listed, and the exit code is 1.",
+        metavar="FILE",
+    )  # fmt: skip
     html: str | None = option(None, "--html", OUTPUT, "Also write one self-contained page.", metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -71,11 +78,12 @@ def explain(context: typer.Context, **given: Any) -> None:
 
     Every collective of one rank's step with its layouts, bytes, group, line and reason; totals; memory.
 
-    [dim]Exit codes: 0 done; 2 bad input.[/]
+    [dim]Exit codes: 0 done; 1 more than in --compare; 2 bad input.[/]
     """
     try:
         config = _config(given, {name for name in given if said(context, name)})
         title, report = _report(config)
+        more = [] if config.compare is None else _grown(config.compare, report)
         if config.html is not None:
             _write(config.html, report.to_html(title))
     except MeshwrightError as error:
@@ -83,10 +91,13 @@ def explain(context: typer.Context, **given: Any) -> None:
         raise typer.Exit(BAD_INPUT) from None
     if config.as_json:
         typer.echo(report.to_json())
-        return
-    console = terminal()
-    console.print(Text(title, style="bold"))
-    console.print(report)
+    else:
+        console = terminal()
+        console.print(Text(title, style="bold"))
+        console.print(report)
+    if more:
+        complain(f"this step sends more than the one of {config.compare}:\n" + "\n".join(more))
+        raise typer.Exit(MORE)
 
 
 def _config(given: dict[str, Any], said: set[str]) -> ExplainConfig:
@@ -126,6 +137,17 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
     before = build(subject.model, subject.loss_fn, optimizer, subject.batch, mesh, subject.plan, rank=config.rank)
     made = explain_program(manager(before.program))
     return subject.title, Comparison(explain_program(before.program), made) if config.diff else made
+
+
+def _grown(path: str, report: Explanation | Comparison) -> list[str]:
+    """What is sent more than in the explanation that a file has.  Raises OptionError for another file."""
+    from meshwright.explanation import Comparison, grown
+
+    try:
+        before = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--compare {path}: {error}; write it with meshwright explain --json > {path}") from None
+    return grown(before, report.after if isinstance(report, Comparison) else report)
 
 
 def _write(path: str, page: str) -> None:

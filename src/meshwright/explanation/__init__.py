@@ -5,6 +5,7 @@ Nothing is computed again: eager code is explained from what dispatch recorded, 
 
 from __future__ import annotations
 
+from .budget import Budget, check_budget, grown
 from .compare import Comparison
 from .core import Collective, Laid, Total
 from .eager import explain, explicit
@@ -13,14 +14,17 @@ from .memory import Memory, memory_of
 from .step import explain_program
 
 __all__ = [
+    "Budget",
     "Collective",
     "Comparison",
     "Explanation",
     "Laid",
     "Memory",
     "Total",
+    "check_budget",
     "explain",
     "explain_program",
     "explicit",
+    "grown",
     "memory_of",
 ]

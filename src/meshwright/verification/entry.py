@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from os import PathLike
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn as nn
 
 from ..compat import pytree
 from ..errors import CaptureError, VerifyError, near, takes
-from ..layout import Placements
+from ..layout import Placements, read_layouts
 from ..mesh import Mesh
 from ..passes import Pass, PassManager
 from ..program import Plan, build
@@ -39,14 +40,14 @@ LEFT_OUT = {
 @takes(
     VerifyError, model=(nn.Module, "give the nn.Module that is trained, as for one device"),
     mesh=(Mesh, 'give a mesh, which need not be connected: mw.Mesh({"dp": 2, "tp": 2})'),
-    layouts=((Mapping, type(None)), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}'),
+    layouts=((Mapping, str, PathLike, type(None)), 'give a dict, glob of names to placements, or a file of layouts'),
 )  # fmt: skip
 def verify(
     model: nn.Module,
     loss_fn: LossFn | None,
     example_batch: Any,
     mesh: Mesh,
-    layouts: Mapping[str, Placements] | None = None,
+    layouts: Mapping[str, Placements] | str | PathLike[str] | None = None,
     *,
     optimizer: Optimizers = torch.optim.AdamW,
     passes: Sequence[Pass | str] | PassManager = (),
@@ -71,7 +72,7 @@ def verify(
     Args:
         model, loss_fn, example_batch: as for ``compile_step``.  The model stays as it is; values of the batch count.
         mesh: its sizes count; it need not be connected.
-        layouts: as for ``compile_step``.
+        layouts: as for ``compile_step``: globs, a table of :func:`layouts`, or its file.
         optimizer: of the model's parameters; or, as one with step hooks must be given, what makes one of parameters.
         passes: of the captured step.
         modes: ``"eager"``, ``"captured"`` or both.
@@ -92,6 +93,8 @@ def verify(
     plan, notes = _plan(layouts, said)
     _check(model, optimizer, modes, steps)
     notes += _unused(mesh, plan)
+    if plan.strategies and "eager" in modes:
+        notes.append(f"not covered by eager steps: strategies={plan.strategies!r}, which captured ones are told")
     manager = passes if isinstance(passes, PassManager) else PassManager(passes)
     digest = _digest(model, loss_fn, optimizer, example_batch, mesh, plan, manager) if "captured" in modes else ""
     with _in_float64():
@@ -124,7 +127,8 @@ def _plan(layouts: Any, said: dict[str, Any]) -> tuple[Plan, list[str]]:
     left = [n for n in LEFT_OUT if said.get(n) is not None]
     said.pop("gradients", None)  # which are compared anyhow
     kept = {n: v for n, v in said.items() if n not in left}
-    return Plan(layouts=dict(layouts or {}), **kept), [f"not covered: {n}={said[n]!r}: {LEFT_OUT[n]}" for n in left]
+    notes = [f"not covered: {n}={said[n]!r}: {LEFT_OUT[n]}" for n in left]
+    return Plan(layouts=read_layouts(layouts) or {}, **kept), notes
 
 
 def _of_model(layouts: Mapping[str, Placements], model: nn.Module) -> dict[str, Placements]:

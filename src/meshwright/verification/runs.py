@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -153,11 +153,10 @@ class Task:
     def captured(self, one: Training) -> None:
         """Capture the step of a training."""
         plan = self.plan
+        said = {f.name: getattr(plan, f.name) for f in fields(plan)} | {"gradients": one.calls == 1}
         one.step_fn = compile_step(
-            one.model, self.loss_fn, one.optimizer, one.batch, mesh=self.mesh, layouts=plan.layouts, batch=plan.batch,
-            inputs=plan.inputs, outputs=plan.outputs, stored_over=plan.stored_over, regather=plan.regather,
-            states_over=plan.states_over, clip_grad_norm=plan.clip_grad_norm, gradients=one.calls == 1,
-            passes=WatchedPasses(self.passes, lambda seen: one.tell(seen)),
+            one.model, self.loss_fn, one.optimizer, one.batch, mesh=self.mesh,
+            passes=WatchedPasses(self.passes, lambda seen: one.tell(seen)), **said,
         )  # fmt: skip
 
 
