@@ -55,7 +55,7 @@ CAUSAL = {"is_causal": True}
 GATHER = {"scaled_dot_product_attention": {"cp": "gather"}}
 # Shapes of queries and of keys and values, and what is said beside them.
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
-    "even": ((2, 3, 12, 4), (2, 3, 12, 4), CAUSAL),
+    "even": ((2, 3, 24, 4), (2, 3, 24, 4), CAUSAL),
     "odd parts": ((2, 3, 9, 4), (2, 3, 9, 4), CAUSAL),
     "uneven": ((2, 3, 7, 4), (2, 3, 7, 4), CAUSAL),
     "empty parts": ((1, 2, 2, 4), (1, 2, 2, 4), CAUSAL),

@@ -150,8 +150,7 @@ def _run(
     rows = product(tokens.index_select(0, order // k), gate_up, gate_up_bias)
     rows = product(_acted(rows, act, down.shape[-1]), down, down_bias)
     rows = rows.index_select(0, order.argsort()).unflatten(0, (len(tokens), k))
-    share = weights.reshape(-1, k).masked_fill(away.view(-1, k), 0.0).unsqueeze(-1)
-    return (rows * share).sum(1).to(x.dtype).view(x.shape)
+    return (rows * weights.reshape(-1, k, 1)).sum(1).to(x.dtype).view(x.shape)
 
 
 # ---------------------------------------------------------------------------------------------- activations
