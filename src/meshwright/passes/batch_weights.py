@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES
+from ..collective.graph import KEEP_ONE
 from ..errors import PassError
 from ..program.ir.linear import linear_in, scale_of
 from ..program.ir.nodes import VIEWS, annotate, call, checked_value, info_of, target_name, value_of
@@ -27,6 +28,7 @@ aten = torch.ops.aten
 _MEANS = {aten.mean.default, aten.mean.dim}
 _ADDS = {aten.add.Tensor, aten.sub.Tensor}
 _NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_MOVES = {*VIEWS, *COLLECTIVES, KEEP_ONE.default}
 _DIVIDES = {aten.div.Tensor, aten.div.Scalar}
 # Keeps a divisor from zero: what is summed over micro-batches lies below it.
 _BOUNDS = {aten.clamp.default, aten.clamp_min.default, aten.add.Tensor, aten.add.Scalar}
@@ -105,7 +107,7 @@ class _Loss:
             return Weight() if weight is None else Weight(divisor=weight, counted=weight)
         if node.target in _MEANS and single:
             return Weight(float(math.prod(checked_value(first).shape)))
-        if node.target in VIEWS or node.target in COLLECTIVES or frozenset(given) in linear_in(node):
+        if node.target in _MOVES or frozenset(given) in linear_in(node):
             found = self.of(first)
             return found if single or found is None else replace(found, number=1.0)
         if single and given and all(value_of(n) and not checked_value(n).shape for n in given):

@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from ..collective import COLLECTIVES, STARTS
 from ..errors import PassError
+from ..layout import Layout, Spec
 from ..program.ir.inplace import follow, returned, storages, written
 from ..program.ir.linear import is_linear
 from ..program.ir.nodes import (
@@ -175,7 +176,8 @@ class _Merge:
         self.places = {s.place: s.given for s in sums}
         if self.weight is not None:
             self.weights = self._place("sum_weights", self._number())
-            self.places[self.weights] = Input(self.weight.name, "accumulator")
+            spec = Spec(torch.Size(()), torch.float64, Layout(self.program.mesh))
+            self.places[self.weights] = Input(self.weight.name, "accumulator", spec)
         self._list_inputs()
         accumulate = part_of(self.program, nodes | {*self.places}, losses)
         self._accumulate(accumulate, sums)
