@@ -248,7 +248,7 @@ def table(path: str) -> str:
     """The rows of a file as Markdown, a line for each family."""
     with open(path) as file:
         rows = [Row(**json.loads(line)) for line in file]
-    lines = ["| family | split | sums | verdict | gathered, or why refused |", "|---|---|---|---|---|"]
+    lines = ["| family | sums | verdict | gathered, or why refused |", "|---|---|---|---|"]
     for family in dict.fromkeys(row.family for row in rows):
         own = [row for row in rows if row.family == family]
         ran = [f"{r.mode} {r.mesh}" for r in own if r.verdict == "right"]
@@ -256,7 +256,7 @@ def table(path: str) -> str:
         sums = next((f"{row.sums:g}" for row in own if row.sums is not None), "")
         notes = [re.sub(r", [^,]* a step.*", "", n) for row in own[-1:] for n in row.notes][:2]
         verdict = "; ".join([*(["right: " + ", ".join(ran)] if ran else []), *told])
-        lines.append(f"| {family} | {own[-1].split:.0%} | {sums} | {verdict} | {'; '.join(notes).replace('|', '/')} |")
+        lines.append(f"| {family} | {sums} | {verdict} | {'; '.join(notes).replace('|', '/')} |")
     return "\n".join(lines)
 
 

@@ -281,6 +281,14 @@ def test_the_models_own_plan_is_named_where_it_is_followed() -> None:
     assert table.lines["blocks.*.e.weight"].reason.startswith("the model's own plan (colwise)")
 
 
+def test_a_tied_table_is_split_with_the_head() -> None:
+    model, batch = made()
+    model.head.weight = model.words.weight
+    table = mw.layouts(model, MESHES["tp3"], batch, loss_of)
+    assert table["words.weight"] == {"tp": mw.Shard(0)}
+    assert "head.weight" not in table
+
+
 def test_wrong_arguments() -> None:
     model, batch = made()
     with pytest.raises(LayoutError, match="mesh cannot be a dict"):

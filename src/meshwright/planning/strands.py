@@ -82,15 +82,13 @@ class Strands:
         self.inputs = {(s.node, 0): s.name for s in sources}
         self._parents: dict[Slot, Slot] = {}
         self._strategies: dict[tuple[int, str], Strategy | None] = {}
-        self._learnt = {(s.node, 0) for s in captured.sources if s.fake.requires_grad}
-        for fact in self.facts:
-            if self._learnt.intersection(fact.inputs):
-                self._learnt.update(k for k in fact.outputs if self.values[k].dtype.is_floating_point)
         self._nodes = {n.name: n for n in captured.graph.nodes}
         self._fed = {s.node for s in sources if s.kind == "batch"}
+        self._learnt = {s.node for s in captured.sources if s.fake.requires_grad}  # what has a gradient
         for node in captured.graph.nodes:
-            if any(n.name in self._fed for n in node.all_input_nodes):
-                self._fed.add(node.name)
+            for known in (self._fed, self._learnt):
+                if any(n.name in known for n in node.all_input_nodes):
+                    known.add(node.name)
         self._weights = set(self.params)  # and what is made of these alone: cast, transposed, chosen rows
         for fact in self.facts:
             floats = [k for k in fact.inputs if self.values[k].dtype.is_floating_point]
@@ -228,7 +226,7 @@ class Strands:
                 del strand.slots[key]  # its one reader wants it whole: so it stays
             elif have is not None and have != want:
                 strand.gathered[key] = self._sent(key), fact.name
-            elif s is not None and have is None and key in self._learnt:
+            elif s is not None and have is None and key[0] in self._learnt and self.values[key].dtype.is_floating_point:
                 if want is not None:
                     strand.cut[key] = self._sent(key)
                 elif not isinstance(s.inputs[i], Partial):

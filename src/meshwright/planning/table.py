@@ -120,7 +120,7 @@ def _split(lines: dict[str, LayoutLine], prefix: str, captured: Captured, chosen
         if key in chosen.dims and source.kind in ("param", "buffer"):
             dim, reason = chosen.dims[key]
             lines[name] = LayoutLine({axis: Shard(dim)}, reason)
-        elif source.kind == "param":
+        elif source.kind == "param" and not lines[name].placements:  # a tied one comes again under its other name
             lines[name] = LayoutLine({}, chosen.whole.get(key, "nothing to split"))
 
 
