@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.fx as fx
 import torch.nn as nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import meshwright as mw
 from meshwright.collective import Fact
 from meshwright.errors import DesyncError, ProgramError
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
+from meshwright.passes import PassManager
 from meshwright.program import Plan, Program, build
-from meshwright.program.check.agreement import program_facts
+from meshwright.program.check.agreement import numbers, program_facts
 from meshwright.program.check.verify import verify, verify_together
 from meshwright.program.ir.nodes import Value, annotate, checked_value, info_of
 from meshwright.program.ir.program import WHOLE
@@ -311,15 +313,40 @@ COLLECTIVES: Table = [
 ]
 
 
+def backward(after: fx.Node, target: Any, *args: Any, made: Any = None) -> fx.Node:
+    """Another op of the backward: what it gives is as its first argument, in memory of its own, or ``made``."""
+    return insert(after, target, args, made or checked_value(args[0]).fresh(970), role="backward")
+
+
 def other_gradient(p: Program, *more: fx.Node) -> None:
     """up.weight gets what is down.weight's, turned round (and its own beside)."""
     source = the(p, AR, 2)
-    made = insert(source, aten.t.default, (source,), replace(checked_value(source), shape=(2, 6), given=(1, 2)))
+    turned = replace(checked_value(source), shape=(2, 6), given=(1, 2))
+    made = backward(source, aten.t.default, source, made=turned)
     if more:
-        dense = Value((2, 6), F32, 950, 48, (1, 2))
-        made = insert(made, aten.add.Tensor, (made, *more), dense)
-    annotate(made, role="backward")
+        made = backward(made, aten.add.Tensor, made, *more, made=Value((2, 6), F32, 950, 48, (1, 2)))
     gradient(p, 0, made)
+
+
+def written(p: Program, target: Any, into: Any, *args: Any) -> None:
+    """Something is written behind the reductions, and up.weight's update reads where it was written."""
+    lists = isinstance(into, list)
+    gradient(p, 0, into[0] if lists else into)
+    made = None if lists else checked_value(into)
+    insert(the(p, AR, 3), target, (into, *args), made, role="backward")
+
+
+def local(p: Program, number: int = 0) -> Any:
+    """A gradient before its reduction."""
+    return the(p, AR, number).args[0]
+
+
+def copied_weight(p: Program) -> None:
+    """The update writes to the weight through a view of it."""
+    weight = place(p, *UP)
+    made = insert(the(p, AR, 3), aten.detach.default, (weight,), checked_value(weight), role="optimizer")
+    arg(fused(p), 0, [made, *list(fused(p).args[0])[1:]])  # type: ignore[arg-type]
+    gradient(p, 0, local(p))
 
 
 def returned(p: Program, node: fx.Node, *placements: Any) -> Program:
@@ -329,7 +356,21 @@ def returned(p: Program, node: fx.Node, *placements: Any) -> Program:
     return replace(p, outputs=(replace(p.outputs[0], kind="grad", name="up.weight", spec=spec),))
 
 
+UNSUMMED = "the update of up.weight, gets a gradient of up.weight that is not summed over dp"
 FLOW: Table = [
+    (lambda p: gradient(p, 0, local(p)), UNSUMMED),
+    (copied_weight, UNSUMMED),
+    (lambda p: written(p, aten.mul_.Tensor, the(p, AR), 0.5), None),
+    (lambda p: written(p, aten.add_.Tensor, the(p, AR), local(p)), UNSUMMED),
+    (lambda p: written(p, aten.copy_.default, the(p, AR), local(p)), UNSUMMED),
+    (lambda p: written(p, aten.copy_.default, local(p), the(p, AR)), None),  # replaces all that was there
+    (lambda p: written(p, aten.add_.Tensor, local(p), the(p, AR)), UNSUMMED),
+    (lambda p: written(p, aten._foreach_mul_.Scalar, [the(p, AR), the(p, AR, 1)], 0.5), None),
+    (
+        lambda p: written(p, aten._foreach_add_.List, [the(p, AR), the(p, AR, 1)], [the(p, AR), local(p, 1)]),
+        "the update of up.bias, gets a gradient of up.bias that is not summed over dp",
+    ),
+    (lambda p: written(p, aten._foreach_add_.List, [the(p, AR)], [local(p)]), UNSUMMED),
     (
         lambda p: gradient(p, 2, the(p, AR, 2).args[0]),  # type: ignore[arg-type]
         "a gradient of down.weight that is not summed over dp: no reduction lies between %t_default_5",
@@ -356,8 +397,12 @@ FLOW: Table = [
 
 @pytest.mark.parametrize("table", [INTERFACE, NODES, COLLECTIVES + FLOW], ids=["interface", "nodes", "meetings"])
 def test_what_is_wrong_is_named(table: Table) -> None:
+    looked_at(table, ALL[0])
+
+
+def looked_at(table: Table, base: Program) -> None:
     for i, (change, words) in enumerate(table):
-        p = fresh()
+        p = fresh(base)
         made = change(p)
         p = made if isinstance(made, Program) else p
         if words is None:
@@ -366,6 +411,31 @@ def test_what_is_wrong_is_named(table: Table) -> None:
         print(i, words)  # the last one is what is not noticed
         with pytest.raises(ProgramError, match=words):
             verify(p)
+
+
+def test_gradients_that_are_summed_together_or_over_micro_steps() -> None:
+    """In a buffer: what is read in front of the sum is not summed; in the sums of a merge neither."""
+    view, start = aten.as_strided.default, ops.all_reduce_start.default
+
+    def early(p: Program) -> None:
+        part = the(p, view, 3)
+        gradient(p, 0, backward(the(p, start).prev, aten.clone.default, part))
+
+    fused_sums: Table = [
+        (lambda p: None, None),
+        (lambda p: gradient(p, 0, the(p, view, 3)), None),  # which holds the sum by then
+        (early, UNSUMMED),
+    ]
+    merged: Table = [
+        (lambda p: None, None),
+        (lambda p: gradient(p, 0, local(p)), UNSUMMED),
+        (lambda p: gradient(p, 0, next(n for n in p.placeholders if n.name == "sum_up_weight")), UNSUMMED),
+    ]
+    for table, passes in (
+        (fused_sums, "data-parallel-optimization:bucket_bytes=1000000,prune=no"),
+        (merged, "gradient-merge:k_steps=2"),
+    ):
+        looked_at(table, PassManager([passes])(ALL[0]))
 
 
 def test_all_ranks() -> None:
@@ -420,3 +490,17 @@ def test_what_ranks_have_alike() -> None:
     assert program_facts(ALL[1], inputs=False) == found[len(INPUTS) :]
     parts = program_facts(replace(ALL[1], parts={"one": ALL[1]}, schedules={"step": ("one",)}))
     assert parts[len(found) :] == [Fact("the part one"), *found[len(INPUTS) :], Fact("schedules {'step': ('one',)}")]
+
+
+def test_numbers_that_ranks_have_alike() -> None:
+    """Options of updates and numbers in graphs as every process writes them: no values of tensors, no addresses."""
+    traced = make_fx(lambda x: torch.add(x, 2.5, alpha=3).to(F64).clamp(0, None))(torch.zeros(2))
+    given = {"lr": 0.1, "betas": (0.9, 0.99), "foreach": None, "held": torch.zeros(1)}
+    update = Fact("an update with (('lr', 0.1), ('betas', (0.9, 0.99)), ('foreach', None), ('held', Tensor))")
+    assert numbers([given]) == [update]
+    assert numbers([given], traced) == [
+        update,
+        Fact("aten.add.Tensor(Node, 2.5, ('alpha', 3))"),
+        Fact("aten._to_copy.default(Node, ('dtype', torch.float64))"),
+        Fact("aten.clamp.default(Node, 0)"),
+    ]
