@@ -265,6 +265,8 @@ def judged_anew(verdict: Verdict, source: str, order: list[tuple[str, float]]) -
     def work(send: Callable[[Any], None]) -> None:
         class Tries:
             def pytest_runtestloop(self, session: pytest.Session) -> bool:
+                if session.testsfailed:  # a module that a test imports does not import
+                    raise session.Interrupted("not collected")
                 items = {item.nodeid: item for item in session.items}
                 send("collected")
                 _tried([(items[n], s) for n, s in order if n in items], send)

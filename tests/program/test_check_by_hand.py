@@ -124,11 +124,24 @@ def gradient(p: Program, i: int, node: fx.Node) -> None:
     arg(fused(p), 1, listed)
 
 
-def largest(p: Program, **changes: Any) -> fx.Node:
+def largest(p: Program, two: Any = None, of: Any = None) -> fx.Node:
     """max over a dim, which gives two values."""
+    of = the(p, aten.tanh.default) if of is None else of
+    two = (Value((2,), checked_value(of).dtype, 900, 16), Value((2,), torch.int64, 901, 16)) if two is None else two
+    return insert(of, aten.max.dim, (of, 0), two)
+
+
+def double(p: Program) -> fx.Node:
     tanh = the(p, aten.tanh.default)
-    two = Value((2,), F32, 900, 8), Value((2,), torch.int64, 901, 16)
-    return insert(tanh, aten.max.dim, (tanh, 0), changes.get("two", two))
+    made = insert(tanh, aten._to_copy.default, (tanh,), checked_value(tanh).fresh(910, F64))
+    made.kwargs = {"dtype": F64}
+    return made
+
+
+def gradients_by_name(p: Program, listed: list[fx.Node]) -> None:
+    """An update in front of the update, whose lists are given by name."""
+    node = insert(the(p, AR, 3), aten._foreach_add_.List, (entries(p),), None, role="backward")
+    node.kwargs = {"other": listed}
 
 
 def picked(p: Program, i: int, **changes: Any) -> None:
@@ -150,6 +163,11 @@ def many(p: Program, columns: int) -> None:
     lain = replace(checked_value(part), shape=(2, columns), given=(2, 0))
     wide = insert(part, aten.expand.default, (part, [2, columns]), lain)
     insert(wide, aten.split.Tensor, (wide, 1, 1), ())
+
+
+def entries(p: Program) -> list[fx.Node]:
+    """The gradients of the update."""
+    return list(fused(p).args[1])  # type: ignore[arg-type]
 
 
 Change = Callable[[Program], Any]
@@ -254,6 +272,9 @@ NODES: Table = [
     (lambda p: largest(p), None),
     (lambda p: largest(p, two=(Value((2,), F32, 900, 8), None)), r"said to give nothing, and gives int64\[2\]"),
     (lambda p: largest(p, two=Value((2,), F32, 900, 8)), "gives 2 values, not the 1 that it is said to"),
+    (lambda p: largest(p, of=double(p)), None),  # of float64, as it is given
+    (lambda p: gradients_by_name(p, entries(p)), None),
+    (lambda p: gradients_by_name(p, entries(p)[1:]), "3 tensors in other for 4 in self"),
     (lambda p: picked(p, 0), None),
     (lambda p: picked(p, 2), "picks value 2 of max_dim, which does not give that many"),
     (lambda p: picked(p, -1), "picks value -1 of max_dim"),
