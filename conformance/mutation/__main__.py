@@ -47,7 +47,8 @@ def _one(module: str, options: argparse.Namespace) -> list[Any]:
     def work(send: Callable[[Any], None]) -> None:
         files = options.tests or judges(module, options.small)
         session = Session(module, files, wanted, options.sample, options.seconds, options.seed)
-        session.collected()
+        if session.collected():
+            sys.exit(1)
         for v in session.verdicts:
             if v.what:
                 send({"verdict": asdict(v)})
