@@ -114,7 +114,9 @@ def partition(
         for node in made.recorder.graph.nodes:
             if how := laid.kept.get(info_of(node).gather):
                 annotate(node, unit=how.unit)
-        put_stages(made.recorder.graph, {made.recorder.node_of(p) for p in made.params.values()}, laid.stages)
+        if laid.stages:
+            params = [made.by_node[s.node] for s in captured.sources if s.kind == "param"]
+            put_stages(made.recorder.graph, set(map(made.recorder.node_of, params)), laid.stages)
         return made.program("" if update is None or not train else update.text)
 
 
