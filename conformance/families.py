@@ -56,6 +56,7 @@ SIZES: dict[str, Any] = {
     "time_step_rank": 4, "use_mambapy": False, "depths": [1, 1], "hidden_sizes": [12, 24], "num_stages": 2,
     "sliding_window": 8, "type_vocab_size": 2, "num_buckets": 8, "use_cache": False,
     "experts_implementation": "batched_mm",
+    "residual_dropout": 0.0,
     **_IMAGE,
 }  # fmt: skip
 
