@@ -199,8 +199,9 @@ def compile_step(
         trained, table = as_one(optimizer), read_layouts(layouts)
         checked_strategies(strategies or {}, mesh.axes)
     plan = Plan(
-        table or {}, batch, dict(inputs or {}), dict(outputs or {}), stored_over, regather, states_over,
-        clip_grad_norm, gradients, LossScale.of(loss_scale), precision, strategies, stored_on, states_on, stages,
+        table or {}, batch, dict(inputs or {}), dict(outputs or {}), regather, states_over, clip_grad_norm,
+        gradients, LossScale.of(loss_scale), precision, strategies, states_on, stages,
+        stored_over=stored_over, stored_on=stored_on,
     )  # fmt: skip
     _check_prepared(model, trained, plan)
     source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names)

@@ -136,9 +136,9 @@ class Task:
         plan = self.plan
         shard_module(
             one.model, self.mesh, self.eager_layouts, inputs=plan.inputs, outputs=plan.outputs,
-            stored_over=plan.stored_over, regather=plan.regather,
+            regather=plan.regather, **plan.options(),
         )  # fmt: skip
-        shard_optimizer(one.optimizer, states_over=plan.states_over)
+        shard_optimizer(one.optimizer, states_over=plan.states_over, states_on=plan.states_on)
         one.batch = self._laid()
         one.alone = partial(no_sync, one.model)
 

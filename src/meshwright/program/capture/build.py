@@ -27,7 +27,7 @@ from ...shard.modules.constraints import Inputs, Outputs, hooked
 from ...shard.parameters.names import Names, matching
 from ...shard.parameters.packing import whole_over
 from ...shard.parameters.precision import Casts, Precisions, casts_of, check_autocast
-from ...shard.parameters.stored import Axes, Over, Storage, Stored, stored
+from ...shard.parameters.stored import Axes, Storage, Stored, stored
 from ...tensor import DistTensor
 from ..ir.nodes import no_collection
 from ..ir.program import Program
@@ -50,15 +50,14 @@ Globs = Mapping[str, Placements]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a step is to be laid out; what the user said, as data.
+class Plan(Storage):
+    """How a step is to be laid out; what the user said, as data: options of storage, and these.
 
     Attributes:
         layouts: glob over names of parameters and buffers, of batch tensors (``batch``, ``batch.0``, ``batch.x``) or of
             values of the captured graph, to placements; or a table of them, or its file.
         batch: placements of every batch tensor, or a mapping from their names (``x``, ``batch.x``) to placements.
         inputs, outputs: glob over module names to placements of what goes in or comes out, as for ``shard_module``.
-        stored_over: parameters are stored split over this axis, or axes, and seen whole by the ops (ZeRO-3).
         regather: with ``stored_over``: gather again for the backward instead of keeping gathered parameters.
         states_over: the optimizer's states are split over this axis, or axes, and with them gradients and the update
             (ZeRO-1/2).
@@ -67,7 +66,6 @@ class Plan:
         loss_scale: scale the loss, skip updates that overflow.
         precision: the dtypes in which ops see parameters and gradients are reduced.
         strategies: of ops that have several, which one an axis takes; None: what ``mw.strategies`` says.
-        stored_on: parameters, their gradients and the optimizer's states lie in the memory of the host.
         states_on: the states alone do, and the update is made there.
         stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what.
     """
@@ -76,7 +74,6 @@ class Plan:
     batch: Any = None
     inputs: Globs = field(default_factory=dict)
     outputs: Globs = field(default_factory=dict)
-    stored_over: Over | None = None
     regather: bool = True
     states_over: Axes | None = None
     clip_grad_norm: float | None = None
@@ -84,7 +81,6 @@ class Plan:
     loss_scale: LossScale | None = None
     precision: Precisions | None = None
     strategies: Mapping[str, Mapping[str, str]] | None = None
-    stored_on: str | Mapping[str, str] | None = None
     states_on: str | None = None
     stages: StagesGiven | None = None
 
@@ -378,7 +374,7 @@ def _laid(
     for name, t in model.named_parameters():
         if name not in placed and name not in captured.tied:  # a parameter that the loss does not need
             placed[name] = Spec(t.shape, t.dtype, Layout(mesh), undecided=everywhere)
-    records = Storage(plan.stored_over, plan.stored_on).records(names, mesh, placed, casts.dtypes)
+    records = plan.records(names, mesh, placed, casts.dtypes)
     if stages is not None:
         _check_whole(specs, mesh.axes[stages.axis], stages.axis, {s.node: s.name for s in captured.sources})
         _put_at_stages(placed, records, stages)

@@ -101,7 +101,9 @@ def shard_module(
     guard_scripts()
     _check_sync(sync, stored_over, stored_on, precision)
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
-    names, kept = _laid(model, mesh, placements or {}, around, Storage(stored_over, stored_on), precision)
+    names, kept = _laid(
+        model, mesh, placements or {}, around, Storage(stored_over=stored_over, stored_on=stored_on), precision
+    )
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
     if any(t.is_meta for t in names.tensors.values()):
         _materialise(model, names, mesh, init)

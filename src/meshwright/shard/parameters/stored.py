@@ -6,7 +6,7 @@ What was said (``Storage``) becomes a record of each parameter (``Stored``), in 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import Any
 
@@ -118,17 +118,21 @@ OVER_WANTED = (
 ON_WANTED = ((str, Mapping, NoneType), 'give "cpu", or a dict, glob of names of parameters or modules to that')
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Storage:
-    """What was said of how parameters are kept.
+    """What was said of how parameters are kept: options of ``shard_module`` and of ``compile_step``, by their names.
 
     Attributes:
-        over: axis, or axes, that they are stored split over, or glob of names to those.
-        on: device that they are stored on, or glob of names to device.
+        stored_over: axis, or axes, that they are stored split over, or glob of names to those.
+        stored_on: device that they are stored on, or glob of names to device.
     """
 
-    over: Over | None = None
-    on: str | Mapping[str, str] | None = None
+    stored_over: Over | None = None
+    stored_on: str | Mapping[str, str] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """What was said, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(Storage)}
 
     def records(
         self, names: Names, mesh: Mesh, plan: dict[str, Spec], dtypes: Mapping[str, Dtypes]
@@ -155,7 +159,7 @@ class Storage:
 
     def _axes(self, names: Names, mesh: Mesh, plan: dict[str, Spec]) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
-        said = {names.all[n]: axes_of(mesh, a) for n, a in names.said(_globs(self.over), "stored_over").items()}
+        said = {names.all[n]: axes_of(mesh, a) for n, a in names.said(_globs(self.stored_over), "stored_over").items()}
         for name, axes in said.items():
             spec = plan.get(name)
             if spec is None:
@@ -177,7 +181,7 @@ class Storage:
 
         Raises ShardError for another device, and for globs that match nothing.
         """
-        globs = _globs(self.on)
+        globs = _globs(self.stored_on)
         for device in globs.values():
             check_device(device)
         return {names.all[n]: None for n in names.said(globs, "stored_on")}
