@@ -39,7 +39,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def prepared(step: Any, here: tuple[int, ...]) -> Any:
         (axis,) = step.axes
         group = collective.group(step.src.mesh, step.axes)
-        d, sizes = executor._dim(step.src, axis), executor._lengths(step.src, axis, here)
+        d, sizes = executor._dim(step.src, axis), executor._lengths(step.src, step.axes, here)
         return lambda t: _ring(t, d, sizes, group)
 
     known = conversions.kind_of
