@@ -15,6 +15,7 @@ from .checking import claim_all, compare, same_values, so_far
 from .digest import digests
 from .direct_calls import OPERATORS as BY_HAND
 from .direct_calls import refuse_by_hand, sends_objects
+from .exchange import all_to_all, permute
 from .graph import (
     COLLECTIVES,
     OPERATORS,
@@ -45,11 +46,9 @@ from .ops import (
     all_gather_object,
     all_reduce,
     all_reduce_async,
-    all_to_all,
     barrier,
     broadcast,
     counting,
-    permute,
     reduce_scatter,
     reduce_scatter_async,
 )

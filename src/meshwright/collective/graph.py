@@ -20,7 +20,7 @@ from ..mesh import Mesh, parse_mesh
 from ..operators import operator
 from ..ranks import runtime
 from ..ranks.simulation import Call
-from . import ops, quantized
+from . import exchange, ops, quantized
 from .groups import Group, group
 from .kinds import Kind
 
@@ -99,7 +99,7 @@ def add(kind: Kind) -> None:
 
 
 for _kind in (
-    ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.ALL_TO_ALL, ops.BROADCAST, ops.PERMUTE,
+    ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.BROADCAST, exchange.ALL_TO_ALL, exchange.PERMUTE,
     quantized.WIRE_ALL_REDUCE, quantized.WIRE_REDUCE_SCATTER, quantized.WIRE_ALL_GATHER,
 ):  # fmt: skip
     add(_kind)

@@ -21,7 +21,6 @@ from .kinds import ADDS, Cut, Kind, rounds
 from .monitor import Underway, started
 from .transport import (
     BASIC,
-    EXCHANGE,
     GATHER,
     MOVABLE,
     REDUCE,
@@ -324,84 +323,6 @@ def _packed(t: Tensor, dim: int, sizes: Sizes) -> tuple[Tensor, int]:
     return rows.view(-1), longest
 
 
-# -- all-to-all ------------------------------------------------------------------------------------------
-
-
-def all_to_all(
-    t: Tensor, split_dim: int, split_sizes: Sizes, concat_dim: int, concat_sizes: Sizes, group: Group
-) -> Tensor:
-    """Part j of ``t`` along ``split_dim`` goes to rank j; what comes in is concatenated along ``concat_dim``.
-
-    Args:
-        t: length ``sum(split_sizes)`` along ``split_dim``, and ``concat_sizes[index]`` along ``concat_dim``.
-        split_sizes: length of the part for each rank; may differ and may be 0.
-        concat_sizes: length along ``concat_dim`` of what each rank sends.
-
-    Returns:
-        Length ``split_sizes[index]`` along ``split_dim`` and ``sum(concat_sizes)`` along ``concat_dim``.
-
-    Raises:
-        CollectiveError: the sizes do not fit, or both dims are the same.
-        DesyncError: the ranks disagree (simulated ranks only).
-    """
-    n, me = group.size, group.index
-    split_dim = checked_dim(t, split_dim, "all_to_all")
-    concat_dim = checked_dim(t, concat_dim, "all_to_all")
-    if split_dim == concat_dim:
-        raise CollectiveError(f"all_to_all: split and concatenation are both along dim {split_dim}")
-    check_sizes("all_to_all", "split_sizes", split_sizes, group, sum(split_sizes), t.shape[split_dim])
-    own = concat_sizes[min(me, len(concat_sizes) - 1)]
-    check_sizes("all_to_all", "concat_sizes", concat_sizes, group, own, t.shape[concat_dim])
-    if n == 1:
-        return t
-    x = t.detach() if t.requires_grad else t
-    _count(ALL_TO_ALL, group, x.nbytes, 0)
-    args = (
-        ("split_dim", split_dim),
-        ("split_sizes", tuple(split_sizes)),
-        ("concat_dim", concat_dim),
-        ("concat_sizes", tuple(concat_sizes)),
-    )
-    call = _call(group, "all_to_all", "", x, args, (concat_dim,))
-    if group.pg is None:
-
-        def exchange(parts: list[Tensor]) -> list[Tensor]:
-            pieces = [p.split(list(split_sizes), split_dim) for p in parts]
-            return [contiguous(torch.cat([row[j] for row in pieces], concat_dim)) for j in range(n)]
-
-        received: Tensor = checking.rendezvous(group, call, x, exchange)
-        return received
-    if not numel(x.shape, concat_dim, sum(concat_sizes)):
-        shape = resized(x.shape, split_dim, split_sizes[me])
-        return x.new_empty(resized(shape, concat_dim, sum(concat_sizes)))
-    if x.dtype in MOVABLE:
-        return _exchange(x, split_dim, split_sizes, concat_dim, concat_sizes, group, call)
-    raw = _exchange(as_bytes(x), split_dim, split_sizes, concat_dim, concat_sizes, group, call)
-    return contiguous(raw.view(x.dtype).squeeze(-1))
-
-
-def _exchange(
-    x: Tensor, split_dim: int, split_sizes: Sizes, concat_dim: int, concat_sizes: Sizes, group: Group, call: Call
-) -> Tensor:
-    shape = resized(x.shape, split_dim, split_sizes[group.index])
-    if not group.plain:  # a Python group: gather everything, keep the own slice
-        whole = _gather_now(x, concat_dim, concat_sizes, group, call)
-        start = sum(split_sizes[: group.index])
-        return contiguous(whole.narrow(split_dim, start, split_sizes[group.index]))
-    if split_dim == 0:
-        flat = x.contiguous().view(-1)
-    else:
-        flat = torch.cat([part.reshape(-1) for part in x.split(list(split_sizes), split_dim)])
-    outgoing = [numel(x.shape, split_dim, s) for s in split_sizes]
-    incoming = [numel(shape, concat_dim, s) for s in concat_sizes]
-    out = x.new_empty(sum(incoming))
-    started(group, call, group.pg.alltoall_base, out, flat, incoming, outgoing, EXCHANGE[True]).wait()
-    if concat_dim == 0:
-        return out.view(resized(shape, 0, sum(concat_sizes)))
-    pieces = zip(out.split(incoming), concat_sizes, strict=True)
-    return contiguous(torch.cat([p.view(resized(shape, concat_dim, s)) for p, s in pieces], concat_dim))
-
-
 def _gather_now(x: Tensor, dim: int, sizes: Sizes, group: Group, call: Call) -> Tensor:
     """``all_gather`` of a dtype that backends move, on real ranks, neither checked nor counted."""
     return Pending(*_gather_parts(x, dim, sizes, group, True, call)).wait()
@@ -447,43 +368,6 @@ def _start_broadcast(out: Tensor, src_index: int, group: Group, call: Call) -> P
     return Pending(work, wire, lambda filled: contiguous(filled.view(out.dtype).squeeze(-1)))
 
 
-def permute(t: Tensor, targets: Sizes, group: Group) -> Tensor:
-    """The tensor of the rank that sends to this one, as a new tensor.
-
-    Args:
-        t: same shape and dtype on all ranks.
-        targets: to which position the rank at each position sends: each position once, maybe its own.
-
-    Raises:
-        CollectiveError: the targets are no permutation of the positions.
-        DesyncError: the ranks disagree (simulated ranks only).
-    """
-    n, me = group.size, group.index
-    if sorted(targets) != list(range(n)):
-        raise CollectiveError(f"permute: targets={list(targets)} is no permutation of the {n} positions in the group")
-    if n == 1:
-        return t
-    x = t.detach() if t.requires_grad else t
-    _count(PERMUTE, group, x.nbytes if targets[me] != me else 0, 0)
-    call = _call(group, "permute", "", x, (("targets", tuple(targets)),))
-    source = list(targets).index(me)
-    if group.pg is None:
-        sources = [list(targets).index(i) for i in range(n)]
-        sent: Tensor = checking.rendezvous(group, call, x, lambda parts: [_fresh(parts[i]) for i in sources])
-        return sent
-    if not x.nbytes:
-        return _fresh(x)
-    wire = x.contiguous() if x.dtype in MOVABLE else as_bytes(x)
-    if group.plain:
-        out = torch.empty_like(wire)
-        give, take = ([wire.numel() if i == to else 0 for i in range(n)] for to in (targets[me], source))
-        work = started(group, call, group.pg.alltoall_base, out.view(-1), wire.view(-1), take, give, EXCHANGE[True])
-        work.wait()
-    else:  # a Python group
-        out = _fresh(_gather_now(wire.unsqueeze(0), 0, [1] * n, group, call)[source])
-    return out if x.dtype in MOVABLE else contiguous(out.view(x.dtype).squeeze(-1))
-
-
 def barrier(group: Group) -> None:
     """Return when every rank of the group is here.  Not counted."""
     if group.size == 1:
@@ -521,14 +405,6 @@ def _scatter(way: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, op, dim, sizes, index, group: way(x, dim, sizes, op, group)
 
 
-def _exchanged(x: Tensor, split: int, give: Sizes, concat: int, take: Sizes, index: int, group: Group) -> Tensor:
-    return all_to_all(x, split, give, concat, take, group)
-
-
-def _permuted(x: Tensor, targets: Sizes, index: int, group: Group) -> Tensor:
-    return permute(x, targets, group)
-
-
 ALL_REDUCE = Kind("all_reduce", "str op", all_reduce, all_reduce_async, start_writes=True, passes=(2, 0))
 ALL_GATHER = Kind(
     "all_gather", "int dim, int[] sizes", all_gather, all_gather_async,
@@ -538,10 +414,5 @@ REDUCE_SCATTER = Kind(
     "reduce_scatter", "str op, int dim, int[] sizes, int index", _scatter(reduce_scatter),
     _scatter(reduce_scatter_async), cuts=(Cut("dim", "sizes", "scatters"),),
 )  # fmt: skip
-ALL_TO_ALL = Kind(
-    "all_to_all", "int split_dim, int[] split_sizes, int concat_dim, int[] concat_sizes, int index", _exchanged,
-    cuts=(Cut("split_dim", "split_sizes", "splits"), Cut("concat_dim", "concat_sizes", "joins", joins=True)),
-)  # fmt: skip
-PERMUTE = Kind("permute", "int[] targets, int index", _permuted, whole=True)
 BROADCAST = Kind("broadcast", "int src_index", broadcast, whole=True)
 KINDS: dict[str, Kind] = {}  # by name; filled by ``graph.add``
