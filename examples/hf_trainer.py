@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import meshwright as mw
-from meshwright.integrations.transformers import MeshTrainer
+from meshwright.integrations.trainer import MeshTrainer
 
 CONFIG = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

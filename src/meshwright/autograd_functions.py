@@ -125,7 +125,7 @@ _STORED = 'mw.shard_module(model, mesh, ..., stored_over="dp") stores parameters
 # What wraps models for their users, by the package that calls, the outer one first: what its user can do.
 _STACKS = {
     "transformers": (
-        "take meshwright.integrations.transformers.MeshTrainer in place of Trainer, or its mixin OnMesh for a trainer "
+        "take meshwright.integrations.trainer.MeshTrainer in place of Trainer, or its mixin OnMesh for a trainer "
         "that derives from it"
     ),
     "accelerate": (

@@ -11,7 +11,7 @@ from torch import Tensor
 import meshwright as mw
 
 transformers = pytest.importorskip("transformers", reason="the oracle is the transformers library")
-pytest.importorskip("meshwright.transformers")
+pytest.importorskip("meshwright.integrations.transformers")
 
 SMALL = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,

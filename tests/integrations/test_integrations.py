@@ -108,7 +108,7 @@ def resumed_alone(checkpoint: str, folder: str) -> str:
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     from meshwright.errors import ShardError
-    from meshwright.integrations.transformers import MeshTrainer
+    from meshwright.integrations.trainer import MeshTrainer
 
     for model in (torch.nn.Linear(2, 2), None):
         with pytest.raises(ShardError, match=r"^MeshTrainer needs model=mw\.shard_module\(model, mesh, layouts\)"):

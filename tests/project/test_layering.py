@@ -34,7 +34,6 @@ LAYERS = (
         "split_checkpoints",
         "autograd_functions",
         "api",
-        "transformers",
     ),
     *("shard.parameters", "shard.gradients", "shard.units", "shard.modules", "shard.optimizers", "shard.data", "shard"),
     *("program.ir", "program.check", "passes", "program.capture", "program.run", "program", "explanation"),

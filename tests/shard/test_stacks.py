@@ -181,7 +181,7 @@ def test_scripted_modules_that_stay_whole_are_right() -> None:
 @pytest.mark.parametrize(
     ("caller", "says", "not_"),
     [
-        ("transformers.trainer", "integrations.transformers.MeshTrainer", "Ray"),
+        ("transformers.trainer", "integrations.trainer.MeshTrainer", "Ray"),
         ("accelerate.accelerator", r"integrations.accelerate.one_device\(\)", "Ray"),
         ("lightning.fabric.fabric", r"integrations.fabric.MeshStrategy\(", "Ray|accelerat"),
         ("ray.train.torch", "leave out prepare_model", "accelerat"),

@@ -5,8 +5,9 @@ former.  So each entry here makes its project see one process: nothing is wrappe
 is scaled by a number of processes, and files are written by the first rank from values that all ranks gathered.
 
 - :mod:`.accelerate`: ``one_device()``, for Accelerate's ``Accelerator``
-- :mod:`.transformers`: ``MeshTrainer`` and the mixin ``OnMesh``
+- :mod:`.trainer`: ``MeshTrainer``, the ``Trainer`` of Transformers, and the mixin ``OnMesh``
 - :mod:`.fabric`: ``MeshStrategy`` for Lightning Fabric
 
-None is imported with the package; each imports what it is for.
+:mod:`.transformers` has models of that library take :func:`meshwright.experts`.  None is imported with the package; each
+imports what it is for.
 """
