@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -150,7 +151,12 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
 def chunk_sizes(size: int, parts: int) -> list[int]:
     """Lengths of all parts, empty ones included: ``chunk_sizes(10, 4) == [3, 3, 3, 1]``."""
-    return [b - a for a, b in (chunk_bounds(size, parts, i) for i in range(parts))]
+    return list(_chunk_sizes(size, parts))
+
+
+@lru_cache(maxsize=4096)
+def _chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
+    return tuple(b - a for a, b in (chunk_bounds(size, parts, i) for i in range(parts)))
 
 
 def cuts(p: Placement) -> bool:
