@@ -125,8 +125,9 @@ class Layout:
                 lo, hi = chunk_bounds(stop - start, self.mesh.sizes[a], coordinate[a])
                 start, stop = start + lo, start + hi
             bounds[d] = (start, stop)
-        if any(isinstance(p, At) and p.index != i for p, i in zip(self.placements, coordinate, strict=True)):
-            bounds[0] = (bounds[0][0], bounds[0][0])
+        for p, i in zip(self.placements, coordinate, strict=True):
+            if p.__class__ is At and p.index != i:
+                bounds[0] = (bounds[0][0], bounds[0][0])
         return bounds
 
     def local_shape(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
