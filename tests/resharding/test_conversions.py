@@ -111,6 +111,15 @@ def test_a_step_touches_no_axis_that_is_undecided():
             between(src, dst, axes)
 
 
+def test_whose_gradients_have_shares_that_hang_on_the_data():
+    of = {"max": (MAX, I), "avg": (AVG, I), "product": (PRODUCT, I), "into a product": (I, PRODUCT)}
+    assert {name: conversions.weighted(step(spec(a, R), spec(b, R), 0)) for name, (a, b) in of.items()} == {
+        "max": True, "avg": True, "product": True, "into a product": True,
+    }  # fmt: skip
+    for a, b in ((P, I), (P, S0), (I, P), (S0, R), (I, R), (R, MAX)):
+        assert not conversions.weighted(step(spec(a, R), spec(b, R), 0)), (a, b)
+
+
 def test_what_a_step_says():
     sums, gather, cut = step(spec(P), spec(I)), step(spec(S0), spec(I)), step(spec(I), spec(S0))
     scatter, swap, most = step(spec(P), spec(S0)), step(spec(S0), spec(S1)), step(spec(MAX), spec(I))

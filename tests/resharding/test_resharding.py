@@ -10,7 +10,7 @@ from meshwright.errors import ConversionError
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.resharding.conversions import gathered_as
 from meshwright.resharding.cost import bytes_of
-from meshwright.resharding.planner import in_dtype, plan
+from meshwright.resharding.planner import in_dtype, on_one_axis, plan
 
 MESH = mw.Mesh({"a": 2, "b": 3})
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -29,6 +29,29 @@ def told(made):
     """A plan in short: ``"all_reduce ab"``, ... and its bytes, forward and backward."""
     steps = ", ".join(f"{s.kind} {''.join(made.src.mesh.axes[a] for a in s.axes)}" for s in made.steps)
     return steps, round(made.forward_bytes, 2), round(made.backward_bytes, 2)
+
+
+def test_a_plan_knows_of_shares():
+    assert plan(spec(MAX, S0), spec(I, S0)).weighted
+    assert not plan(spec(P, S0), spec(I, S0)).weighted
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "expected"),
+    [
+        ((P), (I), (2, 0)),
+        (P, S0, (1, 1)),
+        (S0, I, (1, 0)),
+        (S0, S1, (0.5, 0.5)),
+        (I, R, (0, 2)),
+        (R, S0, (0, 1)),
+        (I, I, (0, 0)),
+    ],
+)
+def test_prices_on_one_axis(src, dst, expected):
+    """In gathered bytes times (n-1)/n, forward and backward; a dim that moves sends its part."""
+    given = [(p, bool(r)) for p, r in (src, dst)]
+    assert on_one_axis(*given, 2, 1.0) == pytest.approx(expected)
 
 
 # Of 12 x 12 float32, 576 bytes, on 2 x 3 ranks: a way, and what each rank sends both ways.

@@ -25,7 +25,7 @@ class Commands(LazyGroup):
     listed: ClassVar = {
         "train": "Train a byte-level GPT on real text, across a mesh of processes.",
         "explain": "Show what a training step sends and holds on a mesh, and why, with no devices and no processes.",
-        "layouts": "Find how a model of yours is best split on a mesh: a table with reasons, and a file.",
+        "layouts": "Find layouts for your own model: what each axis splits, and why, with no devices and no processes.",
         "verify": "Train your own step on simulated ranks and compare everything with one device.",
         "checkpoint": "Show what is in checkpoints, verify their checksums, export their weights.",
         "doctor": "Say what this machine has, what to do about the rest, and what is changed in torch.",
