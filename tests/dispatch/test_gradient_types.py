@@ -156,7 +156,7 @@ def on_mesh(
     return made
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(11)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ops_that_convert(name: str, mesh: str) -> None:
@@ -201,7 +201,7 @@ def one_device(model: Net, optimizer: torch.optim.Optimizer) -> Callable[[Tensor
     return step
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(19)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in ("resharded", "constrained")])
 def test_captured(name: str, mesh: str) -> None:

@@ -91,7 +91,7 @@ def compiled(*, passes: Any = (), **options: Any) -> tuple[Any, Any]:
 # ------------------------------------------------------------------------------------------ collectives and bytes
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(11)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_predicted_is_what_runs(name: str) -> None:
     options = CONFIGURATIONS[name]
@@ -184,7 +184,7 @@ def test_a_step_explains_itself() -> None:
         assert own == same
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["dp=4", "dp=2,tp=2", "zero-3", "clipped"])
 def test_predicted_is_what_runs_after_passes(name: str) -> None:
     options = CONFIGURATIONS[name]

@@ -112,6 +112,7 @@ def test_the_step_of_one_device_on_the_whole_batch(loss: str) -> None:
     same(got, one_device(LOSSES[loss], updates))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("loss", "axes", "sizes", "options"),
     [

@@ -121,7 +121,7 @@ AUTO, STATES, STORED, KEPT = "data-parallel-optimization", *ZERO
         (BOTH, "even", STORED, [MERGE, DPO]),
     ],
 )
-@pytest.mark.thin(2)
+@pytest.mark.thin(5)
 def test_the_same_numbers(mesh: mw.Mesh, model: str, options: dict[str, Any], passes: list[str]) -> None:
     def run() -> Any:
         made, _, step = captured(MODELS[model], mesh, passes, 3, **options)

@@ -122,7 +122,7 @@ def gathers(program: Any) -> int:
     return sum("kept its input split" in c.reason for c in explain_program(program).collectives)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize(
     "options",
     [

@@ -108,6 +108,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("axes", "options"), CASES, ids=str)
 def test_equals_one_device(axes: dict[str, int], options: Any) -> None:
     def run() -> Any:

@@ -36,18 +36,13 @@ def test_a_plan_knows_of_shares():
     assert not plan(spec(P, S0), spec(I, S0)).weighted
 
 
-@pytest.mark.parametrize(
-    ("src", "dst", "expected"),
-    [
-        ((P), (I), (2, 0)),
-        (P, S0, (1, 1)),
-        (S0, I, (1, 0)),
-        (S0, S1, (0.5, 0.5)),
-        (I, R, (0, 2)),
-        (R, S0, (0, 1)),
-        (I, I, (0, 0)),
-    ],
-)
+PRICES = [
+    (P, I, (2, 0)), (P, S0, (1, 1)), (S0, I, (1, 0)), (S0, R, (1, 1)), (S0, S1, (0.5, 0.5)), (I, R, (0, 2)),
+    (I, S0, (0, 1)), (R, S0, (0, 0)), (I, I, (0, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("src", "dst", "expected"), PRICES)
 def test_prices_on_one_axis(src, dst, expected):
     """In gathered bytes times (n-1)/n, forward and backward; a dim that moves sends its part."""
     given = [(p, bool(r)) for p, r in (src, dst)]

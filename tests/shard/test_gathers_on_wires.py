@@ -162,7 +162,7 @@ def wired(counts: dict[Any, Any]) -> dict[Any, Any]:
     return {k: n for k, n in counts.items() if k[0].startswith("wire_")}
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("wire", [EIGHT, mw.Float8(), BF16], ids=wire_name)
 @pytest.mark.parametrize("compute", [None, F32], ids=str)
 @pytest.mark.parametrize("case", CASES)
@@ -351,6 +351,7 @@ def _worker(ranks: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("ranks", [3, 2])
 def test_between_processes(ranks: int) -> None:
     run_processes(_worker, ranks, ranks)

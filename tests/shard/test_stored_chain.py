@@ -75,6 +75,7 @@ def captured(mesh: mw.Mesh, passes: tuple[str, ...] = (), **options: Any) -> tup
     return made
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("mesh", "passes", "options"),
     [

@@ -152,6 +152,7 @@ assert packed and all(kind is torch.Tensor for kind in packed), packed
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("taken", TAKEN)
 def test_what_was_taken_before_the_first_mesh(taken: str) -> None:
     make = 'mesh = mw.Mesh({"dp": 2})\n'

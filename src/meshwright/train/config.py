@@ -27,13 +27,8 @@ HOSTS = ("cpu",)
 VOCABULARY = 256  # one entry per byte
 MOMENTUM = 0.9
 MERGE = "gradient-merge"  # the pass that accumulates
-PASSES = (
-    "data-parallel-optimization",
-    MERGE,
-    "recompute",
-    "regather",
-    "split-checkpoints",
-)  # those that come with the package
+# Those that come with the package.
+PASSES = ("data-parallel-optimization", MERGE, "recompute", "regather", "split-checkpoints")
 AXES = {  # of the plan of the built-in models
     "dp": "splits the batch",
     "cp": "splits the sequence",
