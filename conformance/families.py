@@ -256,6 +256,7 @@ def table(path: str) -> str:
         told = [f"{r.verdict}: {r.mode} {r.mesh}" for r in own if r.verdict != "right"]
         sums = next((f"{row.sums:g}" for row in own if row.sums is not None), "")
         notes = [re.sub(r", [^,]* a step.*", "", n) for row in own[-1:] for n in row.notes][:2]
+        notes = [re.sub(r"/\S*/(\w+\.py)", r"\1", n) for n in notes]  # files by their names alone
         verdict = "; ".join([*(["right: " + ", ".join(ran)] if ran else []), *told])
         lines.append(f"| {family} | {sums} | {verdict} | {'; '.join(notes).replace('|', '/')} |")
     return "\n".join(lines)
