@@ -55,6 +55,12 @@ def test_right_is_0_and_kept(own: str, tmp_path: Path) -> None:
     assert Verification.load(tmp_path / "made.json").passed
 
 
+def test_sizes_are_taken_down_where_asked(own: str) -> None:
+    code, said = run(f"{own}:right", "--shrink", "always", "--json")
+    assert code == 0
+    assert json.loads(said)["taken"] == ["the batch: 2 of 4 along dim 0"]
+
+
 def test_wrong_is_1_and_named(own: str) -> None:
     code, said = run(f"{own}:wrong", "--json")
     assert code == 1
@@ -69,6 +75,7 @@ def test_wrong_is_1_and_named(own: str) -> None:
         (("odd",), "return the loss, a scalar"),
         (("nothing",), "has no attribute 'nothing'"),
         (("right", "--pass", "gradient-merge:k_steps=2"), "--pass is for captured steps"),
+        (("right", "--seconds", "0"), "--seconds"),
         (("right", "--modes", "eagre"), "eager,captured, eager, captured was expected"),
     ],
 )

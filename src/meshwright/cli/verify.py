@@ -9,12 +9,13 @@ import typer
 
 from meshwright.errors import MeshwrightError
 from meshwright.train.config import MESH, OUTPUT, PROGRAM, TRAINING, passes_of, read_mesh
-from meshwright.train.options import COUNT, OptionError, check_bounds, one_of, option, writing
+from meshwright.train.options import COUNT, POSITIVE, OptionError, check_bounds, one_of, option, writing
 
 from .options import BAD_INPUT, complain, options_of, values_of
 
 WRONG = 1
 BOTH = "eager,captured"
+SHRINK = {"auto": None, "always": True, "never": False}
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,17 @@ class VerifyConfig:
     )  # fmt: skip
     steps: int = option(2, "--steps", TRAINING, "Updates before the save; one more comes behind the load.", COUNT)
     seed: int = option(0, "--seed", TRAINING, "Of the random generator: of the model's first values, and of dropout.")
+    seconds: float = option(
+        120.0, "--seconds", TRAINING,
+        "That it may take, about: of a larger step the report says which sizes were taken down.", POSITIVE,
+    )  # fmt: skip
+    shrink: str = option(
+        "auto",
+        "--shrink",
+        TRAINING,
+        "Take sizes down where it takes longer (auto), always, or never.",
+        one_of(tuple(SHRINK)),
+    )
     modes: str = option(
         BOTH, "--modes", PROGRAM, "Which steps: eager, captured or both.", one_of((BOTH, "eager", "captured"))
     )
@@ -93,5 +105,6 @@ def _verified(path: str, config: VerifyConfig) -> Any:
     optimizer: dict[str, Any] = {} if made.optimizer is None else {"optimizer": made.optimizer}
     return mw.verify(
         made.model, made.loss_fn, made.batch, mesh, plan.pop("layouts"), passes=passes, steps=config.steps,
-        modes=config.modes.split(","), seed=config.seed, **optimizer, **plan,
+        modes=config.modes.split(","), seed=config.seed, seconds=config.seconds,
+        shrink=SHRINK[config.shrink], **optimizer, **plan,
     )  # fmt: skip

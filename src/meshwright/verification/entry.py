@@ -28,7 +28,10 @@ from .captured import CapturedTraining
 from .journal import Departure, Journal, RankJournal
 from .report import Coverage, Verification, digest_of
 from .runs import Optimizers, Task, copies
+from .sizes import Step, fitted, valued
+from .steps import named_leaves
 from .values import differing
+from .work import on_meta
 
 Tensor = torch.Tensor
 MODES = ("eager", "captured")
@@ -55,6 +58,8 @@ def verify(
     steps: int = 2,
     save: bool = True,
     seed: int = 0,
+    seconds: float = 120.0,
+    shrink: bool | None = None,
     **said: Any,
 ) -> Verification:
     """Train some steps on simulated ranks and compare everything with one device, in float64.
@@ -79,6 +84,9 @@ def verify(
         steps: updates before the save.
         save: whether to save and load.
         seed: of the random generator.
+        seconds: that it may take, about, and no more memory than is free.  A larger step is verified with fewer layers
+            of each kind, fewer examples and smaller dims, as far as it takes; the report says which.
+        shrink: True: as small as it gets; False: as it was given.
         **said: what else ``compile_step`` is told: ``batch``, ``inputs``, ``outputs``, ``stored_over``,
             ``states_over``, ``clip_grad_norm``...
 
@@ -86,24 +94,27 @@ def verify(
         A report; ``report.passed`` says whether all is right.
 
     Raises:
-        VerifyError: a loss that is no scalar, a model that is distributed already, an option that does not exist.
+        VerifyError: a loss that is no scalar, a model that is distributed already, an option that does not exist, a
+            model that does not fit and cannot be taken down.
         LayoutError, ShardError, CaptureError: as ``shard_module`` and ``compile_step`` raise them.
     """
-    began = time.monotonic()
+    began, modes = time.monotonic(), (modes,) if isinstance(modes, str) else tuple(modes)
     plan, notes = _plan(layouts, said)
-    _check(model, optimizer, modes, steps)
+    _check(model, optimizer, example_batch, modes, steps)
     notes += _unused(mesh, plan)
     if plan.strategies and "eager" in modes:
         notes.append(f"not covered by eager steps: strategies={plan.strategies!r}, which captured ones are told")
     manager = passes if isinstance(passes, PassManager) else PassManager(passes)
     digest = _digest(model, loss_fn, optimizer, example_batch, mesh, plan, manager) if "captured" in modes else ""
+    step = Step(model, loss_fn or own_loss, optimizer, example_batch, plan)
+    step = valued(fitted(step, mesh, len(set(modes)), steps + save, seconds, shrink))
     with _in_float64():
-        own, made = copies(model, optimizer)
+        own, made = copies(step.model, step.optimizer)
         own = own.cpu().double()
         opt = made if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        batch = pytree.tree_map(_wide, example_batch)
+        batch, plan = pytree.tree_map(_wide, step.batch), step.plan
         laid = _of_model(plan.layouts, own) if "captured" in modes else plan.layouts  # which has found the others
-        task = Task(own, opt, loss_fn or own_loss, batch, mesh, plan, laid, manager, steps, save, seed)
+        task = Task(own, opt, step.loss_fn, batch, mesh, plan, laid, manager, steps, save, seed)
         journal = task.on_one()
         found: list[Departure] = []
         covered: list[Coverage] = []
@@ -115,7 +126,9 @@ def verify(
     size = sum(p.numel() for p in model.parameters())
     where = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.sizes, strict=True))
     title = f"{type(model).__name__} of {size} parameters on {where}, against one device in float64"
-    return Verification(title, tuple(found), tuple(covered), tuple(notes), digest, time.monotonic() - began)
+    return Verification(
+        title, tuple(found), tuple(covered), tuple(notes), digest, time.monotonic() - began, step.taken
+    )  # fmt: skip
 
 
 def _plan(layouts: Any, said: dict[str, Any]) -> tuple[Plan, list[str]]:
@@ -137,7 +150,7 @@ def _of_model(layouts: Mapping[str, Placements], model: nn.Module) -> dict[str, 
     return {g: p for g, p in layouts.items() if fnmatch.filter(own, g)}
 
 
-def _check(model: nn.Module, optimizer: Optimizers, modes: Sequence[str], steps: int) -> None:
+def _check(model: nn.Module, optimizer: Optimizers, batch: Any, modes: Sequence[str], steps: int) -> None:
     if isinstance(optimizer, torch.optim.Optimizer) and (added := own_work(optimizer)):
         raise VerifyError(
             f"{type(optimizer).__name__} has {added}, which a copy of it has not: give a function that makes it, "
@@ -146,12 +159,12 @@ def _check(model: nn.Module, optimizer: Optimizers, modes: Sequence[str], steps:
     laid = next((n for n, t in model.named_parameters() if isinstance(t, DistTensor)), None)
     if laid is not None:
         raise VerifyError(f"{laid} is distributed already: give verify the model as it is for one device")
-    meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
-    if meta is not None:
-        raise VerifyError(f"{meta} is on the meta device, and verify trains: give a model with values, of few layers")
-    for mode in [modes] if isinstance(modes, str) else modes:
+    for mode in modes:
         if mode not in MODES:
             raise VerifyError(f"modes={modes!r}: {mode!r} is none{near(mode, MODES)}")
+    empty = next((n for n, t in named_leaves(batch) if t.is_meta), None)
+    if empty is not None:
+        raise VerifyError(f"{empty} is on the meta device, and verify trains on it: give a batch with values")
     if steps < 1:
         raise VerifyError(f"steps={steps}: at least one update was expected")
 
@@ -182,7 +195,11 @@ def _digest(
     passes: PassManager,
 ) -> str:  # fmt: skip
     """Of the first rank's program, of the sizes and dtypes that were given."""
-    own, opt = copies(model, optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own, opt = on_meta((model, optimizer))
+    else:
+        own = on_meta(model)
+        opt = optimizer(own.parameters())
     try:
         made = build(own, loss_fn, opt, batch, mesh, plan)
         return digest_of(passes(made.program), made.captured.module)

@@ -53,10 +53,11 @@ class Verification:
         title: what was verified, and where.
         departures: of each mode the first value that departs from one device; none where all is right.
         covered: what was compared.
-        notes: sizes that were taken down, what was left out, axes that no layout uses.
+        notes: what was left out, axes that no layout uses.
         digest: of the program and the layouts of the sizes and dtypes that were given, which the run on a cluster is to
             have too; empty where nothing was captured.
         seconds: that it took.
+        taken: sizes that were taken down, in words; none where what was given was verified.
     """
 
     title: str
@@ -65,6 +66,7 @@ class Verification:
     notes: tuple[str, ...]
     digest: str
     seconds: float
+    taken: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -92,6 +94,7 @@ class Verification:
         for c in self.covered:
             lines += [f"  {c}", *(f"    not seen on ranks: {m}" for m in c.missed)]
         digest = [f"  digest {self.digest}"] if self.digest else []
+        lines += [f"  taken down: {t}" for t in self.taken]
         return "\n".join([*lines, *(f"  {n}" for n in self.notes), *digest])
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,7 +124,7 @@ class Verification:
             data.pop("passed")
             departures = tuple(Departure(**d | {"others": tuple(d["others"])}) for d in data.pop("departures"))
             covered = tuple(Coverage(c["mode"], c["values"], tuple(c["missed"])) for c in data.pop("covered"))
-            return cls(departures=departures, covered=covered, **data | {"notes": tuple(data["notes"])})
+            return cls(departures=departures, covered=covered, **data | {k: tuple(data[k]) for k in ("notes", "taken")})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise VerifyError(
                 f"{path} is no report of mw.verify: {error!r}; write one with report.save(path)"
