@@ -30,7 +30,7 @@ LAYOUTS = {"attention.qkv.*": COLUMN, "mlp.up.*": COLUMN, "attention.out.weight"
 def block(hidden: int) -> Block:
     """The block, with weights that do not hang on who makes it."""
     torch.manual_seed(0)
-    return Block(hidden, HEADS, TrainConfig().dropout, False)
+    return Block(TrainConfig(hidden=hidden, heads=HEADS), False)
 
 
 def ours(hidden: int, mesh: mw.Mesh) -> Step:
@@ -39,7 +39,7 @@ def ours(hidden: int, mesh: mw.Mesh) -> Step:
 
     def step(length: int) -> None:
         x = mw.shard_tensor(torch.randn(BATCH, length, hidden), mesh, (), check=False)
-        model(x, None).square().mean().backward()
+        model(x, None)[0].square().mean().backward()
         model.zero_grad()
 
     return step
@@ -50,7 +50,7 @@ def captured(hidden: int, mesh: mw.Mesh) -> Step:
     model = block(hidden)
 
     def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
-        return model(x, None).square().mean()
+        return model(x, None)[0].square().mean()
 
     def batch(length: int) -> torch.Tensor:
         return torch.randn(BATCH, length, hidden)
@@ -82,7 +82,7 @@ def dtensor(hidden: int) -> Step:
     def step(length: int) -> None:
         x = distribute_tensor(torch.randn(BATCH, length, hidden), mesh, [Replicate()])
         with sdpa_kernel(SDPBackend.MATH), implicit_replication():  # it has no strategy for the kernel of CPUs
-            made = model(x, None)
+            made = model(x, None)[0]
         made.square().mean().backward()
         model.zero_grad()
 

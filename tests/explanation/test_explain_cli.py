@@ -148,6 +148,7 @@ def test_own_model(own: str) -> None:
         (("--mesh", "dp=2", "--rank", "2"), "has the ranks 0 to 1"),
         (("--preset", "bert"), "one of gpt, llama-7b"),
         (("--preset", "llama-7b", "--tie"), "only the GPT has that"),
+        (("--mesh", "ep=2"), "splits experts, and there are none: add --experts"),
         (("--diff",), "give some"),
         (("--pass", "no-such-pass"), "there is no pass"),
         (("--sequence-parallel", "--mesh", "dp=2"), "has no such axis"),
@@ -221,6 +222,17 @@ def test_llama_from_few_words() -> None:
     assert placed["blocks.1.norm1.weight"] == mw.Replicate()
     forward = [n for n in made.program.collectives() if info_of(n).role == "forward"]
     assert len(forward) == 2 * 2 + 3
+
+
+@pytest.mark.parametrize(("preset", "size"), [("mixtral", 1.74e9), ("deepseek", 12.0e9)])
+def test_experts_of_known_sizes(preset: str, size: float) -> None:
+    """One layer of each; of its experts a rank of eight holds an eighth."""
+    found = data("--mesh", "dp=2,ep=8", "--preset", preset, "--layers", "1")
+    held = {x["name"]: x for x in found["layouts"] if x["kind"] == "param"}
+    assert sum(torch.Size(x["shape"]).numel() for x in held.values()) == pytest.approx(size, rel=0.02)
+    for name in ("gate_up", "down"):
+        weight = held[f"blocks.0.mlp.experts.{name}"]
+        assert torch.Size(weight["local"]).numel() * 8 == torch.Size(weight["shape"]).numel()
 
 
 @pytest.mark.long

@@ -86,6 +86,10 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("cp=4", {}),
     ("cp=2,tp=2", {"sequence_parallel": True}),
     ("dp=2,cp=2", {"stored_over": "dp", "dropout": 0.1}),
+    ("dp=2,ep=2", {"experts": 5, "experts_per_token": 3, "stored_over": "dp", "clip": 0.5}),
+    ("ep=2,tp=2", {"experts": 4, "shared_experts": 1, "sequence_parallel": True, "expert_width": 7}),
+    ("dp=2,cp=2,ep=3", {"experts": 2, "shared_experts": 2, "accumulate": 2}),  # more ranks than experts
+    ("dp=2,cp=2,tp=2,ep=2", {"experts": 4, "static": True}),
 ]
 
 
@@ -290,11 +294,15 @@ def test_tied_head() -> None:
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_every_glob_of_the_plan_matches(tie: bool, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"experts": 4}, {"experts": 4, "shared_experts": 1}], ids=lambda more: str(len(more))
+)
+def test_every_glob_of_the_plan_matches(tie: bool, sequence_parallel: bool, more: dict[str, int]) -> None:
     from fnmatch import fnmatch
 
-    model = GPT(replace(SMALL, tie=tie))
-    plan = plan_for(mw.Mesh({"dp": 2, "tp": 2}), sequence_parallel=sequence_parallel, tie=tie)
+    model = GPT(replace(SMALL, tie=tie, **more))
+    mesh, has = mw.Mesh({"dp": 2, "tp": 2}), {"experts": "experts" in more, "shared": "shared_experts" in more}
+    plan = plan_for(mesh, sequence_parallel=sequence_parallel, tie=tie, **has)
     names, modules = dict(model.named_parameters()), dict(model.named_modules())
     for globs, among in ((plan.layouts, names), (plan.inputs, modules), (plan.outputs, modules)):
         for glob in globs:
@@ -303,8 +311,8 @@ def test_every_glob_of_the_plan_matches(tie: bool, sequence_parallel: bool) -> N
 
 
 def test_plan_names_the_axes_that_it_knows() -> None:
-    with pytest.raises(MeshError, match=r"axis 'ep' .* knows dp \(splits the batch\), cp"):
-        plan_for(mw.Mesh({"dp": 2, "ep": 2}))
+    with pytest.raises(MeshError, match=r"axis 'xp' .* knows dp \(splits the batch\), cp"):
+        plan_for(mw.Mesh({"dp": 2, "xp": 2}))
 
 
 # ---------------------------------------------------------------------------------------------- options
@@ -323,6 +331,12 @@ def test_options_that_do_not_fit() -> None:
         TrainConfig(hidden=64, heads=3)
     with pytest.raises(OptionError, match="--layers 0"):
         TrainConfig(layers=0)
+    with pytest.raises(OptionError, match="'ep' splits experts, and there are none: add --experts"):
+        TrainConfig(mesh=(("ep", 2),))
+    with pytest.raises(OptionError, match="--shared-experts 1: there are no experts"):
+        TrainConfig(shared_experts=1)
+    with pytest.raises(OptionError, match="--experts-per-token 5: there are --experts 4"):
+        TrainConfig(experts=4, experts_per_token=5)
 
 
 # ---------------------------------------------------------------------------------------------- ranks that disagree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
     from meshwright.explanation import Comparison, Explanation
 
 MORE = 1  # exit code: more is sent than in --compare
+LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "dtype": "bfloat16"}
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt": {},
-    "llama-7b": {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "dtype": "bfloat16"},
-}
+    "llama-7b": LLAMA,
+    # Of the sizes of Mixtral 8x7B and DeepSeek-V3 but for attention, which is Llama's, and layers, which are all alike.
+    "mixtral": LLAMA | {"experts": 8, "expert_width": 14336},
+    "deepseek": LLAMA | {"layers": 61, "hidden": 7168, "heads": 56, "experts": 256, "experts_per_token": 8,
+                         "expert_width": 2048, "shared_experts": 1},
+}  # fmt: skip
 GPT_ONLY = ("dropout", "tie")
-OF_MODEL = ("layers", "hidden", "heads", "seq", "batch", "dtype", *GPT_ONLY, "sequence_parallel")
+EXPERTS = ("experts", "experts_per_token", "expert_width", "shared_experts")
+OF_MODEL = ("layers", "hidden", "heads", "seq", "batch", "dtype", *EXPERTS, *GPT_ONLY, "sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,9 @@ class ExplainConfig(StepConfig):
 
     rank: int = option(0, "--rank", MESH, "Whose program is shown.")
     preset: str = option(
-        "gpt", "--preset", MODEL, "A built-in model: [bold]gpt[/] (of meshwright train), [bold]llama-7b[/].",
+        "gpt", "--preset", MODEL,
+        "A built-in model: [bold]gpt[/] (of meshwright train), [bold]llama-7b[/], and with experts [bold]mixtral[/], "
+        "[bold]deepseek[/], which are of these sizes but for their attention, which is Llama's.",
         one_of(tuple(PRESETS)),
     )  # fmt: skip
     model: str | None = option(
@@ -113,7 +122,7 @@ def _config(given: dict[str, Any], said: set[str]) -> ExplainConfig:
     for name in GPT_ONLY:
         if preset and name in said:
             raise OptionError(f"--{name}: only the GPT has that")
-    ways = dict(values["mesh"]).get("dp", 1)  # into so many parts the batch is split
+    ways = math.prod(n for axis, n in values["mesh"] if axis in ("dp", "ep"))  # into so many parts the batch is split
     batch = ways if preset else max(ExplainConfig.batch, ways)
     return ExplainConfig(**values | {n: v for n, v in (preset | {"batch": batch}).items() if n not in said})
 

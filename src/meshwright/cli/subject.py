@@ -57,10 +57,14 @@ def subject_of(config: StepConfig, path: str | None, layouts: str | None, llama:
 
 
 def _built_in(config: StepConfig, mesh: Mesh, llama: bool) -> Subject:
-    plan = plan_for(mesh, sequence_parallel=config.sequence_parallel, tie=config.tie, few=llama)
+    plan = plan_for(
+        mesh, sequence_parallel=config.sequence_parallel, tie=config.tie, few=llama, experts=config.experts is not None,
+        shared=bool(config.shared_experts),
+    )  # fmt: skip
     model = GPT(config, "meta", LLAMA_VOCABULARY if llama else VOCABULARY, llama)
     count = sum(p.numel() for p in model.parameters())
-    title = f"Llama of {count / 1e9:.1f}B parameters" if llama else f"GPT, {config.layers} × {config.hidden}"
+    kind = "Llama" if config.experts is None else f"Llama with {config.experts} experts,"
+    title = f"{kind} of {count / 1e9:.1f}B parameters" if llama else f"GPT, {config.layers} × {config.hidden}"
     ids = torch.empty(config.batch, config.seq, dtype=torch.long, device="meta")
     return Subject(title, model, lambda m, b: loss_of(m, *b), (ids, ids), plan)
 

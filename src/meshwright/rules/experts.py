@@ -49,11 +49,12 @@ def experts(
         x: the tokens, (..., c).
         ids: which experts, (..., k), whole numbers; one that is no expert's counts for nothing.
         weights: of each of these, (..., k).
-        gate_up: (experts, 2 m, c), or (experts, m, c) without a gate.
+        gate_up: (experts, 2 m, c), or (experts, m, c) without a gate; or with the halves apart, (experts, 2, m, c) or
+            (experts, 1, m, c), so that ``m`` may be split too: ``mw.Shard(2)``, and of ``down`` as well.
         down: (experts, c, m).
         act: name of a function of ``torch.nn.functional``; or a function without parameters, the same object in each
-            call, of the products of ``gate_up``, (r, 2 m), to (r, m).
-        gate_up_bias: (experts, 2 m).
+            call: of each element of the gate, (r, m) to (r, m); with fused halves of all products, (r, 2 m) to (r, m).
+        gate_up_bias: (experts, 2 m), or (experts, 2, m), as ``gate_up``.
         down_bias: (experts, c).
 
     Returns:
@@ -62,20 +63,39 @@ def experts(
     Raises:
         DispatchError: shapes that do not fit together, or an ``act`` that cannot be used.
     """
-    wide = gate_up.shape[1] if gate_up.ndim == 3 else -1
-    fits = gate_up.ndim == down.ndim == 3 and gate_up.shape == (len(down), wide, x.shape[-1])
-    fits = fits and down.shape[1] == x.shape[-1] and (wide in (down.shape[2], 2 * down.shape[2]) or callable(act))
-    if not fits or ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1] or ids.is_floating_point():
+    each = isinstance(act, str) or gate_up.ndim == 4
+    parts = _checked(x, ids, weights, gate_up, down, each, gate_up_bias, down_bias)
+    if gate_up.ndim == 3:
+        gate_up = gate_up.unflatten(1, parts)
+        gate_up_bias = None if gate_up_bias is None else gate_up_bias.unflatten(1, parts)
+    made: Tensor = _WHOLE(x, ids, weights, gate_up, down, gate_up_bias, down_bias, _named(act), each)
+    return made
+
+
+def _checked(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, each: bool, *biases: Tensor | None
+) -> tuple[int, int]:
+    """Of how many parts the rows of ``gate_up`` are, and their size: if ``each`` column is for itself, the width."""
+    parts, rows = (1, -1), tuple(gate_up.shape[1:-1])
+    if gate_up.ndim == 4:
+        parts = rows[0], rows[1]
+    elif gate_up.ndim == down.ndim == 3:
+        halves = 2 if each and rows[0] == 2 * down.shape[2] else 1
+        parts = halves, rows[0] // halves
+    fits = down.ndim == 3 and len(gate_up) == len(down) and gate_up.shape[-1] == x.shape[-1] == down.shape[1]
+    fits = fits and (not each or (parts[0] in (1, 2) and parts[1] == down.shape[2]))
+    fits = fits and ids.shape == weights.shape and ids.shape[:-1] == x.shape[:-1] and not ids.is_floating_point()
+    if not fits:
         raise DispatchError(
             f"experts: x {tuple(x.shape)}, ids {tuple(ids.shape)} of {ids.dtype}, weights {tuple(weights.shape)}, "
             f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit: give x (..., c), ids and weights "
-            "(..., k), gate_up (experts, 2 m or m, c), down (experts, c, m)"
+            "(..., k), gate_up (experts, 2 m or m, c) or (experts, 2 or 1, m, c), down (experts, c, m)"
         )
-    for name, bias, size in (("gate_up_bias", gate_up_bias, wide), ("down_bias", down_bias, x.shape[-1])):
-        if bias is not None and bias.shape != (len(down), size):
-            raise DispatchError(f"experts: {name} is {tuple(bias.shape)}, ({len(down)}, {size}) was expected")
-    made: Tensor = _WHOLE(x, ids, weights, gate_up, down, gate_up_bias, down_bias, _named(act))
-    return made
+    for name, bias, size in zip(("gate_up_bias", "down_bias"), biases, (rows, x.shape[-1:]), strict=True):
+        if bias is not None and bias.shape != (len(down), *size):
+            wanted = ", ".join(map(str, (len(down), *size)))
+            raise DispatchError(f"experts: {name} is {tuple(bias.shape)}, ({wanted}) was expected")
+    return parts
 
 
 def _on_one(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any) -> Tensor:
@@ -84,7 +104,7 @@ def _on_one(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any
 
 _WHOLE = kept_whole(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
-    "Tensor? down_bias, str act) -> Tensor",
+    "Tensor? down_bias, str act, bool each) -> Tensor",
     _on_one,
 )
 
@@ -103,17 +123,21 @@ def expert_outputs(x: Tensor, *rest: Any) -> Tensor:
 
 @rule("expert_outputs")
 def _outputs_rule(
-    x: Arg, ids: Arg, weights: Arg, gate_up: Arg, down: Arg, gate_up_bias: Arg | None, down_bias: Arg | None, act: str
-) -> Rule:
-    """Tokens are free; experts are added up, so each rank may compute its own; their weights stay whole."""
+    x: Arg, ids: Arg, weights: Arg, gate_up: Arg, down: Arg, gate_up_bias: Arg | None, down_bias: Arg | None, act: str,
+    each: bool,
+) -> Rule:  # fmt: skip
+    """Tokens are free; experts are added up, so each rank may compute its own, or a part of the width of each."""
 
     def local(ctx: Local) -> LocalFn:
         return partial(_run, ctx.bounds("e"))
 
-    inputs = {x: "... c", ids: "... k", weights: "... k", gate_up: "e n c", down: "e c m"}
-    inputs |= {t: letters for t, letters in ((gate_up_bias, "e n"), (down_bias, "e c")) if t is not None}
+    n = "m" if each else "n"
+    inputs = {x: "... c", ids: "... k", weights: "... k", gate_up: f"e g {n} c", down: "e c m"}
+    inputs |= {t: letters for t, letters in ((gate_up_bias, f"e g {n}"), (down_bias, "e c")) if t is not None}
     linear = [weights, [down, down_bias]]
-    return notation(inputs, "... c", whole="c k n m", reduced="e", linear=linear, heavy=True, local=local)
+    whole = "c k g" if each else "c k g n m"
+    reduced = "e m" if each else "e"
+    return notation(inputs, "... c", whole=whole, reduced=reduced, linear=linear, heavy=True, local=local)
 
 
 @internal
@@ -130,7 +154,7 @@ def _laid_rule(y: Arg, x: Arg) -> Rule:
 
 def _run(
     own: tuple[int, int], x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, each: bool,
 ) -> Tensor:  # fmt: skip
     """What the experts ``own`` (start and stop) make of the tokens: of the others nothing is computed."""
     count, k, tokens = own[1] - own[0], ids.shape[-1], x.reshape(-1, x.shape[-1])
@@ -147,8 +171,9 @@ def _run(
         made: Tensor = _Grouped.apply(rows.to(low), w.transpose(-1, -2).to(low), ends)
         return made if bias is None else made + F.pad(bias, (0, 0, 0, 1)).to(low).index_select(0, expert)
 
-    rows = product(tokens.index_select(0, order // k), gate_up, gate_up_bias)
-    rows = product(_acted(rows, act, down.shape[-1]), down, down_bias)
+    first = None if gate_up_bias is None else gate_up_bias.flatten(1)
+    rows = product(tokens.index_select(0, order // k), gate_up.flatten(1, 2), first)
+    rows = product(_acted(rows, act, down.shape[-1], gate_up.shape[1] if each else 0), down, down_bias)
     rows = rows.index_select(0, order.argsort()).unflatten(0, (len(tokens), k))
     return (rows * weights.reshape(-1, k, 1)).sum(1).to(x.dtype).view(x.shape)
 
@@ -184,15 +209,15 @@ def _named(act: Act) -> str:
     return f"@{GIVEN.made.index(names[part])}"
 
 
-def _acted(rows: Tensor, act: str, width: int) -> Tensor:
+def _acted(rows: Tensor, act: str, width: int, parts: int) -> Tensor:
+    """What a function of each column makes of rows in one or two ``parts``; or one of whole rows, where these are 0."""
     name = GIVEN.made[int(act[1:])] if act.startswith("@") else act
-    if name in _FUNCTIONS:
-        made: Tensor = _FUNCTIONS[name]()(rows)
-    elif rows.shape[-1] == width:
-        made = getattr(F, act)(rows)
-    else:
+    function = _FUNCTIONS[name]() if name in _FUNCTIONS else getattr(F, act)
+    if parts == 2:
         gate, up = rows.chunk(2, -1)
-        made = getattr(F, act)(gate) * up
+        made: Tensor = function(gate) * up
+    else:
+        made = function(rows)
     if made.shape != (len(rows), width):
         raise DispatchError(f"experts: act gave {tuple(made.shape)} of {tuple(rows.shape)}; width {width} was expected")
     return made

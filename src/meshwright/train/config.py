@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import MeshError, PassError, near
 from meshwright.mesh import Mesh, parse_mesh
 
-from .options import COUNT, POSITIVE, PROBABILITY, OptionError, check_bounds, one_of, option
+from .options import COUNT, NATURAL, POSITIVE, PROBABILITY, OptionError, check_bounds, one_of, option
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ AXES = {  # of the plan of the built-in models
     "dp": "splits the batch",
     "cp": "splits the sequence",
     "tp": "splits heads, MLP and vocabulary",
+    "ep": "splits experts and the batch",
 }
 # dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
 # mathematics.  bfloat16 has 8 bits, so sums in another order differ in the second digit: there the bound only
@@ -83,13 +84,24 @@ class StepConfig:
     mesh: tuple[tuple[str, int], ...] = option(
         (("dp", 1),), "--mesh", MESH,
         "Named axes and their sizes; of the built-in models [bold]dp[/] splits the batch, [bold]cp[/] the sequence, "
-        "[bold]tp[/] the model.",
+        "[bold]tp[/] the model, [bold]ep[/] the experts, and the batch as dp.",
         metavar="AXIS=SIZE,...", read=read_mesh, shown="dp=1",
     )  # fmt: skip
     device: str = option("cpu", "--device", MESH, f"One of {', '.join(DEVICES)}.", one_of(DEVICES))
     layers: int = option(2, "--layers", MODEL, "Transformer blocks.", COUNT)
     hidden: int = option(64, "--hidden", MODEL, "Width of the residual stream.", COUNT)
     heads: int = option(4, "--heads", MODEL, "Attention heads.", COUNT)
+    experts: int | None = option(
+        None, "--experts", MODEL, "A mixture of so many experts in each block, and a router, in place of its MLP.",
+        COUNT, unset="one MLP for all tokens",
+    )  # fmt: skip
+    experts_per_token: int = option(2, "--experts-per-token", MODEL, "How many of them compute a token.", COUNT)
+    expert_width: int | None = option(
+        None, "--expert-width", MODEL, "Width of each expert.", COUNT, unset="twice --hidden"
+    )
+    shared_experts: int = option(
+        0, "--shared-experts", MODEL, "Experts beside these that compute every token.", NATURAL
+    )
     tie: bool = option(False, "--tie", MODEL, "The head shares the weight of the embedding.")
     dropout: float = option(
         0.0, "--dropout", MODEL, "Probability of dropout; the masks are the same on every mesh.", PROBABILITY
@@ -147,6 +159,7 @@ class StepConfig:
                 f"heads, e.g. --hidden {-(-self.hidden // self.heads) * self.heads}"
             )
         mesh = self.make_mesh()
+        self._check_experts()
         for flag, axis in self._over():
             if axis not in mesh.axes:
                 raise MeshError(f"{flag} {axis}: unknown axis; {mesh!r} has the axes {', '.join(mesh.axes)}")
@@ -163,6 +176,23 @@ class StepConfig:
                 f"--sequence-parallel splits the residual stream over tp, and {mesh!r} has no such axis: "
                 "add one, e.g. --mesh dp=2,tp=2"
             )
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            if "ep" in self.make_mesh().axes:
+                raise OptionError("an axis 'ep' splits experts, and there are none: add --experts, e.g. --experts 8")
+            for flag, given in (("--expert-width", self.expert_width), ("--shared-experts", self.shared_experts)):
+                if given:
+                    raise OptionError(f"{flag} {given}: there are no experts: add --experts, e.g. --experts 8")
+        elif self.experts_per_token > self.experts:
+            raise OptionError(
+                f"--experts-per-token {self.experts_per_token}: there are --experts {self.experts}: take at most these"
+            )
+
+    @property
+    def inner(self) -> int:
+        """Width of an expert."""
+        return 2 * self.hidden if self.expert_width is None else self.expert_width
 
     def _over(self) -> list[tuple[str, str]]:
         given = (("--stored-over", self.stored_over), ("--states-over", self.states_over))

@@ -94,7 +94,10 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, mesh: mw.Mesh, corpus: Corpus) -> None:
         self.config, self.mesh = config, mesh
-        self.plan = plan_for(mesh, sequence_parallel=config.sequence_parallel, tie=config.tie)
+        self.plan = plan_for(
+            mesh, sequence_parallel=config.sequence_parallel, tie=config.tie, experts=config.experts is not None,
+            shared=bool(config.shared_experts),
+        )  # fmt: skip
         torch.manual_seed(config.seed)
         # Described on the meta device, then made shard by shard with the values that one device would get.
         self.model: nn.Module = GPT(config, "meta")

@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch.  Nothing here knows about meshes: ``plan`` says how it is laid out."""
+"""A GPT in plain PyTorch, and experts.  Nothing here knows about meshes: ``plan`` says how it is laid out."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+import meshwright as mw
+
 from .config import VOCABULARY, StepConfig
 
 LLAMA_INNER = 11008 / 4096  # width of the MLP by that of the stream
+BALANCE = 0.01  # what the balance of loads counts in the loss
 
 
 class Embedding(nn.Embedding):
@@ -90,9 +93,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Up, GELU, and down again; Llama's is gated by SiLU (Shazeer, 2020), without biases."""
 
-    def __init__(self, hidden: int, dropout: float, llama: bool, **where: Any) -> None:
+    def __init__(self, hidden: int, inner: int, dropout: float, llama: bool, **where: Any) -> None:
         super().__init__()
-        inner = round(hidden * LLAMA_INNER) if llama else 4 * hidden
         self.gate = nn.Linear(hidden, inner, bias=False, **where) if llama else None
         self.up = nn.Linear(hidden, inner, bias=not llama, **where)
         self.down = nn.Linear(inner, hidden, bias=not llama, **where)
@@ -104,28 +106,82 @@ class MLP(nn.Module):
         return self.drop(self.down(y))
 
 
+class Experts(nn.Module):
+    """The weights of the experts of a layer, in one tensor each for the first and the second product."""
+
+    def __init__(self, hidden: int, inner: int, count: int, **where: Any) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(count, 2, inner, hidden, **where))
+        self.down = nn.Parameter(torch.empty(count, hidden, inner, **where))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As those of Linears of these sizes."""
+        for weight in (self.gate_up, self.down):
+            nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """``[batch, seq, hidden]``, and which experts with which weights, ``[batch, seq, k]``, to the first."""
+        return mw.experts(x, ids, weights, self.gate_up, self.down, "silu")
+
+
+class MoE(nn.Module):
+    """The ``k`` experts that a router likes best for a token, weighted, and those that all tokens share.
+
+    Experts are gated by SiLU, as Mixtral's (Jiang et al., 2024); those shared are DeepSeek's (Dai et al., 2024).
+    """
+
+    def __init__(self, config: StepConfig, **where: Any) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.k, inner = config.experts_per_token, config.inner
+        self.router = nn.Linear(config.hidden, config.experts, bias=False, **where)
+        self.experts = Experts(config.hidden, inner, config.experts, **where)
+        shared = config.shared_experts
+        self.shared = MLP(config.hidden, shared * inner, 0.0, True, **where) if shared else None
+        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``[batch, seq, hidden]`` to the same, and 1 if the experts have the same load, up to their number if not.
+
+        The balance is that of Switch transformers (Fedus et al., 2021), for several experts per token.
+        """
+        scores = self.router(x).softmax(-1)
+        top, ids = scores.topk(self.k)
+        y = self.experts(x, ids, top / top.sum(-1, keepdim=True))
+        if self.shared is not None:
+            y = y + self.shared(x)
+        count = scores.shape[-1]
+        load = F.one_hot(ids, count).to(scores.dtype).sum(-2).flatten(0, 1).mean(0) / self.k
+        return self.drop(y), count * (load * scores.flatten(0, 1).mean(0)).sum()
+
+
 class Block(nn.Module):
     """A pre-norm transformer block (Xiong et al., 2020)."""
 
-    def __init__(self, hidden: int, heads: int, dropout: float, llama: bool, **where: Any) -> None:
+    def __init__(self, config: StepConfig, llama: bool, **where: Any) -> None:
         super().__init__()
+        hidden, dropout = config.hidden, config.dropout
         norm = nn.RMSNorm if llama else nn.LayerNorm
         self.norm1 = norm(hidden, **where)
-        self.attention = Attention(hidden, heads, dropout, llama, **where)
+        self.attention = Attention(hidden, config.heads, dropout, llama, **where)
         self.norm2 = norm(hidden, **where)
-        self.mlp = MLP(hidden, dropout, llama, **where)
+        inner = round(hidden * LLAMA_INNER) if llama else 4 * hidden
+        self.mlp = MoE(config, **where) if config.experts else MLP(hidden, inner, dropout, llama, **where)
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
-        """``[batch, seq, hidden]`` to the same."""
+    def forward(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor | float]:
+        """``[batch, seq, hidden]`` to the same, and the balance of its experts."""
         x = x + self.attention(self.norm1(x), rotary)
-        return x + self.mlp(self.norm2(x))
+        made = self.mlp(self.norm2(x))
+        y, balance = made if isinstance(made, tuple) else (made, 0.0)
+        return x + y, balance
 
 
 class GPT(nn.Module):
     """The decoder of ``meshwright train`` and ``meshwright explain``.
 
     Args:
-        config: layers, hidden, heads, seq (the longest sequence), dropout, tie, dtype.
+        config: layers, hidden, heads, seq (the longest sequence), dropout, tie, dtype, and what it says of experts.
         device: where the parameters are made; ``"meta"``: nowhere yet.
         vocabulary: number of tokens.
         llama: RMSNorm, rotary positions, a gated MLP and no biases (Touvron et al., 2023).
@@ -140,24 +196,30 @@ class GPT(nn.Module):
         self.positions = None if llama else Embedding(config.seq, config.hidden, **where)
         self.rotary = Rotary(config.hidden // config.heads, config.seq, device) if llama else None
         self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.blocks = nn.ModuleList(
-            Block(config.hidden, config.heads, config.dropout, llama, **where) for _ in range(config.layers)
-        )
+        self.blocks = nn.ModuleList(Block(config, llama, **where) for _ in range(config.layers))
+        self.balanced = config.experts is not None
         self.norm = (nn.RMSNorm if llama else nn.LayerNorm)(config.hidden, **where)
         self.head = Head(config.hidden, vocabulary, self.tokens if config.tie else None, **where)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[batch, seq, vocabulary]`` for the token after each of ``x``: int64 ``[batch, seq]``."""
+    def forward(self, x: Tensor) -> Any:
+        """Logits ``[batch, seq, vocabulary]`` for the token after each of ``x``: int64 ``[batch, seq]``.
+
+        With experts a tuple of these and the mean balance of the layers.
+        """
         h = self.tokens(x)
         if self.positions is not None:
             h = h + self.positions(torch.arange(x.shape[1], device=x.device))
-        h = self.drop(h)
+        h, total = self.drop(h), 0.0
         for block in self.blocks:
-            h = block(h, self.rotary)
-        return self.head(self.norm(h))
+            h, balance = block(h, self.rotary)
+            total = total + balance
+        logits = self.head(self.norm(h))
+        return (logits, total / len(self.blocks)) if self.balanced else logits
 
 
-def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """Mean cross entropy in nats per token over the whole batch."""
+def loss_of(model: Callable[[Tensor], Any], x: Tensor, y: Tensor) -> Tensor:
+    """Mean cross entropy in nats per token over the whole batch, and with experts 0.01 of their balance."""
+    made = model(x)
+    logits, balance = made if isinstance(made, tuple) else (made, 0.0)
     # Every target counts.  A mean inside would first have to count those that are not ignored, on all ranks.
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / y.numel()
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") / y.numel() + BALANCE * balance

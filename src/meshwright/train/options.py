@@ -37,6 +37,7 @@ class Allowed:
 
 
 COUNT = Allowed(lambda n: n >= 1, "at least 1")
+NATURAL = Allowed(lambda n: n >= 0, "at least 0")
 POSITIVE = Allowed(lambda x: x > 0, "a positive number")
 PROBABILITY = Allowed(lambda p: 0 <= p < 1, "a probability in [0, 1)")
 
