@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.errors import CaptureError, LayoutError, ShardError, VerifyError
-from meshwright.verification import Verification
+from meshwright.verification import Departure, Verification
 
 MESH = mw.Mesh({"dp": 2, "tp": 2})
 COLUMN, ROW = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
@@ -92,6 +93,43 @@ def test_a_rank_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hold different copies" in found.text
 
 
+def compiled(make: Any = torch.optim.AdamW, loss: Any = loss_fn, rows: int = 4, **said: Any) -> Any:
+    model, batch = subject()
+    batch = tuple(t[:rows] for t in batch)
+    said = {"mesh": MESH, "layouts": LAYOUTS, "batch": SPLIT, **said}
+    return mw.compile_step(model, loss, make(model.parameters()), batch, **said)
+
+
+def swapped(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The same ops as in ``twice``, given other values."""
+    loss = loss_fn(model, batch)
+    return loss.sin() - loss
+
+
+def twice(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss = loss_fn(model, batch)
+    return loss - loss.sin()
+
+
+def test_digests_tell_steps_apart_and_ranks_alike() -> None:
+    def digests(*made: Any) -> Any:
+        return mw.simulate(lambda: [make().digest for make in made], MESH)
+
+    adam = lambda params: torch.optim.AdamW(params, lr=0.5)  # noqa: E731  a rate may change
+    ranks = digests(compiled, lambda: compiled(adam))
+    assert {word for rank in ranks for word in rank} == {verified(modes=["captured"], steps=1, save=False).digest}
+    others = [
+        lambda: compiled(torch.optim.SGD), lambda: compiled(lambda p: torch.optim.AdamW(p, weight_decay=0.1)),
+        lambda: compiled(rows=2), lambda: compiled(layouts={}), lambda: compiled(batch=None),
+        lambda: compiled(states_over="dp"), lambda: compiled(clip_grad_norm=1.0), lambda: compiled(passes=PASSES[:1]),
+        lambda: compiled(passes=PASSES[1:]), lambda: compiled(loss=twice), lambda: compiled(loss=swapped),
+        lambda: compiled(precision=mw.Precision(compute=torch.bfloat16)), lambda: compiled(stored_over="dp"),
+    ]  # fmt: skip
+    found = digests(*others)
+    assert len({*ranks[0], *found[0]}) == 1 + len(others)
+    assert all(rank == found[0] for rank in found)
+
+
 def test_a_report_is_kept_and_checked(tmp_path: Path) -> None:
     report = verified(steps=1, save=False)
     report.save(tmp_path / "report.json")
@@ -106,6 +144,9 @@ def test_a_report_is_kept_and_checked(tmp_path: Path) -> None:
     mw.simulate(lambda: cluster(LAYOUTS), MESH)
     with pytest.raises(VerifyError, match="has the digest"):
         mw.simulate(lambda: cluster({"up.weight": ROW}), MESH)
+    wrong = replace(kept, departures=(Departure("eager", 0, "forward", "mul", "a.py:1", (), "x", "", "off", 1.0),))
+    with pytest.raises(VerifyError, match="the step that was verified was wrong: eager, step 0, forward: mul"):
+        mw.simulate(lambda: wrong.check(compiled()), MESH)
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(VerifyError, match="is no report of"):
         Verification.load(tmp_path / "other.json")

@@ -25,6 +25,7 @@ from .capture.interrupts import interrupts_deferred
 from .capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
 from .capture.scale import SCALE
 from .check.agreement import CAPTURED, REBUILD, numbers, program_facts
+from .check.digest import digest_of
 from .ir.program import STEP, Program
 from .ir.sizes import Unlike
 from .run.agreement import Peers
@@ -141,7 +142,8 @@ class CompiledStep:
         self._tree = pytree.tree_flatten(example_batch)[1]
         self._places = pytree.tree_flatten(_tuples(example_batch))[1]
         recorded = self._recorded(example_batch, again=False)
-        self.built = recorded.built
+        self.built, self._options = recorded.built, options_of(self.optimizer)
+        self._digest: str | None = None
         source.prepare(recorded)
         updates, how = bool(recorded.program.update), source.plan.loss_scale
         self.carrier = Carrier(self.model, self.optimizer, updates, source.plan.gradients, backend)
@@ -217,6 +219,17 @@ class CompiledStep:
     def passes(self) -> tuple[Any, ...]:
         """What each pass did to :attr:`program`, in order: a :class:`~meshwright.passes.PassRecord` each."""
         return self._current.program.passes
+
+    @property
+    def digest(self) -> str:
+        """What tells this step, as captured for the example batch, from others: the same on all ranks, and in a report
+        of :func:`meshwright.verify` of the same step; empty for a step by hand."""
+        if self._digest is None:
+            made = self.built
+            self._digest = "" if made is None else digest_of(
+                self._transform(made.program), made.captured.module, self._options
+            )  # fmt: skip
+        return self._digest
 
     def explain(self) -> Explanation:
         """Every collective of the step and why, where layouts came from, bytes and memory."""

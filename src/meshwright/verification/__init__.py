@@ -2,6 +2,6 @@
 
 from .entry import verify
 from .journal import Departure
-from .report import Coverage, Verification, digest_of
+from .report import Coverage, Verification
 
-__all__ = ["Coverage", "Departure", "Verification", "digest_of", "verify"]
+__all__ = ["Coverage", "Departure", "Verification", "verify"]

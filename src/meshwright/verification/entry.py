@@ -21,12 +21,14 @@ from ..mesh import Mesh
 from ..passes import Pass, PassManager
 from ..program import Plan, build
 from ..program.capture.export import LossFn
+from ..program.capture.optimizers import options_of
 from ..program.capture.source_lines import own_loss
+from ..program.check.digest import digest_of
 from ..shard.optimizers.kinds import own_work
 from ..tensor import DistTensor
 from .captured import CapturedTraining
 from .journal import Departure, Journal, RankJournal
-from .report import Coverage, Verification, digest_of
+from .report import Coverage, Verification
 from .runs import Optimizers, Task, copies
 from .sizes import Step, fitted, valued
 from .steps import named_leaves
@@ -202,7 +204,7 @@ def _digest(
         opt = optimizer(own.parameters())
     try:
         made = build(own, loss_fn, opt, batch, mesh, plan)
-        return digest_of(passes(made.program), made.captured.module)
+        return digest_of(passes(made.program), made.captured.module, options_of(opt))
     except CaptureError as error:
         raise CaptureError(f"{error} (or verify eager steps alone: modes=['eager'])") from error
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.fx as fx
-
 from ..errors import VerifyError
-from ..program import Input, Output, Program
-from ..program.check.agreement import numbers, program_facts
 from ..program.step import CompiledStep
 from .journal import Departure
 
@@ -79,13 +74,14 @@ class Verification:
         Raises:
             VerifyError: it is another program, or lies otherwise.
         """
-        if step.built is None or not self.digest:
+        if not step.digest or not self.digest:
             raise VerifyError("steps by hand and eager ones have no digest: verify and check one of mw.compile_step")
-        found = digest_of(step.program, step.built.captured.module)
-        if found != self.digest:
+        if not self.passed:
+            raise VerifyError(f"the step that was verified was wrong: {self.departures[0]}")
+        if step.digest != self.digest:
             raise VerifyError(
-                f"this step has the digest {found}, the one that was verified {self.digest}: model, sizes, dtypes, "
-                "layouts, passes and mesh must be those of the verification (and the version of torch)"
+                f"this step has the digest {step.digest}, the one that was verified {self.digest}: model, sizes, "
+                "dtypes, layouts, passes and mesh must be those of the verification (and the version of torch)"
             )
 
     def __str__(self) -> str:
@@ -129,16 +125,3 @@ class Verification:
             raise VerifyError(
                 f"{path} is no report of mw.verify: {error!r}; write one with report.save(path)"
             ) from None
-
-
-def digest_of(program: Program, module: fx.GraphModule) -> str:
-    """What tells steps apart, the same on all ranks: the ops of one device, and of a rank's program inputs, outputs,
-    their layouts and the collectives; not lines of code.
-
-    Args:
-        module: the graph of one device that the program was made of.
-    """
-    given: tuple[Input | Output, ...] = (*program.inputs, *program.outputs)
-    laid = [f"{x.kind} {x.name} {x.spec!r}" for x in given]
-    facts = [f.text for f in (*program_facts(program), *numbers([], module))]
-    return hashlib.sha256("\n".join([repr(program.mesh), program.update, *laid, *facts]).encode()).hexdigest()[:16]
