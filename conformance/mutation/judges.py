@@ -11,8 +11,10 @@ _CONVERSIONS = "conversions resharding convert convert_steps reduce_types partia
 _RULES = "rule_strategies notation rules_book rules_basic choose partial arguments errors"
 _CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_on warm_plans inference cut_graphs"
 _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
-_DISPATCH += " inference gradient_types cut_graphs"
-_PASSES = "passes passes_by_hand data_parallel_optimization gradient_merge gathers_on_wires"
+_DISPATCH += " inference gradient_types cut_graphs arguments call_counts check_mode lengths plain_tensors"
+_DISPATCH += " rows_of_shards zero_sizes calls_by_name functions modes copies_of_views"
+_PASSES = "passes passes_by_hand program_passes data_parallel_optimization gradient_merge batch_weights"
+_PASSES += " gathers_on_wires program_recompute saved_split_captured captured_zero"
 _CHECK = "check_by_hand program_verify program_errors program_files agreement passes passes_by_hand"
 
 # What tests without ranks judge alone, in seconds: a sample of them is in ``make test``.

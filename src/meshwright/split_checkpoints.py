@@ -17,13 +17,14 @@ import torch
 import torch.nn as nn
 
 from . import record
-from .dispatch import disabled, wanted
+from .dispatch import disabled, refresh, tensors_in, wanted
 from .dispatch.leaves import link
+from .dispatch.views import KeptCopies
 from .errors import LayoutError, ShardError
 from .layout import Layout, Partial, Replicate, Shard, Spec, as_placement
 from .local_tensor import bare
 from .resharding import executor, planner
-from .tensor import DistTensor, wrap
+from .tensor import DistTensor, call_enabled, wrap
 
 Tensor = torch.Tensor
 
@@ -115,6 +116,11 @@ class KeptInputs:
     """The inputs of one checkpointed call: ``args`` is what is to be kept in their place."""
 
     def __init__(self, args: Sequence[Any]) -> None:
+        for t in tensors_in(args):
+            refresh(t, call_enabled)
+        self._copies = KeptCopies(
+            [a for a in args if isinstance(a, Tensor)]
+        )  # of others autograd counts no writes either
         self._split: dict[int, _Split] = {}  # by place among all tensors
         self._count = 0
         self.args = [self._packed(a) for a in args] if ASKED.placements else list(args)
@@ -122,7 +128,11 @@ class KeptInputs:
         self._layouts = [(weakref.ref(a), _Types(a)) if isinstance(a, DistTensor) else None for a in self.args]
 
     def given(self, made: Sequence[Any]) -> list[Any]:
-        """The arguments of the second run, of what was kept."""
+        """The arguments of the second run, of what was kept.
+
+        Raises RuntimeError where what they are copies of was written since.
+        """
+        self._copies.check()
         laid = [self._laid(a, known) for a, known in zip(made, self._layouts, strict=True)]
         if not self._split:
             return laid

@@ -17,7 +17,7 @@ from ..ranks import runtime
 from ..resharding import executor, planner
 from ..rules import Native
 from .binding import Args, Kwargs
-from .calls import disabled, map_tensors, mesh_of, spec_of, tensors_in
+from .calls import disabled, map_tensors, mesh_of, saving, spec_of, tensors_in
 from .leaves import follow_roots, lead_root, leans_invariant, link, resolve_types
 from .plans import CallPlan, Route, plan_call, written_spec
 from .views import PieceSource, cut_from, remember, remember_pieces, with_base
@@ -141,15 +141,6 @@ def _learned(spec: Spec, steps: planner.ConversionPlan, typed: bool) -> tuple[Sp
         return None
     known = steps.dst if typed else steps.dst.with_(reduced=0, undecided=spec.mesh.everywhere)
     return spec.with_(known=known), known
-
-
-def saving() -> bool:
-    """Whether a checkpoint may run this code again: then it must find its inputs as the first run found them."""
-    top = compat.top_saved_tensors_default_hooks(True)
-    return top is not None and not str(top[0].__module__).startswith(_OWN)
-
-
-_OWN = __name__.partition(".")[0]
 
 
 _NO_MEMO: tuple[None, None] = (None, None)

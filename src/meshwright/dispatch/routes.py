@@ -19,8 +19,8 @@ from ..ranks import runtime
 from ..rules import Native
 from . import autocast
 from .binding import Args, Kwargs
-from .calls import NO, OPS, QUESTIONS, call_disabled, disabled, op_name, resolve, tensors_in
-from .execution import Execution, Wrap, convert_tensor, saving, still
+from .calls import NO, OPS, QUESTIONS, call_disabled, disabled, op_name, resolve, saving, tensors_in
+from .execution import Execution, Wrap, convert_tensor, still
 from .keys import key_of
 from .leaves import any_linked
 from .plans import CallPlan, Route, casts_of, plan_call, warn_gathered

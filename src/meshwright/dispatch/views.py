@@ -7,20 +7,22 @@ On one device a view shares the memory of its base.  Where making it needs commu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from ..compat import outside_modes
 from ..errors import DispatchError
 from ..local_tensor import as_plain
 from ..operators import Internal
 from ..ranks import runtime
 from ..resharding import executor, planner
 from .binding import Args, Kwargs
-from .calls import disabled, op_name, tensors_in
+from .calls import disabled, op_name, saving, tensors_in
 from .leaves import lead_root, resolve_types
 from .plans import CallPlan, written_spec
 
@@ -198,11 +200,51 @@ def refresh(t: Tensor, call: Call) -> None:
     if view.alias or (now is not None and now == view.version):
         return
     _refuse_unknown(view)
-    with torch.set_grad_enabled(view.recorded and not (t.is_leaf and t.requires_grad)):
+    with torch.set_grad_enabled(view.recorded and not (t.is_leaf and t.requires_grad)), _unseen():
         made = tensors_in(call(view.func, view.args, view.kwargs))[view.index]
         with disabled():
             _replace(t, made)
     view.version = now
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """A checkpoint finds the copy up to date when it runs its block again: it sees no run bring it there."""
+    if not saving():
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same), outside_modes():
+        yield
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+class KeptCopies:
+    """Copies that are kept for a backward: on one device autograd counts writes to what they would be views of."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._views = [view for t in tensors if (view := view_of(t)) is not None]
+
+    def check(self) -> None:
+        """Raises RuntimeError, as PyTorch does, where the base of one was written since."""
+        for view in self._views:
+            if _stale(view):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"an input of a checkpoint is {op_name(view.func)} of {view.base.__dict__['_spec']!r}, which was "
+                    "written to after the checkpointed block had run"
+                )
+
+
+def _stale(view: View | None) -> bool:
+    """Whether a base was written since a copy, or what it was copied from, was brought up to date."""
+    if view is None or view.writing:
+        return False
+    with disabled():
+        now = _version(view.base)
+    return _stale(view_of(view.base)) or not (view.alias or (now is not None and now == view.version))
 
 
 def _replace(t: Tensor, made: Tensor) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from .. import compat
 from ..compat import engine_run_backward
-from ..dispatch import NO, Args, Kwargs, disabled, resolve_types, root, unit_cotangent
+from ..dispatch import NO, Args, Kwargs, disabled, refresh, resolve_types, root, unit_cotangent
 from ..errors import DispatchError
 from . import modes
-from .dist_tensor import DistTensor, local_of, plain, whole, wrap
+from .dist_tensor import DistTensor, call_enabled, local_of, plain, whole, wrap
 
 Tensor = torch.Tensor
 
@@ -127,7 +127,12 @@ def _run_engine(
 
 
 def _listed(x: Any) -> list[Any]:
-    return [x] if isinstance(x, Tensor) else list(x)
+    """One tensor or several, those that are copies of views with the history that their base has now."""
+    listed = [x] if isinstance(x, Tensor) else list(x)
+    for t in listed:
+        if isinstance(t, DistTensor):
+            refresh(t, call_enabled)
+    return listed
 
 
 def _backward_of(
