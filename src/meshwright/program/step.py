@@ -13,8 +13,8 @@ import torch.nn as nn
 
 from ..collective import Fact, together
 from ..compat import pytree
-from ..errors import ProgramError
-from ..explanation import Explanation, explain_program
+from ..errors import ExplicitError, ProgramError
+from ..explanation import Explanation, check_budget, explain_program
 from ..mesh import Mesh
 from ..ranks import runtime
 from ..shard.optimizers.kinds import own_work
@@ -171,7 +171,14 @@ class CompiledStep:
                 made = replace(made, program=self._transform(made.program))
             facts += [Fact("default dtype, deterministic algorithms, autocast", modes())]
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
+        self._affordable(made.program)
         return made
+
+    def _affordable(self, program: Program) -> None:
+        """Raises ExplicitError, on all ranks, where one sends more than ``mw.explicit(budget=...)`` allows."""
+        if runtime.RT.budget is not None:
+            with together(self.mesh, "mw.explicit(budget=...)", kind=ExplicitError):
+                check_budget(explain_program(program), runtime.RT.budget)
 
     def _bound(self, made: Recorded, leaves: Sequence[Any]) -> Ready:
         """A capture, ready to run; others that differ in sizes may follow from it."""
@@ -346,6 +353,8 @@ class CompiledStep:
         self._unchanged()
         leaves = self._leaves(batch)
         ready = self._current = self._for(leaves)
+        if runtime.RT.budget is not None:
+            self._affordable(self.program)
         if not self.training:
             return self._peers.evaluate(ready.schedules[STEP][0], leaves)
         cycle, bound = self.cycle, self.cycle.join(ready)

@@ -210,6 +210,7 @@ class Runtime:
         cause: the record that communication started now serves, or None; kept only while there are records.
         line: the user's line that records are to show, where the call stack cannot tell, or None.
         explicit: whether communication must be asked for by name.
+        budget: axes to bytes that may be sent, or None.
         strategies: of ops that have several, which one an axis is to take: op to axis to name.
         counts: the collectives that ran.
         timeout: seconds that a collective may take, or None for the default.
@@ -241,6 +242,7 @@ class Runtime:
         self.cause: Any = None
         self.line: str | None = None
         self.explicit = False
+        self.budget: Mapping[str, Any] | None = None
         self.strategies: Mapping[str, Mapping[str, str]] = {}
         self.counts = Counts()
         self.timeout: float | None = None

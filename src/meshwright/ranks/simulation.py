@@ -267,7 +267,7 @@ class Simulation:
             self.threads[r].start()
         outer, flags = runtime.RT, _Flags.now()
         for rt in self.runtimes.values():
-            rt.explicit = outer.explicit
+            rt.explicit, rt.budget = outer.explicit, outer.budget
         self.runtimes[self.ranks[0]].records = outer.records
         runtime.RT = self.runtimes[self.ranks[0]]
         try:
