@@ -13,8 +13,10 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import collective
-from meshwright.errors import DispatchError
+from meshwright.collective import rows
+from meshwright.errors import DispatchError, RuleError
 from meshwright.ranks import runtime
+from meshwright.rules.experts import fraction
 from tests.support.compare import check_equal, plain
 
 torch.manual_seed(0)
@@ -93,23 +95,108 @@ def test_like_one_device(name: str, chosen: str, biased: bool) -> None:
         check_equal(got[: len(want)], plain(want))
 
 
+def sent_by(
+    mesh: mw.Mesh, tokens: int, width: int, ids: Tensor, count: int = 2, k: int = 1, way: dict[str, str] | None = None
+) -> list[dict[str, int]]:
+    """Bytes of the forward, of each rank, with tokens and experts split over all axes."""
+    laid = dict.fromkeys(mesh.axes, S)
+
+    def run() -> dict[str, int]:
+        x, scores = (mw.shard_tensor(drawn(tokens, n), mesh, laid).requires_grad_() for n in (width, k))
+        up, down = (mw.shard_tensor(drawn(count, *s), mesh, laid) for s in ((8, width), (width, 4)))
+        with collective.counting() as counts, mw.strategies({"experts": way or {}}):
+            mw.experts(x, mw.shard_tensor(ids, mesh, laid), scores, up, down)
+        return dict(counts.bytes)
+
+    return mw.simulate(run, mesh)
+
+
 def test_what_is_sent_is_the_lesser() -> None:
-    """Tokens are gathered and what experts make of them is scattered; or the weights are gathered, if they are less."""
+    """Rows go to where their experts are; or all do, if all are needed; or the weights are gathered, if they are less."""
     mesh = mw.Mesh({"dp": 2})
-
-    def run(tokens: int, width: int) -> Any:
-        x = mw.shard_tensor(drawn(tokens, width), mesh, {"dp": S}).requires_grad_()
-        ids = mw.shard_tensor(torch.zeros(tokens, 1, dtype=torch.long), mesh, {"dp": S})
-        scores = mw.shard_tensor(torch.ones(tokens, 1, dtype=torch.float64), mesh, {"dp": S})
-        up, down = (mw.shard_tensor(drawn(2, *s), mesh, {"dp": S}) for s in ((8, width), (width, 4)))
-        with collective.counting() as counts:
-            mw.experts(x, ids, scores, up, down)
-        return counts.bytes
-
-    for sent in mw.simulate(lambda: run(4, 64), mesh):
-        assert sent == {"all_gather": (4 * 64 + 2 * 4) // 2 * 8, "reduce_scatter": 4 * 64 // 2 * 8}
-    for sent in mw.simulate(lambda: run(4000, 8), mesh):
+    zeros = torch.zeros(4, 1, dtype=torch.long)
+    whole = {"all_gather": (4 * 64 + 2 * 4) // 2 * 8, "reduce_scatter": 4 * 64 // 2 * 8}
+    ids = {"all_gather": 4 // 2 * 8}
+    # All tokens are for the first rank's expert: half of them come from the other, and nothing goes there.
+    first, second = sent_by(mesh, 4, 64, zeros)
+    assert first == {**ids, "gather_rows": 2 * (64 + 1) * 8, "scatter_rows": 2 * 64 * 8}
+    assert second == {**ids, "gather_rows": 0, "scatter_rows": 0}
+    for sent in sent_by(mesh, 4, 64, zeros, way={"dp": "whole"}):
+        assert sent == whole
+    with pytest.raises(RuleError, match="no strategy 'row'; did you mean 'rows'"):
+        sent_by(mesh, 4, 64, zeros, way={"dp": "row"})
+    for sent in sent_by(mesh, 4, 64, torch.zeros(4, 2, dtype=torch.long), k=2):  # of 2 experts each token needs 2
+        assert sent == {"all_gather": (4 * 64 + 2 * 8) // 2 * 8, "reduce_scatter": 4 * 64 // 2 * 8}
+    for sent in sent_by(mesh, 4000, 8, torch.zeros(4000, 1, dtype=torch.long)):
         assert sent == {"all_gather": 2 * (8 * 8 + 8 * 4) // 2 * 8}
+
+
+def test_a_row_goes_once_to_each_rank_that_needs_it() -> None:
+    """Bytes counted token by token; on average those of the formula: 4.63 of 7 where 8 of 256 experts are chosen."""
+    mesh, tokens, width, count, k = mw.Mesh({"dp": 2, "ep": 4}), 200, 5, 256, 8
+    ids = torch.stack([torch.randperm(count)[:k] for _ in range(tokens)])
+    own = [set(range(p * 32, p * 32 + 32)) for p in range(8)]
+    found = sent_by(mesh, tokens, width, ids, count, k)
+    total = 0
+    for rank, sent in enumerate(found):
+        rows = [t for t in range(tokens) if t // 25 != rank and own[rank] & set(ids[t].tolist())]
+        total += len(rows)
+        assert sent["gather_rows"] == len(rows) * (width + k) * 8
+        assert sent["scatter_rows"] == len(rows) * width * 8
+    assert fraction(count, 32, k) * 7 == pytest.approx(4.633, abs=0.0005)
+    assert total / tokens == pytest.approx(4.633, rel=0.03)
+
+
+AXES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "two axes of experts": ({"dp": 2, "ep": 2}, {"dp": S, "ep": S}, {"dp": S, "ep": S}, {"dp": S, "ep": S}),
+    "a split sequence": ({"cp": 2, "ep": 2}, {"cp": mw.Shard(1), "ep": S}, {"cp": S, "ep": S}, {"cp": S, "ep": S}),
+    "batch over the others": ({"dp": 2, "ep": 3}, {"dp": S, "ep": S}, {"ep": S}, {"ep": S}),
+    "split inside": ({"ep": 2, "tp": 3}, {"ep": S}, {"ep": S, "tp": mw.Shard(2)}, {"ep": S, "tp": mw.Shard(2)}),
+    "inside alone": ({"tp": 4}, {}, {"tp": mw.Shard(2)}, {"tp": mw.Shard(2)}),
+    "outside and inside": ({"dp": 2, "tp": 2}, {"dp": S}, {"dp": S, "tp": S}, {"dp": S, "tp": S}),
+    "more ranks than experts": ({"dp": 7}, {"dp": S}, {"dp": S}, {"dp": S}),
+    "more ranks than tokens": ({"ep": 2, "dp": 4}, {"ep": S, "dp": S}, {"ep": S}, {"ep": S}),
+}
+
+
+def laid_out(
+    name: str, unread: float, monkeypatch: pytest.MonkeyPatch, chosen: Tensor
+) -> tuple[list[Tensor], list[Any]]:
+    """Results on one device, and those of all ranks, each with the kinds of its collectives; tokens are (2, 5, c)."""
+    sizes, tokens, up, down = AXES[name]
+    mesh, ids = mw.Mesh(sizes), chosen.view(2, 5, K)
+    given = {"x": X.view(2, 5, WIDTH), "scores": SCORES.view(2, 5, K), "gate_up": GATE_UP.view(COUNT, 2, INNER, WIDTH)}
+    given |= {
+        "down": DOWN,
+        "gate_up_bias": BIASES["gate_up_bias"].view(COUNT, 2, INNER),
+        "down_bias": BIASES["down_bias"],
+    }
+    places = {"x": tokens, "scores": tokens, "gate_up": up, "down": down}
+    places["gate_up_bias"] = {a: p for a, p in up.items()}
+    places["down_bias"] = {a: p for a, p in down.items() if p == S}
+    monkeypatch.setattr(rows, "UNREAD", unread)
+
+    def run() -> Any:
+        own = {k: mw.shard_tensor(t, mesh, places[k]).requires_grad_() for k, t in given.items()}
+        with collective.counting() as counts:
+            made = results(mw.experts, mw.shard_tensor(ids, mesh, tokens), own)
+        assert made[0].placements == own["x"].placements
+        return [plain(t) for t in made], dict(counts.kinds)
+
+    alone = {k: t.clone().requires_grad_() for k, t in given.items()}
+    return [plain(t) for t in results(mw.experts, ids, alone)], mw.simulate(run, mesh)
+
+
+@pytest.mark.parametrize("chosen", ["spread", "all on one"])
+@pytest.mark.parametrize("name", AXES)
+def test_rows_over_axes(name: str, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value, gradients and gradients of these; and no bit of them hangs on what is in rows that are left out."""
+    want, found = laid_out(name, 0.0, monkeypatch, CHOSEN[chosen])
+    _, again = laid_out(name, float("nan"), monkeypatch, CHOSEN[chosen])
+    for (got, kinds), (same, _) in zip(found, again, strict=True):
+        check_equal(got, want)
+        assert all(torch.equal(a, b) for a, b in zip(got, same, strict=True))
+        assert ("gather_rows" in kinds) == (name != "inside alone")
 
 
 class Layer(nn.Module):

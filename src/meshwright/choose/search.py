@@ -155,7 +155,17 @@ class Search:
         ins = [(s.layout, s.reduced, s.undecided, s.dtype, self.wide(s.dtype)) for s in self.ins]
         outs = [(dtype, self.wide(dtype)) for _, dtype in self.outs]
         reduced = tuple(rule.reduced.items())
-        says = (rule.inputs, rule.outputs, rule.whole, reduced, rule.linear, rule.moves, rule.heavy, rule.lends)
+        says = (
+            rule.inputs,
+            rule.outputs,
+            rule.whole,
+            reduced,
+            rule.linear,
+            rule.moves,
+            rule.heavy,
+            rule.lends,
+            rule.joint,
+        )
         return (says, bool(uneven), *sizes, *ins, *outs, self.inplace, frozenset(self.constants))
 
     @cached_property
@@ -170,7 +180,7 @@ class Search:
         """The strategies that the layouts suggest for one axis; the first one replicates everything."""
         rule, now = self.rule, [s.layout.placements[axis] for s in self.ins]
         hints = [self.wanted(k, axis) or Replicate() for k in range(len(rule.outputs))] if self.hint else ()
-        found = rule.axis_strategies(now, hints)
+        found = rule.axis_strategies(now, hints) + [c for a, c in rule.joint if a == axis]
         # A split that cannot stay goes to another dim of its tensor (all-to-all), where that is cut evenly.
         for i, p in enumerate(now):
             for c in rule.instead_of(i, p):

@@ -63,6 +63,7 @@ from .quantized import (
     wire_reduce_scatter,
 )
 from .rendezvous import meeting
+from .rows import gather_rows, scatter_rows
 from .transport import Pending, row_major
 
 # Below this package a tensor may lie on the host while ranks meet with tensors of a device.
@@ -71,6 +72,7 @@ all_reduce, all_reduce_async = from_elsewhere(all_reduce), from_elsewhere(all_re
 reduce_scatter, reduce_scatter_async = from_elsewhere(reduce_scatter), from_elsewhere(reduce_scatter_async)
 all_to_all, broadcast = from_elsewhere(all_to_all), from_elsewhere(broadcast)
 permute = from_elsewhere(permute)
+gather_rows, scatter_rows = from_elsewhere(gather_rows), from_elsewhere(scatter_rows)
 wire_all_reduce, wire_reduce_scatter = from_elsewhere(wire_all_reduce), from_elsewhere(wire_reduce_scatter)
 wire_all_gather, gather_async = from_elsewhere(wire_all_gather), from_elsewhere(gather_async)
 scatter_sum_async, sum_async = from_elsewhere(scatter_sum_async), from_elsewhere(sum_async, writes=True)
@@ -112,6 +114,7 @@ __all__ = [
     "differing",
     "digests",
     "gather_async",
+    "gather_rows",
     "group",
     "group_of",
     "group_size",
@@ -129,6 +132,7 @@ __all__ = [
     "rounds",
     "row_major",
     "same_values",
+    "scatter_rows",
     "scatter_sum_async",
     "sends_objects",
     "silent",

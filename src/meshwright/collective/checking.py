@@ -111,8 +111,7 @@ def simulated(obj: Any, group: Group, call: Call) -> list[Any]:
 def rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
     """A collective of simulated ranks: what plain tensors were taken for goes with it, where it is time for that."""
     sim = _simulation(group)
-    if isinstance(t, Tensor) and type(t) is not Tensor and mine(t):
-        t = bare(t)  # another rank's thread computes with it
+    t = tuple(map(_bared, t)) if isinstance(t, tuple) else _bared(t)  # another rank's thread computes with it
     own: Window | None = window(group)
     if own is None or not own.due():
         return sim.rendezvous(group.ranks, call, t, compute)
@@ -125,6 +124,10 @@ def rendezvous(group: Group, call: Call, t: Any, compute: Callable[[list[Any]], 
     made, words = sim.rendezvous(group.ranks, call, (t, claimed.word), both)
     claimed.judge(words)
     return made
+
+
+def _bared(t: Any) -> Any:
+    return bare(t) if isinstance(t, Tensor) and type(t) is not Tensor and mine(t) else t
 
 
 def _simulation(group: Group) -> Any:

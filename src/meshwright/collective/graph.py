@@ -20,7 +20,7 @@ from ..mesh import Mesh, parse_mesh
 from ..operators import operator
 from ..ranks import runtime
 from ..ranks.simulation import Call
-from . import exchange, ops, quantized
+from . import exchange, ops, quantized, rows
 from .groups import Group, group
 from .kinds import Kind
 
@@ -100,6 +100,7 @@ def add(kind: Kind) -> None:
 
 for _kind in (
     ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.BROADCAST, exchange.ALL_TO_ALL, exchange.PERMUTE,
+    rows.GATHER_ROWS, rows.SCATTER_ROWS,
     quantized.WIRE_ALL_REDUCE, quantized.WIRE_REDUCE_SCATTER, quantized.WIRE_ALL_GATHER,
 ):  # fmt: skip
     add(_kind)
@@ -159,9 +160,11 @@ class Emitter:
             raise CollectiveError(
                 f"{call.kind} cannot be part of a captured program: it moves Python objects, not tensors"
             )
+        x, *tensors = payload if kind.tensors else (payload,)
         said = {**dict(call.args), "op": call.op, "index": ranks.index(self.rank)}
+        said |= dict(zip(kind.tensors, tensors, strict=True))
         options = [list(o) if isinstance(o := said[n], tuple) else o for n in kind.names]
-        return OPERATORS[kind.name](payload, *options, self._axes(ranks), self.text)
+        return OPERATORS[kind.name](x, *options, self._axes(ranks), self.text)
 
     def _axes(self, ranks: tuple[int, ...]) -> str:
         if ranks not in self.axes:

@@ -76,6 +76,11 @@ class Kind:
         """Names of the options, in order."""
         return tuple(o.split()[-1] for o in self.options.split(", "))
 
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the options that are tensors: what is sent is at most what ``bytes`` says, and they tell how much."""
+        return tuple(o.split()[-1] for o in self.options.split(", ") if o.startswith("Tensor "))
+
     @property
     def reduces(self) -> bool:
         """Whether it sums, or reduces otherwise."""

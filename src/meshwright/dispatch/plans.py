@@ -28,6 +28,7 @@ from . import autocast, results
 from .binding import Args, Kwargs
 from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of, tensors_in
 from .permute import Permute
+from .rows import Rows
 from .results import Outputs
 
 Tensor = torch.Tensor
@@ -246,7 +247,10 @@ class _Planner:
     def _ruled(self, rule: Rule, choice: Choice, graded: bool) -> CallPlan:
         op, specs, outputs = self.op, self.specs, choice.outputs
         permute = Permute(op.name, self.mesh)
-        ctx = Local(rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank), permute)
+        ctx = Local(
+            rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank), permute,
+            partial(Rows, op.name, self.mesh),
+        )  # fmt: skip
         fn = None if rule.local is None else rule.local(ctx)
         own = fn is not None and not isinstance(fn, Native)
         if fn is not None and not self._is_native(fn):

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import RuleError, near
 from ..layout import Spec
-from .strategies import Dims, Local, LocalFn, Native, Rule
+from .strategies import Dims, Local, LocalFn, Native, Rule, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ def notation(
     lends: Sequence[Arg] = (),
     local: Callable[[Local], LocalFn | None] | None = None,
     decompose: Callable[..., Any] | None = None,
+    joint: Sequence[tuple[int, Strategy]] = (),
 ) -> Rule:
     """A rule from one line of factor notation.
 
@@ -97,6 +98,8 @@ def notation(
         lends: tensors that only lend their shape: they hint at splits and stay as they are.
         local: called once per plan with a :class:`Local`; returns the function to run on locals instead of the op.
         decompose: called with the op's own arguments when a whole factor is split: the op as a composition.
+        joint: an axis of the mesh, and a strategy that it may take beside those of its factors, of which ``local`` sends
+            what it needs: it pays where that is less than what the others would send.
 
     Raises:
         RuleError: the line does not fit the tensors.
@@ -116,7 +119,7 @@ def notation(
     return Rule(
         inputs, outputs, {f: found[f] for f in sorted(named)}, frozenset(whole), reductions,
         tuple(frozenset(t.index for t in g) for g in told), moves, heavy, padded, frozenset(t.index for t in lends),
-        local, decompose, text,
+        local, decompose, text, tuple(joint),
     )  # fmt: skip
 
 

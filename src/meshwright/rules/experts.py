@@ -8,8 +8,9 @@ arXiv 2211.15841) and torch's ``grouped_mm`` do: no token is dropped, whatever t
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,11 @@ import torch
 import torch.nn as nn
 
 from ..errors import DispatchError, near
+from ..layout import Shard
 from ..operators import GIVEN, internal, kept_whole, operator
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
+from ..ranks import runtime
+from .core import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
+from .strategies import Strategy, nested_bounds
 
 Tensor = torch.Tensor
 F: Any = nn.functional
@@ -129,7 +133,7 @@ def _outputs_rule(
     """Tokens are free; experts are added up, so each rank may compute its own, or a part of the width of each."""
 
     def local(ctx: Local) -> LocalFn:
-        return partial(_run, ctx.bounds("e"))
+        return _by_rows(ctx, ids.shape[-1]) or partial(_run, ctx.bounds("e"))
 
     n = "m" if each else "n"
     inputs = {x: "... c", ids: "... k", weights: "... k", gate_up: f"e g {n} c", down: "e c m"}
@@ -137,7 +141,10 @@ def _outputs_rule(
     linear = [weights, [down, down_bias]]
     whole = "c k g" if each else "c k g n m"
     reduced = "e m" if each else "e"
-    return notation(inputs, "... c", whole=whole, reduced=reduced, linear=linear, heavy=True, local=local)
+    return notation(
+        inputs, "... c", whole=whole, reduced=reduced, linear=linear, heavy=True, local=local,
+        joint=tuple(_joint(x, ids, weights, gate_up, down, *filter(None, (gate_up_bias, down_bias)))),
+    )  # fmt: skip
 
 
 @internal
@@ -150,6 +157,87 @@ def laid_as(y: Tensor, x: Tensor) -> Tensor:
 def _laid_rule(y: Arg, x: Arg) -> Rule:
     # Heavy: it stays split where x is, though to reduce it whole may send as much.
     return notation({y: y.letters, x: y.letters}, y.letters, lends=[x], heavy=True)
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+STRATEGIES["experts"] = ("rows", "whole")
+
+
+def fraction(count: int, held: int, k: int) -> float:
+    """Of how many tokens a rank that holds so many experts needs the row, if each goes to ``k`` of all evenly."""
+    return 1 - math.comb(count - held, k) / max(math.comb(count, k), 1)
+
+
+def _joint(x: Arg, ids: Arg, weights: Arg, gate_up: Arg, down: Arg, *biases: Arg) -> Iterator[tuple[int, Strategy]]:
+    """The axes that split tokens and experts, and over which each row goes only to the ranks that compute it.
+
+    Where that sends fewer bytes than to gather all tokens, or the experts: the forward decides, as the backward sends
+    the same again in each case.
+    """
+    tokens, held = (x, ids, weights), (gate_up, down, *biases)
+    specs = [t.spec for t in (*tokens, *held) if t.spec is not None]
+    if len(specs) < len(tokens) + len(held) or 0 in x.shape:
+        return
+    mesh, wished = specs[0].mesh, runtime.RT.strategies.get("experts", {})
+    by_token = [s.layout.dim_axes() for s in specs[:3]]
+    by_expert = specs[3].layout.dim_axes().get(0, ())
+    if any(list(axes) != sorted(axes) for cuts in (*by_token, {0: by_expert}) for axes in cuts.values()):
+        return
+    count, k, parts = gate_up.shape[0], ids.shape[-1], math.prod(mesh.sizes[a] for a in by_expert)
+    need = fraction(count, -(-count // max(parts, 1)), k)
+    rows = math.prod(x.shape[:-1]) / math.prod(mesh.sizes[a] for axes in by_token[0].values() for a in axes)
+    for a, (axis, n) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)):
+        placed = [s.layout.placements[a] for s in specs]
+        split = isinstance(placed[0], Shard) and placed[0].dim < x.ndim - 1 and placed[1:3] == [placed[0]] * 2
+        if n == 1 or not split or placed[3:] != [Shard(0)] * len(held) or wished.get(axis) == "whole":
+            continue
+        each = 2 * x.shape[-1] * x.dtype.itemsize + k * weights.dtype.itemsize
+        sent, all_rows = (n - 1) * rows * need * each, (n - 1) * rows * each
+        weights_sent = (n - 1) / n * sum(s.nbytes / (parts / n) for s in specs[3:])
+        if wished.get(axis) == "rows" or sent < min(all_rows, weights_sent):
+            inputs = (placed[0],) * 3 + (Shard(0),) * len(held)
+            yield a, Strategy(inputs, (placed[0],), "e")
+
+
+def _by_rows(ctx: Local, k: int) -> LocalFn | None:
+    """The op where tokens and experts are split over the same axes; None where they are not."""
+    mesh, placed = ctx.inputs[0].mesh, [ctx.inputs[i].layout.placements for i in (0, 3)]
+    axes = tuple(a for a, (p, q) in enumerate(zip(*placed, strict=True)) if isinstance(p, Shard) and q == Shard(0))
+    if not axes:
+        return None
+    count, over = ctx.rule.sizes["e"], ctx.axes("e")
+    places = [mesh.coordinate(r) for r in mesh.group_ranks(mesh.rank_at(ctx.here), axes)]
+    bounds = [nested_bounds(count, mesh, over, place) for place in places]
+    sizes = tuple(math.prod(ctx.inputs[0].local_shape(place)[:-1]) for place in places)
+    need, n = fraction(count, max(stop - start for start, stop in bounds), k), len(places)
+    why = (
+        f"each row goes once to each of {n} ranks that has one of its experts: to {need * (n - 1):.2f} of the {n - 1} "
+        f"others where experts are chosen evenly, and at most all {sum(sizes)} rows come to a rank"
+    )
+    rows = ctx.rows(axes, sizes, why)
+    starts, stops = [start for start, _ in bounds], [stop for _, stop in bounds]
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+        chosen = rows.all(ids.reshape(-1, k))
+        wanted = _WANTED(chosen, starts, stops)
+        tokens = rows.gather(x.reshape(-1, x.shape[-1]), wanted, 0)
+        scores = rows.gather(weights.reshape(-1, k), wanted, 2)
+        return rows.scatter(_run(ctx.bounds("e"), tokens, chosen, scores, *rest), wanted).view(x.shape)
+
+    return run
+
+
+def _wanted(ids: Tensor, starts: list[int], stops: list[int]) -> Tensor:
+    """Of each rank, that has these experts, the tokens for which one of them is chosen: (ranks, tokens)."""
+    parts = [((ids >= start) & (ids < stop)).any(-1) for start, stop in zip(starts, stops, strict=True)]
+    return torch.stack(parts)
+
+
+_WANTED = operator(
+    "wanted_rows(Tensor ids, int[] starts, int[] stops) -> Tensor", _wanted,
+    lambda ids, starts, stops: ids.new_empty((len(starts), ids.shape[0]), dtype=torch.bool),
+)  # fmt: skip
 
 
 def _run(

@@ -28,13 +28,16 @@ class Local:
     """What a rule's ``local`` may ask about the rank it runs on, when a plan is made.
 
     ``permute``: what a local function sends to another rank, in the call: ``permute(x, axes, targets, why)``.
+    ``rows``: makes what exchanges rows in the call: ``rows(axes, sizes, why)``.
     """
 
     def __init__(
-        self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...], permute: Any = None
-    ) -> None:
+        self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...], permute: Any = None,
+        rows: Any = None,
+    ) -> None:  # fmt: skip
         self.rule, self.inputs, self.outputs, self.here = rule, tuple(inputs), tuple(outputs), here
         self.permute: Permute = permute
+        self.rows: Any = rows
 
     def out_shape(self, i: int = 0) -> tuple[int, ...]:
         """Shape of this rank's part of output ``i``."""
@@ -111,6 +114,7 @@ class Rule:
     """A rule for one call: factors of each input and output, and how each factor behaves.
 
     Inputs in ``lends`` only lend their shape: they hint at splits and stay as they are, whatever a strategy says.
+    ``joint``: for some axes a strategy that splits several factors at once, whose local function sends what it needs.
     """
 
     inputs: tuple[Dims, ...]
@@ -126,6 +130,7 @@ class Rule:
     local: Callable[[Local], LocalFn | None] | None = None
     decompose: Callable[..., Any] | None = None
     text: str = ""
+    joint: tuple[tuple[int, Strategy], ...] = ()
 
     def out_shape(self, i: int) -> tuple[int, ...]:
         """Global shape of output ``i`` as the notation gives it."""

@@ -37,7 +37,7 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
         dtype = None if value is None else value.dtype
         kind = COLLECTIVES[node.target]
         *options, axes, _ = node.args[1:]
-        alike = [a for n, a in kind.named(options).items() if n != "index"]
+        alike = [a for n, a in kind.named(options).items() if n != "index" and n not in kind.tensors]
         fixed = [a for a in alike if not isinstance(a, (list, tuple))]
         sizes = [a for a in alike if isinstance(a, (list, tuple))]
         along = sorted(program.mesh.axis_index(a) for a in str(axes).split(","))
