@@ -112,7 +112,7 @@ def sent_by(
 
 
 def test_what_is_sent_is_the_lesser() -> None:
-    """Rows go to where their experts are; or all do, if all are needed; or the weights are gathered, if they are less."""
+    """Rows go to where their experts are; or all, if all are needed; or the weights are gathered, if they are less."""
     mesh = mw.Mesh({"dp": 2})
     zeros = torch.zeros(4, 1, dtype=torch.long)
     whole = {"all_gather": (4 * 64 + 2 * 4) // 2 * 8, "reduce_scatter": 4 * 64 // 2 * 8}
@@ -172,7 +172,7 @@ def laid_out(
         "down_bias": BIASES["down_bias"],
     }
     places = {"x": tokens, "scores": tokens, "gate_up": up, "down": down}
-    places["gate_up_bias"] = {a: p for a, p in up.items()}
+    places["gate_up_bias"] = up
     places["down_bias"] = {a: p for a, p in down.items() if p == S}
     monkeypatch.setattr(rows, "UNREAD", unread)
 

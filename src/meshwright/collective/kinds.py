@@ -78,7 +78,7 @@ class Kind:
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the options that are tensors: what is sent is at most what ``bytes`` says, and they tell how much."""
+        """Names of the options that are tensors: they tell how much of what ``bytes`` says is sent."""
         return tuple(o.split()[-1] for o in self.options.split(", ") if o.startswith("Tensor "))
 
     @property

@@ -28,8 +28,8 @@ from . import autocast, results
 from .binding import Args, Kwargs
 from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of, tensors_in
 from .permute import Permute
-from .rows import Rows
 from .results import Outputs
+from .rows import RowExchange
 
 Tensor = torch.Tensor
 AS_OP = 'To divide its work make it a custom op (torch.library.custom_op) with a rule: @mw.rule("lib::op")'
@@ -249,7 +249,7 @@ class _Planner:
         permute = Permute(op.name, self.mesh)
         ctx = Local(
             rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank), permute,
-            partial(Rows, op.name, self.mesh),
+            partial(RowExchange, op.name, self.mesh),
         )  # fmt: skip
         fn = None if rule.local is None else rule.local(ctx)
         own = fn is not None and not isinstance(fn, Native)

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowExchange:
     """How the ranks of a group exchange rows, in one call of an op.
 
     Attributes:
