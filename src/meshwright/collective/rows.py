@@ -1,7 +1,7 @@
 """Rows that go only where they are needed: an all-gather without the others, and a reduce-scatter without zeros.
 
-Shapes are those of the whole collectives, so who needs what is a value, in a tensor that all ranks have alike.  Each rank
-counts in it how many rows go from one to another; nothing is asked of the others.
+Shapes are those of the whole collectives, so who needs what is a value, in a tensor that all ranks have alike.  In it
+each rank counts how many rows go from one to another; nothing is asked of the others.
 """
 
 from __future__ import annotations

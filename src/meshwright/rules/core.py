@@ -98,8 +98,8 @@ def notation(
         lends: tensors that only lend their shape: they hint at splits and stay as they are.
         local: called once per plan with a :class:`Local`; returns the function to run on locals instead of the op.
         decompose: called with the op's own arguments when a whole factor is split: the op as a composition.
-        joint: an axis of the mesh, and a strategy that it may take beside those of its factors, for which ``local`` sends
-            what is needed: to be given where that is less than what the others would send.
+        joint: axes of the mesh, each with a strategy that it may take beside those of its factors, for which ``local``
+            sends what is needed: to be given where that is less than what the others would send.
 
     Raises:
         RuleError: the line does not fit the tensors.
