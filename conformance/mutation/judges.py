@@ -12,7 +12,8 @@ _RULES = "rule_strategies notation rules_book rules_basic choose partial argumen
 _CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_on warm_plans inference cut_graphs"
 _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
 _DISPATCH += " inference gradient_types cut_graphs arguments call_counts check_mode lengths plain_tensors"
-_DISPATCH += " rows_of_shards zero_sizes calls_by_name functions modes copies_of_views"
+_DISPATCH += " keys written_bases written_memory attention rows_of_shards zero_sizes calls_by_name"
+_DISPATCH += " functions modes copies_of_views"
 _PASSES = "passes passes_by_hand program_passes data_parallel_optimization gradient_merge batch_weights"
 _PASSES += " gathers_on_wires program_recompute saved_split_captured captured_zero"
 _CHECK = "check_by_hand program_verify program_errors program_files agreement passes passes_by_hand"
@@ -27,6 +28,20 @@ SMALL = {
 }
 
 CASES = 3  # of a test with many, taken evenly
+MANY = 12  # of one of a module's own
+
+# What judges a module first: more cases of it are run.
+_OWN = {
+    "passes/batch_weights.py": "batch_weights",
+    "passes/buckets.py": "data_parallel_optimization",
+    "passes/fusing.py": "passes_by_hand",
+    "passes/gradient_merge.py": "gradient_merge batch_weights",
+    "passes/gradients.py": "passes_by_hand",
+    "passes/scaling.py": "passes_by_hand",
+    "dispatch/keys.py": "keys",
+    "dispatch/leaves.py": "written_memory",
+    "dispatch/views.py": "written_bases views",
+}
 
 # By the beginning of a module's path: the tests, without "test_" and ".py".
 _JUDGES = {
@@ -57,3 +72,8 @@ def judges(module: str, small: bool = False) -> list[str]:
     (names,) = (tests for begin, tests in _JUDGES.items() if module.startswith(begin))
     found = {path.stem: path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
     return [found[f"test_{name}"] for name in (SMALL[module] if small else names.split())]
+
+
+def cases(module: str, file: str) -> int:
+    """How many cases of each test of a file judge a module."""
+    return MANY if Path(file).stem.removeprefix("test_") in _OWN.get(module, "").split() else CASES

@@ -33,7 +33,7 @@ import coverage
 import pytest
 from _pytest.outcomes import Skipped
 
-from .judges import CASES, ROOT, SOURCE
+from .judges import ROOT, SOURCE, cases
 from .mutants import Mutant, mutants_of
 
 OUT = ROOT / "conformance" / "out" / "mutation"
@@ -139,7 +139,7 @@ class Session:
         for made in gc.get_objects():  # what collecting has filled
             if type(made) is functools._lru_cache_wrapper and str(made.__module__).startswith("meshwright"):
                 made.cache_clear()
-        self.items = {item.nodeid: item for item in _thinned(session.items)}
+        self.items = {item.nodeid: item for item in _thinned(self.module, session.items)}
         self.live = _functions(str(self.path))
         gc.collect()
         gc.freeze()  # what is shared with children is not written to
@@ -172,9 +172,9 @@ class Session:
         known: dict[str, _Test] = {}
         for file in self.files:
             names = [n for n in self.items if n.partition("::")[0] == file]
-            kept = OUT / f"{Path(file).stem}-{CASES}-{_digest(ROOT / file)}-{package}.json"
+            kept = OUT / f"{Path(file).stem}-{cases(self.module, file)}-{_digest(ROOT / file)}-{package}.json"
             if not kept.exists():
-                for old in OUT.glob(f"{Path(file).stem}-*.json"):
+                for old in OUT.glob(f"{Path(file).stem}-{cases(self.module, file)}-*.json"):
                     old.unlink()
                 found = {name: asdict(self._alone(name)) for name in names}
                 kept.write_text(json.dumps(found))
@@ -306,14 +306,14 @@ def _tried(tests: list[tuple[pytest.Item, float]], send: Callable[[Any], None]) 
     send(["passed", ""])
 
 
-def _thinned(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Some cases of each test: ``CASES`` of them."""
-    cases: dict[str, list[pytest.Item]] = {}
+def _thinned(module: str, items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Some cases of each test."""
+    found: dict[str, list[pytest.Item]] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for found in cases.values():
-        many = min(len(found), CASES)
-        yield from (found[i * len(found) // many] for i in range(many))
+        found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, listed in found.items():
+        many = min(len(listed), cases(module, name.partition("::")[0]))
+        yield from (listed[i * len(listed) // many] for i in range(many))
 
 
 def _fails(item: pytest.Item) -> bool:

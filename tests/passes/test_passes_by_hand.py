@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from meshwright import collective
 from meshwright.compat import FakeTensorMode
-from meshwright.errors import CaptureError
+from meshwright.errors import CaptureError, PassError
 from meshwright.program.ir.linear import is_zero, lends_shape, linear_in
 from meshwright.program.ir.nodes import info_of
 from meshwright.program.ir.trace import Recorder
@@ -81,7 +81,14 @@ def mean_twice(ps: Grads) -> None:
             p.grad /= N
 
 
-SYNCS = [mean, averaged, divided_first, divided_together, mean_twice]
+def scaled_all_over(ps: Grads) -> None:
+    for p in ps:
+        p.grad.mul_(0.25).mul_(4 / 3)
+        all_reduce(p.grad)
+        p.grad.mul_(3).div_(N)
+
+
+SYNCS = [mean, averaged, divided_first, divided_together, mean_twice, scaled_all_over]
 
 # -- what they do with gradients before -------------------------------------------------------------------
 
@@ -152,6 +159,22 @@ def micro_mean_after(model: nn.Module, x: Tensor, sync: Callable[[Grads], None])
     for p in grads(model):
         p.grad /= 2
     return loss
+
+
+def started_by_a_value(model: nn.Module, x: Tensor, sync: Callable[[Grads], None]) -> Tensor:
+    """The backward starts from what differs between ranks."""
+    loss = loss_of(model, x)
+    loss.backward(x.abs().mean() * 2)  # type: ignore[no-untyped-call]
+    sync(grads(model))
+    return loss
+
+
+def started_by_rows(model: nn.Module, x: Tensor, sync: Callable[[Grads], None]) -> Tensor:
+    """The backward starts from a view, of a value that is read behind it, too."""
+    out, weights = model(x), x.square()
+    out.backward(weights[:, :1])
+    sync(grads(model))
+    return out.detach().sum() + weights.sum()
 
 
 def on_constant(model: nn.Module, x: Tensor, sync: Callable[[Grads], None]) -> Tensor:
@@ -287,6 +310,7 @@ def test_however_the_mean_is_written(sync: Callable[[Grads], None]) -> None:
     (alone, fused) = checked(case(sync=sync), PRUNE, ALL)
     twice = 2 if sync is mean_twice else 1
     assert alone["folded"] == fused["folded"] == 1 / N**twice
+    assert alone["pruned"] == fused["pruned"] == {scaled_all_over: 24, mean_twice: 12}.get(sync, 6)
     assert not alone["rescaled"]
     assert (fused["before"], fused["after"]) == (6 * twice, twice)
 
@@ -297,6 +321,8 @@ def test_however_the_mean_is_written(sync: Callable[[Grads], None]) -> None:
         (micro_steps, (0.125, 0.25, 0.5), 18),
         (local_after, 0.5, 6),
         (micro_mean_after, 0.5, 6),
+        (started_by_a_value, 1.0, 6),
+        (started_by_rows, 1.0, 6),
         (on_constant, 1.0, 6),
         (on_zeros, 0.5, 6),
         (added, 0.5, 12),
@@ -555,6 +581,22 @@ def levels(ps: Grads) -> None:
         p.grad /= 4
 
 
+def level_by_level(ps: Grads) -> None:
+    """A mean of means; of two parameters in another order."""
+    for i, p in enumerate(ps):
+        for axes, n in ((0,), 2), ((1,), 3), ((0,), 2):
+            all_reduce(p.grad, axes if i > 1 else (1 - axes[0],))
+            p.grad /= n
+
+
+@pytest.mark.parametrize("steps", [once, on_constant, local_after], ids=lambda f: f.__name__)
+def test_sums_of_sums(steps: Steps) -> None:
+    given = Case(case(steps, level_by_level).step, Net, {"dp": 2, "ep": 3})
+    want, captured = as_written(given), Captured(given)
+    for one in ([], [PRUNE], [FUSE], [SMALL], [ALL]):
+        assert apart(captured.run(one)[0], want) < 1e-10, one
+
+
 @pytest.mark.parametrize("steps", [once, micro_steps], ids=lambda f: f.__name__)
 def test_groups(steps: Steps) -> None:
     given = Case(case(steps, levels).step, Net, {"dp": 2, "ep": 2})
@@ -589,6 +631,43 @@ def test_records_say_why() -> None:
     assert "test_passes_by_hand.py" in why[0]
     (record,) = Captured(case(sync=lambda ps: None)).run([ALL])[2]
     assert "no gradient is summed over ranks: nothing to do" in record.summary
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (case(edit=EDITS["clamp"]), "is not linear in gradients alone"),
+        (case(edit=EDITS["decay"]), "adds what does not follow on the backward"),
+        (case(micro_mean_after, edit=EDITS["third"]), ""),
+        (case(dtype=torch.float16), "is torch.float16, of which small numbers vanish"),
+    ],
+    ids=["clamp", "decay", "third", "halves"],
+)
+def test_why_factors_stay_behind_the_sums(given: Case, why: str) -> None:
+    (record,) = Captured(given).run([PRUNE])[2]
+    assert (f" {why}" in " ".join(record.lines)) if why else record.details["folded"] != 1.0
+    assert bool(record.details["rescaled"]) == bool(why)
+
+
+@pytest.mark.parametrize("factor", [1 / N, 1 / 3])
+@pytest.mark.parametrize("left_out", ["the sum", "the factor", "neither"])
+def test_what_is_divided_by_ranks_is_summed_over_them(left_out: str, factor: float) -> None:
+    """A gradient that has the others' factor and not their sum is a mistake; any other factor is the step's own."""
+
+    def sync(ps: Grads) -> None:
+        for i, p in enumerate(ps):
+            if i != 2 or left_out != "the sum":
+                all_reduce(p.grad)
+            if i != 2 or left_out != "the factor":
+                p.grad.mul_(factor * 5)
+                p.grad.mul_(1 / 5)
+
+    given = case(sync=sync)
+    if left_out == "the sum" and factor == 1 / N:
+        with pytest.raises(PassError, match=r"the gradient of b.weight is scaled by 1/2 at .* but never summed"):
+            Captured(given).run([PRUNE])
+    else:
+        checked(given, PRUNE, ALL)
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:

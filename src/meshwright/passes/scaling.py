@@ -7,7 +7,7 @@ is the backward in what it starts from: where that leaves all else as it is, eac
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from ..program.ir.inplace import follow, storages, written
 from ..program.ir.linear import is_linear, is_zero, lends_shape, linear_in, scale_of
 from ..program.ir.nodes import UPDATE, annotate, call, checked_value, info_of, is_mutating, is_sum, target_name
 from ..program.ir.program import Program
-from ..program.ir.subgraphs import new_storage
 from .gradients import chain_up, is_reduction, parameter_of
 
 aten = torch.ops.aten
@@ -95,8 +94,8 @@ def prune(program: Program) -> Pruned:
             for s in starts.moved:
                 _unscale(s)
             follow(program.graph)
-            for seed, factor in starts.found.items():
-                _fold(seed, factor)
+            for seed, factor in starts.found.items():  # ``full(shape, 1.0)``
+                seed.args = (seed.args[0], seed.args[1] * factor, *seed.args[2:])  # type: ignore[operator]
             return Pruned(_count(starts.moved), tuple(dict.fromkeys(starts.found.values())))
         why = why or starts.why
     made = Pruned(_count(pruned), why=why)
@@ -256,17 +255,6 @@ def _unscale(s: Scaled) -> None:
         node.graph.erase_node(node)
     if s.averages:
         s.node.args = (s.node.args[0], "sum", *s.node.args[2:])
-
-
-def _fold(seed: fx.Node, factor: float) -> None:
-    if seed.target is aten.full.default:
-        seed.args = (seed.args[0], seed.args[1] * factor, *seed.args[2:])  # type: ignore[operator]
-        return
-    with seed.graph.inserting_after(seed):
-        made = call(seed.graph, aten.mul.Tensor, (seed, factor), info_of(seed))
-    seed.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-    # Views of the seed become views of what takes its place.
-    annotate(seed, value=replace(checked_value(seed), storage=new_storage(seed.graph)))
 
 
 def _rescale(program: Program, pruned: list[Scaled], made: Pruned) -> None:
