@@ -15,7 +15,7 @@ from .checking import claim_all, compare, same_values, so_far
 from .digest import digests
 from .direct_calls import OPERATORS as BY_HAND
 from .direct_calls import refuse_by_hand, sends_objects
-from .exchange import all_to_all, permute
+from .exchange import all_to_all, exchange_rows, permute
 from .graph import (
     COLLECTIVES,
     OPERATORS,
@@ -33,7 +33,7 @@ from .graph import (
 )
 from .groups import Group, connect, group, override_group
 from .host_tensors import from_elsewhere, silent
-from .kinds import ADDS, Kind, rounds
+from .kinds import ADDS, Cut, Kind, rounds
 from .messages import Post, leave_with, watch_over
 from .ops import (
     ALL_GATHER,
@@ -73,6 +73,7 @@ reduce_scatter, reduce_scatter_async = from_elsewhere(reduce_scatter), from_else
 all_to_all, broadcast = from_elsewhere(all_to_all), from_elsewhere(broadcast)
 permute = from_elsewhere(permute)
 gather_rows, scatter_rows = from_elsewhere(gather_rows), from_elsewhere(scatter_rows)
+exchange_rows = from_elsewhere(exchange_rows)
 wire_all_reduce, wire_reduce_scatter = from_elsewhere(wire_all_reduce), from_elsewhere(wire_reduce_scatter)
 wire_all_gather, gather_async = from_elsewhere(wire_all_gather), from_elsewhere(gather_async)
 scatter_sum_async, sum_async = from_elsewhere(scatter_sum_async), from_elsewhere(sum_async, writes=True)
@@ -90,6 +91,7 @@ __all__ = [
     "STARTS",
     "WAIT_OP",
     "WIRE_ALL_GATHER",
+    "Cut",
     "Emitter",
     "Fact",
     "Group",
@@ -113,6 +115,7 @@ __all__ = [
     "difference",
     "differing",
     "digests",
+    "exchange_rows",
     "gather_async",
     "gather_rows",
     "group",

@@ -1,4 +1,4 @@
-"""Collectives in which each rank sends its own to each other: all-to-all, and a permutation of whole tensors."""
+"""Collectives in which each rank sends its own to each other: all-to-all, rows in any amounts, whole tensors."""
 
 from __future__ import annotations
 
@@ -70,11 +70,18 @@ def all_to_all(
 def _exchange(
     x: Tensor, split_dim: int, split_sizes: Sizes, concat_dim: int, concat_sizes: Sizes, group: Group, call: Call
 ) -> Tensor:
-    shape = resized(x.shape, split_dim, split_sizes[group.index])
     if not group.plain:  # a Python group: gather everything, keep the own slice
         whole = ops._gather_now(x, concat_dim, concat_sizes, group, call)
         start = sum(split_sizes[: group.index])
         return contiguous(whole.narrow(split_dim, start, split_sizes[group.index]))
+    return _sent(x, split_dim, split_sizes, concat_dim, concat_sizes, group, call)
+
+
+def _sent(
+    x: Tensor, split_dim: int, split_sizes: Sizes, concat_dim: int, concat_sizes: Sizes, group: Group, call: Call
+) -> Tensor:
+    """The parts sent, and what comes in along ``concat_dim``; its other dims are those of this rank's part."""
+    shape = x.shape if split_dim == concat_dim else resized(x.shape, split_dim, split_sizes[group.index])
     if split_dim == 0:
         flat = x.contiguous().view(-1)
     else:
@@ -126,6 +133,48 @@ def permute(t: Tensor, targets: Sizes, group: Group) -> Tensor:
     return out if x.dtype in MOVABLE else contiguous(out.view(x.dtype).squeeze(-1))
 
 
+def exchange_rows(t: Tensor, dim: int, table: Sizes, group: Group) -> Tensor:
+    """What the ranks send to this one along a dim, in their order: other amounts for each pair of them.
+
+    Args:
+        t: what goes to each rank along ``dim``, in the order of the ranks.
+        table: how much goes from the i-th to the j-th, at ``i * n + j``; nothing to a rank itself.
+
+    Raises:
+        CollectiveError: the table does not fit the group or the tensor.
+        DesyncError: the ranks disagree (simulated ranks only).
+    """
+    n, me = group.size, group.index
+    dim = checked_dim(t, dim, "exchange_rows")
+    give, take = list(table[me * n : (me + 1) * n]), list(table[me::n])
+    if len(table) != n * n or any(table[:: n + 1]):
+        raise CollectiveError(f"exchange_rows: {list(table)} is no table of what {n} ranks send to each other")
+    if sum(give) != t.shape[dim]:
+        raise CollectiveError(f"exchange_rows: {give} along dim {dim} of a tensor of shape {list(t.shape)}")
+    x = t.detach() if t.requires_grad else t
+    shape = resized(x.shape, dim, sum(take))
+    if not sum(table) or not numel(x.shape, dim, 1):  # on all ranks
+        return x.new_empty(shape)
+    ops._count(EXCHANGE_ROWS, group, x.nbytes, 0)
+    call = ops._call(group, "exchange_rows", "", x, (("dim", dim), ("table", tuple(table))), (dim,))
+    if group.pg is None:
+
+        def exchange(parts: list[Tensor]) -> list[Tensor]:
+            pieces = [p.split(list(table[i * n : (i + 1) * n]), dim) for i, p in enumerate(parts)]
+            return [contiguous(torch.cat([row[j] for row in pieces], dim)) for j in range(n)]
+
+        received: Tensor = checking.rendezvous(group, call, x, exchange)
+        return received
+    wire = x if x.dtype in MOVABLE else as_bytes(x)
+    if group.plain:
+        made = _sent(wire, dim, give, dim, take, group, call)
+    else:  # a Python group
+        lengths = [sum(table[i * n : (i + 1) * n]) for i in range(n)]
+        parts = ops._gather_now(wire, dim, lengths, group, call).split(lengths, dim)
+        made = torch.cat([p.split(list(table[i * n : (i + 1) * n]), dim)[me] for i, p in enumerate(parts)], dim)
+    return contiguous(made if x.dtype in MOVABLE else made.view(x.dtype).squeeze(-1))
+
+
 def _exchanged(x: Tensor, split: int, give: Sizes, concat: int, take: Sizes, index: int, group: Group) -> Tensor:
     return all_to_all(x, split, give, concat, take, group)
 
@@ -134,8 +183,16 @@ def _permuted(x: Tensor, targets: Sizes, index: int, group: Group) -> Tensor:
     return permute(x, targets, group)
 
 
+def _rows_exchanged(x: Tensor, dim: int, table: Sizes, index: int, group: Group) -> Tensor:
+    return exchange_rows(x, dim, table, group)
+
+
 ALL_TO_ALL = Kind(
     "all_to_all", "int split_dim, int[] split_sizes, int concat_dim, int[] concat_sizes, int index", _exchanged,
     cuts=(Cut("split_dim", "split_sizes", "splits"), Cut("concat_dim", "concat_sizes", "joins", joins=True)),
+)  # fmt: skip
+EXCHANGE_ROWS = Kind(
+    "exchange_rows", "int dim, int[] table, int index", _rows_exchanged,
+    cuts=(Cut("dim", "table", "exchanged", table=True),), whole=True,
 )  # fmt: skip
 PERMUTE = Kind("permute", "int[] targets, int index", _permuted, whole=True)

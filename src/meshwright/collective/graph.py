@@ -100,7 +100,7 @@ def add(kind: Kind) -> None:
 
 for _kind in (
     ops.ALL_REDUCE, ops.ALL_GATHER, ops.REDUCE_SCATTER, ops.BROADCAST, exchange.ALL_TO_ALL, exchange.PERMUTE,
-    rows.GATHER_ROWS, rows.SCATTER_ROWS,
+    exchange.EXCHANGE_ROWS, rows.GATHER_ROWS, rows.SCATTER_ROWS,
     quantized.WIRE_ALL_REDUCE, quantized.WIRE_REDUCE_SCATTER, quantized.WIRE_ALL_GATHER,
 ):  # fmt: skip
     add(_kind)

@@ -33,12 +33,26 @@ class Cut:
         dim, sizes: names of the options that say which dim, and the length of each rank's part.
         verb: what happens to the dim, for messages.
         joins: the parts come together; else the tensor is cut into them.
+        table: both, as a table says: in row i and column j, how much the i-th rank sends to the j-th.
     """
 
     dim: str
     sizes: str
     verb: str
     joins: bool = False
+    table: bool = False
+
+    def before(self, sizes: Sequence[int], n: int, index: int) -> int:
+        """Length of the dim before, on the rank at a place of a group of ``n``."""
+        if self.table:
+            return sum(sizes[index * n : (index + 1) * n])
+        return sizes[index] if self.joins else sum(sizes)
+
+    def after(self, sizes: Sequence[int], n: int, index: int) -> int:
+        """Length of the dim afterwards."""
+        if self.table:
+            return sum(sizes[index::n])
+        return sum(sizes) if self.joins else sizes[index]
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,8 @@ class Kind:
         by_name, made = self.named(options), tuple(given)
         for cut in self.cuts:
             sizes = by_name[cut.sizes]
-            made = tuple(resized(made, by_name[cut.dim], sum(sizes) if cut.joins else sizes[by_name["index"]]))
+            n = math.isqrt(len(sizes)) if cut.table else len(sizes)
+            made = tuple(resized(made, by_name[cut.dim], cut.after(sizes, n, by_name.get("index", 0))))
         return made
 
     def format(self, dtype: torch.dtype, options: Sequence[Any]) -> Wire:

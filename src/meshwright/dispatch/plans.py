@@ -27,6 +27,7 @@ from ..rules.dims import on_padded
 from . import autocast, results
 from .binding import Args, Kwargs
 from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of, tensors_in
+from .exchange import Exchange
 from .permute import Permute
 from .results import Outputs
 from .rows import RowExchange
@@ -246,11 +247,8 @@ class _Planner:
 
     def _ruled(self, rule: Rule, choice: Choice, graded: bool) -> CallPlan:
         op, specs, outputs = self.op, self.specs, choice.outputs
-        permute = Permute(op.name, self.mesh)
-        ctx = Local(
-            rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank), permute,
-            partial(RowExchange, op.name, self.mesh),
-        )  # fmt: skip
+        sends = Permute(op.name, self.mesh), Exchange(op.name, self.mesh), partial(RowExchange, op.name, self.mesh)
+        ctx = Local(rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank), *sends)
         fn = None if rule.local is None else rule.local(ctx)
         own = fn is not None and not isinstance(fn, Native)
         if fn is not None and not self._is_native(fn):

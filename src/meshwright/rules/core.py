@@ -76,6 +76,7 @@ def notation(
     local: Callable[[Local], LocalFn | None] | None = None,
     decompose: Callable[..., Any] | None = None,
     joint: Sequence[tuple[int, Strategy]] = (),
+    crossing: Mapping[str, int] | None = None,
 ) -> Rule:
     """A rule from one line of factor notation.
 
@@ -100,6 +101,8 @@ def notation(
         decompose: called with the op's own arguments when a whole factor is split: the op as a composition.
         joint: axes of the mesh, each with a strategy that it may take beside those of its factors, for which ``local``
             sends what is needed: to be given where that is less than what the others would send.
+        crossing: factors that may be split though values cross the borders of parts, which ``local`` then brings; to
+            each, its size in the outputs, which may be another one.
 
     Raises:
         RuleError: the line does not fit the tensors.
@@ -119,7 +122,7 @@ def notation(
     return Rule(
         inputs, outputs, {f: found[f] for f in sorted(named)}, frozenset(whole), reductions,
         tuple(frozenset(t.index for t in g) for g in told), moves, heavy, padded, frozenset(t.index for t in lends),
-        local, decompose, text, tuple(joint),
+        local, decompose, text, tuple(joint), dict(crossing or {}),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from . import crossing
 from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 from .dims import broadcast_letters, names, put, sizes_of, with_row
 
@@ -30,6 +31,7 @@ class Index:
     positions: list[int] = field(default_factory=list)  # where in the result the looked up dims would stand
     block: int = 0  # how many are looked up
     picked: dict[int, int] = field(default_factory=dict)  # dims of x of which one index is taken
+    ways: dict[int, crossing.Along] = field(default_factory=dict)  # dims of which slices may stay split
 
     def inputs(self, x: Arg) -> dict[Arg | None, Sequence[str]]:
         """The letters of x and of the index tensors."""
@@ -116,8 +118,11 @@ def _slice(made: Index, a: slice, d: int, n: int, f: str) -> None:
         return
     made.whole |= {f, f"s{d}"}
     made.sizes[f"s{d}"] = size
+    start, _, step = a.indices(n)
     if size == 1:
-        made.picked[d] = a.indices(n)[0]
+        made.picked[d] = start
+    elif (way := crossing.sliced(d, n, start, size, step)) is not None:
+        made.ways[d] = way
     made.result.append(f"s{d}")
 
 
@@ -142,6 +147,8 @@ def getitem(x: Arg, index: Any) -> Rule | None:
     made = read_index(x, index)
     if made is None:
         return None
+    if made.ways and not made.picked and not made.looked:
+        return _divided_anew(x, made, index)
     held = set(made.picked)  # dims of which a rank may have a part
     if len(made.looked) == 1 and (made.tensors or 2 * made.block <= x.shape[made.looked[0]]):
         held |= set(made.looked)  # a long list takes more bytes to add up than to gather from
@@ -150,6 +157,32 @@ def getitem(x: Arg, index: Any) -> Rule | None:
         made.inputs(x), made.result, whole=made.whole - set(factors.values()), sizes=made.sizes,
         reduced=factors.values(), op=sum_op(x), linear=[x], moves=True,
         local=lambda ctx: _take_own(ctx, made, factors, x.shape),
+    )  # fmt: skip
+
+
+def _divided_anew(x: Arg, made: Index, index: Any) -> Rule:
+    """Slices that leave most rows of a dim: it stays split, and rows cross the borders of its parts."""
+    letters = {f"s{d}": made.source[d] for d in made.ways}
+    sizes = {made.source[d]: way.size for d, way in made.ways.items()}
+
+    def local(ctx: Local) -> LocalFn | None:
+        spans = {d: crossing.own_rows(ctx, f) for d, f in enumerate(x.letters) if d in made.ways and ctx.is_split(f)}
+        if not spans:
+            return None
+
+        def run(x: Tensor, index: Any) -> Tensor:
+            for d, span in spans.items():
+                rows = crossing.brought(ctx, x, d, made.source[d], made.ways[d].needs, crossing.CUT)
+                x = made.ways[d].part(rows, *span)
+            dims = iter(range(x.ndim))
+            left = [a if a is None or next(dims) not in spans else slice(None) for a in items_of(x, index) or ()]
+            return x[tuple(left)]
+
+        return run
+
+    return notation(
+        made.inputs(x), [letters.get(f, f) for f in made.result], whole=made.whole - set(letters) - set(sizes),
+        sizes=made.sizes, linear=[x], moves=True, local=local, crossing=sizes,
     )  # fmt: skip
 
 

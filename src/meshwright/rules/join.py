@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import crossing
 from .core import Arg, Local, LocalFn, Native, Rule, args_in, composite, lines, notation, rule
 from .dims import meta_shapes, put
 from .index import hidden, shelf_of, sum_op
@@ -47,11 +48,13 @@ lines({
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def _cut(x: Arg, dim: int, size: int | None, start: int | None) -> Rule:
+def _cut(x: Arg, dim: int, size: int | None, start: int | None, step: int = 1) -> Rule:
     """``dim`` cut to ``size`` from ``start``, or dropped with None; one index of it is brought by who has it."""
     d = x.dim(dim)
     if size == x.shape[d]:
         return moved(x, x.letters)
+    if size is not None and start is not None and (way := crossing.sliced(d, x.shape[d], start, size, step)):
+        return crossing.along(x, {d: way}, why=crossing.CUT, linear=[x], moves=True)
     f, out = x.letters[d], put(x.letters, {d: None if size is None else "cut"})
     if start is None or size not in (None, 1) or f == "1":
         return moved(x, out, whole=[f, "cut"], sizes={"cut": size or 0})
@@ -85,7 +88,7 @@ def slice_(x: Arg, dim: int = 0, start: int | None = None, end: int | None = Non
     """A range of a dim, with a step."""
     d = x.dim(dim)
     taken = range(*slice(start, end, step).indices(x.shape[d]))
-    return _cut(x, d, len(taken), taken.start)
+    return _cut(x, d, len(taken), taken.start, step)
 
 
 def _replaced(x: Arg, src: Arg, dim: int, its: str | None) -> Rule:
@@ -161,21 +164,23 @@ def column_stack(tensors: Sequence[Any], **kwargs: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ padding
 
 
-def _padded(x: Arg, pad: Sequence[int], value: Any = 0, free: int | None = None, **flags: Any) -> Rule:
-    """Padded dims stay whole, and all from ``free`` on; linear where the padding is known to be zero."""
-    dims = {x.ndim - 1 - i: sum(pad[2 * i : 2 * i + 2]) for i in range(len(pad) // 2) if any(pad[2 * i : 2 * i + 2])}
-    sizes = {f"w{d}": x.shape[d] + more for d, more in dims.items()}
-    out = put(x.letters, {d: f"w{d}" for d in dims})
-    whole = [*sizes, *(x.letters[d] for d in dims), *([] if free is None else x.letters[free:])]
+def _padded(x: Arg, pad: Sequence[int], value: Any = 0) -> Rule:
+    """Linear where the padding is known to be zero."""
+    dims = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2) if any(pad[2 * i : 2 * i + 2])}
+    ways = {d: crossing.padded(d, x.shape[d], *ends, value or 0) for d, ends in dims.items()}
     zero = value is None or (isinstance(value, int) and value == 0)
-    return moved(x, out, whole=whole, sizes=sizes, linear=zero, **flags)
+    return crossing.along(x, ways, why="padding moves rows", linear=[x] if zero else [], moves=True)
 
 
 def _pad(x: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Rule:
     """Other modes than a constant see all dims but the batch."""
     if mode == "constant":
         return _padded(x, pad, value)
-    return _padded(x, pad, free=1 if x.ndim == len(pad) // 2 + 2 else 0, padded=True)
+    dims = {x.ndim - 1 - i: sum(pad[2 * i : 2 * i + 2]) for i in range(len(pad) // 2) if any(pad[2 * i : 2 * i + 2])}
+    sizes = {f"w{d}": x.shape[d] + more for d, more in dims.items()}
+    free = 1 if x.ndim == len(pad) // 2 + 2 else 0
+    whole = [*sizes, *x.letters[free:], *(x.letters[d] for d in dims)]
+    return moved(x, put(x.letters, {d: f"w{d}" for d in dims}), whole=whole, sizes=sizes, padded=True)
 
 
 lines({"constant_pad_nd": _padded, "pad": _pad})

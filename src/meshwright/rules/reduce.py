@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import crossing
 from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 from .dims import dims_of, meta_shapes, names, nothing, put, without
 from .reduce_parts import carrier, extremum, first_index, partial_prod, reduction, whole_prod
@@ -300,8 +301,12 @@ lines({
     "logsumexp special_logsumexp": lambda x, dim, keepdim=False, **kwargs: (
         None if x.dtype.is_complex else reduction(x, dim, keepdim, decompose=_logsumexp_composed)
     ),
-    "cumsum": lambda x, dim, **kwargs: _along(x, dim, linear=[x]),
-    "logcumsumexp": lambda x, dim, **kwargs: _along(x, dim),
+    "cumsum": lambda x, dim, **kwargs: crossing.scan(x, dim, crossing.sum_of, torch.add, torch.cumsum, linear=[x]),
+    "logcumsumexp": lambda x, dim, **kwargs: (
+        _along(x, dim)
+        if x.dtype.is_complex
+        else crossing.scan(x, dim, crossing.log_of_sum, torch.logaddexp, torch.logcumsumexp)
+    ),
     "cummax cummin": lambda x, dim, **kwargs: _along(x, dim, outputs=2),
     "sort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 2),
     "argsort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 1),
@@ -315,20 +320,14 @@ lines({
 
 @rule("cumprod")
 def cumprod(x: Arg, dim: int, **kwargs: Any) -> Rule:
-    """Along a whole dim."""
+    """A scan by products."""
+    return crossing.scan(x, dim, crossing.product_of, torch.mul, _cumprod)
 
-    def local(ctx: Local) -> LocalFn | None:
-        if math.prod(ctx.in_shape()) > 1 or math.prod(x.shape) <= 1 or x.shape[dim] == 1:
-            return None
 
-        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            made = torch.cumprod(x, *args, **kwargs)
-            # Of one element, as along a dim of one, PyTorch's derivative is a constant.
-            return made + nothing((), x.exp())
-
-        return run
-
-    return _along(x, dim, local=local)
+def _cumprod(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    made = torch.cumprod(x, *args, **kwargs)
+    # Of one element, as along a dim of one, PyTorch's derivative is a constant: the other ranks' is not.
+    return made + nothing((), x.exp()) if x.numel() <= 1 else made
 
 
 @rule("renorm")
@@ -355,9 +354,9 @@ def quantile(x: Arg, q: Any, dim: int | None = None, keepdim: bool = False, **kw
 
 @rule("diff")
 def diff(x: Arg, n: int = 1, dim: int = -1, prepend: Arg | None = None, append: Arg | None = None) -> Rule | None:
-    """Differences of neighbours along a whole dim."""
+    """Differences of neighbours."""
     if prepend is not None or append is not None or not x.ndim:
         return None
     d, (shape,) = x.dim(dim), meta_shapes(torch.diff, x, n, dim)
-    out = put(x.letters, {d: "1" if shape[d] == 1 else "rest"})
-    return notation({x: x.letters}, out, whole="rest", sizes={"rest": shape[d]}, linear=[x])
+    way = crossing.windows(d, shape[d], n + 1, 1, lambda x: torch.diff(x, n, d))
+    return crossing.along(x, {d: way}, why="a difference needs the rows behind a part", linear=[x])

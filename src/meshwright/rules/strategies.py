@@ -27,16 +27,17 @@ Dims = tuple[Dim, ...]
 class Local:
     """What a rule's ``local`` may ask about the rank it runs on, when a plan is made.
 
-    ``permute``: what a local function sends to another rank, in the call: ``permute(x, axes, targets, why)``.
-    ``rows``: makes what exchanges rows in the call: ``rows(axes, sizes, why)``.
+    What a local function sends to other ranks, in the call: ``permute(x, axes, targets, why)``,
+    ``exchange(x, dim, axes, held, wanted, why)``, and what ``rows(axes, sizes, why)`` makes.
     """
 
     def __init__(
         self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...], permute: Any = None,
-        rows: Any = None,
+        exchange: Any = None, rows: Any = None,
     ) -> None:  # fmt: skip
         self.rule, self.inputs, self.outputs, self.here = rule, tuple(inputs), tuple(outputs), here
         self.permute: Permute = permute
+        self.exchange: Exchange = exchange
         self.rows: Any = rows
 
     def out_shape(self, i: int = 0) -> tuple[int, ...]:
@@ -69,15 +70,32 @@ class Local:
 
     def parts(self, factor: str) -> list[int]:
         """Which part of a factor each rank has that shares all coordinates but those of its axes, in their order."""
-        axes = self.axes(factor)
-        sizes = {a: self.inputs[0].mesh.sizes[a] for a in axes}
         found = []
-        for place in product(*(range(sizes[a]) for a in sorted(axes))):
-            at, part = dict(zip(sorted(axes), place, strict=True)), 0
-            for a in axes:
-                part = part * sizes[a] + at[a]
+        for at in self._places(factor):
+            part = 0
+            for a in self.axes(factor):
+                part = part * self.inputs[0].mesh.sizes[a] + at[a]
             found.append(part)
         return found
+
+    def spans(self, factor: str, size: int | None = None) -> list[tuple[int, int]]:
+        """(start, stop) of a factor on each rank that shares all coordinates but those of its axes, in their order.
+
+        ``size``: of as many things as that, split as the factor is.
+        """
+        n = self.rule.sizes[factor] if size is None else size
+        mesh, axes = self.inputs[0].mesh, self.axes(factor)
+        return [nested_bounds(n, mesh, axes, at) for at in self._places(factor)]
+
+    def place_in(self, factor: str) -> int:
+        """The place of this rank among these."""
+        axes = sorted(self.axes(factor))
+        return self._places(factor).index({a: self.here[a] for a in axes})
+
+    def _places(self, factor: str) -> list[dict[int, int]]:
+        axes = sorted(self.axes(factor))
+        sizes = self.inputs[0].mesh.sizes
+        return [dict(zip(axes, at, strict=True)) for at in product(*(range(sizes[a]) for a in axes))]
 
     def is_split(self, *factors: str) -> bool:
         """Whether any of the factors is split on this mesh."""
@@ -86,6 +104,8 @@ class Local:
 
 LocalFn = Callable[..., Any]
 Permute = Callable[[torch.Tensor, tuple[int, ...], Sequence[int], str], torch.Tensor]
+Spans = Sequence[Sequence[tuple[int, int]]]  # of each rank of a group: (start, stop) of what it has, in order
+Exchange = Callable[[torch.Tensor, int, tuple[int, ...], Spans, Spans, str], torch.Tensor]
 
 
 class Native:
@@ -115,6 +135,8 @@ class Rule:
 
     Inputs in ``lends`` only lend their shape: they hint at splits and stay as they are, whatever a strategy says.
     ``joint``: for some axes a strategy that splits several factors at once, whose local function sends what it needs.
+    ``crossing``: factors that may be split though values cross the borders of parts, which the local function then
+    brings; to each, its size in the outputs.
     """
 
     inputs: tuple[Dims, ...]
@@ -131,10 +153,11 @@ class Rule:
     decompose: Callable[..., Any] | None = None
     text: str = ""
     joint: tuple[tuple[int, Strategy], ...] = ()
+    crossing: Mapping[str, int] = field(default_factory=dict)
 
     def out_shape(self, i: int) -> tuple[int, ...]:
         """Global shape of output ``i`` as the notation gives it."""
-        return tuple(math.prod(self.sizes[f] for f in dim) for dim in self.outputs[i])
+        return tuple(math.prod(self.crossing.get(f, self.sizes[f]) for f in dim) for dim in self.outputs[i])
 
     def shardable(self, factor: str) -> bool:
         """Whether a factor may be split at all."""
@@ -296,7 +319,7 @@ def _aligned(size: int, rest: int, parts: tuple[int, ...]) -> bool:
     return all((a * rest, b * rest) == (c, d) for a, b, c, d in spans)
 
 
-def nested_bounds(size: int, mesh: Mesh, axes: Sequence[int], here: Sequence[int]) -> tuple[int, int]:
+def nested_bounds(size: int, mesh: Mesh, axes: Sequence[int], here: Sequence[int] | Mapping[int, int]) -> tuple[int, int]:
     """(start, stop) of ``size`` things split over ``axes`` one after the other, at coordinate ``here``."""
     start, stop = 0, size
     for a in axes:

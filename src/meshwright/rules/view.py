@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import crossing
 from .core import Arg, Letters, Local, LocalFn, Native, Rule, composite, lines, notation, rule
 from .dims import dims_of, flat_ints, meta_shapes, names, put, sizes_of
 from .factors import match
@@ -231,21 +232,32 @@ def repeat_interleave(x: Arg, repeats: Any = None, dim: int | None = None, **kwa
 
 @rule("unfold")
 def unfold(x: Arg, dimension: int, size: int, step: int) -> Rule | None:
-    """Windows along a whole dim."""
+    """Windows along a dim."""
     if not x.ndim:
         return None
     d = x.dim(dimension)
-    made = {"win": (x.shape[d] - size) // step + 1, "in": size}
-    return moved(x, [*put(x.letters, {d: "win"}), "in"], whole=[x.letters[d], *made], sizes=made)
+    way = crossing.windows(d, (x.shape[d] - size) // step + 1, size, step, lambda x: x.unfold(d, size, step))
+    return crossing.along(
+        x, {d: way}, behind=["in"], why="windows reach into the next part", sizes={"in": size}, whole=["in"],
+        linear=[x], moves=True,
+    )  # fmt: skip
 
 
-def _whole(x: Arg, dims: Sequence[int]) -> Rule:
-    return moved(x, x.letters, whole=[x.letters[d] for d in dims])
+def _flipped(x: Arg, dims: Sequence[int]) -> Rule:
+    ways = {d: crossing.flipped(d, x.shape[d]) for d in dims}
+    return crossing.along(x, ways, why="the first rows become the last ones", linear=[x], moves=True)
 
 
-def _flipped(x: Arg, *dims: Any) -> Rule:
-    given = flat_ints(dims)
-    return _whole(x, dims_of(x.ndim, given) if given else ())
+@rule("roll")
+def roll(x: Arg, shifts: Any, dims: Any = None) -> Rule:
+    """Rows that go round; of a tensor as one vector where no dims are given."""
+    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
+        return moved(x, x.letters, whole=[f for f in x.letters if f != "1"])
+    by, ways = list(shifts) if isinstance(shifts, (tuple, list)) else [shifts], dict[int, int]()
+    for d, shift in zip(dims_of(x.ndim, dims), by, strict=True):
+        ways[d] = ways.get(d, 0) + shift
+    made = {d: crossing.rolled(d, x.shape[d], shift) for d, shift in ways.items()}
+    return crossing.along(x, made, why="rows go round", linear=[x], moves=True)
 
 
 @rule("rot90")
@@ -330,7 +342,7 @@ lines({
     "permute": lambda x, *dims: _permuted(x, [x.dim(d) for d in flat_ints(dims)]),
     "repeat": lambda x, *repeats: _repeated(x, flat_ints(repeats)),
     "tile": lambda x, *dims: _repeated(x, [1] * (x.ndim - len(flat_ints(dims))) + [*flat_ints(dims)]),
-    "flip": _flipped,
+    "flip": lambda x, *dims: _flipped(x, dims_of(x.ndim, flat_ints(dims)) if flat_ints(dims) else ()),
     "view_as_real": lambda x: moved(
         x, [*x.letters, "two"], whole=["two"], sizes={"two": 2}, local=lambda ctx: Native(_as_real)
     ),
@@ -340,9 +352,8 @@ lines({
     "t mT H mH adjoint matrix_H": _last_two_swapped,
     "squeeze": lambda x, dim=None: _squeezed(x, dim, Tensor.squeeze),
     "squeeze_": lambda x, dim=None: _squeezed(x, dim, Tensor.squeeze_),
-    "fliplr": lambda x: _whole(x, [1]),
-    "flipud": lambda x: _whole(x, [0]),
-    "roll": lambda x, shifts, dims=None: _whole(x, dims_of(x.ndim, dims)),
+    "fliplr": lambda x: _flipped(x, [1]),
+    "flipud": lambda x: _flipped(x, [0]),
     "tril": _triangle(torch.tril),
     "triu": _triangle(torch.triu),
     "diag": lambda x, diagonal=0, **kwargs: _from_meta(x, torch.diag, diagonal, dims=range(x.ndim)),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...collective import ADDS, ALL_REDUCE, COLLECTIVES, Kind, differing, mesh_text
+from ...collective import ADDS, ALL_REDUCE, COLLECTIVES, Cut, Kind, differing, mesh_text
 from ...collective.graph import KEEP_ONE
 from ...errors import DesyncError, ProgramError
 from ...layout import REDUCE_OPS, Layout, Partial, Placement, Shard, Spec, wire_name
@@ -223,12 +223,12 @@ def _place(mesh: Mesh, rank: int, axes: str) -> tuple[int, int]:
 def _check_arguments(where: str, kind: Kind, options: Sequence[Any], value: Value, size: int, index: int) -> None:
     """The arguments of a collective against its group and what it is given."""
 
-    def cut(dim: Any, sizes: Any, what: str, whole: int | None) -> None:
+    def check(cut: Cut, dim: Any, sizes: Any) -> None:
         if not 0 <= dim < len(value.shape):
-            raise ProgramError(f"{where}: {what} {dim} of a value of shape {list(value.shape)}")
-        if len(sizes) != size:
+            raise ProgramError(f"{where}: {cut.verb} dim {dim} of a value of shape {list(value.shape)}")
+        if len(sizes) != (size * size if cut.table else size):
             raise ProgramError(f"{where}: {len(sizes)} sizes {list(sizes)} for the {size} ranks of its group")
-        have, want = value.shape[dim], sum(sizes) if whole is None else sizes[whole]
+        have, want = value.shape[dim], cut.before(sizes, size, index)
         if have != want:
             raise ProgramError(f"{where}: sizes {list(sizes)} want {want} in dim {dim} of rank {index}; it has {have}")
 
@@ -238,7 +238,7 @@ def _check_arguments(where: str, kind: Kind, options: Sequence[Any], value: Valu
     if said.get("index", index) != index:
         raise ProgramError(f"{where}: it is given index {said['index']} in its group; this rank has index {index}")
     for c in kind.cuts:
-        cut(said[c.dim], said[c.sizes], f"{c.verb} dim", index if c.joins else None)
+        check(c, said[c.dim], said[c.sizes])
     if not 0 <= said.get("src_index", 0) < size:
         raise ProgramError(f"{where}: it comes from index {said['src_index']} of a group of {size}")
 

@@ -1,0 +1,144 @@
+"""Rows of a split dim that a local function brings from other ranks: differentiable, and recorded as conversions are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .. import collective
+from ..errors import ExplicitError
+from ..layout import wire_name
+from ..mesh import Mesh
+from ..ranks import runtime
+from ..record import Record
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows that ranks send each other, in one call of an op."""
+
+    op: str
+    mesh: Mesh
+
+    def __call__(
+        self, x: Tensor, dim: int, axes: tuple[int, ...], held: Sequence[Sequence[tuple[int, int]]],
+        wanted: Sequence[Sequence[tuple[int, int]]], why: str,
+    ) -> Tensor:  # fmt: skip
+        """The rows that this rank wants, wherever they are; their gradients go back there and are added up.
+
+        Args:
+            x: the rows that this rank has, along ``dim``; what lies behind them is left alone.
+            axes: the mesh axes of the group.
+            held: of each rank of the group, (start, stop) of the rows that it has, in the order in which they lie.
+            wanted: of each rank, the rows that it wants, likewise; each of them is held by one rank.
+            why: for the record.
+
+        Raises:
+            ExplicitError: inside ``mw.explicit()``, where something would be sent.
+        """
+        group = collective.group(self.mesh, axes)
+        table, give, take = _way(_frozen(held), _frozen(wanted), group.index)
+        if sum(table) and runtime.RT.explicit:
+            names = ", ".join(group.axes)
+            raise ExplicitError(
+                f"{self.op} would send rows over {names}, as {why}. Inside mw.explicit() this must be asked for: "
+                "mw.reshard(x, placements) before the call"
+            )
+        if x.ndim == 1:  # torch.cat does not differentiate vectors of no elements twice
+            return self(x.unsqueeze(1), 0, axes, held, wanted, why).squeeze(1)
+        own = [x.narrow(dim, start, length) for source, start, length in take if source == group.index]
+        if sum(table):
+            given = torch.cat([x.narrow(dim, start, length) for start, length in give] or [x.narrow(dim, 0, 0)], dim)
+            said = Record(
+                self.op, 0, ("exchange_rows",), group.axes, tuple(x.shape), "local", "local", given.nbytes,
+                _got(given, dim, table, group) if x.requires_grad else 0.0, runtime.user_line(), why,
+                dtypes=(wire_name(x.dtype),), sums=(0,),
+            ) if runtime.RT.records is not None else None  # fmt: skip
+            got: Tensor = _Exchange.apply(given, dim, table, group, said)
+        else:
+            got = x.narrow(dim, 0, 0)
+        left = iter(own)
+        pieces = [
+            next(left) if source == group.index else got.narrow(dim, start, length) for source, start, length in take
+        ]
+        return torch.cat([*pieces, got.narrow(dim, 0, 0)], dim)  # whoever gets nothing is in the graph all the same
+
+
+def _got(given: Tensor, dim: int, table: Sequence[int], group: collective.Group) -> float:
+    row = math.prod(n for d, n in enumerate(given.shape) if d != dim) * given.element_size()
+    return float(row * sum(table[group.index :: group.size]))
+
+
+_Spans = tuple[tuple[tuple[int, int], ...], ...]
+
+
+def _frozen(spans: Sequence[Sequence[tuple[int, int]]]) -> _Spans:
+    return tuple([tuple([(a, b) for a, b in own]) for own in spans])
+
+
+@lru_cache(maxsize=4096)
+def _way(
+    held: _Spans, wanted: _Spans, index: int
+) -> tuple[tuple[int, ...], list[tuple[int, int]], list[tuple[int, int, int]]]:
+    """How much who sends to whom; which rows of its own this rank sends; where the rows that it wants come from.
+
+    The last: (rank, start, length), the start among this rank's own rows, or among all that it gets.
+    """
+    n = len(held)
+    table, give, wants = [0] * (n * n), list[tuple[int, int]](), list[tuple[int, int, int]]()
+    for q, spans in enumerate(wanted):
+        for start, stop in spans:
+            for _, p, at, length in sorted(_overlaps(held, start, stop)):
+                if p != q:
+                    table[p * n + q] += length
+                    if p == index:
+                        give.append((at, length))
+                if q == index:
+                    wants.append((p, at, length))
+    first = [sum(table[p * n + index] for p in range(q)) for q in range(n)]
+    take = []
+    for p, at, length in wants:
+        take.append((p, at if p == index else first[p], length))
+        first[p] += length
+    return tuple(table), give, take
+
+
+def _overlaps(held: _Spans, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    """Of rows, who has them: (first row, rank, where in what that rank has, how many)."""
+    for p, spans in enumerate(held):
+        before = 0
+        for a, b in spans:
+            lo, hi = max(a, start), min(b, stop)
+            if lo < hi:
+                yield lo, p, before + lo - a, hi - lo
+            before += b - a
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, table: tuple[int, ...], group: collective.Group, said: Record | None
+    ) -> Tensor:
+        ctx.dim, ctx.table, ctx.group, ctx.said = dim, table, group, said
+        if said is not None and runtime.RT.records is not None:
+            runtime.RT.records.append(said)
+        with runtime.serving(said):
+            return collective.exchange_rows(x, dim, table, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        said, n = ctx.said, ctx.group.size
+        if said is not None and said.phase == "forward":
+            said = replace(
+                said, bytes=said.backward_bytes, backward_bytes=0.0, reason=f"its gradient: {said.reason}",
+                phase="backward",
+            )  # fmt: skip
+        back = tuple([ctx.table[j * n + i] for i in range(n) for j in range(n)])
+        return _Exchange.apply(grad, ctx.dim, back, ctx.group, said), None, None, None, None
