@@ -1,4 +1,4 @@
-"""Rows of a split dim that a local function brings from other ranks: differentiable, and recorded as conversions are."""
+"""Rows of a split dim that a local function brings from other ranks: differentiable, recorded as conversions are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions and pooling: batch and channels may be split; of a convolution positions too, of pooling they are whole."""
+"""Convolutions and pooling: batch and channels may be split, positions only of convolutions."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ CUT = "rows were cut off, and the rest is divided anew"
 
 
 def sliced(d: int, n: int, start: int, size: int, step: int = 1) -> Along | None:
-    """``size`` rows from ``start`` on, every ``step``-th; None where few rows are left: these are gathered or picked."""
+    """``size`` rows from ``start`` on, every ``step``-th; None where few are left: these are gathered or picked."""
     if 2 * size < n or size < 2:
         return None
 

@@ -319,7 +319,9 @@ def _aligned(size: int, rest: int, parts: tuple[int, ...]) -> bool:
     return all((a * rest, b * rest) == (c, d) for a, b, c, d in spans)
 
 
-def nested_bounds(size: int, mesh: Mesh, axes: Sequence[int], here: Sequence[int] | Mapping[int, int]) -> tuple[int, int]:
+def nested_bounds(
+    size: int, mesh: Mesh, axes: Sequence[int], here: Sequence[int] | Mapping[int, int]
+) -> tuple[int, int]:
     """(start, stop) of ``size`` things split over ``axes`` one after the other, at coordinate ``here``."""
     start, stop = 0, size
     for a in axes:
