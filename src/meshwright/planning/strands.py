@@ -158,7 +158,8 @@ class Strands:
         if key not in self._strategies:
             made = None
             apart = rule.decompose is not None and not rule.heavy
-            if rule.sizes[factor] > 1 and (rule.shardable(factor) or apart) and self._aligned(rule, factor):
+            free = factor not in rule.crossing and (rule.shardable(factor) or apart)
+            if rule.sizes[factor] > 1 and free and self._aligned(rule, factor):
                 made = rule.by_factor(factor)
                 if made is None and apart:  # computed along the factor in steps that reduce little
                     made = _along(rule, factor)
