@@ -38,6 +38,7 @@ if TYPE_CHECKING or not _COMMAND:
     from .layout import At, Float8, Layout, LayoutTable, Partial, Replicate, Shard, Spec, load_layouts
     from .mesh import Mesh
     from .ranks.simulation import simulate
+    from .rules.documents import attention
     from .rules.experts import experts
     from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
     from .split_checkpoints import saved_split
@@ -78,7 +79,7 @@ _LATER = {
 # Where the others are from.  The command line imports them when it has something to compute: not for help and errors.
 _CORE = (
     "autograd_functions", "api", "errors", "generator", "split_checkpoints", "layout", "mesh", "shard",
-    "ranks.simulation", "rules.experts", "tensor",
+    "ranks.simulation", "rules.documents", "rules.experts", "tensor",
 )  # fmt: skip
 
 
@@ -120,6 +121,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Spec",
+    "attention",
     "capture_local",
     "check_conversion",
     "check_program",

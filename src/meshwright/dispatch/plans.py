@@ -28,9 +28,9 @@ from . import autocast, results
 from .binding import Args, Kwargs
 from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of, tensors_in
 from .exchange import Exchange
-from .permute import Permute
 from .results import Outputs
 from .rows import RowExchange
+from .sending import Sending
 
 Tensor = torch.Tensor
 AS_OP = 'To divide its work make it a custom op (torch.library.custom_op) with a rule: @mw.rule("lib::op")'
@@ -247,7 +247,7 @@ class _Planner:
 
     def _ruled(self, rule: Rule, choice: Choice, graded: bool) -> CallPlan:
         op, specs, outputs = self.op, self.specs, choice.outputs
-        sends = Permute(op.name, self.mesh), Exchange(op.name, self.mesh), partial(RowExchange, op.name, self.mesh)
+        sends = Sending(op.name, self.mesh), Exchange(op.name, self.mesh), partial(RowExchange, op.name, self.mesh)
         ctx = Local(rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank), *sends)
         fn = None if rule.local is None else rule.local(ctx)
         own = fn is not None and not isinstance(fn, Native)

@@ -1,22 +1,29 @@
-"""``import meshwright.integrations.transformers``: models of Hugging Face's library take :func:`meshwright.experts`.
+"""``import meshwright.integrations.transformers``: models of Hugging Face's library take ops of this package.
 
     config._experts_implementation = "meshwright"      # or model.set_experts_implementation("meshwright")
+    model.set_attn_implementation("meshwright")        # or attn_implementation="meshwright" where it is made
 
 From then on an expert layer of theirs with experts split, ``{"*.experts.*": {"ep": mw.Shard(0)}}``, computes on each
-rank the tokens of its own experts, eagerly and in captured steps.
+rank the tokens of its own experts (:func:`meshwright.experts`); and attention of a split sequence makes no mask, nor
+does that of packed documents, which ``position_ids`` that start again tell, or of sliding windows
+(:func:`meshwright.attention`); eagerly and in captured steps.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import DispatchError, extra
+from ..rules.documents import attention
 from ..rules.experts import experts
 
+Tensor = torch.Tensor
 
-def experts_forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+
+def experts_forward(self: Any, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The forward of an expert layer: ``self`` has its weights, and says how they lie in memory.
 
     Raises:
@@ -35,6 +42,112 @@ def experts_forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, w
     return experts(hidden_states, ids, weights, up, down, self._apply_gate if self.has_gate else self.act_fn, **named)
 
 
-extra("transformers.integrations.moe", "hf", "meshwright.integrations.transformers").ALL_EXPERTS_FUNCTIONS.register(
-    "meshwright", experts_forward
-)
+_moe = extra("transformers.integrations.moe", "hf", "meshwright.integrations.transformers")
+_moe.ALL_EXPERTS_FUNCTIONS.register("meshwright", experts_forward)
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+_sdpa = extra("transformers.integrations.sdpa_attention", "hf", "meshwright.integrations.transformers")
+_masks = extra("transformers.masking_utils", "hf", "meshwright.integrations.transformers")
+_models = extra("transformers.modeling_utils", "hf", "meshwright.integrations.transformers")
+
+
+class Pattern(NamedTuple):
+    """What a mask function of theirs lets a query see, where that is one of what :func:`meshwright.attention` has."""
+
+    causal: bool = False
+    documents: Tensor | None = None
+
+
+def pattern_of(fn: Callable[..., Any]) -> Pattern | None:
+    """Read a mask function: causal, in windows, in packed documents, or all of these; None for any other."""
+    if fn is _masks.causal_mask_function:
+        return Pattern(causal=True)
+    code, name = getattr(fn, "__code__", None), getattr(fn, "__qualname__", "")
+    if code is None or getattr(fn, "__module__", "") != _masks.__name__:
+        return None
+    held = {n: c.cell_contents for n, c in zip(code.co_freevars, fn.__closure__ or (), strict=True)}
+    if name == "sliding_window_overlay.<locals>.inner_mask":
+        return Pattern()  # how many keys, the layers say
+    if name == "packed_sequence_mask_function.<locals>.inner_mask":
+        return Pattern(documents=held["packed_sequence_mask"])
+    if name == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+        return pattern_of(held["mask_function"])
+    if name != "and_masks.<locals>.and_mask":
+        return None
+    found = [pattern_of(part) for part in held["mask_functions"]]
+    if any(part is None for part in found):
+        return None
+    documents = [part.documents for part in found if part is not None and part.documents is not None]
+    if len(documents) > 1:
+        return None
+    return Pattern(any(part.causal for part in found if part is not None), *documents)
+
+
+def attention_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = _masks.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **more: Any,
+) -> Tensor | None:
+    """What stands for the mask in a model's layers: None, the documents of a packed batch, (b, t), or a mask."""
+    found, whole = pattern_of(mask_function), q_length == kv_length and q_offset is not None
+    whole = whole and not isinstance(q_offset, Tensor) and (q_offset, kv_offset) == (0, 0)
+    if attention_mask is not None:  # of padding: where nothing is hidden, there is none
+        whole = whole and not torch.compiler.is_exporting() and bool(attention_mask.all())
+    told = found is not None and found.causal and (found.documents is not None or allow_is_causal_skip)
+    if found is not None and told and whole:
+        return found.documents
+    made: Tensor | None = _masks.sdpa_mask(
+        q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
+        attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **more,
+    )  # fmt: skip
+    return made
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a layer, of which ``attention_mask`` is what :func:`attention_mask` gave.
+
+    Raises:
+        DispatchError: the layer asks for more than the op has (capped scores, sinks), or does not say its window.
+    """
+    kind, config = type(module).__name__, getattr(module, "config", None)
+    for name in ("softcap", "s_aux", "position_bias", "cache"):
+        if more.get(name) is not None:
+            raise DispatchError(f"{kind} asks its attention for {name}: set_attn_implementation('eager')")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    packed = attention_mask is not None and attention_mask.ndim == 2
+    if not causal or query.shape[2] != key.shape[2] or (attention_mask is not None and not packed):
+        made: tuple[Tensor, None] = _sdpa.sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **more
+        )
+        return made
+    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if types and index is not None and "sliding" in types[index] and sliding_window is None:
+        raise DispatchError(f"{kind} does not tell its window to its attention: set_attn_implementation('sdpa')")
+    window = sliding_window if sliding_window is not None and sliding_window < query.shape[2] else None
+    y = attention(
+        query, key, value, document_ids=attention_mask, window=window, dropout_p=dropout, scale=scaling
+    )  # fmt: skip
+    return y.transpose(1, 2).contiguous(), None
+
+
+_models.ALL_ATTENTION_FUNCTIONS.register("meshwright", attention_forward)
+_masks.ALL_MASK_ATTENTION_FUNCTIONS.register("meshwright", attention_mask)

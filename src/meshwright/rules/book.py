@@ -95,6 +95,9 @@ f(4,6), f(6,8), 1 | tensordot
 f(4,3), f(4,3) | linalg_cross
 f(4,6), f(5,6) | cdist
 f(2,4,6,8), f(2,4,6,8), f(2,4,6,8) | scaled_dot_product_attention
+f(2,4,6,8), f(2,2,6,8), f(2,2,6,8), i(2,6), True, 0, None | document_attention
+f(2,4,6,8), i(2,6), True, 0 | document_mask
+i(2,6), False, 6 | checked_documents
 i(4,6), f(9,8) | F.embedding
 f(9,8), i(4,6) | embedding
 f(4,6), (6,), f(6), f(6) | layer_norm F.layer_norm

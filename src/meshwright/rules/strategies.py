@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,16 +27,16 @@ Dims = tuple[Dim, ...]
 class Local:
     """What a rule's ``local`` may ask about the rank it runs on, when a plan is made.
 
-    What a local function sends to other ranks, in the call: ``permute(x, axes, targets, why)``,
-    ``exchange(x, dim, axes, held, wanted, why)``, and what ``rows(axes, sizes, why)`` makes.
+    What a local function sends to other ranks, in the call: with ``sends`` (a ``dispatch.sending.Sending``), with
+    ``exchange(x, dim, axes, held, wanted, why)``, and with what ``rows(axes, sizes, why)`` makes.
     """
 
     def __init__(
-        self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...], permute: Any = None,
+        self, rule: Rule, inputs: Sequence[Spec], outputs: Sequence[Spec], here: tuple[int, ...], sends: Any = None,
         exchange: Any = None, rows: Any = None,
     ) -> None:  # fmt: skip
         self.rule, self.inputs, self.outputs, self.here = rule, tuple(inputs), tuple(outputs), here
-        self.permute: Permute = permute
+        self.sends: Any = sends
         self.exchange: Exchange = exchange
         self.rows: Any = rows
 
@@ -102,8 +102,20 @@ class Local:
         return any(self.axes(f) for f in factors)
 
 
+class Swap(NamedTuple):
+    """Dims and lengths of an all-to-all, as the collective has them."""
+
+    split: int
+    split_sizes: tuple[int, ...]
+    concat: int
+    concat_sizes: tuple[int, ...]
+
+    def back(self) -> Swap:
+        """What undoes it."""
+        return Swap(self.concat, self.concat_sizes, self.split, self.split_sizes)
+
+
 LocalFn = Callable[..., Any]
-Permute = Callable[[torch.Tensor, tuple[int, ...], Sequence[int], str], torch.Tensor]
 Spans = Sequence[Sequence[tuple[int, int]]]  # of each rank of a group: (start, stop) of what it has, in order
 Exchange = Callable[[torch.Tensor, int, tuple[int, ...], Spans, Spans, str], torch.Tensor]
 

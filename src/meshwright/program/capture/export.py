@@ -35,6 +35,7 @@ from ..ir.memory import Strides, dense
 from ..ir.regions import Path
 from .autograd_functions import Kept, functions_as_ops
 from .checkpoint_calls import Regions
+from .constant_documents import forget_single_documents
 from .free_variables import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
 from .out_arguments import copy_into_out
 from .refusals import (
@@ -175,6 +176,7 @@ def capture(
         _check_nodes(model, graph)
         _check_mapped(graph)
         copy_into_out(graph)
+        forget_single_documents(graph)
     sources: list[Source] = []
     own = {
         _pointer(t): n for n, t in (*step.named_buffers(), *step.named_parameters()) if not isinstance(t, DistTensor)
