@@ -85,7 +85,8 @@ def _tiles(
     count = max(len(limits), len(given))
     for b in range(count):
         limit = limits[min(b, len(limits) - 1)]
-        starts, stops = (None, None) if limit is None else limit
+        starts: Any = None if limit is None else limit[0]
+        stops: Any = None if limit is None else limit[1]
         for start, row, size in _runs(spans, given[min(b, len(given) - 1)], starts):
             begin, end = (0, keys) if limit is None else (int(starts[row]), int(stops[row]))
             made += _run(-1 if count == 1 else b, start, row, size, begin, end, causal, window)

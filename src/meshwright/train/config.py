@@ -123,6 +123,9 @@ class StepConfig:
         one_of(WIRES), unset="as they are computed with",
     )  # fmt: skip
     seq: int = option(64, "--seq", TRAINING, "Tokens per sequence: bytes per window of text.", COUNT)
+    packed: bool = option(
+        False, "--packed", TRAINING, "Lines of text are documents packed into sequences: none attends to another."
+    )
     batch: int = option(8, "--batch", TRAINING, "Sequences per micro-step, over all ranks.", COUNT)
     optimizer: str = option(
         "adamw", "--optimizer", TRAINING, f"One of {', '.join(OPTIMIZERS)} (sgd: momentum {MOMENTUM}).",

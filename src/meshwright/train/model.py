@@ -14,6 +14,7 @@ import meshwright as mw
 
 from .config import VOCABULARY, StepConfig
 
+NEWLINE = ord("\n")
 LLAMA_INNER = 11008 / 4096  # width of the MLP by that of the stream
 BALANCE = 0.01  # what the balance of loads counts in the loss
 
@@ -75,8 +76,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=not llama, **where)
         self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """``[batch, seq, hidden]`` to the same."""
+    def forward(self, x: Tensor, rotary: Rotary | None = None, documents: Tensor | None = None) -> Tensor:
+        """``[batch, seq, hidden]`` to the same; ``documents``: ids of what does not attend to each other."""
         if rotary is None:
             made = self.qkv(x)
             batch, seq, width = made.shape
@@ -86,7 +87,10 @@ class Attention(nn.Module):
                 part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
             )
             q, k = rotary(q), rotary(k)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if documents is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = mw.attention(q, k, v, document_ids=documents)
         return self.drop(self.out(y.transpose(1, 2).flatten(2)))
 
 
@@ -169,9 +173,11 @@ class Block(nn.Module):
         inner = round(hidden * LLAMA_INNER) if llama else 4 * hidden
         self.mlp = MoE(config, **where) if config.experts else MLP(hidden, inner, dropout, llama, **where)
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor | float]:
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | float]:
         """``[batch, seq, hidden]`` to the same, and the balance of its experts."""
-        x = x + self.attention(self.norm1(x), rotary)
+        x = x + self.attention(self.norm1(x), rotary, documents)
         made = self.mlp(self.norm2(x))
         y, balance = made if isinstance(made, tuple) else (made, 0.0)
         return x + y, balance
@@ -181,7 +187,8 @@ class GPT(nn.Module):
     """The decoder of ``meshwright train`` and ``meshwright explain``.
 
     Args:
-        config: layers, hidden, heads, seq (the longest sequence), dropout, tie, dtype, and what it says of experts.
+        config: layers, hidden, heads, seq (the longest sequence), dropout, tie, dtype, packed, and what it says of
+            experts.
         device: where the parameters are made; ``"meta"``: nowhere yet.
         vocabulary: number of tokens.
         llama: RMSNorm, rotary positions, a gated MLP and no biases (Touvron et al., 2023).
@@ -197,7 +204,7 @@ class GPT(nn.Module):
         self.rotary = Rotary(config.hidden // config.heads, config.seq, device) if llama else None
         self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, llama, **where) for _ in range(config.layers))
-        self.balanced = config.experts is not None
+        self.balanced, self.packed = config.experts is not None, config.packed
         self.norm = (nn.RMSNorm if llama else nn.LayerNorm)(config.hidden, **where)
         self.head = Head(config.hidden, vocabulary, self.tokens if config.tie else None, **where)
 
@@ -210,8 +217,9 @@ class GPT(nn.Module):
         if self.positions is not None:
             h = h + self.positions(torch.arange(x.shape[1], device=x.device))
         h, total = self.drop(h), 0.0
+        documents = (x == NEWLINE).cumsum(1) if self.packed else None
         for block in self.blocks:
-            h, balance = block(h, self.rotary)
+            h, balance = block(h, self.rotary, documents)
             total = total + balance
         logits = self.head(self.norm(h))
         return (logits, total / len(self.blocks)) if self.balanced else logits
