@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...compat import pytree
+from ...compat import OpOverload, pytree
 from ...dispatch import disabled
 
 Tensor = torch.Tensor
@@ -57,7 +57,7 @@ def _value(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
 def _run(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
     if node.op != "call_function" or any(made[n] is None for n in node.all_input_nodes):
         return None
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return None
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return None
