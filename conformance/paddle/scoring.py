@@ -114,7 +114,7 @@ class NoLayout(CaseError):
 
 def moved(src: Spec, dst: Spec) -> float:
     """Bytes that each rank sends for the conversion, forward."""
-    return plan(src.with_(reduced=0, undecided=0), dst.with_(reduced=0, undecided=0)).forward_bytes
+    return plan(src.invariant(), dst.invariant()).forward_bytes
 
 
 # ---------------------------------------------------------------------------------------------- two answers

@@ -137,7 +137,7 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
         _agree("shard_tensor", (tuple(t.shape), str(t.dtype), repr(spec.layout), values), mesh)
     source = Spec(t.shape, t.dtype, Layout(mesh))
     with torch.no_grad():
-        local = executor.apply(planner.plan(source, spec.with_(undecided=0)).steps, t.detach())
+        local = executor.apply(planner.plan(source, spec.decided()).steps, t.detach())
         local = local.clone(memory_format=torch.contiguous_format)
     made = wrap(local, spec)
     made.requires_grad_(t.requires_grad)
@@ -187,7 +187,7 @@ def from_local(
             "or cut the parts so"
         )
     if local.requires_grad and (not local.is_leaf or torch.is_grad_enabled()):
-        return wrap(local.view_as(local), spec.with_(undecided=0))
+        return wrap(local.view_as(local), spec.decided())
     made = wrap(local.detach(), spec)
     made.requires_grad_(local.requires_grad)
     return made

@@ -21,7 +21,7 @@ from .dispatch import disabled, refresh, tensors_in, wanted
 from .dispatch.leaves import link
 from .dispatch.views import KeptCopies
 from .errors import LayoutError, ShardError
-from .layout import Layout, Partial, Replicate, Shard, Spec, as_placement
+from .layout import Layout, Partial, Replicate, Shard, Spec, as_placement, marked, marks_of
 from .local_tensor import bare
 from .resharding import executor, planner
 from .tensor import DistTensor, call_enabled, wrap
@@ -92,7 +92,8 @@ class _Types:
     def told(self) -> Spec:
         """The spec of the tensor with the types that are known by now."""
         own: Spec = self.mark.__dict__["_spec"]
-        return self.spec.with_(reduced=own.reduced, undecided=own.undecided, sums=own.sums)
+        told = self.spec.with_(reduced=own.reduced, undecided=own.undecided, sums=own.sums)
+        return marked(told, marks_of(self.spec).after_write())
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class KeptInputs:
             return a
         ref, types = known
         first = ref()
-        if types.spec.stored and first is not None:
+        if marks_of(types.spec).stored and first is not None:
             return first  # what stands in for it is found by the object that it is
         return wrap(a, types.told() if first is None else first._spec)
 
@@ -210,12 +211,13 @@ def part_of(spec: Spec, asked: Mapping[str, Shard]) -> Spec | None:
         if isinstance(spec.layout.placements[mesh.axis_index(axis)], Replicate)
         and -len(spec.shape) <= p.dim < len(spec.shape)
     }
-    return wanted(plain(spec), chosen, None) if chosen and not (spec.copied or spec.stored) else None
+    marks = marks_of(spec)
+    return wanted(plain(spec), chosen, None) if chosen and not (marks.copied or marks.stored) else None
 
 
 def plain(spec: Spec) -> Spec:
     """A spec without the types of replicas: nothing is differentiated."""
-    return spec.with_(undecided=0, reduced=0)
+    return spec.invariant()
 
 
 def asked_again(fn: Callable[..., Any]) -> Callable[..., Any]:

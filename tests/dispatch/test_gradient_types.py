@@ -317,4 +317,4 @@ def test_types_must_be_decided_before() -> None:
     with pytest.raises(ConversionError, match="must be decided"):
         conversions.between(undecided, decided, (0,))
     (step,) = make_plan(undecided, decided).steps  # of a value: undecided counts as invariant
-    assert step.src is undecided.with_(undecided=0)
+    assert step.src is undecided.decided()

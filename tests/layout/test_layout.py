@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard as TShard
 import meshwright as mw
 from conformance.paddle import from_dims_mapping
 from meshwright.errors import LayoutError, MeshError
-from meshwright.layout import REDUCE_OPS, as_placement, chunk_bounds, chunk_sizes
+from meshwright.layout import NO_MARKS, REDUCE_OPS, Marks, as_placement, chunk_bounds, chunk_sizes, marked, marks_of
 from tests.support.strategies import layouts, mesh_of, meshes, shapes, specs
 
 OPS = ("sum", "avg", "max")
@@ -174,14 +174,32 @@ def test_replace_makes_the_axis_the_minor_one(mesh, ndim, data):
 @given(mesh=meshes(), data=st.data())
 def test_specs_are_interned_and_pickle_to_themselves(mesh, data):
     spec = data.draw(specs(mesh, ops=OPS))
-    marked = spec.with_(copied=True, stored=data.draw(st.booleans()), known=spec)
-    assert pickle.loads(pickle.dumps(marked)) is marked
+    assert pickle.loads(pickle.dumps(spec)) is spec
     again = mw.Spec(spec.shape, spec.dtype, mw.Layout(mesh, spec.layout))
     assert again is spec
-    assert pickle.loads(pickle.dumps(spec)) is spec
     assert copy.deepcopy(spec) is spec
     assert spec.with_() is spec
     assert spec.nbytes == torch.Size(spec.shape).numel() * spec.dtype.itemsize
+
+
+@given(mesh=meshes(), data=st.data())
+def test_marked_specs_are_interned_and_what_is_derived_of_them_is_plain(mesh, data):
+    spec = data.draw(specs(mesh, ops=OPS))
+    marks = Marks(copied=True, stored=data.draw(st.booleans()), known=spec)
+    carried = marked(spec, marks)
+    assert carried is not spec
+    assert carried is marked(spec, Marks(copied=True, stored=marks.stored, known=spec))
+    assert pickle.loads(pickle.dumps(carried)) is carried
+    assert marks_of(carried) == marks
+    assert marks_of(spec) == NO_MARKS
+    assert marks.after_write() == Marks(copied=True, stored=marks.stored)
+    for name in ("decided", "invariant", "untyped", "dual", "with_"):
+        made = getattr(carried, name)()
+        assert made is getattr(spec, name)()
+        assert type(made) is mw.Spec
+    assert marked(carried, NO_MARKS) is spec
+    assert marked(carried, Marks(stored=True)) is marked(spec, Marks(stored=True))
+    assert repr(carried) == repr(spec)
 
 
 @given(mesh=meshes(), data=st.data())

@@ -7,7 +7,7 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import ConversionError
-from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
+from meshwright.layout import Layout, Marks, Partial, Replicate, Shard, Spec, marked
 from meshwright.resharding.conversions import gathered_as
 from meshwright.resharding.cost import bytes_of
 from meshwright.resharding.planner import in_dtype, on_one_axis, plan
@@ -155,12 +155,12 @@ def test_a_format_is_counted_and_is_no_reason_to_sum():
 
 def test_what_is_there_already_needs_nothing():
     here = spec(S0, R)
-    for there in (here, here.with_(copied=True), here.with_(stored=True), here.with_(known=spec(S0, S0))):
+    for there in (here, *(marked(here, m) for m in (Marks(copied=True), Marks(stored=True), Marks(known=here)))):
         for made in (plan(here, there), plan(there, here)):
             assert told(made) == ("", 0, 0)
             assert made.src is made.dst is here
             assert (made.moves, made.free, made.bytes) == (False, True, 0)
-    made = plan(spec(P, P, known=spec(I, I)), spec(I, I, copied=True))
+    made = plan(marked(spec(P, P), Marks(known=spec(I, I))), marked(spec(I, I), Marks(copied=True)))
     assert (made.src, made.dst) == (spec(P, P), spec(I, I))
 
 
@@ -194,7 +194,7 @@ def test_what_is_undecided_is_left_alone():
     assert ways == {(spec(S0, I), spec(I, I))}  # of an axis that no step touches any type is right
     for other in (spec(I, I), spec(I, R), spec(I, S0)):  # undecided in one of the two: of a value, as if invariant
         for a, b in ((src, other), (other, src)):
-            assert plan(a, b).ends == plan(a.with_(undecided=0), b.with_(undecided=0)).ends
+            assert plan(a, b).ends == plan(a.decided(), b.decided()).ends
 
 
 def test_only_the_minor_axis_of_a_dim_leaves_it():

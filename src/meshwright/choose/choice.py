@@ -73,7 +73,7 @@ class Types:
         for spec, o in zip(ins, self.operands, strict=True):
             source = want = spec
             if o.layout is not None:
-                if o.undecided != spec.undecided or spec.known is not None:
+                if o.undecided != spec.undecided:
                     # A leaf whose gradient the op makes Partial has that summed as the op has its values summed.
                     own = sums if o.reduced != spec.reduced else None
                     source = spec.with_(reduced=o.reduced, undecided=o.undecided, sums=own)

@@ -402,7 +402,7 @@ class Search:
         for i, (given, src, dst) in enumerate(zip(self.ins, choice.sources, choice.inputs, strict=True)):
             # As if invariant where nothing is decided: a checkpointed block that runs again, when more is, then chooses
             # as it did, though the plans of its conversions may be others.
-            steps = plan(src.with_(undecided=0), dst.with_(undecided=0))
+            steps = plan(src.decided(), dst.decided())
             graded = carries_grad(src.dtype) and i not in self.constants
             cost += steps.bytes if graded else steps.forward_bytes
             moved.append(round(steps.forward_bytes, 3))
@@ -412,7 +412,7 @@ class Search:
         for spec in choice.outputs:
             if spec.layout.partial:
                 whole = spec.with_(layout=spec.layout.without_partial(), undecided=0)
-                cost += plan(spec.with_(undecided=0), whole).forward_bytes
+                cost += plan(spec.decided(), whole).forward_bytes
         factors = [c.factor for c in choice.strategies if c.factor]
         crowd = len(factors) - len(set(factors))
         if self.rule.moves:

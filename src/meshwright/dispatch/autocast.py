@@ -127,9 +127,9 @@ def _weight(t: Tensor, wrap: Wrap) -> Tensor:
         spec: Spec | None = t.__dict__.get("_spec")
         if spec is None:
             return made
-        made, spec = made.view_as(made), spec.with_(dtype=made.dtype, stored=False)
+        made, spec = made.view_as(made), spec.with_(dtype=made.dtype)
         if not made.requires_grad:
-            return wrap(made, spec.with_(reduced=0, undecided=spec.mesh.everywhere))
+            return wrap(made, spec.untyped())
         made = wrap(made, spec)
         link([t, made])
         return made

@@ -11,7 +11,7 @@ import torch
 
 from .. import compat, record
 from ..errors import RuleError
-from ..layout import REPLICATE, Layout, Partial, Placements, Spec, widest
+from ..layout import NO_MARKS, REPLICATE, Layout, MarkedSpec, Marks, Partial, Placements, Spec, marked, marks_of, widest
 from ..local_tensor import as_plain
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -114,7 +114,7 @@ def _of_whole(t: Tensor, steps: planner.ConversionPlan, note: Note | None, grad:
 
 def _cut_whole(source: PieceSource, axes: Sequence[int], note: Note | None) -> list[Tensor]:
     """All pieces of a source that is whole on these axes."""
-    spec: Spec = source.base.__dict__["_spec"].with_(undecided=0)
+    spec: Spec = source.base.__dict__["_spec"].decided()
     layout = spec.layout.without_partial(axes)
     whole = convert_tensor(source.base, planner.plan(spec, spec.with_(layout=layout)), note)
     whole.__dict__.setdefault("_spec", spec.with_(layout=layout))
@@ -139,8 +139,8 @@ def _learned(spec: Spec, steps: planner.ConversionPlan, typed: bool) -> tuple[Sp
     """Specs of a tensor that was converted, and of what it was converted to; None where they stay as they are."""
     if not steps.src.layout.partial or steps.dst.layout.partial:
         return None
-    known = steps.dst if typed else steps.dst.with_(reduced=0, undecided=spec.mesh.everywhere)
-    return spec.with_(known=known), known
+    known = steps.dst if typed else steps.dst.untyped()
+    return marked(spec, replace(marks_of(spec), known=known)), known
 
 
 _NO_MEMO: tuple[None, None] = (None, None)
@@ -163,7 +163,7 @@ def _already_there(
     origin, versions = t.__dict__.get("_origin", (None, None))
     if steps.moves or origin is None or versions != (origin._version, t._version):
         return None
-    direct = planner.plan(origin.__dict__["_spec"].with_(undecided=0), steps.dst)
+    direct = planner.plan(origin.__dict__["_spec"].decided(), steps.dst)
     if direct.backward_bytes >= steps.backward_bytes or direct.weighted:
         return None
     if note is not None:
@@ -215,7 +215,8 @@ class Execution:
         if plan.copies:
             remember(self.func, self.args, self.kwargs, tensors[0], tensors_in(result))
         elif fallen_back(plan, locals_, result):
-            self.wrap(result, result.__dict__["_spec"].with_(copied=True))
+            spec = result.__dict__["_spec"]
+            self.wrap(result, marked(spec, replace(marks_of(spec), copied=True)))
             remember(self.func, self.args, self.kwargs, tensors[0], [result], apart=True)
         if plan.pieces:
             remember_pieces(self.func, self.args, self.kwargs, tensors[0], tensors_in(result))
@@ -252,7 +253,7 @@ class Execution:
                 continue
             if t.requires_grad and "_spec" in t.__dict__:
                 if leans_invariant(t, spec):
-                    spec, anew = t.__dict__["_spec"].with_(undecided=0), True
+                    spec, anew = t.__dict__["_spec"].decided(), True
                 resolve_types(t, spec, _use(plan, spec.reduced) if runtime.RT.records is not None else "")
         return anew
 
@@ -291,7 +292,8 @@ class Execution:
     def _finish_write(self, written: Tensor, result: Any) -> Tensor:
         """Bring what was written to where its target lies, and say what the target is now."""
         plan, target, made = self.plan, self.tensors[0], self.plan.outputs[0]
-        old = spec_of(target, made.mesh).with_()  # what was known of the value is no more
+        old = spec_of(target, made.mesh)
+        marks = marks_of(old).after_write()
         elsewhere = plan.back is not None or plan.fn is not None  # a local function may compute the new value
         value = result if elsewhere and isinstance(result, Tensor) else written
         with as_plain(value) as new:
@@ -300,19 +302,21 @@ class Execution:
                     with as_plain(target) as local:
                         local.set_(new)
                 whole, everywhere = Layout(old.mesh), old.mesh.everywhere
-                spec = old.with_(shape=new.shape, layout=whole, reduced=0, undecided=everywhere, copied=False)
-                return cast(Tensor, self.wrap(target, spec))
+                spec = old.with_(shape=new.shape, layout=whole, reduced=0, undecided=everywhere)
+                return cast(Tensor, self.wrap(target, marked(spec, replace(marks, copied=False))))
         if plan.back is not None:
             value = _convert_recorded(plan, 0, value, plan.back, _bring_back)
         if value is not target:
             with as_plain(target) as local, as_plain(value) as new:
                 local.copy_(new)
-        moved = made.with_(stored=old.stored)
-        if torch.is_grad_enabled() and target.requires_grad:
-            self.wrap(target, written_spec(old, made) if made.shape == old.shape else moved)
-            lead_root(target, self.tensors)
+        recorded = torch.is_grad_enabled() and target.requires_grad
+        if made.shape != old.shape:
+            spec, marks = made, replace(marks, copied=False)
         else:
-            self.wrap(target, old.with_(sums=widest((old, made))) if made.shape == old.shape else moved)
+            spec = written_spec(old, made) if recorded else old.with_(sums=widest((old, made)))
+        self.wrap(target, marked(spec, marks))
+        if recorded:
+            lead_root(target, self.tensors)
         if plan.promised is not None:
             self.plan = replace(plan, route=plan.promised if result is target else Route.EXECUTE, promised=None)
         return target
@@ -323,16 +327,17 @@ class Execution:
         if self.plan.promised is not None:
             self._learn(result, made)
         plan, records = self.plan, runtime.RT.records
+        marks = Marks(copied=True) if plan.copies else NO_MARKS
         if plan.choice is None:
             whole = Layout(mesh_of(self.tensors, plan.op.name))
             sums = widest(spec_of(t, whole.mesh) for t in self.tensors)
             for t in made:
                 undecided = 0 if t.requires_grad else whole.mesh.everywhere
-                self.wrap(t, still(t, Spec(t.shape, t.dtype, whole, 0, undecided, plan.copies, sums=sums)))
+                self.wrap(t, still(t, Spec(t.shape, t.dtype, whole, 0, undecided, sums=sums), marks))
             return result
         ties = plan.choice.open and torch.is_grad_enabled()
         for t, spec in zip(made, plan.outputs, strict=True):
-            self.wrap(t, still(t, spec))
+            self.wrap(t, still(t, spec, marks))
             if records is not None and spec.layout.partial:
                 record.produced(t, _use(plan, sum(1 << a for a in spec.layout.partial)), self.tensors)
             if ties and t.requires_grad and spec.undecided:
@@ -367,10 +372,12 @@ def fallen_back(plan: CallPlan, locals_: Sequence[Tensor], made: Any) -> bool:
     return bool(made.untyped_storage()._cdata != locals_[0].untyped_storage()._cdata and Tensor.numel(made))
 
 
-def still(made: Tensor, spec: Spec) -> Spec:
+def still(made: Tensor, spec: Spec, marks: Marks = NO_MARKS) -> Spec:
     """The spec of an output, which may be an operand (``p.float()``, ``p.to(device)``): what it was, it still is."""
     own: Spec | None = made.__dict__.get("_spec")
-    return spec if own is None else spec.with_(stored=own.stored, copied=own.copied or spec.copied)
+    if type(own) is MarkedSpec:
+        marks = Marks(copied=own.marks.copied or marks.copied, stored=own.marks.stored)
+    return spec if marks is NO_MARKS else marked(spec, marks)
 
 
 def execute(plan: CallPlan, func: Any, args: Args, kwargs: Kwargs, wrap: Wrap) -> Any:
@@ -438,11 +445,11 @@ def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
     """``x`` brought to ``target`` because somebody asked for it by name.  Must run with dispatch disabled."""
     spec: Spec = x.__dict__["_spec"]
     if x.requires_grad and spec.undecided:
-        resolve_types(x, spec.with_(undecided=0))
-    source = x.__dict__["_spec"].with_(undecided=0)
-    if spec.known is not None and not target.layout.partial and not saving():
-        x = convert_tensor(x, planner.plan(source, spec.known.with_(undecided=0)))
-        source = spec.known.with_(undecided=0)
+        resolve_types(x, spec.decided())
+    source, known = x.__dict__["_spec"].decided(), marks_of(spec).known
+    if known is not None and not target.layout.partial and not saving():
+        x = convert_tensor(x, planner.plan(source, known.decided()))
+        source = known.decided()
     plan = planner.plan(source, target)
     with record.asked("reshard", plan, "asked for by name"):
         made = executor.apply(plan.steps, x)

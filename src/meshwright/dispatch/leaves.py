@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..layout import Replicate, Spec, widest
+from ..layout import Replicate, Spec, marked, marks_of, widest
 
 Tensor = torch.Tensor
 _LOCAL: Any = Tensor  # properties of local tensors
@@ -81,11 +81,11 @@ def resolve_types(t: Tensor, spec: Spec, by: str = "") -> None:
     decided = old.undecided & ~spec.undecided
     for m in linked.alive() if linked is not None else [t]:
         now: Spec = m.__dict__["_spec"]
-        mine = decided & now.undecided
+        marks, mine = marks_of(now).after_write(), decided & now.undecided
         now = now.with_(reduced=now.reduced | (spec.reduced & mine), undecided=now.undecided & ~mine)
         if mine and not getattr(m, "_is_param", False):  # what parameters' are summed in their precision says
             now = now.with_(sums=widest((now, spec)))
-        m.__dict__["_spec"] = now
+        m.__dict__["_spec"] = marked(now, marks)
         if by and spec.reduced & mine:
             m.__dict__.setdefault("_since", by)
         if not now.undecided:
@@ -123,7 +123,8 @@ def lead_root(t: Tensor, tensors: Sequence[Tensor]) -> None:
     old: Spec = root.__dict__["_spec"]
     if root is not t and old.mesh == spec.mesh:
         told = old.undecided & ~spec.undecided & _replicated(spec)
-        root.__dict__["_spec"] = old.with_(reduced=old.reduced | (spec.reduced & told), undecided=old.undecided & ~told)
+        now = old.with_(reduced=old.reduced | (spec.reduced & told), undecided=old.undecided & ~told)
+        root.__dict__["_spec"] = marked(now, marks_of(old).after_write())
     if spec.undecided:
         link([*tensors, t, root])
 

@@ -17,7 +17,7 @@ from ..choose import Choice, carries_grad, choose
 from ..collective import BY_HAND, refuse_by_hand
 from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
-from ..layout import Layout, Spec, widest
+from ..layout import NO_MARKS, Layout, Spec, marked, marks_of, widest
 from ..operators import FUNCTIONS
 from ..ranks import runtime
 from ..resharding import planner as resharding
@@ -162,19 +162,21 @@ class _Planner:
         self.op, self.func, self.args, self.kwargs = op, func, args, kwargs
         tensors = tensors_in((args, kwargs))
         self.mesh = mesh_of(tensors, op.name)
-        self.specs = [spec_of(t, self.mesh) for t in tensors]
+        carried = [spec_of(t, self.mesh) for t in tensors]
+        marks = [marks_of(s) for s in carried]
+        self.specs = [marked(s, NO_MARKS) for s in carried]
         self.constants = {i for i, t in enumerate(tensors) if not t.requires_grad}
         self.free = {i for i in self.constants if "_spec" not in tensors[i].__dict__}
-        self.watched = any(s.copied for s in self.specs)
+        self.watched = any(m.copied for m in marks)
         self.mixed = any("_spec" not in t.__dict__ for t in tensors)
-        self.forgets = op.inplace and self.specs[0].known is not None
+        self.forgets = op.inplace and marks[0].known is not None
         self.views = False
         self.known: list[tuple[int, resharding.ConversionPlan]] = []
-        for i, s in enumerate(self.specs):
-            if s.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
-                open_ = s.undecided & s.known.undecided
-                self.known.append((i, resharding.plan(s.with_(undecided=open_), s.known.with_(undecided=open_))))
-                self.specs[i] = s.known
+        for i, (s, m) in enumerate(zip(self.specs, marks, strict=True)):
+            if m.known is not None and known and not (op.inplace and i == 0):  # what is written to stays what it is
+                open_ = s.undecided & m.known.undecided
+                self.known.append((i, resharding.plan(s.with_(undecided=open_), m.known.with_(undecided=open_))))
+                self.specs[i] = m.known
 
     def plan(self, strategies: Sequence[Strategy] | None) -> CallPlan:
         """See :func:`plan_call`."""
@@ -261,13 +263,12 @@ class _Planner:
         smaller = len(outputs) > 1 or (bool(outputs) and outputs[0].shape.numel() < specs[0].shape.numel())
         pieces = len(specs) == 1 and stays and smaller and any(s.layout.partial for s in outputs) and self.views
         given = self._converted(conversions, choice.sources, outputs)
-        made = tuple([s.with_(copied=True) for s in outputs]) if copies else outputs
         replayed = not op.inplace and any(s.shape.numel() and 0 in s.local_shape(ctx.here) for s in outputs)
         falls = isinstance(fn, Native) and fn.otherwise is not None and conversions  # maybe a copy: the run says
         whole = (fn is None or self._is_native(fn)) and not (copies or pieces or replayed or falls)
-        promised = self._promised(given, made, bool(choice.open)) if whole else Route.EXECUTE
+        promised = self._promised(given, outputs, bool(choice.open)) if whole else Route.EXECUTE
         return CallPlan(
-            op, promised=promised, plain=promised is Route.NATIVE, fn=fn, outputs=made, choice=choice, why=rule.text,
+            op, promised=promised, plain=promised is Route.NATIVE, fn=fn, outputs=outputs, choice=choice, why=rule.text,
             copies=copies, pieces=pieces, replayed=replayed, graded=graded, **given,
         )  # fmt: skip
 
@@ -292,7 +293,7 @@ class _Planner:
     def _gathered(self, *, warn: bool = False) -> CallPlan:
         """Without a rule: every input whole on every rank, the op run everywhere."""
         op, whole = self.op, Layout(self.mesh)
-        sources = [s.with_(undecided=0) for s in self.specs]
+        sources = [s.decided() for s in self.specs]
         conversions = _conversions(sources, [Spec(s.shape, s.dtype, whole) for s in sources])
         self._check_written({i for i, steps in conversions if not steps.free})
         sums = widest(sources)
@@ -331,7 +332,7 @@ class _Planner:
 
     def _moves(self, conversions: Conversions) -> bool:
         """Whether the op does not get what the caller holds, so that a view of it does not alias that."""
-        return bool(self.known) or any(s.copied for s in self.specs) or not all(c.free for _, c in conversions)
+        return bool(self.known) or self.watched or not all(c.free for _, c in conversions)
 
     def _is_native(self, fn: LocalFn) -> bool:
         return isinstance(fn, Native) and isinstance(self.args[0] if self.args else None, Tensor)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ..compat import redispatch_function
-from ..layout import Spec
+from ..layout import Spec, marks_of
 from ..ranks import runtime
 from ..rules import Native
 from . import autocast
@@ -85,7 +85,7 @@ def _kept(key: Any, func: Any, args: Args, kwargs: Kwargs, fresh: CallPlan | Non
 def _first_plan(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, CallPlan]:
     op = resolve(func)  # before the key, which depends on whether the op is pointwise
     key = key_of(func, args, kwargs)
-    if any("_spec" in t.__dict__ and t.__dict__["_spec"].stored for t in tensors_in((args, kwargs))):
+    if any("_spec" in t.__dict__ and marks_of(t.__dict__["_spec"]).stored for t in tensors_in((args, kwargs))):
         plan = CallPlan(op, STAND_IN, casts=casts_of(func, args, kwargs))
     else:
         plan = plan_call(func, args, kwargs)

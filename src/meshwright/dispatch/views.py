@@ -17,6 +17,7 @@ import torch
 
 from ..compat import outside_modes
 from ..errors import DispatchError
+from ..layout import MarkedSpec, marked, marks_of
 from ..local_tensor import as_plain
 from ..operators import Internal
 from ..ranks import runtime
@@ -61,7 +62,7 @@ def view_of(t: Tensor) -> View | None:
     """Where a copy came from; None for a tensor that is no copy."""
     space = getattr(t, "__dict__", {})
     spec = space.get("_spec")
-    return space.get("_view") if spec is not None and spec.copied else None
+    return space.get("_view") if type(spec) is MarkedSpec and spec.marks.copied else None
 
 
 def remember(
@@ -250,14 +251,15 @@ def _stale(view: View | None) -> bool:
 def _replace(t: Tensor, made: Tensor) -> None:
     """Give ``t`` the value, and the history, of ``made``."""
     if made.requires_grad:
-        resolve_types(made, made.__dict__["_spec"].with_(undecided=0))
+        resolve_types(made, made.__dict__["_spec"].decided())
     source = made.__dict__["_spec"]
-    spec = written_spec(t.__dict__["_spec"], source)
+    old = t.__dict__["_spec"]
+    spec = written_spec(old, source)
     local = executor.apply(planner.plan(source, spec.with_(dtype=source.dtype)).steps, made)
     with as_plain(t, local):
         t.copy_(local)
     if torch.is_grad_enabled() and t.requires_grad:
-        t.__dict__["_spec"] = spec
+        t.__dict__["_spec"] = marked(spec, marks_of(old).after_write())
         lead_root(t, [t])
 
 

@@ -7,6 +7,7 @@ Uneven shards follow ``torch.chunk``: 10 over 4 is 3, 3, 3, 1; over 6 it is 2, 2
 """
 
 from .layout import Layout, Placements
+from .marks import NO_MARKS, MarkedSpec, Marks, marked, marks_of
 from .placement import (
     REDUCE_OPS,
     REPLICATE,
@@ -31,9 +32,10 @@ from .table import LayoutLine, LayoutTable, load_layouts, read_layouts
 from .wire import CASTS, Float8, Wire, block_of, bytes_each, wire_bytes, wire_from, wire_name
 
 __all__ = [
-    "CASTS", "REDUCE_OPS", "REPLICATE", "At", "Float8", "Layout", "LayoutLine", "LayoutTable", "Partial", "Placement",
-    "Placements", "Replicate", "Shard", "Spec", "Wire", "Wires", "as_placement", "block_of", "bytes_each",
-    "chunk_bounds", "chunk_sizes", "commute", "cuts", "dtype_from", "dtype_name", "dual", "layout_data", "layout_from",
-    "load_layouts", "neutral", "own_bounds", "placement_from", "read_layouts", "spec_data", "spec_from", "unreducible",
-    "wider", "widest", "wire_bytes", "wire_from", "wire_name",
+    "CASTS", "NO_MARKS", "REDUCE_OPS", "REPLICATE", "At", "Float8", "Layout", "LayoutLine", "LayoutTable",
+    "MarkedSpec", "Marks", "Partial", "Placement", "Placements", "Replicate", "Shard", "Spec", "Wire", "Wires",
+    "as_placement", "block_of", "bytes_each", "chunk_bounds", "chunk_sizes", "commute", "cuts", "dtype_from",
+    "dtype_name", "dual", "layout_data", "layout_from", "load_layouts", "marked", "marks_of", "neutral",
+    "own_bounds", "placement_from", "read_layouts", "spec_data", "spec_from", "unreducible", "wider", "widest",
+    "wire_bytes", "wire_from", "wire_name",
 ]  # fmt: skip

@@ -24,9 +24,6 @@ class Spec:
     ``reduced`` and ``undecided`` are bit masks over mesh axes and refine ``Replicate`` for gradients (see the
     design page, *types of Replicate*): bit set in ``reduced``: the gradient is born Partial on that axis;
     clear: the gradient is replicated.  ``undecided`` axes (leaves that no op has used yet) may become either.
-    ``copied`` marks the result of a view that had to be a copy: writing to it would not reach its base.
-    ``known`` is set on the spec of a Partial that was reduced: its value is at hand in that spec too.
-    ``stored`` marks a parameter for which another tensor may stand in (see ``tensor.substitutes``).
     ``sums`` is the least dtype in which what ranks hold is summed, of the value and of its gradient; None: their own.
     ``wires`` are the formats in which what ranks hold travels where it is summed, of the value (``wire``) and of its
     gradient (``grad_wire``), which swaps them; None: as it is.
@@ -35,15 +32,12 @@ class Spec:
     __slots__ = (
         "__weakref__",
         "_grad",
-        "copied",
         "dtype",
-        "known",
         "layout",
         "mesh",
         "ndim",
         "reduced",
         "shape",
-        "stored",
         "sums",
         "undecided",
         "wires",
@@ -56,9 +50,6 @@ class Spec:
     ndim: int
     reduced: int
     undecided: int
-    copied: bool
-    known: Spec | None
-    stored: bool
     sums: torch.dtype | None
     wires: Wires
     _grad: Spec | None
@@ -72,9 +63,6 @@ class Spec:
         layout: Layout,
         reduced: int = 0,
         undecided: int = 0,
-        copied: bool = False,
-        known: Spec | None = None,
-        stored: bool = False,
         sums: torch.dtype | None = None,
         wires: Wires = _AS_IT_IS,
     ) -> Spec:
@@ -88,7 +76,7 @@ class Spec:
         undecided &= layout.replicated & ~reduced
         if sums is not None and not (dtype.is_floating_point or dtype.is_complex):
             sums = None
-        key = (tuple(shape), dtype, layout, reduced, undecided, copied, known, stored, sums, wires)
+        key = (tuple(shape), dtype, layout, reduced, undecided, sums, wires)
         found = cls._made.get(key)
         if found is None:
             if not isinstance(dtype, torch.dtype):
@@ -99,8 +87,8 @@ class Spec:
             found = super().__new__(cls)
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
-            found.reduced, found.undecided, found.copied = reduced, undecided, copied
-            found.known, found.stored, found.sums, found.wires, found._grad = known, stored, sums, wires, None
+            found.reduced, found.undecided = reduced, undecided
+            found.sums, found.wires, found._grad = sums, wires, None
             cls._made[key] = found
         return found
 
@@ -143,8 +131,7 @@ class Spec:
                 f"{self!r} has no gradient as a whole, only its factors have: reduce it first (mw.reshard), or "
                 "differentiate the parts that you give to mw.from_local"
             )
-        made = self.dual()
-        return made.with_(undecided=0) if made.undecided else made
+        return self.dual().decided()
 
     def dual(self) -> Spec:
         """Spec of the cotangents that ranks exchange for a tensor of this spec: ``grad``, of products too.
@@ -169,30 +156,35 @@ class Spec:
         layout: Layout | None = None,
         reduced: int | None = None,
         undecided: int | None = None,
-        copied: bool | None = None,
-        known: Spec | None = None,
-        stored: bool | None = None,
         sums: torch.dtype | None = None,
         wires: Wires | None = None,
     ) -> Spec:
-        """The same spec with some parts replaced; what is known of the value is forgotten unless it is given."""
+        """The same spec with some parts replaced."""
         return Spec(
             self.shape if shape is None else shape,
             self.dtype if dtype is None else dtype,
             self.layout if layout is None else layout,
             self.reduced if reduced is None else reduced,
             self.undecided if undecided is None else undecided,
-            self.copied if copied is None else copied,
-            known,
-            self.stored if stored is None else stored,
             self.sums if sums is None else sums,
             self.wires if wires is None else wires,
         )
 
     def summed_as(self, dtype: torch.dtype) -> Spec:
         """The same spec of values of another dtype, which are summed over ranks in that and no other."""
-        flags = (self.reduced, self.undecided, self.copied, None, self.stored)
-        return Spec(self.shape, dtype, self.layout, *flags, wires=self.wires)
+        return Spec(self.shape, dtype, self.layout, self.reduced, self.undecided, wires=self.wires)
+
+    def decided(self) -> Spec:
+        """The same spec, invariant on the axes that were undecided: as if nobody asked for a gradient."""
+        return self.with_(undecided=0) if self.undecided else self
+
+    def invariant(self) -> Spec:
+        """The same spec, invariant on every replicated axis: its gradient is whole, or nothing is differentiated."""
+        return self.with_(reduced=0, undecided=0) if self.reduced or self.undecided else self
+
+    def untyped(self) -> Spec:
+        """The same spec, undecided on every replicated axis: of a new leaf, that no op has used yet."""
+        return self.with_(reduced=0, undecided=self.mesh.everywhere)
 
     def __repr__(self) -> str:
         dtype = dtype_name(self.dtype)
@@ -202,8 +194,8 @@ class Spec:
         return f"{dtype}[{', '.join(map(str, self.shape))}] {self.layout!r}{sums}{wire}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        flags = (self.reduced, self.undecided, self.copied, self.known, self.stored, self.sums, self.wires)
-        return Spec, (tuple(self.shape), self.dtype, self.layout, *flags)
+        types = (self.reduced, self.undecided)
+        return Spec, (tuple(self.shape), self.dtype, self.layout, *types, self.sums, self.wires)
 
 
 def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -226,10 +218,10 @@ def widest(specs: Iterable[Spec]) -> torch.dtype | None:
 def spec_data(spec: Spec) -> dict[str, Any]:
     """A spec as files have it, without its mesh: dicts, lists, words and numbers."""
     made: dict[str, Any] = {"shape": list(spec.shape), "dtype": dtype_name(spec.dtype)}
-    flags = {k: v for k in ("reduced", "undecided", "copied") if (v := getattr(spec, k))}
+    types = {k: v for k in ("reduced", "undecided") if (v := getattr(spec, k))}
     sums = {} if spec.sums is None else {"sums": dtype_name(spec.sums)}
     wires = {"wires": [w and wire_name(w) for w in spec.wires]} if any(spec.wires) else {}
-    return made | layout_data(spec.layout) | flags | sums | wires
+    return made | layout_data(spec.layout) | types | sums | wires
 
 
 def layout_data(layout: Layout) -> dict[str, Any]:
@@ -250,11 +242,10 @@ def spec_from(data: Mapping[str, Any], mesh: Mesh) -> Spec:
     """The spec that :func:`spec_data` wrote."""
     shape = data["shape"]
     layout = layout_from(data, mesh, len(shape))
-    kinds = {k: data.get(k, 0) for k in ("reduced", "undecided")}
+    types = {k: data.get(k, 0) for k in ("reduced", "undecided")}
     sums = dtype_from(data["sums"]) if "sums" in data else None
     own, gradient = (w and wire_from(w) for w in data.get("wires", _AS_IT_IS))
-    copied, dtype = data.get("copied", False), dtype_from(data["dtype"])
-    return Spec(shape, dtype, layout, copied=copied, sums=sums, wires=(own, gradient), **kinds)
+    return Spec(shape, dtype_from(data["dtype"]), layout, sums=sums, wires=(own, gradient), **types)
 
 
 def layout_from(data: Mapping[str, Any], mesh: Mesh, ndim: int | None) -> Layout:

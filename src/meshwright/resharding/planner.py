@@ -104,7 +104,7 @@ def in_dtype(conversion: ConversionPlan, dtype: torch.dtype) -> ConversionPlan:
 
 
 def _value(spec: Spec, sums: torch.dtype | None, wires: Wires, open_: int) -> Spec:
-    return spec.with_(undecided=open_, copied=False, stored=False, sums=sums, wires=wires)
+    return spec.with_(undecided=open_, sums=sums, wires=wires)
 
 
 # ---------------------------------------------------------------------------------------------- the search

@@ -21,7 +21,7 @@ def _seed(y: DistTensor, gradient: Tensor | None) -> Tensor:
     """The cotangent of ``y`` in the layout of its gradient, as a local tensor."""
     with disabled():
         if y._spec.undecided:
-            resolve_types(y, y._spec.with_(undecided=0))
+            resolve_types(y, y._spec.decided())
     spec = y._spec
     if gradient is None:
         if spec.shape.numel() != 1:

@@ -16,7 +16,19 @@ from .. import collective, compat
 from ..collective import refuse_by_hand, sends_objects, silent
 from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types
 from ..errors import LayoutError
-from ..layout import Layout, Partial, Placement, Replicate, Spec, spec_data, spec_from
+from ..layout import (
+    NO_MARKS,
+    Layout,
+    Marks,
+    Partial,
+    Placement,
+    Replicate,
+    Spec,
+    marked,
+    marks_of,
+    spec_data,
+    spec_from,
+)
 from ..local_tensor import bare, get_grad
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
@@ -57,7 +69,7 @@ class DistTensor(torch.Tensor):
     @property
     def spec(self) -> Spec:
         """Global shape, dtype and layout."""
-        return self._spec
+        return marked(self._spec, NO_MARKS)
 
     @property
     def mesh(self) -> Mesh:
@@ -117,7 +129,7 @@ class DistTensor(torch.Tensor):
         refresh(self, call_enabled)
         with disabled():
             if self._spec.undecided and self.requires_grad:
-                resolve_types(self, self._spec.with_(undecided=0))
+                resolve_types(self, self._spec.decided())
             spec = self._spec
             if spec.reduced and self.requires_grad and torch.is_grad_enabled():
                 # Each rank's gradient would be a part of the sum; what users write for locals gives whole ones.
@@ -171,7 +183,8 @@ class DistTensor(torch.Tensor):
         with disabled():
             if not self.is_leaf:
                 raise RuntimeError("only leaf tensors can be deep-copied; use .detach().clone()")
-            made = wrap(Tensor.clone(Tensor.detach(self)), self._spec.with_(copied=False))
+            marks = Marks(stored=marks_of(self._spec).stored)
+            made = wrap(Tensor.clone(Tensor.detach(self)), marked(self._spec, marks))
             made.requires_grad_(self.requires_grad)
             grad = None if getattr(self, "_is_param", False) else self.grad  # as torch: a copy of a parameter has none
             if grad is not None:
@@ -186,7 +199,7 @@ class DistTensor(torch.Tensor):
             refuse_by_hand("an object collective", self._spec)
         refresh(self, call_enabled)
         local = bare(self)
-        spec = self._spec.with_(copied=False)
+        spec = self._spec
         about = {
             "mesh": mesh_data(spec.mesh),
             "spec": spec_data(spec),
@@ -213,8 +226,9 @@ class DistTensor(torch.Tensor):
     def data(self) -> DistTensor:
         """The tensor without its history, sharing memory (writes to one are not counted for the other)."""
         itself(self)
-        spec = self._spec.with_(undecided=self._spec.mesh.everywhere, stored=False)
-        made = wrap(call_disabled(_GET_DATA, (), (self,), NO), spec)
+        spec = self._spec
+        typed = spec.with_(undecided=spec.mesh.everywhere)
+        made = wrap(call_disabled(_GET_DATA, (), (self,), NO), marked(typed, Marks(copied=marks_of(spec).copied)))
         share(self, made)
         remember_detached(self, made)
         return made
@@ -229,7 +243,8 @@ class DistTensor(torch.Tensor):
         with disabled():
             _SET_DATA(self, value)
         share(self, value)
-        self._spec = value._spec.with_(reduced=old.reduced, undecided=old.undecided, stored=old.stored)
+        typed = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
+        self._spec = marked(typed, Marks(stored=marks_of(old).stored))  # other memory: a view of nothing any more
 
     def detach(self) -> DistTensor:
         """The tensor without its history, sharing memory.
@@ -239,8 +254,8 @@ class DistTensor(torch.Tensor):
         """
         itself(self)
         spec = self._spec
-        undecided = spec.mesh.everywhere
-        made = wrap(call_disabled(_DETACH, (), (self,), NO), spec.with_(reduced=0, undecided=undecided, stored=False))
+        marks = Marks(copied=marks_of(spec).copied)
+        made = wrap(call_disabled(_DETACH, (), (self,), NO), marked(spec.untyped(), marks))
         remember_detached(self, made)
         return made
 
@@ -333,7 +348,7 @@ def call_enabled(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def wrap(local: Tensor, spec: Spec) -> DistTensor:
     """Make ``local`` the DistTensor of ``spec``, in place: the object stays the same."""
     if local.dtype is not spec.dtype and type(local) is Tensor:
-        spec = spec.with_(dtype=local.dtype)
+        spec = marked(spec.with_(dtype=local.dtype), marks_of(spec))
     local.__class__ = DistTensor
     made = cast(DistTensor, local)
     made._spec = spec
@@ -400,7 +415,7 @@ def is_part(spec: Spec) -> bool:
 
 def _keeps_layout(t: DistTensor) -> bool:
     """Whether others count on the layout of ``t``: an optimizer's states, and graphs that will add to its gradient."""
-    return t._spec.stored or t.requires_grad or getattr(t, "_is_param", False)
+    return marks_of(t._spec).stored or t.requires_grad or getattr(t, "_is_param", False)
 
 
 def _resized(spec: Spec, shape: torch.Size) -> Spec:
@@ -417,7 +432,7 @@ def local_of(value: Tensor, spec: Spec) -> Tensor:
     itself(value)
     refresh(value, call_enabled)
     with disabled():
-        source = value._spec.with_(undecided=0)
+        source = value._spec.decided()
         if value.requires_grad:
             resolve_types(value, source)
         return executor.apply(planner.plan(source, spec.with_(dtype=source.dtype, undecided=0)).steps, value)

@@ -27,7 +27,7 @@ from ..dispatch import (
     tensors_in,
 )
 from ..graph_marks import brought
-from ..layout import Spec
+from ..layout import Spec, marked, marks_of
 from .dist_tensor import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor
 
 Tensor = torch.Tensor
@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 def tell(t: Tensor, spec: Spec) -> Tensor:
     """Say what the local tensor ``t`` is globally."""
     if t.dtype is not spec.dtype:
-        spec = spec.with_(dtype=t.dtype)
+        spec = marked(spec.with_(dtype=t.dtype), marks_of(spec))
     t.__dict__["_spec"] = spec
     return t
 
@@ -68,7 +68,8 @@ def _detach(func: Any, args: Args, kwargs: Kwargs) -> Any:
     (x,) = args
     made = func(x)
     remember_detached(x, made)
-    return tell(made, x.__dict__["_spec"].with_(reduced=0, undecided=x.__dict__["_spec"].mesh.everywhere))
+    spec: Spec = x.__dict__["_spec"]
+    return tell(made, marked(spec.untyped(), marks_of(spec).after_write()))
 
 
 def _constrained(func: Any, args: Args, kwargs: Kwargs) -> Tensor:

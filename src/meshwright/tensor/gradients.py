@@ -67,7 +67,7 @@ def in_spec(g: Tensor, source: Spec, target: Spec) -> Tensor:
 
 
 def _converted(g: Tensor, source: Spec, target: Spec) -> Tensor:
-    source, target = source.with_(undecided=0), target.with_(dtype=source.dtype, undecided=0)
+    source, target = source.decided(), target.with_(dtype=source.dtype, undecided=0)
     return executor.apply(planner.plan(source, target).steps, g)
 
 

@@ -292,7 +292,7 @@ def _like(outputs: Sequence[Spec]) -> list[tuple[Any, torch.dtype]]:
 
 
 def _bytes(src: Spec, dst: Spec) -> float:
-    return conversion(src, dst.with_(undecided=0)).bytes
+    return conversion(src, dst.decided()).bytes
 
 
 def _price(found: Inference, wishes: Wishes) -> tuple[float, int]:
@@ -300,7 +300,7 @@ def _price(found: Inference, wishes: Wishes) -> tuple[float, int]:
     cost, cut = found.bytes, 0
     for made, wish in zip(found.outputs, wishes, strict=True):
         if wish is not None:
-            cost += _bytes(made.with_(undecided=0), made.with_(layout=wish.layout, reduced=wish.reduced))
+            cost += _bytes(made.decided(), made.with_(layout=wish.layout, reduced=wish.reduced))
             pairs = zip(made.layout.placements, wish.layout.placements, strict=True)
             cut += sum(isinstance(w, Shard) and p != w for p, w in pairs)
     return round(cost, 3), cut

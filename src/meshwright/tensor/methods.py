@@ -8,6 +8,7 @@ import torch
 
 from .. import compat
 from ..dispatch import NO, QUESTIONS, call_disabled, resolve
+from ..layout import MarkedSpec, marks_of
 from ..ranks import runtime
 from .dist_tensor import BASE, DistTensor
 from .substitutes import OPEN
@@ -91,7 +92,7 @@ for _name in _SAME:
 def _dtype(self: DistTensor) -> torch.dtype:
     """Of the values that ops see: in the forward of a model with a precision, what a parameter is cast to there."""
     spec = self._spec
-    if spec.stored and OPEN.scopes and _enabled():
+    if type(spec) is MarkedSpec and spec.marks.stored and OPEN.scopes and _enabled():
         for scope in reversed(OPEN.scopes):
             found: torch.dtype | None = scope.dtype(self)
             if found is not None:
@@ -107,7 +108,7 @@ def _where(name: str, of: Any) -> None:
     get = getattr(BASE, name).__get__
 
     def where(self: DistTensor) -> Any:
-        if self._spec.stored and OPEN.scopes and _enabled():
+        if marks_of(self._spec).stored and OPEN.scopes and _enabled():
             for scope in reversed(OPEN.scopes):
                 found = scope.device(self)
                 if found is not None:

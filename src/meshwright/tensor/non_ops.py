@@ -12,6 +12,7 @@ from .. import torch_changes
 from ..dispatch import INTO_PLAIN, Args, Kwargs, Special, call_disabled
 from ..errors import DispatchError
 from ..graph_marks import brought
+from ..layout import marked, marks_of
 from ..resharding.executor import FORWARD_MODE, TRANSFORMS
 from .autograd import backward, grad
 from .dist_tensor import DistTensor, call_enabled, is_part, wrap
@@ -44,7 +45,7 @@ def _detach(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _detach_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     (x,) = args
     call_disabled(func, (), args, kwargs)
-    x._spec = x._spec.with_(reduced=0, undecided=x._spec.mesh.everywhere)
+    x._spec = marked(x._spec.untyped(), marks_of(x._spec).after_write())
     return x
 
 

@@ -3,8 +3,8 @@
 A parameter stays the object that it is, in its module too: an op that reads it reads its stand-in.  What asks about it
 or differentiates it means the parameter itself.  What is written to a stand-in (by an op on the parameter, through a
 view, or by one that changes an argument without saying so) is brought to the parameter before that is read or the code
-ends.  Only what is marked so by its spec (``Spec.stored``) is looked up, and only in this thread: other threads see the
-parameter as it is stored.
+ends.  Only what is marked so (``Marks.stored``) is looked up, and only in this thread: other threads see the parameter
+as it is stored.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ..dispatch import Args, Kwargs, map_tensors, resolve, tensors_in
+from ..layout import MarkedSpec
 
 Tensor = torch.Tensor
 
@@ -60,7 +61,7 @@ OPEN = _Open()
 def stands_in(p: Any) -> Any:
     """The tensor that ops of this thread read in the place of ``p``: itself, mostly."""
     spec = p.__dict__.get("_spec")
-    if spec is not None and spec.stored:
+    if type(spec) is MarkedSpec and spec.marks.stored:
         for scope in reversed(OPEN.scopes):
             found = scope.find(p)
             if found is not None:
@@ -71,7 +72,7 @@ def stands_in(p: Any) -> Any:
 def itself(p: Tensor) -> Tensor:
     """``p``, which is about to be read or written to: what was written to what stands in for it is there."""
     spec = p.__dict__.get("_spec")
-    if spec is not None and spec.stored:
+    if type(spec) is MarkedSpec and spec.marks.stored:
         for scope in OPEN.scopes:
             scope.keep()
     return p
@@ -101,7 +102,7 @@ def _all(into: Any, rest: Any, named: Any) -> list[Tensor]:
 def _written(p: Tensor) -> Tensor:
     """What a write to ``p`` goes to: what stands in for it, where that is there, so that views of it see the write."""
     spec = p.__dict__.get("_spec")
-    if spec is not None and spec.stored and not (torch.is_grad_enabled() and p.requires_grad):
+    if type(spec) is MarkedSpec and spec.marks.stored and not (torch.is_grad_enabled() and p.requires_grad):
         for scope in reversed(OPEN.scopes):
             found = scope.held(p)
             if found is not None:

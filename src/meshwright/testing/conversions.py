@@ -33,7 +33,7 @@ def check_conversion(src: Spec, dst: Spec) -> None:
         ConversionError: naming both, the steps between them and the difference.
     """
     if src.undecided or dst.undecided:
-        src, dst = src.with_(undecided=0), dst.with_(undecided=0)
+        src, dst = src.decided(), dst.decided()
     generator = torch.Generator().manual_seed(0)
     value, cotangent = (torch.randn(src.shape, generator=generator, dtype=torch.float64) for _ in "xy")
     if not carries_grad(src.dtype):

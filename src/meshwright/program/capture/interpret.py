@@ -23,7 +23,7 @@ from ...dispatch import (
 )
 from ...errors import CaptureError, MeshwrightError
 from ...graph_marks import CONSTRAIN, GRAD, read_placements
-from ...layout import Spec
+from ...layout import NO_MARKS, Spec, marked
 from ...tensor import GlobalCalls
 from ...tensor import tell as wrap
 from ..ir.nodes import annotate, info_of
@@ -37,7 +37,8 @@ Tensor = torch.Tensor
 
 def spec_at(t: Tensor) -> Spec | None:
     """What a fake is globally; None for a plain tensor, which is the same on all ranks."""
-    return t.__dict__.get("_spec")
+    spec = t.__dict__.get("_spec")
+    return None if spec is None else marked(spec, NO_MARKS)
 
 
 def _differentiated_by(node: fx.Node) -> bool:
@@ -142,7 +143,7 @@ class Interpreter:
         seeds = []
         outputs = [root(y, wrap) for y in outputs]
         for i, y in enumerate(outputs):
-            spec = y.__dict__["_spec"].with_(undecided=0)
+            spec = y.__dict__["_spec"].decided()
             resolve_types(y, spec)
             if not cotangents:
                 if y.__dict__["_spec"].shape.numel() != 1:
@@ -153,7 +154,7 @@ class Interpreter:
         made = torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, create_graph=create, allow_unused=True)
         found = []
         for x, g in zip(inputs, made, strict=True):
-            resolve_types(x, x.__dict__["_spec"].with_(undecided=0))
+            resolve_types(x, x.__dict__["_spec"].decided())
             spec = x.__dict__["_spec"].grad()
             found.append(wrap(torch.zeros_like(x) if g is None else g.view_as(g), spec))
         return found

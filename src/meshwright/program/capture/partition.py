@@ -185,7 +185,7 @@ class _Partition:
         self.recorder.placeholder(source.node, local)
         wrap(local, spec)
         self.leaves[id(source.fake)] = self.by_node[source.node] = local
-        self.inputs.append(Input(source.name, source.kind, spec.with_(reduced=0, undecided=0)))
+        self.inputs.append(Input(source.name, source.kind, spec.invariant()))
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class _Partition:
                 raise CaptureError(f"the loss function returned {value!r}: return tensors only")
             if spec_at(value) is None:
                 wrap(value, Spec(value.shape, value.dtype, Layout(self.mesh)))
-            resolve_types(value, value.__dict__["_spec"].with_(undecided=0))
+            resolve_types(value, value.__dict__["_spec"].decided())
             spec = value.__dict__["_spec"]
             if i == 0:
                 self.loss = value
@@ -254,7 +254,7 @@ class _Partition:
         for local in dict.fromkeys(self.by_node.values()):
             made, version = self.gathered.get(id(local), (local, local._version))
             if made._version != version:
-                have, want = (spec_at(t).with_(reduced=0, undecided=0) for t in (made, local))  # type: ignore[union-attr]
+                have, want = (spec_at(t).invariant() for t in (made, local))  # type: ignore[union-attr]
                 self.recorder.begin("", "")
                 with torch.no_grad():
                     steps = plan_conversion(have, want.with_(dtype=have.dtype)).steps
@@ -287,7 +287,7 @@ class _Partition:
         with torch.no_grad():
             for (name, p), grad in zip(wanted.items(), made, strict=False):
                 if grad is not None:
-                    resolve_types(p, p.__dict__["_spec"].with_(undecided=0))
+                    resolve_types(p, p.__dict__["_spec"].decided())
                     if states_over is not None and (chunk := chunk_spec(p.__dict__["_spec"], states_over)):
                         self.chunks[name] = chunk
                     self.grads[name] = self._reduced(name, p, grad)
@@ -334,7 +334,7 @@ class _Partition:
         if update is not None:
             own = {n: self._own(n, n in hosted) for n in grads}
             params = {n: self.recorder.node_of(t) for n, t in own.items()}
-            specs = {n: self.params[n].__dict__["_spec"].with_(reduced=0, undecided=0) for n in grads}
+            specs = {n: self.params[n].__dict__["_spec"].invariant() for n in grads}
             lie = {**specs, **self.chunks}
             self.inputs += emit_update(self.recorder, update, params, nodes, lie, hosted, scaling)
             for name in {**self.chunks, **dict.fromkeys(hosted)}:

@@ -390,7 +390,7 @@ def part(t: Any, spec: Spec) -> Tensor:
         return bare(t)
     whole = Spec(spec.shape, spec.dtype, Layout(spec.mesh))
     with torch.no_grad():
-        made = apply(plan_conversion(whole, spec.with_(undecided=0, reduced=0)).steps, t)
+        made = apply(plan_conversion(whole, spec.invariant()).steps, t)
     return made if made.device.type == spec.mesh.device else made.to(spec.mesh.device)
 
 

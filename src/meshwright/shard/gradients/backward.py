@@ -304,7 +304,7 @@ class Backward:
                 continue
             with disabled(), torch.enable_grad():
                 source = g.__dict__.get("_spec") or p._spec.grad()
-                target = p._spec.with_(reduced=0, undecided=0, stored=False)
+                target = p._spec.invariant()
                 made = executor.apply(plan_conversion(source, target).steps, g.to(reduce_dtype(p))).to(target.dtype)
                 set_grad(p, wrap(made.view_as(made) if made is g else made, target))
 

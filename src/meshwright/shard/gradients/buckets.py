@@ -80,7 +80,7 @@ class Buckets:
     def __init__(self, params: Sequence[DistTensor], order: Sequence[int], bucket_bytes: int, apart: set[int]) -> None:
         self.params = params
         self.specs = [p._spec for p in params]  # those that this was made for
-        self.synced = [s.with_(reduced=0, undecided=0, stored=False) for s in self.specs]  # of reduced gradients
+        self.synced = [s.invariant() for s in self.specs]  # of reduced gradients
         self.partial = [s.grad() for s in self.specs]  # of gradients that wait for it
         self.where: list[int | None] = [None] * len(self.specs)
         self.buckets = self._divide(order, bucket_bytes, apart)

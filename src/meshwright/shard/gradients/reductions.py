@@ -8,7 +8,7 @@ import torch
 
 from ... import collective
 from ...dispatch import disabled
-from ...layout import Partial, Spec
+from ...layout import NO_MARKS, Partial, Spec, marked, marks_of
 from ...local_tensor import get_grad, set_grad
 from ...mesh import Mesh
 from ...tensor import Coming, DistTensor, held, hold, in_spec, wrap
@@ -72,8 +72,8 @@ def give(p: DistTensor, made: Tensor, spec: Spec) -> None:
         own: Spec = before.__dict__.get("_spec") or p._spec.grad()
         more = (made if own.layout == spec.layout else in_spec(made, spec, own)).to(before.device)
         # A view that is a copy gets its values from its base: what is written to it alone is lost.
-        made = Tensor.add(before, more) if own.copied else Tensor.add_(before, more)
-        spec = own.with_(copied=False)
+        made = Tensor.add(before, more) if marks_of(own).copied else Tensor.add_(before, more)
+        spec = marked(own, NO_MARKS)
     if Tensor.size(made) == Tensor.size(p):
         set_grad(p, wrap(made.to(p.device), spec))
     else:

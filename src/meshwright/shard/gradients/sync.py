@@ -292,7 +292,7 @@ class GradSync:
             if own.layout == partial.layout or not _accumulates(p):
                 return
             if g.requires_grad:
-                made = executor.apply(plan_conversion(own.with_(undecided=0), partial).steps, g)
+                made = executor.apply(plan_conversion(own.decided(), partial).steps, g)
                 set_grad(p, wrap(made.clone() if made is g else made, partial))
                 return
             set_grad(p, None)

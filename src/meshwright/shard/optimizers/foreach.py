@@ -18,7 +18,7 @@ from ... import collective, compat, torch_changes
 from ...api import reshard, unshard
 from ...compat import foreach_utils
 from ...dispatch import count_write, disabled, map_tensors, tensors_in
-from ...layout import Partial, Replicate, Spec, cuts
+from ...layout import Partial, Replicate, Spec, cuts, marks_of
 from ...local_tensor import as_plain
 from ...mesh import Mesh
 from ...rules import COMPOSITES
@@ -99,7 +99,7 @@ def _fits(name: str, specs: tuple[Specs | Spec | None, ...]) -> bool:
     """Whether the lists hold tensors of the same layouts, on whose locals the op means what it says."""
     first, *rest = specs
     assert isinstance(first, tuple)
-    if any(s is not None and s.copied for listed in specs if isinstance(listed, tuple) for s in listed):
+    if any(s is not None and marks_of(s).copied for listed in specs if isinstance(listed, tuple) for s in listed):
         return False
     for other in rest:
         if isinstance(other, tuple):

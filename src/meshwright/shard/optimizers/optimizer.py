@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 from ... import compat, torch_changes
 from ...dispatch import disabled, refresh, write_through
 from ...errors import ShardError, takes
-from ...layout import Partial, Spec
+from ...layout import Partial, Spec, marks_of
 from ...local_tensor import OPEN, close_tensors, get_grad, mine, open_tensors, set_grad
 from ...ranks import runtime
 from ...resharding import executor
@@ -98,7 +98,7 @@ class OptimizerBinding:
         self.params = [p for p in every if self.chunks is None or self.chunks.spec(p) is None]
         self.lies = {id(p): (p._spec, self.state_spec(p)) for p in every}
         self.specs = [p._spec for p in self.params]
-        self.copies = [p for p in self.params if p._spec.copied]  # views of others: those see the update too
+        self.copies = [p for p in self.params if marks_of(p._spec).copied]  # views of others: those see the update too
         self.wanted = [own_spec(s) for s in self.specs]
         # Of each group: who compares what it is updated with.
         self.syncs = [WeakSet(s for p in g["params"] if (s := sync_of(p)) is not None) for g in opt.param_groups]
@@ -185,7 +185,7 @@ class OptimizerBinding:
             return wrap(g, wanted)
         if not self.reshards and not _interrupted(p):
             raise ShardError(_unfit(p, own))
-        plan = plan_conversion(own.with_(undecided=0), wanted.with_(dtype=own.dtype))
+        plan = plan_conversion(own.decided(), wanted.with_(dtype=own.dtype))
         with torch.no_grad():
             # It may be in what it is reduced in, and where.
             made = wrap(executor.apply(plan.steps, g).to(p.device, wanted.dtype), wanted)

@@ -224,7 +224,7 @@ _OWN = ("param_groups", "state")
 
 def own_spec(spec: Spec) -> Spec:
     """How gradients and states of a parameter lie for a step."""
-    return spec.with_(reduced=0, undecided=0, stored=False)
+    return spec.invariant()
 
 
 def check_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -> None:
@@ -274,7 +274,7 @@ def held_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -
     with torch.no_grad(), disabled():
         given = value._spec if isinstance(value, DistTensor) else Spec(shape, value.dtype, Layout(spec.mesh))
         target = own_spec(spec) if shape == whole else Spec(shape, value.dtype, Layout(spec.mesh))
-        steps = plan_conversion(given.with_(undecided=0, reduced=0), target.with_(dtype=value.dtype)).steps
+        steps = plan_conversion(given.invariant(), target.with_(dtype=value.dtype)).steps
         made = executor.apply(steps, bare(value))
         if steps:
             made = made.clone()  # a part, so that the whole can go

@@ -246,7 +246,7 @@ class _Gather(torch.autograd.Function):
             # Hooks of the user are autograd's business: they get the gradient as its parameter lies, in ``reduce``.
             native = torch.is_grad_enabled() or p.__dict__["_after"] or _hooked(p)
             if g is not None and (how == "returned" or (how == "kept" and (native or whole))):
-                target = p._spec.with_(undecided=0).grad()
+                target = p._spec.decided().grad()
                 with disabled():
                     made = executor.apply(plan_conversion(spec, target.with_(dtype=g.dtype)).steps, g)
                     back[i] = home(p, made)

@@ -15,7 +15,7 @@ import torch.nn as nn
 from ... import collective, compat
 from ...dispatch import disabled
 from ...errors import ShardError
-from ...layout import Spec, block_of
+from ...layout import Marks, Spec, block_of, marked
 from ...local_tensor import bare
 from ...mesh import Mesh
 from ...ranks import runtime
@@ -149,7 +149,7 @@ class Zero:
             grads = [bare(g) for g in map(held, members) if g is not None]
             for p in members:
                 hold(p, None)
-            specs = [p._spec.with_(reduced=0, undecided=0, stored=False) for p in members]
+            specs = [p._spec.invariant() for p in members]
             with torch.no_grad(), disabled():
                 if not own:
                     started.append(self._sum(members, grads, specs, axes))
@@ -234,7 +234,7 @@ class Unit:
             if how.dtypes is not None and how.dtypes.reduce is not p.dtype:
                 with disabled():
                     p.grad_dtype = None  # the slot takes contributions in the dtype that they are reduced in
-            p._spec = p._spec.with_(stored=True)
+            p._spec = marked(p._spec, Marks(stored=True))
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: self.__dict__[k] for k in ("zero", "params", "kept", "spans", "whole", "places")}
