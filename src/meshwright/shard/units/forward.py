@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,10 +30,14 @@ from .wholes import Whole, under_way
 Tensor = torch.Tensor
 
 
-def enter(unit: Unit, frame: Any) -> None:
-    """The forward begins, in a call with this frame: gathered tensors stand in for the parameters."""
-    running = _frames() if OPEN.scopes else ()
-    while OPEN.scopes and id(OPEN.scopes[-1].frame) not in running:
+def enter(unit: Unit, frame: FrameType | None) -> None:
+    """A forward begins: gathered tensors stand in for the parameters.
+
+    ``frame``: of the call of the module, which ends where the forward does; None where :func:`leave` is sure to be
+    called, whatever is raised.
+    """
+    running = _running_frames() if OPEN.scopes else ()
+    while OPEN.scopes and (top := OPEN.scopes[-1].frame) is not None and id(top) not in running:
         OPEN.scopes.pop().close()  # of a forward that was interrupted
     found = next((s for s in OPEN.scopes if s.unit is unit), None)
     if found is None:
@@ -51,9 +56,16 @@ def leave(unit: Unit) -> None:
             return
 
 
-def _frames() -> set[int]:
+def _running_frames() -> set[int]:
+    """The calls of this thread that have not ended, by the identity of their frames.
+
+    By nothing else it can be told that a forward was interrupted.  A module calls its hooks after an Exception
+    (``always_call``), and not after Ctrl-C or another BaseException, so :func:`leave` is not called then.  Nothing of
+    ours is on the stack while the module's own code runs, so no context ends either, unless its ``forward`` or its class
+    were replaced, which users see.  Autograd's graph task tells of backwards, and most forwards are not part of one.
+    """
     found: set[int] = set()
-    frame: Any = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         found.add(id(frame))
         frame = frame.f_back
@@ -64,11 +76,11 @@ class Seen:
     """One forward of a unit in one thread: what stands in for its parameters, gathered at their first use.
 
     Args:
-        frame: of the call of the module: while that runs, so does the forward.
+        frame: of the call of the module: while that runs, so does the forward; None: until it is closed.
         saves: let autograd save references to the parameters of the unit.
     """
 
-    def __init__(self, unit: Unit, frame: Any, saves: bool = True) -> None:
+    def __init__(self, unit: Unit, frame: FrameType | None, saves: bool = True) -> None:
         self.unit, self.frame = unit, frame
         self.wholes: list[Whole] = []
         self.aliased: list[bool] = []  # whether something else may have the memory of a parameter
@@ -179,7 +191,7 @@ class Seen:
 
     def again(self, fn: Callable[[], Any]) -> Any:
         """Call ``fn``, which runs a part of the forward again."""
-        enter(self.unit, sys._getframe())
+        enter(self.unit, None)
         try:
             return fn()
         finally:
