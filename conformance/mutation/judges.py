@@ -23,7 +23,7 @@ SMALL = {
     "resharding/conversions.py": ("conversions",),
     "resharding/planner.py": ("resharding", "conversions"),
     "rules/strategies.py": ("rule_strategies",),
-    "rules/core.py": ("notation",),
+    "rules/factor_notation.py": ("notation",),
     "choose/choice.py": ("choice_types",),
 }
 
@@ -49,7 +49,7 @@ _JUDGES = {
     "resharding/executor.py": _CONVERSIONS + " partial check_mode gradient_types check_by_hand",
     "resharding/planner.py": _CONVERSIONS + " moved_splits",
     "rules/strategies.py": _RULES,
-    "rules/core.py": _RULES,
+    "rules/factor_notation.py": _RULES,
     "choose/": _CHOICE,
     "dispatch/": _DISPATCH,
     "passes/": _PASSES,

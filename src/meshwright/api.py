@@ -397,7 +397,7 @@ def infer_backward(op: str, *args: Any, outputs: list[Spec | None], **kwargs: An
 
 
 def rule(*names: str) -> Callable[[Callable[..., Rule | None]], Callable[..., Rule | None]]:
-    """Give ops a rule: ``@mw.rule("mylib::op")``.  See ``meshwright.rules.notation`` for what it returns."""
+    """Give ops a rule: ``@mw.rule("mylib::op")``.  See ``meshwright.rules.factor_notation`` for what it returns."""
     if not names or not all(isinstance(n, str) for n in names):
         raise RuleError(f'rule takes names of ops, not {names!r}: @mw.rule("mylib::op")')
     register = _rule(*names)

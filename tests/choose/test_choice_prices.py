@@ -13,7 +13,7 @@ from meshwright.choose.choice import Wanted
 from meshwright.choose.search import Search, choose
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.resharding.planner import plan
-from meshwright.rules.core import Arg, notation
+from meshwright.rules.factor_notation import Arg, notation
 
 LINE, GRID = mw.Mesh({"a": 4}), mw.Mesh({"a": 2, "b": 3})
 F32, INT = torch.float32, torch.int64

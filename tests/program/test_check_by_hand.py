@@ -19,7 +19,7 @@ from meshwright.errors import DesyncError, ProgramError
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.passes import PassManager
 from meshwright.program import Plan, Program, build
-from meshwright.program.check.agreement import numbers, program_facts
+from meshwright.program.check.facts import numbers, program_facts
 from meshwright.program.check.verify import verify, verify_together
 from meshwright.program.ir.nodes import Value, annotate, checked_value, info_of
 from meshwright.program.ir.program import WHOLE

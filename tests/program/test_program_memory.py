@@ -16,8 +16,8 @@ import meshwright as mw
 from meshwright import collective
 from meshwright.collective import as_rank
 from meshwright.program.compile import capture_local
-from meshwright.program.ir.memory import dense, is_dense, laid, same
 from meshwright.program.ir.nodes import value_of
+from meshwright.program.ir.strides import dense, is_dense, laid, same
 from meshwright.ranks import runtime
 from tests.support.programs import compare
 

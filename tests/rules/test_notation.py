@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshwright.errors import RuleError
-from meshwright.rules import core
-from meshwright.rules.core import Arg, args_in, notation
+from meshwright.rules import factor_notation
+from meshwright.rules.factor_notation import Arg, args_in, notation
 
 
 def tensors(*shapes, dtype=torch.float32):
@@ -137,17 +137,17 @@ def test_linear_groups():
 
 
 def test_registering(monkeypatch):
-    monkeypatch.setattr(core, "RULES", {})
-    monkeypatch.setattr(core, "COMPOSITES", {})
+    monkeypatch.setattr(factor_notation, "RULES", {})
+    monkeypatch.setattr(factor_notation, "COMPOSITES", {})
 
     def fn(x):
         raise AssertionError
 
-    assert core.rule("lib::one", "lib::two")(fn) is fn
-    assert {"lib::one": fn, "lib::two": fn} == core.RULES
+    assert factor_notation.rule("lib::one", "lib::two")(fn) is fn
+    assert {"lib::one": fn, "lib::two": fn} == factor_notation.RULES
     with pytest.raises(RuleError, match="'lib::two' has a rule already"):
-        core.rule("lib::two")(fn)
-    core.lines({"lib::three lib::four": fn})
-    assert dict(core.RULES) == {f"lib::{name}": fn for name in ("one", "two", "three", "four")}
-    assert core.composite("lib::five", "lib::six")(fn) is fn
-    assert {"lib::five": fn, "lib::six": fn} == core.COMPOSITES
+        factor_notation.rule("lib::two")(fn)
+    factor_notation.lines({"lib::three lib::four": fn})
+    assert dict(factor_notation.RULES) == {f"lib::{name}": fn for name in ("one", "two", "three", "four")}
+    assert factor_notation.composite("lib::five", "lib::six")(fn) is fn
+    assert {"lib::five": fn, "lib::six": fn} == factor_notation.COMPOSITES

@@ -209,7 +209,7 @@ BROKEN = [
     ("Rules for custom ops", "dispatch/calls.py",
      'return name if space == "aten" else f"{space}::{name}"',
      "return name"),
-    ("A second rule for an op", "rules/core.py",
+    ("A second rule for an op", "rules/factor_notation.py",
      "            if name in RULES:\n",
      "            if False:\n"),
     ("A dims_mapping that says no layout", "conformance/paddle/cases.py",

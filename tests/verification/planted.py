@@ -336,7 +336,7 @@ class Spoils(mw.passes.Pass):
 
 
 def unchecked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("meshwright.passes.core.checked", lambda program, what: None)
+    patch.setattr("meshwright.passes.pass_manager.checked", lambda program, what: None)
     patch.setattr(wellformed, "check_gradients", lambda program: None)
 
 

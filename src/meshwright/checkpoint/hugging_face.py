@@ -24,9 +24,9 @@ from ..resharding import executor
 from ..resharding.planner import plan as plan_conversion
 from ..tensor import DistTensor
 from . import files
-from .agreement import attempt, from_first, mesh_of, prepared
 from .arrays import NAMES, STRETCH, bytes_of, inside, slabs
 from .contents import Roles, configurations, model_tensors, stored_spec
+from .coordination import attempt, from_first, mesh_of, prepared
 from .files import NewFiles, header_of
 from .pieces import SMALL, Box, own_piece, stretches
 

@@ -22,8 +22,8 @@ from ..resharding import executor
 from ..resharding.planner import plan as plan_conversion
 from ..shard.optimizers.states import batched_by
 from ..untrusted_files import making_sense
-from .agreement import attempt, from_first, prepared
 from .contents import OPTIMIZER, OTHERS, Roles
+from .coordination import attempt, from_first, prepared
 from .files import TensorFile, as_stored
 from .manifest import Manifest, SaveFolder, parsed, read_manifest, saves_in
 from .pieces import FEW, Box, common, overlapping, read_spec, stretches

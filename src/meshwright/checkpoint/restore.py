@@ -22,7 +22,6 @@ from ..shard.optimizers.kinds import builtin
 from ..shard.optimizers.optimizer import binding_of
 from ..tensor import DistTensor, wrap
 from ..untrusted_files import making_sense
-from .agreement import close_to
 from .contents import (
     GRADIENT,
     OPTIMIZER,
@@ -36,6 +35,7 @@ from .contents import (
     model_tensors,
     set_host_generators,
 )
+from .coordination import close_to
 from .manifest import Manifest
 from .merging import restore_merge
 from .values import decoded

@@ -22,8 +22,8 @@ from ..ranks import runtime
 from ..shard.gradients.replicas import facts_of
 from ..tensor import DistTensor
 from . import files
-from .agreement import everyone, prepared
 from .contents import Contents, Roles, gather, host_generators
+from .coordination import everyone, prepared
 from .files import Line, Part, write_file
 from .manifest import NAME, Manifest, commit, make_folder, new_folder, remove, remove_old
 from .pieces import own_piece, replica

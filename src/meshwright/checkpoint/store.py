@@ -12,8 +12,8 @@ from torch import Tensor
 from ..errors import CheckpointError, takes
 from ..mesh import Mesh
 from ..ranks import runtime
-from .agreement import attempt, mesh_of
 from .contents import Roles
+from .coordination import attempt, mesh_of
 from .files import BLOCK, NewFiles
 from .loading import load
 from .manifest import make_folder, saves_in

@@ -18,9 +18,9 @@ from ..mesh import Mesh
 from ..ranks import runtime
 from ..tensor import DistTensor
 from ..untrusted_files import making_sense, plain_name, read_regular
-from .agreement import attempt, mesh_of, prepared
 from .arrays import bytes_of
 from .contents import ModelTensors, Roles, model_tensors, stored_spec
+from .coordination import attempt, mesh_of, prepared
 from .dcp import METADATA, DcpFiles
 from .hugging_face import INDEX, SINGLE
 from .loading import DIFFERENT, SAME, Reader, choice, read_targets, specs_of

@@ -22,8 +22,8 @@ from ..operators import FUNCTIONS
 from ..ranks import runtime
 from ..resharding import planner as resharding
 from ..rules import Arg, Local, Native, Rule, Strategy
-from ..rules.core import LocalFn
 from ..rules.dims import on_padded
+from ..rules.factor_notation import LocalFn
 from . import autocast, results
 from .binding import Args, Kwargs
 from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of, tensors_in

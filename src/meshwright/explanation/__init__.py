@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from .budget import Budget, check_budget, grown
 from .compare import Comparison
-from .core import Collective, Laid, Total
 from .eager import explain, explicit
+from .entries import Collective, Laid, Total
 from .explanation import Explanation
 from .memory import Memory, memory_of
 from .step import explain_program

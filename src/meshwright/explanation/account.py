@@ -10,7 +10,7 @@ from ..mesh import Mesh
 from ..program.check.verify import ROLES
 from ..ranks import runtime
 from ..record import Record
-from .core import Collective, Laid, Total, Warned, folded, plain, recorded
+from .entries import Collective, Laid, Total, Warned, folded, plain, recorded
 from .memory import Memory
 
 

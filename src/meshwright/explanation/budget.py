@@ -11,7 +11,7 @@ from ..layout import Layout
 from ..ranks import runtime
 from ..record import SINCE, Record
 from .account import Account
-from .core import Collective, Total, in_bytes, in_words, recorded
+from .entries import Collective, Total, in_bytes, in_words, recorded
 
 Budget = Mapping[str, int | float | Mapping[str, int | float]]
 

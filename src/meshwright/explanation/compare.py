@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..program.check.verify import ROLES
-from .core import in_bytes
+from .entries import in_bytes
 from .explanation import Explanation
 from .memory import CATEGORIES
 from .page import as_page

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .account import Account
-from .core import folded
+from .entries import folded
 from .page import as_page
 from .text import as_text, report
 

@@ -11,7 +11,7 @@ from ..errors import extra
 from ..mesh import Mesh
 from ..program.check.verify import ROLES
 from .account import Account
-from .core import Collective, Laid, folded_layouts, in_bytes, placed, starred
+from .entries import Collective, Laid, folded_layouts, in_bytes, placed, starred
 from .memory import CATEGORIES, Memory
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..ranks import runtime
 from ..record import Record
 from ..resharding.copies import TO_DEVICE, TO_HOST
-from .core import Collective, Laid
+from .entries import Collective, Laid
 from .explanation import Explanation
 from .memory import memory_of
 

@@ -14,7 +14,7 @@ from ..mesh import Mesh
 from ..program.check.verify import ROLES
 from ..record import SINCE
 from .account import Account
-from .core import Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
+from .entries import Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
 from .memory import CATEGORIES, Memory
 
 COLORS = {"forward": "cyan", "recomputation": "green", "backward": "magenta", "optimizer": "yellow"}

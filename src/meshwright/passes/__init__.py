@@ -7,9 +7,9 @@ import pkgutil
 
 from ..program.ir.nodes import annotate, info_of
 from ..program.ir.subgraphs import copied
-from .core import Pass, PassManager, PassRecord, parse, register, registered
 from .data_parallel_optimization import DataParallelOptimization
 from .gradient_merge import GradientMerge
+from .pass_manager import Pass, PassManager, PassRecord, parse, register, registered
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

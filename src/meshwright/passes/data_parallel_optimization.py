@@ -14,11 +14,11 @@ from ..program.ir.nodes import value_of
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import copied
 from .buckets import FusedBucket, Network, by_limit, by_time, by_unit, in_order
-from .core import Pass, PassRecord, register
 from .fusing import Fusing
 from .gathers import gathered
 from .gradients import Gradients, SentGradient
 from .levels import flattened
+from .pass_manager import Pass, PassRecord, register
 from .scaling import Pruned, prune
 
 

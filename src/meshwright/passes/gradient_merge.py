@@ -35,7 +35,7 @@ from ..program.ir.nodes import (
 from ..program.ir.program import STEP, WHOLE, Input, Program
 from ..program.ir.subgraphs import copied, needed, new_storage, part_of
 from .batch_weights import keep_from_zero, weight_of
-from .core import Pass, PassRecord, register
+from .pass_manager import Pass, PassRecord, register
 
 aten = torch.ops.aten
 

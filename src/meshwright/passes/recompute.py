@@ -25,7 +25,7 @@ from ..program.ir.nodes import VIEWS, NodeInfo, annotate, call, info_of, is_muta
 from ..program.ir.nodes import draws as random
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import RECOMPUTATION, Rewrite, copied, read_instead
-from .core import Pass, PassRecord, register
+from .pass_manager import Pass, PassRecord, register
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from ..program.ir.inplace import returned
 from ..program.ir.nodes import VIEWS, checked_value, info_of, is_mutating, remove_dead
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import Rewrite, copied, read_instead
-from .core import Pass, PassRecord, register
+from .pass_manager import Pass, PassRecord, register
 
 
 @register

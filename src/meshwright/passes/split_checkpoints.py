@@ -12,15 +12,15 @@ from .. import record
 from ..collective import OPERATORS, mesh_text
 from ..layout import Shard, Spec, chunk_bounds
 from ..program.ir.inplace import storages, written
-from ..program.ir.memory import LAID, is_dense, unless_row_major
 from ..program.ir.nodes import NodeInfo, Value, annotate, call, info_of, value_of
 from ..program.ir.program import Program
 from ..program.ir.regions import Region
+from ..program.ir.strides import LAID, is_dense, unless_row_major
 from ..program.ir.subgraphs import RECOMPUTATION, Rewrite, copied, read_instead
 from ..resharding import planner
 from ..resharding.planner import ConversionPlan
 from ..split_checkpoints import REASON, part_of, plain
-from .core import Pass, PassRecord, register
+from .pass_manager import Pass, PassRecord, register
 
 aten = torch.ops.aten
 

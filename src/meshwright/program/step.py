@@ -24,15 +24,15 @@ from .capture.free_variables import Place
 from .capture.interrupts import interrupts_deferred
 from .capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
 from .capture.scale import SCALE
-from .check.agreement import CAPTURED, REBUILD, numbers, program_facts
 from .check.digest import digest_of
+from .check.facts import CAPTURED, REBUILD, numbers, program_facts
 from .ir.program import STEP, Program
 from .ir.sizes import Unlike
-from .run.agreement import Peers
 from .run.bind import BACKENDS, Carrier, Ready
 from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
+from .run.peers import Peers
 
 if TYPE_CHECKING:
     from .capture.conditions import Conditions

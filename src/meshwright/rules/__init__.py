@@ -7,7 +7,7 @@ import pkgutil
 import sys
 import types
 
-from .core import COMPOSITES, RULES, Arg, Local, Native, Rule, checked_strategies, composite, notation, rule
+from .factor_notation import COMPOSITES, RULES, Arg, Local, Native, Rule, checked_strategies, composite, notation, rule
 from .strategies import Strategy
 
 for _module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "core"):

@@ -19,8 +19,8 @@ from ..generator import dropout
 from ..layout import Shard
 from ..ranks import runtime
 from .blocks import QueryRows, attend, flat, in_blocks
-from .core import STRATEGIES, Arg, Local, LocalFn, Rule, notation, rule
 from .dims import aligned
+from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, notation, rule
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import RuleError
 from ..layout import REDUCE_OPS, Partial
-from .core import COMPOSITES, RULES, Arg, Rule, args_in
+from .factor_notation import COMPOSITES, RULES, Arg, Rule, args_in
 from .pointwise import is_pointwise, pointwise_rule
 
 # One call for ops that are called alike: arguments (f: floats, i: integers, b: bools, by their shapes), then the ops.

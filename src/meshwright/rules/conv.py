@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .. import compat
-from .core import Arg, Local, LocalFn, Rule, args_in, notation, rule
 from .crossing import Along, brought, in_reach, own_rows
 from .dims import meta_shapes, names, sizes_of
+from .factor_notation import Arg, Local, LocalFn, Rule, args_in, notation, rule
 
 Tensor = torch.Tensor
 

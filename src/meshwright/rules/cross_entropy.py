@@ -14,8 +14,8 @@ import torch
 
 from .. import compat
 from ..operators import internal, operator
-from .core import Arg, Letters, Local, LocalFn, Rule, notation, rule
 from .dims import with_row
+from .factor_notation import Arg, Letters, Local, LocalFn, Rule, notation, rule
 from .index import Shelf
 from .loss import MEAN, NONE, SUM, by_rows, weighed
 

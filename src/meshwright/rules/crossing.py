@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, notation
 from .dims import nothing
+from .factor_notation import Arg, Local, LocalFn, Rule, notation
 
 Tensor = torch.Tensor
 Span = tuple[int, int]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn
+from .factor_notation import Arg, Local, LocalFn
 
 Tensor = torch.Tensor
 

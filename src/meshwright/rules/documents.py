@@ -21,7 +21,7 @@ from ..operators import internal, kept_whole, operator
 from ..ranks import runtime
 from .attention import by_heads, moved_to_heads
 from .blocks import QueryRows, attend, flat, in_blocks, seen, work
-from .core import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
+from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .strategies import Swap
 
 Tensor = torch.Tensor

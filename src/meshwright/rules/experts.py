@@ -21,7 +21,7 @@ from ..errors import DispatchError, near
 from ..layout import Shard
 from ..operators import GIVEN, internal, kept_whole, operator
 from ..ranks import runtime
-from .core import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
+from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .strategies import Strategy, nested_bounds
 
 Tensor = torch.Tensor

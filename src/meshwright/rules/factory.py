@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .dims import flat_ints, names, sizes_of
+from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
 
 Tensor = torch.Tensor
 

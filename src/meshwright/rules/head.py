@@ -15,8 +15,8 @@ import torch
 from ..compat import redispatch_function
 from ..layout import Shard, Spec, chunk_bounds
 from ..operators import KEPT, internal, kept_whole, operator
-from .core import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .cross_entropy import losses, of_class, own_class, reduced
+from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .index import Shelf
 from .loss import MEAN, NONE, SUM
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from . import crossing
-from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 from .dims import broadcast_letters, names, put, sizes_of, with_row
+from .factor_notation import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 
 Tensor = torch.Tensor
 

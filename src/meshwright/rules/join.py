@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from . import crossing
-from .core import Arg, Local, LocalFn, Native, Rule, args_in, composite, lines, notation, rule
 from .dims import meta_shapes, put
+from .factor_notation import Arg, Local, LocalFn, Native, Rule, args_in, composite, lines, notation, rule
 from .index import hidden, shelf_of, sum_op
 from .view import at_least_1d, at_least_2d, at_least_3d, moved
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from .. import compat
-from .core import Arg, Letters, Local, LocalFn, Rule, args_in, composite, notation, rule
 from .dims import broadcast_letters, names
+from .factor_notation import Arg, Letters, Local, LocalFn, Rule, args_in, composite, notation, rule
 
 Tensor = torch.Tensor
 NONE, MEAN, SUM = 0, 1, 2

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 from .dims import aligned, broadcast_letters, dims_of, names, without
+from .factor_notation import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 
 Tensor = torch.Tensor
 

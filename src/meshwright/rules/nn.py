@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .. import compat
-from .core import Arg, Local, LocalFn, Rule, lines, notation, rule
 from .dims import broadcast_letters, dims_of, meta_shapes, names, put, sizes_of, without
+from .factor_notation import Arg, Local, LocalFn, Rule, lines, notation, rule
 from .index import shelf_of
 
 Tensor = torch.Tensor

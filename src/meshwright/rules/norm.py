@@ -11,8 +11,8 @@ import torch
 from ..errors import RuleError
 from ..layout import Partial
 from ..operators import internal
-from .core import Arg, Letters, Local, LocalFn, Rule, lines, notation, rule
 from .dims import names
+from .factor_notation import Arg, Letters, Local, LocalFn, Rule, lines, notation, rule
 
 Tensor = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)

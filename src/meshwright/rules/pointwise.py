@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .. import compat
-from .core import Arg, Local, LocalFn, Rule, args_in, composite, lines, notation, rule
 from .dims import names
+from .factor_notation import Arg, Local, LocalFn, Rule, args_in, composite, lines, notation, rule
 
 # Elementwise ops whose ATen overloads do not say so: aliases, tests, factories by example, casts.
 _UNTAGGED = frozenset(

@@ -14,8 +14,8 @@ import torch
 
 from ..generator.dropout import KERNELS, Kernel
 from ..generator.stream import Draw, Generator, draw_own, drawing, fill, one_holder
-from .core import Arg, Local, LocalFn, Rule, args_in, notation, rule
 from .dims import nothing
+from .factor_notation import Arg, Local, LocalFn, Rule, args_in, notation, rule
 
 Tensor = torch.Tensor
 LINEAR = {"dropout", "feature_dropout"}  # given the mask: Partial passes, as all ranks have the same mask

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from . import crossing
-from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 from .dims import dims_of, meta_shapes, names, nothing, put, without
+from .factor_notation import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 from .reduce_parts import carrier, extremum, first_index, partial_prod, reduction, whole_prod
 
 Tensor = torch.Tensor

@@ -10,8 +10,8 @@ import torch
 
 from ..layout import neutral
 from ..operators import internal
-from .core import Arg, Local, LocalFn, Rule, lines, notation, rule
 from .dims import dims_of, without
+from .factor_notation import Arg, Local, LocalFn, Rule, lines, notation, rule
 
 Tensor = torch.Tensor
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from . import crossing
-from .core import Arg, Letters, Local, LocalFn, Native, Rule, composite, lines, notation, rule
 from .dims import dims_of, flat_ints, meta_shapes, names, put, sizes_of
+from .factor_notation import Arg, Letters, Local, LocalFn, Native, Rule, composite, lines, notation, rule
 from .factors import match
 
 Tensor = torch.Tensor

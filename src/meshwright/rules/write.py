@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .core import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 from .dims import aligned, names, part, put, with_row
+from .factor_notation import Arg, Local, LocalFn, Rule, composite, lines, notation, rule
 from .index import Index, Shelf, full_slices, is_mask, items_of, paired, read_index, shelf_of, widened
 
 Tensor = torch.Tensor

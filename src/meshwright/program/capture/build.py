@@ -19,7 +19,7 @@ from ...compat import pytree
 from ...errors import LayoutError, ProgramError, near
 from ...layout import At, Layout, LayoutTable, Placements, Replicate, Spec, read_layouts
 from ...mesh import Mesh
-from ...passes.core import PassManager
+from ...passes.pass_manager import PassManager
 from ...passes.recompute import Recompute
 from ...passes.regather import Regather
 from ...passes.split_checkpoints import SplitCheckpoints

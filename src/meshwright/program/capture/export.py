@@ -31,8 +31,8 @@ from ...graph_marks import gradients_marked
 from ...ranks.runtime import is_users
 from ...tensor import DistTensor
 from ...torch_changes import note
-from ..ir.memory import Strides, dense
 from ..ir.regions import Path
+from ..ir.strides import Strides, dense
 from .autograd_functions import Kept, functions_as_ops
 from .checkpoint_calls import Regions
 from .constant_documents import forget_single_documents

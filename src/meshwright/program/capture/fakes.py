@@ -17,7 +17,7 @@ from ...compat import FakeTensorMode, pytree
 from ...errors import CaptureError
 from ...tensor import DistTensor
 from ...torch_changes import NEVER, note
-from ..ir.memory import dense
+from ..ir.strides import dense
 
 Tensor = torch.Tensor
 Born = Callable[[str, Tensor], None]

@@ -30,7 +30,7 @@ from ...compat import (
 from ...errors import CaptureError
 from ...layout import Layout, Spec
 from ...mesh import Mesh
-from ...passes.core import PassManager
+from ...passes.pass_manager import PassManager
 from ...passes.recompute import Recompute
 from ...passes.split_checkpoints import SplitCheckpoints
 from ...ranks import runtime

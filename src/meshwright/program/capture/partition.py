@@ -33,9 +33,9 @@ from ...shard.parameters.stored import AS_SEEN, Axes, Stored
 from ...tensor import tell as wrap
 from ..ir.edges import put_stages
 from ..ir.inplace import note_writes, storages, written
-from ..ir.memory import LAID, Strides, dense, is_dense, same
 from ..ir.nodes import annotate, info_of, remove_dead
 from ..ir.program import Input, Origin, Output, Program, without_unserved
+from ..ir.strides import LAID, Strides, dense, is_dense, same
 from ..ir.trace import Recorder
 from .export import Captured, Source
 from .interpret import Interpreter, spec_at

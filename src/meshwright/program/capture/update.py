@@ -21,9 +21,9 @@ from ...resharding import executor
 from ...resharding.copies import TO_HOST
 from ...resharding.planner import plan as plan_conversion
 from ...shard.optimizers.kinds import check_fused, forgets, own_work
-from ..ir.memory import LAID, Strides, dense, is_dense, same, unless_row_major
 from ..ir.nodes import Value, annotate, checked_value
 from ..ir.program import Input
+from ..ir.strides import LAID, Strides, dense, is_dense, same, unless_row_major
 from ..ir.trace import Recorder
 from .optimizers import parts_of
 from .scale import Scaling

@@ -16,9 +16,9 @@ import torch.fx as fx
 from ... import compat
 from ...compat import FakeTensorMode
 from ...errors import ProgramError
-from ..ir.memory import same
 from ..ir.nodes import Value, checked_value, info_of, target_name, value_of
 from ..ir.program import Program
+from ..ir.strides import same
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

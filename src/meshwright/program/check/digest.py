@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from ..ir.nodes import target_name
 from ..ir.program import Input, Output, Program
-from .agreement import numbers, program_facts
+from .facts import numbers, program_facts
 
 
 def digest_of(program: Program, module: fx.GraphModule, options: Sequence[Mapping[str, Any]] = ()) -> str:

@@ -24,8 +24,8 @@ from ...record import Record
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
 from ..ir.program import WHOLE, Program
-from .agreement import CAPTURED, program_facts
 from .derive import check_values, described
+from .facts import CAPTURED, program_facts
 from .flow import check_gradients
 
 ROLES = ("forward", "recomputation", "backward", "optimizer")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from .memory import same
 from .nodes import VIEWS, annotate, call, checked_value, info_of, is_mutating, value_of
+from .strides import same
 
 aten = torch.ops.aten
 

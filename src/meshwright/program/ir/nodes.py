@@ -17,8 +17,8 @@ from ... import compat
 from ...collective import COLLECTIVES
 from ...errors import ProgramError
 from ...layout import Spec
-from .memory import Strides, dense, row_major
 from .regions import Path
+from .strides import Strides, dense, row_major
 
 aten = torch.ops.aten
 

@@ -21,9 +21,9 @@ import torch
 import torch.fx as fx
 
 from ...layout import Spec
-from .memory import Strides, is_dense
 from .nodes import Value, info_of
 from .program import Input, Output, Program
+from .strides import Strides, is_dense
 
 Tensor = torch.Tensor
 Exponents = tuple[int, ...]

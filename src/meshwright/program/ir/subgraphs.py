@@ -19,9 +19,9 @@ import torch.fx as fx
 from ...collective import COLLECTIVES, bytes_of
 from ...record import Record
 from .inplace import follow, returned, storages, written
-from .memory import Strides
 from .nodes import Value, annotate, call, checked_value, info_of, is_mutating
 from .program import Output, Program
+from .strides import Strides
 
 aten = torch.ops.aten
 RECOMPUTATION = "recomputation"  # the role of what runs again

@@ -24,9 +24,9 @@ from ...errors import CaptureError
 from ...ranks import runtime
 from ...record import Record
 from .inplace import counterpart
-from .memory import unless_row_major
 from .nodes import VIEWS, NodeInfo, Value, annotate, info_of, is_mutating, value_of
 from .regions import Path
+from .strides import unless_row_major
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -24,10 +24,10 @@ from ..capture.free_variables import Place
 from ..capture.optimizers import parts_of
 from ..ir.host import host_storages
 from ..ir.inplace import written
-from ..ir.memory import laid, same
 from ..ir.nodes import Value, checked_value, info_of
 from ..ir.program import WHOLE, Input, Program
 from ..ir.sizes import Variables, value_at
+from ..ir.strides import laid, same
 from .inductor import with_inductor
 from .runner import Compiled, Runner
 

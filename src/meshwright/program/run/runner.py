@@ -18,10 +18,10 @@ from ...dispatch import autocast
 from ...errors import ProgramError
 from ...ranks.runtime import PROGRAM
 from ..ir.inplace import storages
-from ..ir.memory import LAID, Strides, laid, same
 from ..ir.nodes import checked_value, is_mutating, value_of
 from ..ir.program import Program
 from ..ir.sizes import Size, Variables
+from ..ir.strides import LAID, Strides, laid, same
 
 Tensor = torch.Tensor
 Runner = Callable[[Sequence[Tensor]], list[Tensor]]

@@ -30,8 +30,8 @@ from ..parameters.names import Globs, Names, inside, matching
 from ..parameters.precision import PRECISION_WANTED, Dtypes, Precisions, casts_of
 from ..parameters.stored import AS_SEEN, ON_WANTED, OVER_WANTED, Over, Storage, Stored, on_host, stored
 from ..units import stored as units
-from .agreement import facts_of
 from .constraints import Inputs, Outputs, hooked
+from .facts import facts_of
 
 Tensor = torch.Tensor
 

@@ -61,8 +61,8 @@ def _running_frames() -> set[int]:
 
     By nothing else it can be told that a forward was interrupted.  A module calls its hooks after an Exception
     (``always_call``), and not after Ctrl-C or another BaseException, so :func:`leave` is not called then.  Nothing of
-    ours is on the stack while the module's own code runs, so no context ends either, unless its ``forward`` or its class
-    were replaced, which users see.  Autograd's graph task tells of backwards, and most forwards are not part of one.
+    ours is on the stack while the module's own code runs, so no context ends either, unless its ``forward`` or its
+    class were replaced, which users see.  Autograd's graph task tells of backwards; most forwards are part of none.
     """
     found: set[int] = set()
     frame: FrameType | None = sys._getframe()
