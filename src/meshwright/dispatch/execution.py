@@ -477,7 +477,9 @@ def root(y: Tensor, wrap: Wrap) -> Tensor:
 
 def unit_cotangent(spec: Spec, device: Any) -> Tensor:
     """The cotangent 1 of a global scalar (a ``root``), on this rank: on the first one only where parts are added up."""
-    here = spec.mesh.coordinate(runtime.RT.rank)
-    value = 0.0 if any(spec.reduced >> a & 1 and here[a] for a in range(spec.mesh.ndim)) else 1.0
+    here, value = spec.mesh.coordinate(runtime.RT.rank), 1.0
+    for a, place in enumerate(here):
+        if place and spec.reduced >> a & 1:
+            value = 0.0
     with disabled():
         return torch.full(spec.local_shape(here), value, dtype=spec.dtype, device=device)

@@ -8,7 +8,7 @@ import torch
 
 from .. import compat
 from ..dispatch import NO, QUESTIONS, call_disabled, resolve
-from ..layout import MarkedSpec, marks_of
+from ..layout import MarkedSpec
 from ..ranks import runtime
 from .dist_tensor import BASE, DistTensor
 from .substitutes import OPEN
@@ -108,7 +108,8 @@ def _where(name: str, of: Any) -> None:
     get = getattr(BASE, name).__get__
 
     def where(self: DistTensor) -> Any:
-        if marks_of(self._spec).stored and OPEN.scopes and _enabled():
+        spec = self._spec
+        if type(spec) is MarkedSpec and spec.marks.stored and OPEN.scopes and _enabled():
             for scope in reversed(OPEN.scopes):
                 found = scope.device(self)
                 if found is not None:
