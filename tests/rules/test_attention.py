@@ -226,6 +226,8 @@ def test_ranks_work_alike(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
         assert counts.bytes["permute"] == 2 * mine
         assert counts.bytes["all_gather"] == counts.bytes["reduce_scatter"] == 2 * (n - 1) * unit // group
         told = [r for r in records if r.kinds == ("permute",)]
+        work = " ".join(f"{(2 * r + 1) / n:.2f}" for r in range(n))
+        assert f"and without it {work} of the mean" in told[0].reason
         assert [r.phase for r in told] == ["forward"] * 2 + ["backward"] * 2
         assert sum(r.bytes for r in told) == 2 * mine
 

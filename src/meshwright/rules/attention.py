@@ -182,9 +182,12 @@ def _trade(ctx: Local, rows: int, keys: int) -> Callable[..., Tensor] | None:
     near, far = 2 * own * half, (2 * (n - 1 - own) + 1) * half
     spans = (0, near, half, half, far, half)
 
+    before = shares([(2 * p + 1) / n for p in parts])
+    why = f"halves of causal rows are traded: work per rank {shares([1.0] * n)}, and without it {before}"
+
     def send(x: Tensor) -> Tensor:
         kept, given = x.split(half, -2)
-        return torch.cat([kept, ctx.sends.permute(given, axes, targets, _WHY)], -2)
+        return torch.cat([kept, ctx.sends.permute(given, axes, targets, why)], -2)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool) -> Tensor:
         return send(_attend(send(query), key, value, scale, grouped, spans))
@@ -192,7 +195,11 @@ def _trade(ctx: Local, rows: int, keys: int) -> Callable[..., Tensor] | None:
     return attend
 
 
-_WHY = "halves of causal rows are traded, so that all ranks have the same work"
+def shares(work: Sequence[float]) -> str:
+    """Work of the ranks in a line, as parts of the mean."""
+    mean = sum(work) / len(work) or 1.0
+    told = " ".join(f"{w / mean:.2f}" for w in work[:8])
+    return f"{told}{' ...' if len(work) > 8 else ''} of the mean"
 
 
 def _attend(

@@ -16,10 +16,11 @@ import torch
 import torch.nn as nn
 
 from .. import collective
+from ..compat import FakeTensor
 from ..errors import DesyncError, DispatchError
 from ..operators import internal, kept_whole, operator
 from ..ranks import runtime
-from .attention import by_heads, moved_to_heads
+from .attention import by_heads, moved_to_heads, shares
 from .blocks import QueryRows, attend, flat, in_blocks, seen, work
 from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .strategies import Swap
@@ -315,11 +316,11 @@ def _local(ctx: Local) -> LocalFn:
         dealt = Dealt(*_DEALT(ids, [n for b in bounds for n in b], ctx.place_in("t"), causal, window))
         counts = tuple(-(-(stop - start) // len(bounds)) for start, stop in bounds)
         n, own = len(bounds), counts[ctx.place_in("t")]
-        there = Swap(2, (1,) * n, 3, counts)
+        there, why = Swap(2, (1,) * n, 3, counts), _why(ids, bounds, causal, window)
         sent = _taken(query, dealt.order).unflatten(2, (n, own))
-        rows = ctx.sends.swap(sent, axes, there, _WHY).squeeze(2)
+        rows = ctx.sends.swap(sent, axes, there, why).squeeze(2)
         made = attend(rows, key, value, scale, which._replace(spans=(), rows=dealt.rows, documents=ids))
-        back = ctx.sends.swap(made.unsqueeze(2), axes, there.back(), _WHY).flatten(2, 3)
+        back = ctx.sends.swap(made.unsqueeze(2), axes, there.back(), why).flatten(2, 3)
         made = _taken(back, dealt.back)
         return made.reshape(*lead, *made.shape[1:])
 
@@ -350,6 +351,22 @@ def _taken(x: Tensor, order: Tensor) -> Tensor:
 
 
 _WHY = "rows of documents are dealt out, so that all ranks have the same work"
+
+
+def _why(documents: Tensor, bounds: Sequence[tuple[int, int]], causal: bool, window: int) -> str:
+    """For the record, with the work of each rank; in a captured step that is another one for each batch."""
+    if runtime.RT.records is None:
+        return _WHY
+    if documents.is_meta or isinstance(documents, FakeTensor):
+        return f"{_WHY}, which hangs on each batch's documents"
+    ids = np.ascontiguousarray(documents.cpu().numpy())
+    flat_bounds = tuple(n for b in bounds for n in b)
+    found, before = np.zeros(len(bounds)), np.zeros(len(bounds))
+    for row, of_all in zip(ids, deal(ids.tobytes(), ids.shape, flat_bounds, causal, window), strict=True):
+        keys = np.append(work(row, causal, window), 0)
+        found += [sum(keys[of_rank[r]].sum() for of_rank in of_all) for r in range(len(bounds))]
+        before += [keys[start:stop].sum() for start, stop in bounds]
+    return f"{_WHY}: work per rank {shares(found)}, and without it {shares(before)}"
 
 
 class Dealt(NamedTuple):
