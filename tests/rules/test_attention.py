@@ -346,3 +346,54 @@ def test_a_captured_strategy(wish: str) -> None:
             ),
             mesh,
         )
+
+
+LONG = torch.randn(2, 1, 7, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+MASKED: dict[str, dict[str, Any]] = {
+    "additive, of each sequence": {"attn_mask": LONG},
+    "additive, of all": {"attn_mask": LONG[0, 0]},
+    "which keys": {"attn_mask": LONG > -1},
+    "which keys, of all rows": {"attn_mask": LONG[:, :, :1] > -1},
+    "dropped weights": {"attn_mask": LONG, "dropout_p": 0.4},
+    "dropped weights, causal": {"is_causal": True, "dropout_p": 0.4},
+}
+
+
+@pytest.mark.parametrize("split", ["rows", "rows and keys", "over two axes"])
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_and_dropout(name: str, split: str) -> None:
+    """With keys of another length, uneven parts and grouped heads: masks of each kind, weights that are dropped."""
+    named, wide, long = MASKED[name], (2, 4, 7, 4), (2, 2, 9, 4)
+    given = [drawn(*wide), drawn(*long), drawn(*long)]
+    torch.manual_seed(3)
+    with mw.reproducible_random():
+        want = results(*[t.clone().requires_grad_() for t in given], named | {"enable_gqa": True}, twice=False)
+    mesh = mw.Mesh({"cp": 2, "tp": 2} if split == "over two axes" else {"cp": 4})
+    rows: dict[str, Any] = {axis: mw.Shard(2) for axis in mesh.axes}
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(3)
+        laid = [rows, *[{} if split == "rows" else rows] * 2]
+        own = [mw.shard_tensor(t, mesh, place).requires_grad_() for t, place in zip(given, laid, strict=True)]
+        return [plain(t) for t in results(*own, named | {"enable_gqa": True}, twice=False)]
+
+    for got in mw.simulate(run, mesh):
+        check_equal(got, [t.detach() for t in want])
+
+
+def test_a_mask_beside_is_causal_is_refused_on_all_ranks() -> None:
+    """As PyTorch documents, though its kernel of the processor takes both; before anything is sent."""
+    mesh, q, mask = mw.Mesh({"cp": 2}), drawn(1, 2, 8, 4), torch.ones(8, 8, dtype=torch.bool)
+
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError, match="attn_mask"):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)
+
+    def run() -> tuple[str, int]:
+        own = mw.shard_tensor(q, mesh, {"cp": mw.Shard(2)})
+        with collective.counting() as counts, pytest.raises(DispatchError, match="is_causal") as told:
+            F.scaled_dot_product_attention(own, own, own, attn_mask=mask, is_causal=True)
+        return str(told.value), counts.total
+
+    for text, sent in mw.simulate(run, mesh):
+        assert "attn_mask" in text
+        assert sent == 0
