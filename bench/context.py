@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class Ring(torch.autograd.Function):
         return (*made[:3], None)
 
 
-def step_of(attend: Callable[..., Tensor], given: list[Tensor]) -> Callable[[], Tensor]:
+def step_of(attend: Callable[..., Tensor], given: Sequence[Tensor]) -> Callable[[], Tensor]:
     """Forward and backward; the sum of squares of results and gradients on this rank."""
 
     def step() -> Tensor:

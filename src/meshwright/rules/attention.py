@@ -40,11 +40,6 @@ def attention(
     """Batch, heads and queries are free; every query sees all keys, so these stay whole."""
     if min(query.ndim, key.ndim, value.ndim) < 2 or (enable_gqa and min(query.ndim, key.ndim, value.ndim) < 3):
         return None
-    if attn_mask is not None and is_causal:
-        raise DispatchError(
-            "scaled_dot_product_attention: attn_mask and is_causal=True say what rows see in two ways, which PyTorch "
-            "documents as an error: leave one out, or put the causal part into the mask"
-        )
     t, s = query.shape[-2], key.shape[-2]
     sizes = {"t": t, "s": s, "d": query.shape[-1], "e": value.shape[-1]}
     heads: tuple[Sequence[Any], Sequence[Any]] = [], []

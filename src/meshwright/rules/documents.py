@@ -366,7 +366,7 @@ def _why(documents: Tensor, bounds: Sequence[tuple[int, int]], causal: bool, win
         keys = np.append(work(row, causal, window), 0)
         found += [sum(keys[of_rank[r]].sum() for of_rank in of_all) for r in range(len(bounds))]
         before += [keys[start:stop].sum() for start, stop in bounds]
-    return f"{_WHY}: work per rank {shares(found)}, and without it {shares(before)}"
+    return f"{_WHY}: work per rank {shares(found.tolist())}, and without it {shares(before.tolist())}"
 
 
 class Dealt(NamedTuple):
