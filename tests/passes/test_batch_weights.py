@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import meshwright as mw
-from meshwright.errors import PassError
+from meshwright.errors import PassError, ProgramError
 from meshwright.passes import GradientMerge
 
 Tensor = torch.Tensor
@@ -56,10 +56,16 @@ LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {
     "masked by hand": lambda m, b: (each(m, b) * masked(b)).sum() / masked(b).sum(),
     "masked, not below one": lambda m, b: (each(m, b) * masked(b)).sum() / masked(b).sum().clamp(min=1),
     "masked, a bit more": lambda m, b: (each(m, b) * masked(b)).sum() / (masked(b).sum() + 1e-3),
+    "kept from zero twice": lambda m, b: (
+        (each(m, b) * masked(b) * 0.01).sum() / ((masked(b) * 0.01).sum().clamp(min=1) + 0.5)
+    ),
     "divided first": lambda m, b: (each(m, b) * masked(b) / masked(b).sum()).sum() * 0.5,
     "and a penalty": lambda m, b: F.cross_entropy(*flat(m, b)) + 0.01 * m.up.weight.square().mean(),  # type: ignore[operator,union-attr]
     "two of one kind": lambda m, b: F.cross_entropy(*flat(m, b)) + 0.1 * F.nll_loss(*flat(m, b)),
     "mean": lambda m, b: m(b[0]).square().mean(),
+    "three means": lambda m, b: (
+        m(b[0]).square().mean() + (0.3 * m.embed(b[0]).abs().sum(-1).mean() + 0.1 * m(b[0]).sum((1, 2)).square().mean())  # type: ignore[operator]
+    ),
     "two means": lambda m, b: m(b[0]).square().mean() + 0.3 * m.embed(b[0]).abs().sum(-1).mean(),  # type: ignore[operator]
 }
 
@@ -119,6 +125,7 @@ def test_the_step_of_one_device_on_the_whole_batch(loss: str) -> None:
         ("ignored labels", {"dp": 3}, (3, 7, 4), {"passes": [DPO]}),  # uneven rows, other sizes
         ("mean", {"dp": 2}, (4, 2, 7), {}),
         ("two means", {"dp": 3}, (3, 6), {}),
+        ("three means", {"dp": 2}, (2, 6), {}),
         ("ignored labels", {"dp": 1}, (4, 2), {}),  # one op, with its division inside
         ("weighted classes", {"dp": 2, "tp": 2}, (4, 4), {"layouts": {"down.*": {"tp": mw.Shard(0)}}}),
         ("masked by hand", {"dp": 2}, (4, 4), {"stored_over": "dp", "passes": [DPO]}),
@@ -174,6 +181,12 @@ def test_all_alike_where_it_is_asked_for() -> None:
         (lambda m, b: m(b[0]).square().mean().sqrt(), "aten.sqrt.default of a sum over the batch"),
         (lambda m, b: F.cross_entropy(*flat(m, b)) + 0.1 * m(b[0]).square().mean(), "two means over different numbers"),
         (lambda m, b: (each(m, b) * masked(b)).sum() / masked(b).sum() / each(m, b).sum(), "again"),
+        (
+            lambda m, b: (
+                (each(m, b) * masked(b)).sum() / masked(b).sum() + each(m, b).sum() / (b[0] > 2).sum().clamp(min=1)
+            ),
+            "two means over different numbers",
+        ),
     ],
 )
 def test_a_loss_that_is_no_weighted_mean_is_refused_with_its_line(loss: Any, says: str) -> None:
@@ -183,6 +196,14 @@ def test_a_loss_that_is_no_weighted_mean_is_refused_with_its_line(loss: Any, say
         mw.simulate(lambda: merged(loss, [micro], mesh, 2), mesh)
     assert "test_batch_weights.py" in str(caught.value)
     assert "weighted=False" in str(caught.value)
+
+
+def test_means_of_other_ratios_are_not_merged() -> None:
+    """In longer rows a mean over tokens is one over more things, a mean over rows is not: no weight is that of both."""
+    mesh, (a, *_) = mw.Mesh({"dp": 2}), [rows(4, 0, 0.0)]
+    short = (a[0][:, :3], a[1][:, :3])
+    with pytest.raises(ProgramError, match="a mean over other things in this micro-step"):
+        mw.simulate(lambda: merged(LOSSES["three means"], [[a, short]], mesh, 2), mesh)
 
 
 def test_saved_in_mid_merge() -> None:
