@@ -15,7 +15,7 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-torch lint format bench bench-quick gpu conformance conformance-yardstick conformance-paddle conformance-models mutants clean
+.PHONY: help setup demo test test-quick test-long test-torch lint format bench bench-quick gpu conformance conformance-yardstick conformance-paddle conformance-models mutants clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ demo: setup  ## train a small model on 2 x 2 processes and compare it with one d
 
 test: setup  ## the tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-quick: setup  ## the most telling tests of each room of the core, in a minute or two
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal $$($(BIN)/python -m tests.support.quick)
 
 test-long: setup  ## all tests, with whole grids and long sweeps
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal --whole
