@@ -68,6 +68,24 @@ def close_tensors(tensors: Iterable[Tensor]) -> None:
                 space[OPEN] = tuple(left)
 
 
+PLAIN = "_plain"  # in a tensor's dict: what :func:`plain_of` made of it
+
+
+def plain_of(t: Tensor) -> Tensor:
+    """:func:`bare`, which is made once and kept with the tensor, until that has :func:`moved`."""
+    found: Tensor | None = t.__dict__.get(PLAIN)
+    if found is None:
+        found = bare(t)
+        if not torch.is_inference_mode_enabled():  # nobody could write to it outside
+            t.__dict__[PLAIN] = found
+    return found
+
+
+def moved(t: Tensor) -> None:
+    """A tensor has other memory, or is of another shape there."""
+    t.__dict__.pop(PLAIN, None)
+
+
 class as_plain:
     """Distributed tensors seen as the plain local tensors that they are, for a while; gives one where one is given.
 
@@ -101,13 +119,16 @@ def bare(t: Tensor) -> Tensor:
 
 
 __all__ = [
+    "PLAIN",
     "as_plain",
     "bare",
     "close_tensors",
     "distributed",
     "get_grad",
     "mine",
+    "moved",
     "open_as",
     "open_tensors",
+    "plain_of",
     "set_grad",
 ]

@@ -14,7 +14,7 @@ import pytest
 
 import meshwright as mw
 from bench import block, optimizers
-from bench.core import LOCAL, OURS, fake_group
+from bench.core import OURS, fake_group
 
 WARM = 4  # runs after which all plans are what they stay
 SPARE = 1.02  # versions of torch and Python differ by a call here and there
@@ -58,13 +58,10 @@ def test_of_a_unit_that_is_stored_in_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "most"), [("AdamW, foreach", 2703), ("AdamW, fused", 1647), ("clip_grad_norm_", 1039)]
+    ("case", "most"), [("AdamW, foreach", 2110), ("AdamW, fused", 1060), ("clip_grad_norm_", 1039)]
 )
 def test_of_optimizers(case: str, most: int) -> None:
-    found = {}
-    for name in (LOCAL, OURS):
-        step = optimizers.CASES[case](optimizers.parameters(name))
-        for _ in range(WARM):
-            step()
-        found[name], _ = calls(step)
-    assert found[LOCAL] < found[OURS] <= SPARE * most
+    step = optimizers.CASES[case](optimizers.parameters(OURS))
+    for _ in range(WARM):
+        step()
+    assert calls(step)[0] <= SPARE * most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,6 +64,17 @@ class Op:
     def custom(self) -> bool:
         """Whether its kernel and backward may be Python: these must never meet a DistTensor."""
         return "::" in self.name
+
+    @property
+    def turns(self) -> bool:
+        """Whether it changes, in place, how what it is given lies in memory, and not the values."""
+        return self.inplace and _turns(self.name)
+
+
+@cache
+def _turns(name: str) -> bool:
+    packet = getattr(torch.ops.aten, f"{name}_", None)
+    return packet is not None and any(torch.Tag.inplace_view in getattr(packet, o).tags for o in packet.overloads())
 
 
 OPS: dict[Any, Op] = {}

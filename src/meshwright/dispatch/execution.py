@@ -12,7 +12,7 @@ import torch
 from .. import compat, record
 from ..errors import RuleError
 from ..layout import NO_MARKS, REPLICATE, Layout, MarkedSpec, Marks, Partial, Placements, Spec, marked, marks_of, widest
-from ..local_tensor import as_plain
+from ..local_tensor import as_plain, moved
 from ..ranks import runtime
 from ..resharding import executor, planner
 from ..rules import Native
@@ -292,6 +292,7 @@ class Execution:
     def _finish_write(self, written: Tensor, result: Any) -> Tensor:
         """Bring what was written to where its target lies, and say what the target is now."""
         plan, target, made = self.plan, self.tensors[0], self.plan.outputs[0]
+        moved(target)
         old = spec_of(target, made.mesh)
         marks = marks_of(old).after_write()
         elsewhere = plan.back is not None or plan.fn is not None  # a local function may compute the new value

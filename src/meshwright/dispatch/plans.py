@@ -276,7 +276,7 @@ class _Planner:
         """The least work that a plan allows which runs the op itself."""
         op, conversions, untyped = self.op, given["conversions"], open_ or bool(given["decide"])
         known = given["known"]
-        if not outputs or op.custom or self.forgets or self.watched:
+        if not outputs or op.custom or op.turns or self.forgets or self.watched:
             return Route.EXECUTE
         target, made = self.specs[0], outputs[0]
         if op.inplace and (given["back"] or untyped or made.shape != target.shape or made.sums is not target.sums):

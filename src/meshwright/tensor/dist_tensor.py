@@ -29,7 +29,7 @@ from ..layout import (
     spec_data,
     spec_from,
 )
-from ..local_tensor import bare, get_grad
+from ..local_tensor import bare, get_grad, moved
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -242,6 +242,7 @@ class DistTensor(torch.Tensor):
             value = wrap(local_of(value.detach(), old.with_(reduced=0)), old.with_(dtype=value.dtype))
         with disabled():
             _SET_DATA(self, value)
+        moved(self)
         share(self, value)
         typed = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
         self._spec = marked(typed, Marks(stored=marks_of(old).stored))  # other memory: a view of nothing any more

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -88,7 +88,7 @@ def with_stand_ins(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any] | N
     map_tensors(kwargs.get("out"), itself)
     first = args[:1] if op.inplace else ()
     rest, named = args[len(first) :], {k: v for k, v in kwargs.items() if k != "out"}
-    into = map_tensors(first, itself if _turns(op.name) else _written)
+    into = map_tensors(first, itself if op.turns else _written)
     if all(a is b for a, b in zip(tensors_in((first, rest, named)), _all(into, rest, named), strict=True)):
         return None
     rest, named = map_tensors((rest, named), stands_in)
@@ -122,13 +122,6 @@ def within(scopes: Sequence[Scope], fn: Callable[..., Any]) -> Callable[..., Any
         return inner()
 
     return run if scopes else fn
-
-
-@lru_cache(maxsize=1024)
-def _turns(name: str) -> bool:
-    """Whether an op in place changes the shape of what it is given, not the values."""
-    packet = getattr(torch.ops.aten, f"{name}_", None)
-    return packet is not None and any(torch.Tag.inplace_view in getattr(packet, o).tags for o in packet.overloads())
 
 
 __all__ = ["OPEN", "Scope", "itself", "stands_in", "with_stand_ins", "within"]

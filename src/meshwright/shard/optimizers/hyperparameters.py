@@ -29,6 +29,13 @@ def numbers_of(opt: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def is_fixed(value: Any) -> bool:
+    """Whether a value is the same number, or none at all, as long as it is the same object."""
+    return (
+        value.__class__ in _PLAIN or isinstance(value, str) or (value.__class__ is tuple and all(map(is_fixed, value)))
+    )
+
+
 def _plain(value: Any) -> Any:
     """Numbers out of other kinds; what is none is not compared."""
     if value.__class__ in _PLAIN:
@@ -40,4 +47,4 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Real) else None
 
 
-__all__ = ["numbers_of"]
+__all__ = ["is_fixed", "numbers_of"]

@@ -48,6 +48,16 @@ def reads_no_shapes(opt: Optimizer) -> bool:
     return builtin(opt) and type(opt).__name__ in ELEMENTWISE
 
 
+def counts_writes(opt: Optimizer) -> bool:
+    """Whether the versions of what its step writes to tell of that: fused kernels do not count, nor do others' maybe.
+
+    By its version a tensor is known to be what it was: what it was converted to is then taken again.
+    """
+    if not builtin(opt) or torch.is_inference_mode_enabled():
+        return False
+    return not any(g.get("fused") for g in opt.param_groups)
+
+
 def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, splits: bool = False) -> None:
     """Refuse optimizers that mix elements, unless every rank holds all of them (and no states are split).
 
@@ -153,6 +163,7 @@ __all__ = [
     "builtin",
     "check_class",
     "check_fused",
+    "counts_writes",
     "forgets",
     "hooks_of",
     "mixes",

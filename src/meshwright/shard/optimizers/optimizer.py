@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from itertools import chain
+from operator import attrgetter, itemgetter, methodcaller
 from types import NoneType
 from typing import Any
 from weakref import WeakSet
@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 from ... import compat, torch_changes
 from ...dispatch import disabled, refresh, write_through
 from ...errors import ShardError, takes
-from ...layout import Partial, Spec, marks_of
+from ...layout import Spec, marks_of
 from ...local_tensor import OPEN, close_tensors, get_grad, mine, open_tensors, set_grad
 from ...ranks import runtime
 from ...resharding import executor
@@ -34,9 +34,10 @@ from ..gradients.sync import sync_of
 from ..parameters.host import check_device
 from ..parameters.stored import Axes
 from .blocks import Apart
-from .hyperparameters import numbers_of
-from .kinds import builtin, check_class, check_fused, hooks_of, mixes, name_of, reads_no_shapes
-from .states import Chunks, Shadow, check_state, held_state, own_spec
+from .hyperparameters import is_fixed, numbers_of
+from .kinds import builtin, check_class, check_fused, counts_writes, hooks_of, mixes, reads_no_shapes
+from .shadow import Shadow, contents_of, same, still
+from .states import Chunks, check_state, held_state, own_spec, unfit
 
 Tensor = torch.Tensor
 
@@ -66,19 +67,22 @@ class OptimizerBinding:
         self.chunks = Chunks(states_over or (), states_on, ()) if states_over or states_on else None
         self.shadow: Shadow | None = None
         self.apart = Apart()
-        self.known: list[Any] = []
+        self.known: list[Any] = []  # all parameters; the same list as long as they are the same
+        self.sizes: list[int] = []  # of the groups
         self.lies: dict[int, tuple[Spec, Spec]] = {}  # of a parameter and of its states
-        self.params: list[DistTensor] = []
+        self.every: list[DistTensor] = []
+        self.specs: list[Spec] = []  # of these
+        self.params: list[DistTensor] = []  # those that have no chunks
+        self.wanted: list[Spec] = []  # of the gradients of these
         self.copies: list[DistTensor] = []
-        self.specs: list[Spec] = []
-        self.wanted: list[Spec] = []
         self.inside: Optimizer | None = None  # whose own step runs
+        self.told: list[Any] = []  # options of its groups when they were last read, where they cannot change in place
+        self.numbers: list[dict[str, Any]] = []  # that were read
+        self.kept = 0  # parameters with states, then
         self.swapped: list[Tensor] = []
         self.states: list[Tensor] = []  # of one value per element
-        # When states were looked through: they and the parameters, the specs of these, and all values.
-        self.lying: list[Any] = []
-        self.laid: list[Any] = []
-        self.seen: list[Any] = []
+        self.laid: list[Any] = []  # the specs of these
+        self.seen: list[Any] = [None]  # all that a state had when it was looked through
         self.follow(opt)
         if _check_loaded not in opt._optimizer_load_state_dict_pre_hooks.values():
             opt.register_load_state_dict_pre_hook(_check_loaded)
@@ -87,25 +91,31 @@ class OptimizerBinding:
 
     def follow(self, opt: Optimizer) -> None:
         """Look at the parameters (again): some may have been added."""
-        known = [*chain.from_iterable(map(_PARAMS, opt.param_groups))]
-        if _same(known, self.known):
+        listed = list(map(_PARAMS, opt.param_groups))
+        known, sizes = [*chain.from_iterable(listed)], list(map(len, listed))
+        if sizes == self.sizes and same(known, self.known):
             return
-        every = [p for g in opt.param_groups for p in g["params"] if isinstance(p, DistTensor)]
+        every = [p for p in known if isinstance(p, DistTensor)]
         check_class(opt, every, self.elementwise, bool(self.states_over))
         if self.chunks is not None:
             self.chunks.add(every)
-        self.known = known
+        self.known, self.sizes, self.every = known, sizes, every
         self.params = [p for p in every if self.chunks is None or self.chunks.spec(p) is None]
         self.lies = {id(p): (p._spec, self.state_spec(p)) for p in every}
-        self.specs = [p._spec for p in self.params]
+        self.specs = [p._spec for p in every]
         self.copies = [p for p in self.params if marks_of(p._spec).copied]  # views of others: those see the update too
-        self.wanted = [own_spec(s) for s in self.specs]
+        self.wanted = [own_spec(p._spec) for p in self.params]
         # Of each group: who compares what it is updated with.
         self.syncs = [WeakSet(s for p in g["params"] if (s := sync_of(p)) is not None) for g in opt.param_groups]
 
     def tell(self, opt: Optimizer) -> None:
         """Note what the parameters are updated with: ranks compare it after their next backward."""
-        for i, (syncs, numbers) in enumerate(zip(self.syncs, numbers_of(opt), strict=True)):
+        groups, kept = opt.param_groups, sum(map(bool, opt.state.values()))
+        options = [*chain.from_iterable(groups), *chain.from_iterable(map(_VALUES, groups))]
+        if kept != self.kept or not same(options, self.told):
+            fixed = all(is_fixed(v) for g in groups for k, v in g.items() if k != "params")
+            self.told, self.kept, self.numbers = options if fixed else [], kept, numbers_of(opt)
+        for i, (syncs, numbers) in enumerate(zip(self.syncs, self.numbers, strict=True)):
             for sync in syncs:
                 sync.note(i, numbers)
 
@@ -120,12 +130,18 @@ class OptimizerBinding:
         """
         check_fused(opt)
         self._hold_states(opt)
-        if self.chunks is not None:
-            self.shadow = self.shadow or Shadow(opt, self.chunks)
-            self.shadow.load()
-        self._swap(reads_no_shapes(opt))
-        self.inside = opt
-        return opt if self.shadow is None else self.shadow.made
+        with disabled():
+            grads = self._gradients()
+            if self._on_stand_ins(opt):
+                shadow = self.shadow = self.shadow or Shadow(opt, self.chunks)
+                shadow.load(self.known, self.seen, self.params, grads)
+                self.inside = opt
+                return shadow.made
+        opened = [t for t in (*grads, *self.params) if isinstance(t, DistTensor) and not mine(t)]
+        swapped: list[Tensor] = [*opened, *self.states]
+        open_tensors(swapped)
+        self.swapped, self.inside = swapped, opt
+        return opt
 
     def close(self) -> None:
         """Make them distributed again; of a step that raised, too: what it has updated goes to all ranks."""
@@ -134,57 +150,69 @@ class OptimizerBinding:
         self.swapped = []
         if opt is None:
             return
+        if not counts_writes(opt):
+            with disabled():  # one of PyTorch's leaves parameters without a gradient alone
+                written = [p for p in self.params if get_grad(p) is not None] if builtin(opt) else self.params
+            torch.autograd.graph.increment_version([*written, *self.states])
+        shadow = self.shadow
+        if shadow is None:
+            self._wrap_states(opt)
+            return
         # An optimizer of PyTorch's leaves parameters without a gradient alone.
-        updated = [] if self.shadow is None else self.shadow.settle(everything=not builtin(opt))
-        self._wrap_states(opt)
+        updated = shadow.updated(everything=not builtin(opt))
+        changed = shadow.settle()
+        shadow.release()
+        if changed:
+            self._wrap_states(opt)
         if self.chunks is not None:
             self.chunks.gather(updated)
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[Optimizer | None]:
         """For what an optimizer's own step calls and what is none of it: closures, hooks."""
-        opt, shadow = self.inside, self.shadow
+        opt = self.inside
         if opt is None:
             yield None
             return
         self.close()
-        self.shadow = None
         try:
             with compat.EnableTorchFunction():
                 yield opt
         finally:
-            self.shadow = shadow
             self.open(opt)
 
-    def _swap(self, only_fit: bool) -> None:
-        swapped: list[Tensor] = []
-        with disabled():
-            for i, p in enumerate(self.params):
-                if OPEN in p.__dict__ and mine(p):  # inside of another optimizer's step
-                    continue
-                g = in_slot(p) if "_held" in p.__dict__ else get_grad(p)
-                if g is None:
-                    continue
-                if not isinstance(g, DistTensor) or g._spec is not self.wanted[i]:
-                    g = self._fitted(i, p, g)
-                swapped.append(g)
-            if only_fit:
-                return
-            swapped += [p for p in self.params if OPEN not in p.__dict__ or not mine(p)]
-            swapped += self.states
-            open_tensors(swapped)
-            self.swapped = swapped
+    def _on_stand_ins(self, opt: Optimizer) -> bool:
+        """Whether its step runs on others in the place of its parameters: what it knows of them it asks them."""
+        if self.chunks is not None:
+            return True
+        differentiable = any(g.get("differentiable") for g in opt.param_groups)
+        return reads_no_shapes(opt) and not differentiable and not torch.is_inference_mode_enabled()
+
+    def _gradients(self) -> list[Tensor | None]:
+        """Of each parameter the gradient in its layout.  Dispatch must be disabled."""
+        found: list[Tensor | None] = list(map(get_grad, self.params))
+        try:
+            if list(map(_SPEC, found)) == self.wanted and not [p for p in self.params if "_held" in p.__dict__]:
+                return found
+        except AttributeError:  # not all have one, or those that autograd has made lie in their slots
+            pass
+        found = []
+        for i, p in enumerate(self.params):
+            g = in_slot(p) if "_held" in p.__dict__ else get_grad(p)
+            fits = g is None or (g.__class__ is DistTensor and g._spec is self.wanted[i])
+            if not fits and (OPEN not in p.__dict__ or not mine(p)):  # not inside of another optimizer's step
+                g = self._fitted(i, p, g)  # type: ignore[arg-type]
+            found.append(g)
+        return found
 
     def _fitted(self, i: int, p: DistTensor, g: Tensor) -> Tensor:
         """A gradient in the layout of its parameter."""
-        if p._spec is not self.specs[i]:
-            self.specs[i], self.wanted[i] = p._spec, own_spec(p._spec)
         own: Spec = g.__dict__.get("_spec") or p._spec.grad()
         wanted = self.wanted[i]
         if own.layout == wanted.layout and g.dtype is wanted.dtype:
-            return wrap(g, wanted)
+            return wrap(g, wanted) if isinstance(g, DistTensor) else g
         if not self.reshards and not _interrupted(p):
-            raise ShardError(_unfit(p, own))
+            raise ShardError(unfit(p, own))
         plan = plan_conversion(own.decided(), wanted.with_(dtype=own.dtype))
         with torch.no_grad():
             # It may be in what it is reduced in, and where.
@@ -195,8 +223,9 @@ class OptimizerBinding:
 
     def _hold_states(self, opt: Optimizer) -> None:
         """Note the states of one value per element, brought to how their parameters' states lie."""
-        if self._seen(opt) and list(map(_SPEC, self.lying)) == self.laid:
+        if still(contents_of(opt.state), self.seen) and self._lie_as_before():
             return
+        self.specs, self.wanted = [p._spec for p in self.every], [own_spec(p._spec) for p in self.params]
         found: list[Tensor] = []
         for p, entry in opt.state.items():
             lies = self.lies.get(id(p))
@@ -218,16 +247,19 @@ class OptimizerBinding:
                     v = entry[k] = held_state(v, spec, k, p, opt)
                 if isinstance(v, DistTensor):
                     found.append(v)
-        self.states, self.lying = found, [*found, *(p for p in opt.state if isinstance(p, DistTensor))]
-        self.laid, self.seen = list(map(_SPEC, self.lying)), _values(opt)
+        self.states, self.laid, self.seen = found, list(map(_SPEC, found)), list(contents_of(opt.state))
 
-    def _seen(self, opt: Optimizer) -> bool:
-        """Whether all states are the objects that were last looked through."""
-        return _same(_values(opt), self.seen)
+    def _lie_as_before(self) -> bool:
+        """Whether the parameters, and the states that there were, are what they were."""
+        if list(map(_SPEC, self.every)) != self.specs:
+            return False
+        if self.shadow is not None and self.chunks is None:
+            return self.shadow.in_place()
+        return list(map(_SPEC, self.states)) == self.laid
 
     def _wrap_states(self, opt: Optimizer) -> None:
         """States that a step has made become DistTensors."""
-        if self._seen(opt):  # a step writes to what is there
+        if still(contents_of(opt.state), self.seen):  # a step writes to what is there
             return
         self.apart.judge(opt, self.lies)
         for p, entry in opt.state.items():
@@ -239,37 +271,13 @@ class OptimizerBinding:
                             wrap(v, spec)
 
 
-_SPEC, _PARAMS, _VALUES = operator.attrgetter("_spec"), operator.itemgetter("params"), operator.methodcaller("values")
-
-
-def _values(opt: Optimizer) -> list[Any]:
-    return [*chain.from_iterable(map(_VALUES, opt.state.values()))]
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    """Whether they hold the same objects."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+_SPEC, _PARAMS, _VALUES = attrgetter("_spec"), itemgetter("params"), methodcaller("values")
 
 
 def _interrupted(p: DistTensor) -> bool:
     """Whether the last backward raised: a gradient may then be left Partial, which nobody could have seen to."""
     sync = sync_of(p)
     return sync is not None and sync.interrupted
-
-
-def _unfit(p: DistTensor, own: Spec) -> str:
-    if any(isinstance(q, Partial) for q in own.layout.placements):
-        return (
-            f"the gradient of {name_of(p)} is still Partial ({own.layout!r}): each rank holds its own "
-            "contribution. "
-            "Synchronise it: shard the model with mw.shard_module, leave mw.no_sync before the last "
-            "backward, or set "
-            "p.grad = mw.reshard(p.grad, p.spec.layout)"
-        )
-    return (
-        f"the gradient of {name_of(p)} lies as {own.layout!r}, the parameter as {p._spec.layout!r}: set "
-        "p.grad = mw.reshard(p.grad, p.spec.layout), or have it done with mw.shard_optimizer(optimizer)"
-    )
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -340,7 +348,8 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             runtime.RT.updates += 1
             binding.close()
-            binding.shadow = None
+            if binding.chunks is not None:
+                binding.shadow = None  # copies that it has of parameters may be large
             with torch.no_grad():
                 for p in binding.copies:
                     write_through(p, call_enabled)

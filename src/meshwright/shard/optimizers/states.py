@@ -6,7 +6,6 @@ reduced, the optimizer sees chunks only, and after its step the updated chunks a
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from ... import collective
 from ...dispatch import disabled
 from ...errors import ShardError
-from ...layout import Layout, Replicate, Spec
+from ...layout import Layout, Partial, Replicate, Spec
 from ...local_tensor import bare
 from ...resharding import executor
 from ...resharding.copies import TO_DEVICE, TO_HOST
@@ -162,69 +161,25 @@ def batched_by(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Ite
         yield batch
 
 
-class Shadow:
-    """An optimizer of the same class and settings over the own chunks.
-
-    A step runs on a copy of the optimizer object, so that the real one never shows anything but its parameters.
-    """
-
-    def __init__(self, opt: Optimizer, chunks: Chunks) -> None:
-        self.opt, self.chunks = opt, chunks
-        self.made: Any = object.__new__(type(opt))
-        self.made.param_groups, self.made.state = [], defaultdict(dict)
-        self.stand_ins: dict[int, Tensor] = {}
-
-    def _params(self) -> list[Tensor]:
-        return [p for g in self.opt.param_groups for p in g["params"]]
-
-    def load(self) -> None:
-        """Take what the real optimizer has, with the gradients that are there.  What is known stays the same object."""
-        opt, made = self.opt, self.made
-        self.stand_ins = {id(p): self._stand_in(p) for p in self._params()}
-        made.__dict__.update({k: v for k, v in opt.__dict__.items() if k not in _OWN})
-        while len(made.param_groups) < len(opt.param_groups):
-            made.param_groups.append({"params": []})
-        del made.param_groups[len(opt.param_groups) :]
-        for group, shadowed in zip(opt.param_groups, made.param_groups, strict=True):
-            listed = shadowed["params"]
-            listed[:] = [self.stand_ins[id(p)] for p in group["params"]]
-            shadowed.update({**group, "params": listed})
-        made.state.clear()
-        made.state.update((self.stand_ins[id(p)], opt.state[p]) for p in self._params() if p in opt.state)
-
-    def _stand_in(self, p: Tensor) -> Tensor:
-        if not isinstance(p, DistTensor) or self.chunks.spec(p) is None:
-            return p
-        return self.chunks.prepare(p)
-
-    def settle(self, everything: bool) -> list[DistTensor]:
-        """After a step: what it left behind goes to the real optimizer; the parameters to be gathered.
-
-        Args:
-            everything: parameters without a gradient may have been updated, too.
-        """
-        opt, made = self.opt, self.made
-        updated: list[Any] = []
-        for p in self._params():
-            stand_in = self.stand_ins[id(p)]
-            if stand_in in made.state:
-                opt.state[p] = made.state[stand_in]
-            if stand_in is not p:
-                if everything or stand_in.grad is not None:
-                    updated.append(p)
-                stand_in.grad = None
-        for group, shadowed in zip(opt.param_groups, made.param_groups, strict=True):
-            group.update({k: v for k, v in shadowed.items() if k != "params"})
-        opt.__dict__.update({k: v for k, v in made.__dict__.items() if k not in _OWN})
-        return updated
-
-
-_OWN = ("param_groups", "state")
-
-
 def own_spec(spec: Spec) -> Spec:
     """How gradients and states of a parameter lie for a step."""
     return spec.invariant()
+
+
+def unfit(p: DistTensor, own: Spec) -> str:
+    """Why a gradient of this spec cannot be taken for a step, in words."""
+    if any(isinstance(q, Partial) for q in own.layout.placements):
+        return (
+            f"the gradient of {name_of(p)} is still Partial ({own.layout!r}): each rank holds its own "
+            "contribution. "
+            "Synchronise it: shard the model with mw.shard_module, leave mw.no_sync before the last "
+            "backward, or set "
+            "p.grad = mw.reshard(p.grad, p.spec.layout)"
+        )
+    return (
+        f"the gradient of {name_of(p)} lies as {own.layout!r}, the parameter as {p._spec.layout!r}: set "
+        "p.grad = mw.reshard(p.grad, p.spec.layout), or have it done with mw.shard_optimizer(optimizer)"
+    )
 
 
 def check_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -> None:
@@ -281,4 +236,4 @@ def held_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -
         return wrap(made, target) if shape == whole else made
 
 
-__all__ = ["Chunks", "Shadow", "check_state", "chunk_spec", "held_state", "own_spec"]
+__all__ = ["Chunks", "check_state", "chunk_spec", "held_state", "own_spec", "unfit"]

@@ -1,0 +1,254 @@
+"""What users do to parameters, gradients, states and options between two steps: the next step sees it.
+
+An optimizer is stepped on what was the same objects at its last step without looking at each of them again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import meshwright as mw
+
+O = torch.optim  # noqa: E741
+MESH = mw.Mesh({"dp": 3})
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "foreach": lambda ps: O.AdamW(ps, lr=0.1, foreach=True),
+    "fused": lambda ps: O.AdamW(ps, lr=0.1, fused=True),
+    "one by one": lambda ps: O.Adam(ps, lr=0.1, amsgrad=True, foreach=False),
+    "capturable": lambda ps: O.RAdam(ps, lr=torch.tensor(0.1), capturable=False, foreach=False),
+    "momentum": lambda ps: O.SGD(ps, lr=0.1, momentum=0.9),
+    "sums": lambda ps: O.Adagrad(ps, lr=0.1),
+}
+# 1.weight is square: what turns it leaves its layout, and its memory, what they are.
+OTHERS = [k for k in KINDS if k not in ("foreach", "fused")]
+WAYS: dict[str, dict[str, Any]] = {"whole": {}, "split": {"0.weight": {"dp": mw.Shard(0)}, "2.*": {"dp": mw.Shard(0)}}}
+
+
+class Run:
+    """A model and its optimizer, on one device or on ranks."""
+
+    def __init__(self, kind: str, way: str | None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5, bias=False), nn.Linear(5, 2)).double()
+        self.kind, self.way = kind, way
+        if way is not None:
+            mw.shard_module(self.model, MESH, WAYS[way])
+        self.opt = KINDS[kind](list(self.model.parameters()))
+
+    def backward(self) -> None:
+        x: Any = X if self.way is None else mw.shard_tensor(X, MESH, {"dp": mw.Shard(0)})
+        self.model(x).square().mean().backward()
+
+    def step(self, set_to_none: bool = True) -> None:
+        self.backward()
+        self.opt.step()
+        self.opt.zero_grad(set_to_none=set_to_none)
+
+    def entry(self, i: int = 0) -> Any:
+        """The states of a parameter."""
+        return self.opt.state[self.params[i]]
+
+    def state(self, i: int = 0) -> tuple[str, Any]:
+        """One of one value per element."""
+        return next((k, v) for k, v in self.entry(i).items() if v is not None and v.ndim)
+
+    @property
+    def params(self) -> list[Any]:
+        return list(self.model.parameters())
+
+
+def replace_state(run: Run) -> None:
+    k, v = run.state()
+    run.entry()[k] = v * 2
+
+
+def write_to_state(run: Run) -> None:
+    run.state()[1].mul_(3)
+
+
+def set_data_of_state(run: Run) -> None:
+    _, v = run.state()
+    v.data = v.detach() * 2
+
+
+def turn_state(run: Run) -> None:
+    run.state(2)[1].t_()
+
+
+def set_state(run: Run) -> None:
+    with torch.no_grad():
+        run.state()[1].set_(run.state()[1] + 1)
+
+
+def swap_states(run: Run) -> None:
+    (k, v), (_, w) = run.state(2), run.state(2)
+    torch.utils.swap_tensors(v, w + 1)
+    assert run.entry(2)[k] is v
+
+
+def delete_states(run: Run) -> None:
+    del run.opt.state[run.params[0]]
+
+
+def clear_states(run: Run) -> None:
+    run.opt.state.clear()
+
+
+def replace_entry(run: Run) -> None:
+    k, v = run.state()
+    run.opt.state[run.params[0]] = {**run.entry(), k: v + 1}
+
+
+def set_data(run: Run) -> None:
+    run.params[0].data = run.params[0].detach() * 2
+
+
+def turn_data(run: Run) -> None:
+    p = run.params[2]
+    p.data = p.data.t()
+
+
+def turn(run: Run) -> None:
+    with torch.no_grad():
+        run.params[2].t_()
+
+
+def swap_parameters(run: Run) -> None:
+    p = run.params[2]
+    other = nn.Parameter(p.detach() * 2)
+    p.grad = None
+    torch.utils.swap_tensors(p, other)
+
+
+def write_to_parameter(run: Run) -> None:
+    with torch.no_grad():
+        run.params[0].mul_(0.5)
+
+
+def freeze(run: Run) -> None:
+    run.params[0].requires_grad_(False)
+
+
+def change_options(run: Run) -> None:
+    g = run.opt.param_groups[0]
+    if isinstance(g["lr"], torch.Tensor):
+        g["lr"].mul_(0.5)
+    else:
+        g["lr"] *= 0.5
+    g["weight_decay"] = 0.1
+
+
+def regroup(run: Run) -> None:
+    g = run.opt.param_groups[0]
+    run.opt.param_groups.append({**g, "lr": g["lr"] * 0.5, "params": [g["params"].pop()]})
+
+
+def load(run: Run) -> None:
+    run.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
+
+
+def copied(run: Run) -> None:
+    run.model, run.opt = copy.deepcopy((run.model, run.opt))
+
+
+def nothing(run: Run) -> None:
+    pass
+
+
+BETWEEN = [
+    nothing, replace_state, write_to_state, set_data_of_state, turn_state, set_state, swap_states, delete_states,
+    clear_states, replace_entry, set_data, turn_data, turn, swap_parameters, write_to_parameter, freeze,
+    change_options, regroup, load, copied,
+]  # fmt: skip
+
+
+def outcome(kind: str, way: str | None, between: Callable[[Run], None], set_to_none: bool) -> list[torch.Tensor]:
+    run = Run(kind, way)
+    for _ in range(3):
+        run.step(set_to_none)
+    between(run)
+    for _ in range(2):
+        run.step(set_to_none)
+    values = [*run.params, *(v for p in run.params for v in run.opt.state.get(p, {}).values() if v is not None)]
+    return [(mw.unshard(v) if isinstance(v, mw.DistTensor) else v).detach().clone() for v in values]
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", ["foreach", "fused", *(pytest.param(k, marks=pytest.mark.long) for k in OTHERS)])
+def test_the_next_step_sees_it(kind: str, between: Callable[[Run], None]) -> None:
+    if kind == "fused" and between in (turn, turn_data):
+        pytest.skip("fused kernels of PyTorch walk through memory in its order, whatever the strides")
+    keep = (True,) if between is swap_parameters else (True, False)  # set_to_none
+    want = [outcome(kind, None, between, k) for k in keep]
+    for got in mw.simulate(lambda: [outcome(kind, "split", between, k) for k in keep], MESH):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "momentum"])
+@pytest.mark.parametrize("way", list(WAYS))
+def test_what_is_read_without_gradients_between_steps(kind: str, way: str) -> None:
+    """What parameters and states are converted to is kept by their versions, which fused kernels do not count."""
+
+    def run(way: str | None) -> list[torch.Tensor]:
+        made, seen = Run(kind, way), []
+        x: Any = X if way is None else mw.shard_tensor(X, MESH, {"dp": mw.Shard(0)})
+        for _ in range(3):
+            with torch.no_grad():
+                seen.append(made.model(x))
+                seen += [
+                    x[0] @ v.t() for p in made.opt.state for k, v in made.opt.state[p].items() if v.shape == (5, 4)
+                ]
+            made.step()
+        return [(mw.unshard(v) if isinstance(v, mw.DistTensor) else v).detach().clone() for v in seen]
+
+    want = run(None)
+    for got in mw.simulate(lambda: run(way), MESH):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_a_step_holds_no_gradient(kind: str) -> None:
+    """Those that a parameter does not have any more are gone, with their memory."""
+
+    def run() -> None:
+        p: Any = mw.shard_tensor(torch.ones(6, 2), MESH, {"dp": mw.Shard(0)}).requires_grad_()
+        opt = KINDS[kind]([p])
+        for _ in range(3):
+            p.square().sum().backward()
+            opt.step()
+            memory = StorageWeakRef(p.grad.to_local().untyped_storage())
+            opt.zero_grad()
+            assert memory.expired()
+
+    mw.simulate(run, MESH)
+
+
+@pytest.mark.parametrize("over", [None, "dp"])
+def test_what_is_said_for_one_step_is_forgotten(over: str | None) -> None:
+    """A scale that ``GradScaler`` gives a fused step, and takes away after it, is not that of the next one."""
+
+    def run(way: str | None) -> list[torch.Tensor]:
+        made = Run("fused", way)
+        if way is not None:
+            mw.shard_optimizer(made.opt, states_over=over)
+        made.step()
+        made.backward()
+        made.opt.grad_scale, made.opt.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
+        made.opt.step()
+        del made.opt.grad_scale, made.opt.found_inf
+        made.opt.zero_grad()
+        made.step()
+        assert not hasattr(made.opt, "grad_scale")
+        return [(mw.unshard(p) if way is not None else p).detach().clone() for p in made.params]
+
+    want = run(None)
+    for got in mw.simulate(lambda: run("whole"), MESH):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
