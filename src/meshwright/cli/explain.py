@@ -18,7 +18,11 @@ from meshwright.train.options import OptionError, one_of, option
 from .options import BAD_INPUT, complain, options_of, said, terminal, values_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meshwright.explanation import Comparison, Explanation
+    from meshwright.passes import Pass
+    from meshwright.program import Program
 
 MORE = 1  # exit code: more is sent than in --compare
 LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "dtype": "bfloat16"}
@@ -135,6 +139,7 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
 
     from meshwright.explanation import Comparison, explain_program
     from meshwright.program import build
+    from meshwright.program.capture.ledger import ledger_of
 
     from .subject import subject_of
 
@@ -144,8 +149,13 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
     make = subject.optimizer
     optimizer = config.make_optimizer(subject.model) if make is None else make(subject.model.parameters())
     before = build(subject.model, subject.loss_fn, optimizer, subject.batch, mesh, subject.plan, rank=config.rank)
-    made = explain_program(manager(before.program))
-    return subject.title, Comparison(explain_program(before.program), made) if config.diff else made
+
+    def explained(program: Program, passes: Sequence[Pass] = ()) -> Explanation:
+        asked = ledger_of(subject.model, optimizer, subject.plan, before, program, passes)
+        return explain_program(program, asked)
+
+    made = explained(manager(before.program), manager.passes)
+    return subject.title, Comparison(explained(before.program), made) if config.diff else made
 
 
 def _grown(path: str, report: Explanation | Comparison) -> list[str]:

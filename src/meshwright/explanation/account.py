@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..mesh import Mesh
+from ..program.capture.ledger import Entry
 from ..program.check.verify import ROLES
 from ..ranks import runtime
 from ..record import Record
@@ -29,6 +30,7 @@ class Account:
         memory: what a rank holds along a step; None for eager code.
         update: the optimizer that the step contains, in words.
         notes: what else is to be known: what passes did.
+        ledger: what was asked of a step, and what became of each request.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -41,6 +43,7 @@ class Account:
     memory: Memory | None = None
     update: str = ""
     notes: tuple[str, ...] = ()
+    ledger: tuple[Entry, ...] = ()
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -96,6 +99,7 @@ class Account:
             "rank": self.rank if self.mesh is not None else None,
             "update": self.update,
             "notes": list(self.notes),
+            "ledger": [plain(e) for e in self.ledger],
             "warnings": [plain(w) for w in self.warnings],
             "collectives": self.counts.kinds,
             "bytes": self.counts.bytes,

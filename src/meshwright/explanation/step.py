@@ -10,6 +10,7 @@ import torch.fx as fx
 from ..collective import ADDS, COLLECTIVES, bytes_of, rounds
 from ..layout import dtype_name, wire_name
 from ..program import Program, value_of
+from ..program.capture.ledger import Entry
 from ..program.ir.edges import Edge, edges
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..ranks import runtime
@@ -22,8 +23,8 @@ from .memory import memory_of
 _SHOWN = ("param", "buffer", "batch")
 
 
-def explain_program(program: Program) -> Explanation:
-    """Every collective of a rank's step and why, where layouts came from, totals and memory."""
+def explain_program(program: Program, ledger: tuple[Entry, ...] = ()) -> Explanation:
+    """Every collective of a rank's step and why, where layouts came from, totals and memory; and what was asked."""
     names = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
     places = {n: i for i, n in enumerate(n for n in program.graph.nodes if n.op not in ("placeholder", "output"))}
     listed = tuple(_collective(program, i, node, names, places[node]) for i, node in enumerate(program.collectives()))
@@ -36,7 +37,7 @@ def explain_program(program: Program) -> Explanation:
     served = dict.fromkeys(i for n in program.collectives() if (i := info_of(n).cause) is not None)
     return Explanation(
         [program.causes[i] for i in served], counts, None, program.mesh, program.rank, listed, _laid(program),
-        memory_of(program), program.update, _notes(program),
+        memory_of(program), program.update, _notes(program), ledger,
     )  # fmt: skip
 
 

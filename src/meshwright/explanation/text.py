@@ -46,6 +46,8 @@ def _sections(why: Account) -> Iterator[tuple[RenderableType, ...]]:
         if why.mesh.size <= _MOST_RANKS:
             yield (_indented(_grid(why.mesh, why.rank)),)
     yield tuple(_indented(Text(note, style="dim")) for note in why.notes)
+    if why.ledger:
+        yield _titled("what was asked", *(Text(str(e), style="" if e.applied else "bold red") for e in why.ledger))
     if why.laid:
         yield _titled("layouts", _layouts(why))
         yield _titled("where layouts came from", *_origins(why.laid))

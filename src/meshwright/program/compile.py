@@ -72,6 +72,10 @@ class _OfDevice(CaptureSource):
     def reads(self) -> Read:
         return numbers([self.loss_fn, self.model])
 
+    @property
+    def more(self) -> Mapping[str, Any]:
+        return {"init": self.init}
+
     def prepare(self, recorded: Recorded) -> None:
         """Lay the model on the mesh; the optimizer follows."""
         assert recorded.built is not None

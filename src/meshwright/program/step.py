@@ -22,6 +22,7 @@ from .capture.build import Built, Plan
 from .capture.export_caches import forgotten
 from .capture.free_variables import Place
 from .capture.interrupts import interrupts_deferred
+from .capture.ledger import Entry, ledger_of
 from .capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
 from .capture.scale import SCALE
 from .check.digest import digest_of
@@ -101,6 +102,11 @@ class CaptureSource:
         """The numbers that the user's code may read, which a program holds as they were."""
         return ()
 
+    @property
+    def more(self) -> Mapping[str, Any]:
+        """What was said that is no part of the plan."""
+        return {}
+
     def prepare(self, recorded: Recorded) -> None:
         """Make model and optimizer what the first capture wants them to be."""
 
@@ -119,6 +125,7 @@ class CompiledStep:
         carrier, cycle: what its programs work on, and where it is between two updates.
         training: whether calls train or only compute the loss.
         built: all that the stages returned for the example batch, of ``compile_step``.
+        ledger: what was asked of it, and what became of each request; empty for a step by hand.
     """
 
     most_programs = 32
@@ -144,6 +151,7 @@ class CompiledStep:
         recorded = self._recorded(example_batch, again=False)
         self.built, self._options = recorded.built, options_of(self.optimizer)
         self._digest: str | None = None
+        self.ledger = self._asked(recorded, {**source.more, "backend": backend})
         source.prepare(recorded)
         updates, how = bool(recorded.program.update), source.plan.loss_scale
         self.carrier = Carrier(self.model, self.optimizer, updates, source.plan.gradients, backend)
@@ -173,6 +181,14 @@ class CompiledStep:
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
         self._affordable(made.program)
         return made
+
+    def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[Entry, ...]:
+        if recorded.built is None:
+            return ()
+        asked = getattr(self._transform, "passes", ())
+        return ledger_of(
+            self.model, self.optimizer, self._source.plan, recorded.built, recorded.program, asked, more
+        )  # fmt: skip
 
     def _affordable(self, program: Program) -> None:
         """Raises ExplicitError, on all ranks, where one sends more than ``mw.explicit(budget=...)`` allows."""
@@ -240,7 +256,7 @@ class CompiledStep:
 
     def explain(self) -> Explanation:
         """Every collective of the step and why, where layouts came from, bytes and memory."""
-        return explain_program(self.program)
+        return explain_program(self.program, self.ledger)
 
     def train(self, mode: bool = True) -> CompiledStep:
         """Train (or, with False, only compute the loss) from now on; the model's modules are switched too."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +105,8 @@ class Built:
         stored: name of each parameter to the spec in which it is to be stored.
         kept: name of each parameter that is kept otherwise than ops see it to its record.
         update: what of the optimizer is in the program; None if it runs after it.
+        decided: glob of the plan's layouts to the names of which it says how they lie.
+        met: option and name of each module that was called with, or returned, what ``inputs`` or ``outputs`` is for.
     """
 
     captured: Captured
@@ -113,6 +116,8 @@ class Built:
     stored: dict[str, Spec]
     kept: dict[str, Stored]
     update: Update | None
+    decided: Mapping[str, tuple[str, ...]]
+    met: Collection[tuple[str, str]]
 
 
 def build(
@@ -158,9 +163,9 @@ def _build(
     again: bool,
 ) -> Built:
     casts = _casts(model, mesh, plan)
-    with _hooks(model, mesh, plan, casts):
+    with _hooks(model, mesh, plan, casts) as met:
         captured = capture(model, loss_fn, batch, mesh.device, {n: d.compute for n, d in casts.dtypes.items()})
-    constraints = _constraints(model, captured, mesh, plan, batch)
+    constraints, decided = _constraints(model, captured, mesh, plan, batch)
     if again:
         plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}
         constraints.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
@@ -178,7 +183,7 @@ def _build(
         states_on=plan.states_on, train=train, loss_scale=plan.loss_scale,
     )  # fmt: skip
     always = PassManager([Recompute(), SplitCheckpoints(), *([Regather()] if plan.regather else [])])
-    return Built(captured, completed, laid, always(made), final, kept, update)
+    return Built(captured, completed, laid, always(made), final, kept, update, decided, met)
 
 
 def conditions_of(
@@ -244,29 +249,43 @@ def _casts(model: nn.Module, mesh: Mesh, plan: Plan) -> Casts:
 
 
 @contextlib.contextmanager
-def _hooks(model: nn.Module, mesh: Mesh, plan: Plan, casts: Casts) -> Iterator[None]:
-    """Inside, modules cast what goes in and comes out, and leave the plan's constraints of it."""
-    modules = dict(model.named_modules())
+def _hooks(model: nn.Module, mesh: Mesh, plan: Plan, casts: Casts) -> Iterator[set[tuple[str, str]]]:
+    """Inside, modules cast what goes in and comes out, and leave the plan's constraints of it; gives those that did, as
+    they do."""
+    modules, met = dict(model.named_modules()), set[tuple[str, str]]()
+    names = {id(m): n for n, m in modules.items()}
     handles = list(casts.attach(model))
     for globs, kind, register in (
         (plan.inputs, Inputs, "register_forward_pre_hook"),
         (plan.outputs, Outputs, "register_forward_hook"),
     ):
-        for module, placements in hooked(modules, dict(globs or {}), kind.__name__.lower()):
-            handles.append(getattr(module, register)(kind(mesh, placements)))
+        option = kind.__name__.lower()
+        for module, placements in hooked(modules, dict(globs or {}), option):
+            note = partial(_note, met, (option, names[id(module)]))
+            handles += [getattr(module, register)(hook) for hook in (kind(mesh, placements), note)]
     try:
-        yield
+        yield met
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: Any) -> dict[str, Any]:
-    """Node of the captured graph to what the user said of it."""
+def _note(met: set[tuple[str, str]], key: tuple[str, str], module: nn.Module, *given: Any) -> None:
+    """A hook: that a module has floating-point tensors where a constraint is for them."""
+    floating = (x for x in pytree.tree_leaves(given[-1]) if isinstance(x, Tensor))
+    if any(x.is_floating_point() or x.is_complex() for x in floating):
+        met.add(key)
+
+
+def _constraints(
+    model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, batch: Any
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """Node of the captured graph to what the user said of it; and glob to the names of which it says so."""
     by_name = {s.name: s.node for s in captured.sources}
     by_name.update({other: by_name[first] for other, first in captured.tied.items() if first in by_name})
     constraints: dict[str, Any] = {}
     words: dict[str, tuple[set[str], str]] = {}
+    said_by: dict[str, str] = {}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, DistTensor) and name in by_name:
             # A program may have been made of the model before: then it is stored split, and the ops see what they saw.
@@ -290,7 +309,7 @@ def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, b
                     f"contradiction: {glob!r} says {placements!r} of {name}, but {old[1]} says "
                     f"{constraints[node]!r}: keep one"
                 )
-            constraints[node], words[node] = placements, (found[glob], repr(glob))
+            constraints[node], words[node], said_by[name] = placements, (found[glob], repr(glob)), glob
     said = batch_placements(plan.batch, [s.name for s in captured.sources if s.kind == "batch"], mesh)
     for source in captured.sources:
         wanted = said.get(source.name) if source.kind == "batch" else None
@@ -302,7 +321,8 @@ def _constraints(model: nn.Module, captured: Captured, mesh: Mesh, plan: Plan, b
     for source, leaf in zip((s for s in captured.sources if s.kind == "batch"), leaves, strict=True):
         if isinstance(leaf, DistTensor):
             constraints.setdefault(source.node, leaf.spec.layout)
-    return constraints
+    decided = {g: tuple(n for n, said in said_by.items() if said == g) for g in plan.layouts or {}}
+    return constraints, decided
 
 
 def _alike(mesh: Mesh, a: Any, b: Any, name: str) -> bool:
