@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..mesh import Mesh
-from ..program.capture.ledger import Entry
+from ..program.capture.ledger import Asked
 from ..program.check.verify import ROLES
 from ..ranks import runtime
 from ..record import Record
@@ -43,7 +43,7 @@ class Account:
     memory: Memory | None = None
     update: str = ""
     notes: tuple[str, ...] = ()
-    ledger: tuple[Entry, ...] = ()
+    ledger: tuple[Asked, ...] = ()
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

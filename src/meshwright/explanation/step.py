@@ -10,7 +10,7 @@ import torch.fx as fx
 from ..collective import ADDS, COLLECTIVES, bytes_of, rounds
 from ..layout import dtype_name, wire_name
 from ..program import Program, value_of
-from ..program.capture.ledger import Entry
+from ..program.capture.ledger import Asked
 from ..program.ir.edges import Edge, edges
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..ranks import runtime
@@ -23,7 +23,7 @@ from .memory import memory_of
 _SHOWN = ("param", "buffer", "batch")
 
 
-def explain_program(program: Program, ledger: tuple[Entry, ...] = ()) -> Explanation:
+def explain_program(program: Program, ledger: tuple[Asked, ...] = ()) -> Explanation:
     """Every collective of a rank's step and why, where layouts came from, totals and memory; and what was asked."""
     names = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
     places = {n: i for i, n in enumerate(n for n in program.graph.nodes if n.op not in ("placeholder", "output"))}

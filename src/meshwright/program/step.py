@@ -22,7 +22,7 @@ from .capture.build import Built, Plan
 from .capture.export_caches import forgotten
 from .capture.free_variables import Place
 from .capture.interrupts import interrupts_deferred
-from .capture.ledger import Entry, ledger_of
+from .capture.ledger import Asked, ledger_of
 from .capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
 from .capture.scale import SCALE
 from .check.digest import digest_of
@@ -182,7 +182,7 @@ class CompiledStep:
         self._affordable(made.program)
         return made
 
-    def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[Entry, ...]:
+    def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[Asked, ...]:
         if recorded.built is None:
             return ()
         asked = getattr(self._transform, "passes", ())

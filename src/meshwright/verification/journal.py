@@ -172,6 +172,12 @@ class RankJournal:
         phase, op, line = PHASES.get(what, (what, want.op, want.line))
         value = _in_words(want)
         others: tuple[str, ...] = ()
+        if (lost := self._not_computed(key, want, seen)) is not None:
+            step, inside, *_ = lost
+            made = self.journal.seen[lost]
+            verb = "ranks do not compute it" if inside == "forward" else "it gets no gradient on ranks"
+            text = f"{verb}; so {value}: {found.text}"
+            return Departure(self.mode, step, inside, made.op, made.line, (), _in_words(made), "", text, found.relative)
         if what == "backward" or (what == "grad" and not self._contributed(step, want.name)):
             users = self.journal.uses.get((step, "forward", *key[2:]), [])
             users = users or self.journal.uses.get((step, "forward", "leaf", want.name), [])
@@ -180,6 +186,18 @@ class RankJournal:
             value = f"the gradient of {value}"
         layout = "" if seen.spec is None else repr(seen.spec.layout)
         return Departure(self.mode, step, phase, op, line, others, value, layout, found.text, found.relative)
+
+    def _not_computed(self, key: Key, want: Observed, seen: Observed) -> Key | None:
+        """What one device computed for the op that departs and ranks did not, since they ran another op there; or the
+        first value in the backward that has no gradient on ranks, where a parameter has none."""
+        step, what, *_ = key
+        if what == "grad" and seen.value is None:
+            outs = (k for k in self.journal.seen if k[0] == step and k[1] == "backward" and k[-2] == "out")
+            return next((k for k in outs if k not in self.compared), None)
+        if what != "forward" or want.key[-2] != "out":
+            return None
+        given = (k for k, users in self.journal.uses.items() if (want.op, want.line) in users and k[0] == step)
+        return next((k for k in given if k[1] == "forward" and k in self.journal.seen and k not in self.compared), None)
 
     def _contributed(self, step: int, name: str) -> bool:
         """Whether what ranks contribute to the gradient of a parameter was compared, and adds up to it."""

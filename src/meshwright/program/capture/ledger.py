@@ -24,7 +24,7 @@ _SDPA = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
-class Entry:
+class Asked:
     """One request.
 
     Attributes:
@@ -46,7 +46,7 @@ class Entry:
 def ledger_of(
     model: nn.Module, optimizer: Any, plan: Plan, built: Built, program: Program, passes: Sequence[Any] = (),
     more: Mapping[str, Any] | None = None,
-) -> tuple[Entry, ...]:  # fmt: skip
+) -> tuple[Asked, ...]:  # fmt: skip
     """What became of each request.
 
     Args:
@@ -76,14 +76,14 @@ class _Ledger:
         one = bool(axes) and all(mesh.axis_size(a) == 1 for a in axes)
         return f"the axis {', '.join(axes)} has one rank" if one else ""
 
-    def layouts(self) -> Iterator[Entry]:
+    def layouts(self) -> Iterator[Asked]:
         for glob, placements in self.plan.layouts.items():
             names = self.built.decided.get(glob, ())
             alone = self._single(placements) if isinstance(placements, Mapping) else ""
             lost = "of all that it matches a narrower glob, or a later one, says something else"
-            yield Entry("layouts", _said(glob, placements), bool(names) and not alone, alone or _of(names) or lost)
+            yield Asked("layouts", _said(glob, placements), bool(names) and not alone, alone or _of(names) or lost)
 
-    def batch(self) -> Iterator[Entry]:
+    def batch(self) -> Iterator[Asked]:
         if self.plan.batch is None:
             return
         layouts = self.built.decided.values()
@@ -92,9 +92,9 @@ class _Ledger:
         given = self.plan.batch
         alone = self._single(given) if isinstance(given, Mapping) and set(given) <= set(self.program.mesh.axes) else ""
         none = "layouts= says it of every tensor of the batch, or they are numbers"
-        yield Entry("batch", repr(given), bool(own) and not alone, alone or _of(own) or none)
+        yield Asked("batch", repr(given), bool(own) and not alone, alone or _of(own) or none)
 
-    def activations(self) -> Iterator[Entry]:
+    def activations(self) -> Iterator[Asked]:
         modules = dict(self.model.named_modules())
         for option in ("inputs", "outputs"):
             globs: Mapping[str, Placements] = getattr(self.plan, option) or {}
@@ -107,9 +107,9 @@ class _Ledger:
                 if own:
                     verb = "is given by place" if option == "inputs" else "returns"
                     why = f"the step calls no such module that {verb} a floating-point tensor"
-                yield Entry(option, _said(glob, placements), bool(met), _of(met, len(own)) or why)
+                yield Asked(option, _said(glob, placements), bool(met), _of(met, len(own)) or why)
 
-    def storage(self) -> Iterator[Entry]:
+    def storage(self) -> Iterator[Asked]:
         names = Names(self.model)
         for option in ("stored_over", "stored_on"):
             given = getattr(self.plan, option)
@@ -120,12 +120,12 @@ class _Ledger:
                 alone = self._single([value] if isinstance(value, str) else value) if option == "stored_over" else ""
                 none = "no dim of what it matches can be cut into as many parts, or a later glob says something else"
                 asked = _said(glob, value) if glob else repr(value)
-                yield Entry(option, asked, bool(kept) and not alone, alone or _of(kept, len(firsts)) or none)
+                yield Asked(option, asked, bool(kept) and not alone, alone or _of(kept, len(firsts)) or none)
         if not self.plan.regather:
             kept = [n for n, how in self.built.kept.items() if how.axes or how.device]
-            yield Entry("regather", "False", bool(kept), _of(kept) or "no parameter is gathered or copied for use")
+            yield Asked("regather", "False", bool(kept), _of(kept) or "no parameter is gathered or copied for use")
 
-    def states(self) -> Iterator[Entry]:
+    def states(self) -> Iterator[Asked]:
         over, on = self.plan.states_over, self.plan.states_on
         kind = (
             "no optimizer" if self.optimizer is None else ", ".join(type(o).__name__ for o in parts_of(self.optimizer))
@@ -137,32 +137,32 @@ class _Ledger:
             axes = [given] if isinstance(given, str) else list(given)
             alone = self._single(axes) if option == "states_over" else ""
             if self.optimizer is None or alone:
-                yield Entry(option, repr(given), False, alone or "there is no optimizer")
+                yield Asked(option, repr(given), False, alone or "there is no optimizer")
             elif self.built.update is None:
-                yield Entry(option, repr(given), True, f"{kind} updates behind the program, and its states follow")
+                yield Asked(option, repr(given), True, f"{kind} updates behind the program, and its states follow")
             else:
                 mine = states if option == "states_on" else [i for i in states if self._cut(i, axes)]
                 why = f"{len(mine)} of {len(states)} states" if states else f"{kind} keeps no states; gradients follow"
-                yield Entry(option, repr(given), bool(mine or not states), why)
+                yield Asked(option, repr(given), bool(mine or not states), why)
 
     def _cut(self, given: Input, axes: Iterable[str]) -> bool:
         layout = None if given.spec is None else given.spec.layout
         mesh = self.program.mesh
         return layout is not None and any(isinstance(layout.placements[mesh.axis_index(a)], Shard) for a in axes)
 
-    def numbers(self) -> Iterator[Entry]:
+    def numbers(self) -> Iterator[Asked]:
         plan, does = self.plan, "gradients before the update" if self.optimizer is not None else "gradients returned"
         if plan.clip_grad_norm is not None:
-            yield Entry("clip_grad_norm", repr(plan.clip_grad_norm), True, does)
+            yield Asked("clip_grad_norm", repr(plan.clip_grad_norm), True, does)
         if plan.loss_scale is not None:
-            yield Entry("loss_scale", repr(plan.loss_scale), True, "the loss, and updates that overflow are skipped")
+            yield Asked("loss_scale", repr(plan.loss_scale), True, "the loss, and updates that overflow are skipped")
         if plan.gradients:
-            yield Entry("gradients", "True", True, "parameter.grad is set after each step")
+            yield Asked("gradients", "True", True, "parameter.grad is set after each step")
         if plan.stages is not None:
             stored = [n for n, s in self.built.stored.items() if "At(" in repr(s.layout)]
-            yield Entry("stages", repr(plan.stages), bool(stored), _of(stored) or "no parameter lies in a stage")
+            yield Asked("stages", repr(plan.stages), bool(stored), _of(stored) or "no parameter lies in a stage")
 
-    def precision(self) -> Iterator[Entry]:
+    def precision(self) -> Iterator[Asked]:
         given = self.plan.precision
         if given is None:
             return
@@ -171,7 +171,7 @@ class _Ledger:
             own = dict.fromkeys(names.all[n] for n in names.said({glob: policy}, "precision"))
             yield from self._parts(glob, policy, {n: names.tensors[n] for n in own})
 
-    def _parts(self, glob: str, policy: Precision, own: Mapping[str, torch.Tensor]) -> Iterator[Entry]:
+    def _parts(self, glob: str, policy: Precision, own: Mapping[str, torch.Tensor]) -> Iterator[Asked]:
         over = [n for n in own if (how := self.built.kept.get(n)) is not None and how.axes]
         several = self.program.mesh.size > 1
         for part in ("compute", "reduce", "partial", "outputs", "wire", "gather"):
@@ -181,20 +181,20 @@ class _Ledger:
             asked = _said(glob, f"{part}={value}")
             if part in ("compute", "reduce"):
                 other = [n for n, t in own.items() if t.dtype is not value and t.is_floating_point()]
-                yield Entry("precision", asked, bool(other), _of(other) or f"all it matches is {value} already")
+                yield Asked("precision", asked, bool(other), _of(other) or f"all it matches is {value} already")
             elif part == "gather":
-                yield Entry(
+                yield Asked(
                     "precision", asked, bool(over), _of(over) or "nothing that it matches is stored_over an axis"
                 )
             else:
-                yield Entry(
+                yield Asked(
                     "precision",
                     asked,
                     several or part == "outputs",
                     "one rank sends nothing" if not several else _of(own),
                 )
 
-    def strategies(self) -> Iterator[Entry]:
+    def strategies(self) -> Iterator[Asked]:
         laid = {o.value: o.layout for o in self.built.completed.origins}
         laid |= {n: s.layout for n, s in self.built.laid.specs.items()}
         nodes = [n for n in self.built.captured.graph.nodes if n.op == "call_function"]
@@ -208,25 +208,25 @@ class _Ledger:
                 )
                 alone = self._single([axis])
                 why = alone or (f"{len(split)} of {len(mine)} {op}" if split else none)
-                yield Entry("strategies", f"{op}: {axis}={name}", bool(split) and not alone, why)
+                yield Asked("strategies", f"{op}: {axis}={name}", bool(split) and not alone, why)
 
-    def passes(self, asked: Sequence[Any]) -> Iterator[Entry]:
+    def passes(self, asked: Sequence[Any]) -> Iterator[Asked]:
         done = {r.name: r for r in self.program.passes if not isinstance(r, str)}
         for p in asked:
             record = done.get(p.name)
             text = f"{p.name}({p.options})" if p.options else p.name
-            yield Entry(
+            yield Asked(
                 "pass", text, record is not None, "there is nothing to do" if record is None else record.summary
             )
 
-    def others(self, more: Mapping[str, Any]) -> Iterator[Entry]:
+    def others(self, more: Mapping[str, Any]) -> Iterator[Asked]:
         if more.get("init") is not None:
             empty = [n for n, t in self.model.named_parameters() if t.is_meta]
-            yield Entry("init", repr(more["init"]), bool(empty), _of(empty) or "no parameter is on the meta device")
+            yield Asked("init", repr(more["init"]), bool(empty), _of(empty) or "no parameter is on the meta device")
         if more.get("backend") is not None:
-            yield Entry("backend", repr(more["backend"]), True, "what lies between collectives is compiled")
+            yield Asked("backend", repr(more["backend"]), True, "what lies between collectives is compiled")
 
-    def axes(self) -> Iterator[Entry]:
+    def axes(self) -> Iterator[Asked]:
         """Axes of the mesh that nothing uses."""
         mesh = self.program.mesh
         used = {a for n in self.program.collectives() for a in str(n.args[-2]).split(",")}
@@ -235,7 +235,7 @@ class _Ledger:
         for i, axis in enumerate(mesh.axes):
             split = axis in used or any(repr(p[i]) != "Replicate()" for p in lie)
             if not split and mesh.sizes[i] > 1:
-                yield Entry(
+                yield Asked(
                     "mesh", f"{axis}={mesh.sizes[i]}", False, "nothing is split over it: its ranks do the same work"
                 )
 
@@ -262,4 +262,4 @@ def _said(glob: str, value: Any) -> str:
     return f"{glob!r}: {value}" if glob else str(value)
 
 
-__all__ = ["Entry", "ledger_of"]
+__all__ = ["Asked", "ledger_of"]
