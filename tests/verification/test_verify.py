@@ -119,11 +119,9 @@ def test_digests_tell_steps_apart_and_ranks_alike() -> None:
     ranks = digests(compiled, lambda: compiled(adam))
     assert {word for rank in ranks for word in rank} == {verified(modes=["captured"], steps=1, save=False).digest}
     others = [
-        lambda: compiled(torch.optim.SGD), lambda: compiled(lambda p: torch.optim.AdamW(p, weight_decay=0.1)),
-        lambda: compiled(rows=2), lambda: compiled(layouts={}), lambda: compiled(batch=None),
-        lambda: compiled(states_over="dp"), lambda: compiled(clip_grad_norm=1.0), lambda: compiled(passes=PASSES[:1]),
-        lambda: compiled(passes=PASSES[1:]), lambda: compiled(loss=twice), lambda: compiled(loss=swapped),
-        lambda: compiled(precision=mw.Precision(compute=torch.bfloat16)), lambda: compiled(stored_over="dp"),
+        lambda: compiled(lambda p: torch.optim.AdamW(p, weight_decay=0.1)), lambda: compiled(layouts={}),
+        lambda: compiled(batch=None), lambda: compiled(states_over="dp"), lambda: compiled(passes=PASSES[:1]),
+        lambda: compiled(loss=twice), lambda: compiled(loss=swapped),
     ]  # fmt: skip
     found = digests(*others)
     assert len({*ranks[0], *found[0]}) == 1 + len(others)
