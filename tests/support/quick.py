@@ -21,9 +21,16 @@ QUICK: dict[str, tuple[str, ...]] = {
         "dispatch/test_routes.py",
         "dispatch/test_warm_plans.py",
     ),
-    "tensor": ("tensor/test_copies_of_views.py", "tensor/test_views.py", "tensor/test_writes.py"),
-    "shard": ("shard/test_shard_storage.py",),
+    "tensor": (
+        "tensor/test_autograd.py",
+        "tensor/test_copies_of_views.py",
+        "tensor/test_inference.py",
+        "tensor/test_views.py",
+        "tensor/test_writes.py",
+    ),
+    "shard": ("shard/test_shard_storage.py", "shard/test_writes_between_modules.py"),
     "program": (
+        "program/test_captured_zero.py",
         "program/test_check_by_hand.py",
         "program/test_program_views.py",
         "program/test_schedules.py",
