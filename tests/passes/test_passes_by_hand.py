@@ -315,6 +315,11 @@ def test_however_the_mean_is_written(sync: Callable[[Grads], None]) -> None:
     assert (fused["before"], fused["after"]) == (6 * twice, twice)
 
 
+def test_several_factors_stay_behind_a_sum_as_one() -> None:
+    for found in checked(case(on_constant, scaled_all_over), PRUNE, ALL):
+        assert found["rescaled"] == {0.5: 6}
+
+
 @pytest.mark.parametrize(
     ("steps", "starts", "sums"),
     [
