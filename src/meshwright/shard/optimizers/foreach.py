@@ -39,8 +39,15 @@ def _specs(a: Any) -> Specs | Spec | None:
     if isinstance(a, (list, tuple)):
         if a and not isinstance(a[0], Tensor):
             return None
-        return tuple([_spec(t) for t in a])
+        return _specs_of(a)
     return _spec(a)
+
+
+def _specs_of(tensors: Sequence[Any]) -> Specs:
+    return tuple([t._spec if t.__class__ is DistTensor else _spec(t) for t in tensors])
+
+
+_DISTRIBUTED = {DistTensor}
 
 
 def _spec(t: Any) -> Spec | None:
@@ -88,6 +95,8 @@ def _claim(name: str, given: Sequence[Any], specs: Sequence[Any]) -> None:
 def _captured(args: Sequence[Any]) -> bool:
     """Whether these are what a captured step runs on: each tensor a call of its own, which a program can hold."""
     for a in args:
+        if a.__class__ is list and _DISTRIBUTED.issuperset(map(type, a)):
+            continue
         others = [t for t in (a if isinstance(a, (list, tuple)) else (a,)) if not isinstance(t, DistTensor)]
         if others and any("_spec" in t.__dict__ for t in others if isinstance(t, Tensor)):
             return True
@@ -152,7 +161,7 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
     tensors = list(tensors)
     if _captured((tensors,)):
         return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
-    groups = _groups(tuple([t._spec if isinstance(t, DistTensor) else None for t in tensors]))
+    groups = _groups(_specs_of(tensors))
     if groups is None:
         return norms([_reduced(t) if isinstance(t, DistTensor) else t for t in tensors], ord, dtype)
     with torch.no_grad(), disabled():
