@@ -39,7 +39,7 @@ if TYPE_CHECKING or not _COMMAND:
     from .mesh import Mesh
     from .ranks.simulation import simulate
     from .rules.documents import attention
-    from .rules.experts import experts
+    from .rules.experts import expert_load, experts
     from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
     from .split_checkpoints import saved_split
     from .tensor import DistTensor
@@ -128,6 +128,7 @@ __all__ = [
     "check_rule",
     "compile_step",
     "constrain",
+    "expert_load",
     "experts",
     "explain",
     "explicit",

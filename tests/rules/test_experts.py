@@ -14,7 +14,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright import collective
 from meshwright.collective import rows
-from meshwright.errors import DispatchError, RuleError
+from meshwright.errors import CaptureError, DispatchError, RuleError
 from meshwright.ranks import runtime
 from meshwright.rules.experts import fraction
 from tests.support.compare import check_equal, plain
@@ -199,6 +199,54 @@ def test_rows_over_axes(name: str, chosen: str, monkeypatch: pytest.MonkeyPatch)
         assert ("gather_rows" in kinds) == (name != "inside alone")
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("act", ["silu", "gelu", "relu", "tanh"])
+def test_gradients_expert_by_expert(act: str, biased: bool) -> None:
+    """Those of the definition, where nobody differentiates again; with a gate and without; of frozen weights none."""
+    for parts in (2, 1):
+        names = {"x": X, "scores": SCORES, "gate_up": GATE_UP[:, : parts * INNER], "down": DOWN}
+        names |= {k: b[:, : parts * INNER] if "gate" in k else b for k, b in (BIASES if biased else {}).items()}
+        given = {k: t.clone().requires_grad_(k != "down") for k, t in names.items()}
+        x, scores, up, down, *bias = given.values()
+        made = mw.experts(x, IDS, scores, up, down, act, **{k: t for k, t in given.items() if "bias" in k})
+        rows = torch.einsum("tc,enc->tne", x, up).movedim(-1, 0) + (bias[0][:, None] if bias else 0)
+        function = getattr(F, act)
+        rows = function(rows) if parts == 1 else function(rows[..., :INNER]) * rows[..., INNER:]
+        every = rows @ down.transpose(1, 2) + (bias[1][:, None] if bias else 0)
+        chosen = F.one_hot(IDS, COUNT).to(x.dtype) * scores[..., None]
+        want = torch.einsum("etc,te->tc", every, chosen.sum(1))
+        leaves = [t for t in given.values() if t.requires_grad]
+        check_equal(
+            plain([made, *torch.autograd.grad(made.square().sum(), leaves)]),
+            plain([want, *torch.autograd.grad(want.square().sum(), leaves)]),
+        )
+
+
+def test_load_of_experts() -> None:
+    """The tokens of each, counted over all ranks: eager, and as a value that a captured step returns."""
+    want, mesh = torch.bincount(IDS.flatten(), minlength=COUNT), mw.Mesh({"dp": 3, "ep": 2})
+    laid, model = {"dp": S, "ep": S}, Model()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        ids = model.layers[0].router(x).topk(K).indices
+        return {"loss": model(x), "load": mw.expert_load(ids, COUNT)}
+
+    x = drawn(8, 3, WIDTH)
+    routed = torch.bincount(model.layers[0].router(x).topk(K).indices.flatten(), minlength=COUNT)
+
+    def run() -> Any:
+        counted = mw.unshard(mw.expert_load(mw.shard_tensor(IDS.masked_fill(IDS == 2, -1), mesh, laid), COUNT))
+        own = Model()
+        step = mw.compile_step(own, loss_fn, torch.optim.SGD(own.parameters(), lr=0.1), x, mesh=mesh, batch=laid)
+        return counted, mw.unshard(step(x)["load"])
+
+    for counted, load in mw.simulate(run, mesh):
+        assert torch.equal(counted, want * (torch.arange(COUNT) != 2))
+        assert torch.equal(load, routed)
+    with pytest.raises(DispatchError, match=r"ids of torch\.float64"):
+        mw.expert_load(IDS.double(), COUNT)
+
+
 class Layer(nn.Module):
     """A router, experts, and a shared part."""
 
@@ -333,3 +381,34 @@ def test_autocast() -> None:
 
     for got in mw.simulate(run, mesh):
         torch.testing.assert_close(got, low, rtol=1e-2, atol=1e-2)
+
+
+def test_a_router_that_reads_values_cannot_be_captured() -> None:
+    """Every rank is told the line; eagerly it runs."""
+
+    class Reads(Layer):
+        def forward(self, x: Tensor) -> Any:
+            top, ids = self.router(x).softmax(-1).topk(K)
+            if int(ids.max()) > COUNT:  # read here
+                return x
+            return x + mw.experts(x, ids, top, self.gate_up, self.down)
+
+    mesh, x, told = mw.Mesh({"ep": 2}), drawn(4, 3, WIDTH), []
+    layouts = {"gate_up": {"ep": S}, "down": {"ep": S}}
+
+    def run() -> float:
+        model = Reads().double()
+        eager = mw.shard_module(model, mesh, layouts)(mw.shard_tensor(x, mesh, {"ep": S}))
+        own = Reads().double()
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        try:
+            mw.compile_step(
+                own, lambda m, x: m(x).sum(), optimizer, x, mesh=mesh, layouts=layouts, batch={"ep": S}
+            )  # fmt: skip
+        except CaptureError as error:
+            told.append(str(error))
+        return mw.unshard(eager).sum().item()
+
+    mw.simulate(run, mesh)
+    assert len(told) == 2
+    assert all("test_experts.py" in text and "int(ids.max()) > COUNT" in text for text in told), told

@@ -50,6 +50,16 @@ def summary(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("more", [(), ("--static",)], ids=["eager", "captured"])
+def test_experts_on_processes_equal_one_device(more: tuple[str, ...], tmp_path: Path) -> None:
+    words = (*TINY, "--experts", "3", "--mesh", "ep=2", "--steps", "3", "--verify", "--json", *more)
+    found = summary(meshwright(*words, folder=tmp_path))
+    assert found["max_rel_loss_diff"] < 1e-9
+    assert found["max_rel_grad_diff"] < 1e-8
+    assert (found["collectives_per_step"]["gather_rows"], found["collectives_per_step"]["scatter_rows"]) == (3, 3)
+
+
+@pytest.mark.long
 def test_two_processes_equal_one_device(tmp_path: Path) -> None:
     words = [word for word in TINY if word != "--no-plot"]
     done = meshwright(*words, "--mesh", "dp=2", "--steps", "4", "--verify", "--json", folder=tmp_path)

@@ -39,9 +39,14 @@ def experts_forward(self: Any, hidden_states: Tensor, ids: Tensor, weights: Tens
     named = {}
     if self.has_bias:
         named = {"gate_up_bias": getattr(self, f"{first}_bias"), "down_bias": self.down_proj_bias}
-    return experts(hidden_states, ids, weights, up, down, self._apply_gate if self.has_gate else self.act_fn, **named)
+    plain = not self.has_gate or type(self)._apply_gate is getattr(_moe, "_default_apply_gate", None)
+    act = _NAMES.get(type(self.act_fn).__name__) if plain else None
+    if act is None:
+        act = self._apply_gate if self.has_gate else self.act_fn
+    return experts(hidden_states, ids, weights, up, down, act, **named)
 
 
+_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "ReLU": "relu"}  # of those that have kernels
 _moe = extra("transformers.integrations.moe", "hf", "meshwright.integrations.transformers")
 _moe.ALL_EXPERTS_FUNCTIONS.register("meshwright", experts_forward)
 

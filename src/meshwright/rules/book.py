@@ -106,6 +106,7 @@ f(2,4,8), 2, f(4), f(4) | group_norm
 f(2,4,8), f(4), f(4), None, None, True, 0.1, 1e-5, False | batch_norm instance_norm
 f(4), f(4), 0.1 | blend_running
 f(4,6), i(4,2), f(4,2), f(3,2,5,6), f(3,6,5), None, None, "silu", True | expert_outputs meshwright::experts
+i(4,6), 3 | meshwright::expert_load
 f(4,6), f(4,6) | laid_as
 f(4,6), i(4) | cross_entropy_loss nll_loss nll_loss_nd multi_margin_loss
 f(2,4,6,8), i(2,6,8) | nll_loss2d

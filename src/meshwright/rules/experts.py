@@ -21,6 +21,7 @@ from ..errors import DispatchError, near
 from ..layout import Shard
 from ..operators import GIVEN, internal, kept_whole, operator
 from ..ranks import runtime
+from .expert_kernels import DERIVATIVES, ExpertRows, acted
 from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .strategies import Strategy, nested_bounds
 
@@ -255,15 +256,76 @@ def _run(
     expert, order = expert.masked_fill(away, count).sort(stable=True)
     ends = torch.searchsorted(expert, torch.arange(count, device=x.device, dtype=expert.dtype), right=True)
 
-    def product(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        made: Tensor = _Grouped.apply(rows.to(low), w.transpose(-1, -2).to(low), ends)
-        return made if bias is None else made + F.pad(bias, (0, 0, 0, 1)).to(low).index_select(0, expert)
+    biases = [None if t is None else t.flatten(1).to(low) for t in (gate_up_bias, down_bias)]
+    kept = (weights.reshape(-1, k), gate_up.flatten(1, 2).to(low), down.to(low), *biases)
+    # Aliases: what is given are distributed tensors again when the backward runs.
+    given: list[Any] = [None if t is None else t.view_as(t) for t in (tokens.to(low), order, ends, *kept)]
+    parts = gate_up.shape[1] if each else 0
+    if each and act in DERIVATIVES:
+        made: Tensor = ExpertRows.apply(_dense, act, parts, *given)
+    else:
+        made = _dense(*given, act, parts)
+    return made.to(x.dtype).view(x.shape)
 
-    first = None if gate_up_bias is None else gate_up_bias.flatten(1)
-    rows = product(tokens.index_select(0, order // k), gate_up.flatten(1, 2), first)
-    rows = product(_acted(rows, act, down.shape[-1], gate_up.shape[1] if each else 0), down, down_bias)
+
+def _dense(
+    tokens: Tensor, order: Tensor, ends: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, parts: int,
+) -> Tensor:  # fmt: skip
+    """The same of ops that have gradients, and of any function: all rows, those of other ranks' experts as zeros."""
+    k, slots = weights.shape[1], torch.arange(order.shape[0], device=order.device)
+    expert = torch.searchsorted(ends, slots, right=True)
+
+    def product(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        made: Tensor = _Grouped.apply(rows, w.transpose(-1, -2), ends)
+        return made if bias is None else made + F.pad(bias, (0, 0, 0, 1)).index_select(0, expert)
+
+    rows = product(tokens.index_select(0, order // k), gate_up, gate_up_bias)
+    rows = product(_acted(rows, act, down.shape[-1], parts), down, down_bias)
     rows = rows.index_select(0, order.argsort()).unflatten(0, (len(tokens), k))
-    return (rows * weights.reshape(-1, k, 1)).sum(1).to(x.dtype).view(x.shape)
+    return (rows * weights.unsqueeze(-1)).sum(1)
+
+
+# ---------------------------------------------------------------------------------------------- loads
+
+
+def expert_load(ids: Tensor, experts: int) -> Tensor:
+    """How many tokens each expert computes, over all ranks: for logs, and for routers that are balanced by a bias.
+
+    Args:
+        ids: which experts, of any shape, whole numbers; those that are none's are not counted.
+        experts: their number.
+
+    Returns:
+        (experts,), int64.
+
+    Example::
+
+        load = mw.expert_load(ids, 8)   # of a captured step: one of the values that loss_fn returns
+    """
+    if ids.is_floating_point() or experts < 1:
+        raise DispatchError(
+            f"expert_load: ids of {ids.dtype} and experts={experts} were given; give whole numbers, and at least 1"
+        )
+    made: Tensor = _LOAD(ids, experts)
+    return made
+
+
+def _load(ids: Tensor, experts: int) -> Tensor:
+    flat = ids.reshape(-1).long()
+    counted = ((flat >= 0) & (flat < experts)).long()
+    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add(
+        0, flat.clamp(0, experts - 1), counted
+    )
+
+
+_LOAD = kept_whole("expert_load(Tensor ids, int experts) -> Tensor", _load)
+
+
+@rule("meshwright::expert_load")
+def _load_rule(ids: Arg, experts: int) -> Rule:
+    """Each rank counts its own tokens."""
+    return notation({ids: ids.letters}, "e", sizes={"e": experts}, whole="e", reduced=ids.letters)
 
 
 # ---------------------------------------------------------------------------------------------- activations
@@ -300,12 +362,7 @@ def _named(act: Act) -> str:
 def _acted(rows: Tensor, act: str, width: int, parts: int) -> Tensor:
     """What a function of each column makes of rows in one or two ``parts``; or one of whole rows, where these are 0."""
     name = GIVEN.made[int(act[1:])] if act.startswith("@") else act
-    function = _FUNCTIONS[name]() if name in _FUNCTIONS else getattr(F, act)
-    if parts == 2:
-        gate, up = rows.chunk(2, -1)
-        made: Tensor = function(gate) * up
-    else:
-        made = function(rows)
+    made = acted(rows, _FUNCTIONS[name]() if name in _FUNCTIONS else getattr(F, act), parts)
     if made.shape != (len(rows), width):
         raise DispatchError(f"experts: act gave {tuple(made.shape)} of {tuple(rows.shape)}; width {width} was expected")
     return made
