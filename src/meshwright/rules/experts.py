@@ -264,7 +264,7 @@ def _run(
     if each and act in DERIVATIVES:
         made: Tensor = ExpertRows.apply(_dense, act, parts, *given)
     else:
-        made = _dense(*given, act, parts)
+        made = _dense(*(*given, act, parts))
     return made.to(x.dtype).view(x.shape)
 
 
