@@ -1,4 +1,4 @@
-"""The most telling tests of each room of ``src``, which ``make test-quick`` runs: files, or tests in them.
+"""The most telling tests of each room, of ``make test-quick``: by files, for a test by its name runs whole grids.
 
 ``python -m tests.support.quick`` prints them, one to a line.  ``tests/project/test_quick.py`` holds that each room has
 some.  What they cost is in their number: about 90 seconds on two cores, so that what comes in replaces something.
@@ -14,7 +14,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "collective": ("collective/test_collective_counts.py", "collective/test_digests.py"),
     "failures": ("failures/test_agreement.py",),
     "rules": ("rules/test_notation.py", "rules/test_rule_strategies.py"),
-    "choose": ("choose/test_choice_types.py", "choose/test_choose.py::test_axes_are_chosen_together"),
+    "choose": ("choose/test_choice_types.py", "choose/test_choose.py"),
     "dispatch": (
         "dispatch/test_call_counts.py",
         "dispatch/test_partial.py",
