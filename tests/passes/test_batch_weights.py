@@ -231,3 +231,51 @@ def test_saved_in_mid_merge() -> None:
         return [mw.unshard(p.detach()) for p in model.parameters()]
 
     mw.simulate(run, mesh)
+
+
+class Normed(Net):
+    """By the mean and variance of the batch, with running statistics or without."""
+
+    def __init__(self, tracked: bool) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(5, track_running_stats=tracked)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.batch(self.embed(x)))))  # type: ignore[no-any-return]
+
+
+def similar(model: nn.Module, batch: Any) -> Tensor:
+    h = F.normalize(model(batch[0]).mean(1), dim=-1)
+    return F.cross_entropy(h @ h.t() / 0.1, torch.arange(len(h)))
+
+
+MIXED: list[tuple[Callable[[], nn.Module], Any, str]] = [
+    (
+        functools.partial(Normed, True),
+        LOSSES["ignored labels"],
+        r"native_batch_norm.* takes the statistics of the batch",
+    ),
+    (
+        functools.partial(Normed, False),
+        LOSSES["ignored labels"],
+        r"native_batch_norm.* takes the statistics of the batch",
+    ),
+    (Net, similar, r"aten.mm.default takes pairs of rows of the batch"),
+    (Net, lambda m, b: (m(b[0]) - m(b[0]).mean(0)).square().mean(), r"a sum over the rows of the batch"),
+    (Net, lambda m, b: m(b[0]).softmax(0).square().mean(), r"all rows of the batch together"),
+]
+
+
+@pytest.mark.parametrize(("make", "loss", "what"), MIXED)
+def test_what_mixes_the_rows_of_a_batch_is_refused(make: Callable[[], nn.Module], loss: Any, what: str) -> None:
+    """No weighted mean of micro-batches is the loss of the batch; with weighted=False it is as asked for."""
+    model = make()
+    with pytest.raises(PassError, match=rf"test_batch_weights.py:\d+: .*{what}"):
+        mw.compile_step(
+            model, loss, torch.optim.SGD(model.parameters()), rows(4, 0, 0.2), mesh=mw.Mesh({"dp": 1}),
+            passes=[GradientMerge(2)],
+        )  # fmt: skip
+    again = make()
+    optimizer = torch.optim.SGD(again.parameters())
+    merge = GradientMerge(2, weighted=False)
+    mw.compile_step(again, loss, optimizer, rows(4, 0, 0.2), mesh=mw.Mesh({"dp": 1}), passes=[merge])

@@ -137,9 +137,11 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
 
     import torch
 
+    from meshwright.compat import pytree
     from meshwright.explanation import Comparison, explain_program
     from meshwright.program import build
     from meshwright.program.capture.ledger import ledger_of
+    from meshwright.program.run.pipeline import cut_batch
 
     from .subject import subject_of
 
@@ -148,7 +150,11 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
     subject = subject_of(config, config.model, config.layouts, llama=config.preset != "gpt")
     make = subject.optimizer
     optimizer = config.make_optimizer(subject.model) if make is None else make(subject.model.parameters())
-    before = build(subject.model, subject.loss_fn, optimizer, subject.batch, mesh, subject.plan, rank=config.rank)
+    batch = subject.batch
+    if manager.splits > 1:  # a program is that of a micro-batch
+        leaves, tree = pytree.tree_flatten(batch)
+        batch = pytree.tree_unflatten(cut_batch(leaves, manager.splits)[0], tree)
+    before = build(subject.model, subject.loss_fn, optimizer, batch, mesh, subject.plan, rank=config.rank)
 
     def explained(program: Program, passes: Sequence[Pass] = ()) -> Explanation:
         asked = ledger_of(subject.model, optimizer, subject.plan, before, program, passes)

@@ -53,6 +53,8 @@ def subject_of(config: StepConfig, path: str | None, layouts: str | None, llama:
         "stored_over": config.stored_over, "states_over": config.states_over, "clip_grad_norm": config.clip,
         "precision": config.policy, "layouts": layouts,
     }  # fmt: skip
+    if path is None:
+        said["stages"] = config.stages
     return replace(made, plan=replace(made.plan, **{k: v for k, v in said.items() if v is not None}))
 
 

@@ -64,6 +64,7 @@ from .quantized import (
 )
 from .rendezvous import meeting
 from .rows import gather_rows, scatter_rows
+from .sends import SEND, cut_off, lane, receive, send
 from .transport import Pending, row_major
 
 # Below this package a tensor may lie on the host while ranks meet with tensors of a device.
@@ -88,6 +89,7 @@ __all__ = [
     "KINDS",
     "OPERATORS",
     "REDUCE_SCATTER",
+    "SEND",
     "STARTS",
     "WAIT_OP",
     "WIRE_ALL_GATHER",
@@ -112,6 +114,7 @@ __all__ = [
     "compare",
     "connect",
     "counting",
+    "cut_off",
     "difference",
     "differing",
     "digests",
@@ -122,12 +125,14 @@ __all__ = [
     "group_of",
     "group_size",
     "keep_one",
+    "lane",
     "leave_with",
     "meeting",
     "mesh_of_text",
     "mesh_text",
     "override_group",
     "permute",
+    "receive",
     "recording",
     "reduce_scatter",
     "reduce_scatter_async",
@@ -137,6 +142,7 @@ __all__ = [
     "same_values",
     "scatter_rows",
     "scatter_sum_async",
+    "send",
     "sends_objects",
     "silent",
     "so_far",

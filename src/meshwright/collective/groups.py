@@ -124,12 +124,17 @@ def _process_group(mesh: Mesh, axes: tuple[int, ...]) -> Link:
         if not any(isinstance(k, tuple) and k[0] == "process group" for k in made):
             direct_calls.guard()
             store_messages.announce()
-        made[key] = _new_group(parts, mesh.device)
+        made[key] = new_link(parts, mesh.device)
     found: Link = made[key]
     return found
 
 
-def _new_group(parts: tuple[tuple[int, ...], ...], device: str) -> Link:
+def new_link(parts: tuple[tuple[int, ...], ...], device: str, lane: str = "") -> Link:
+    """A process group of this rank's part of the ranks; all of them call it together, in one order.
+
+    Args:
+        lane: what tells it from other groups of the same ranks.
+    """
     rank, world = runtime.RT.rank, dist.get_world_size()
     if runtime.RT.watcher is not None and (lost := runtime.RT.watcher.error("while groups were made")):
         raise lost
@@ -140,7 +145,7 @@ def _new_group(parts: tuple[tuple[int, ...], ...], device: str) -> Link:
     everyone = dist.group.WORLD
     assert everyone is not None
     # gloo's group of all ranks may carry the user's collectives and waits for half an hour: an own one costs little.
-    shared = backend_name(everyone, device) != "gloo"
+    shared = backend_name(everyone, device) != "gloo" and not lane
     # The backend's own end of waiting comes after ours, which says more.
     limit = timedelta(seconds=(runtime.RT.timeout or TIMEOUT) + 10)
     before = open_sockets()
@@ -155,7 +160,7 @@ def _new_group(parts: tuple[tuple[int, ...], ...], device: str) -> Link:
             own = pg, ranks
     sockets = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
     gloo = type(own[0]) is dist.ProcessGroup and backend_name(own[0], device) == "gloo"
-    return Link(own[0], own[1], gloo, sockets)
+    return Link(own[0], own[1], gloo, sockets, lane)
 
 
 def connect(mesh: Mesh) -> None:

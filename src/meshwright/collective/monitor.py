@@ -70,6 +70,10 @@ class Underway:
     def __init__(self, work: Any, group: Group, call: Call, number: int) -> None:
         self.work, self.group, self.call, self.number = work, group, call, number
 
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self.work is None or bool(self.work.is_completed())
+
     def wait(self) -> None:
         """Until it is complete.
 
@@ -171,10 +175,11 @@ class _Watch:
 def _word(state: str, group: Group, call: Call, number: int, text: str) -> Word:
     counts: dict[str, int] = {}
     for link in links(runtime.RT.groups.values()):
-        key = store_messages.key_of(link.ranks)
+        key = store_messages.key_of(link.ranks, link.lane)
         counts[key] = max(counts.get(key, 0), link.count)
     recent = [(n, mark(c), str(c)) for n, c in list(group.link.recent)] if group.link else []
-    return Word(state, group.ranks, number, _where(group, call), counts, recent, text)
+    lane = group.link.lane if group.link else ""
+    return Word(state, group.ranks, number, _where(group, call), counts, recent, text, lane)
 
 
 def judge(heard: dict[int, Word], me: int) -> str:
@@ -184,7 +189,7 @@ def judge(heard: dict[int, Word], me: int) -> str:
         word = heard.get(rank)
         if word is not None and word.state != "waits":
             return word.text
-        if word is not None and rank != me and word.ranks == own.ranks:
+        if word is not None and rank != me and word.key == own.key:
             theirs = {n: (m, text) for n, m, text in word.recent}
             for n, m, text in own.recent:
                 if n in theirs and theirs[n][0] != m:
@@ -213,8 +218,7 @@ def _stuck(heard: dict[int, Word], me: int) -> set[int]:
         word = heard.get(rank)
         if word is None or word.state != "waits":
             return set()
-        key = store_messages.key_of(word.ranks)
-        missing = [r for r in word.ranks if r not in heard or heard[r].counts.get(key, 0) < word.number]
+        missing = [r for r in word.ranks if r not in heard or heard[r].counts.get(word.key, 0) < word.number]
         if not missing:
             return set()  # all have come: slow, not stuck
         todo += missing

@@ -29,6 +29,7 @@ class Word:
         counts: group to the number of collectives that the rank has begun there.
         recent: number, mark and text of the last ones in this group.
         text: why it failed.
+        lane: what tells the group from others of the same ranks.
     """
 
     state: str
@@ -38,11 +39,17 @@ class Word:
     counts: dict[str, int]
     recent: list[tuple[int, int, str]]
     text: str
+    lane: str = ""
+
+    @property
+    def key(self) -> str:
+        """The group that it waits in."""
+        return key_of(self.ranks, self.lane)
 
 
-def key_of(ranks: Sequence[int]) -> str:
+def key_of(ranks: Sequence[int], lane: str = "") -> str:
     """A group as a key."""
-    return ",".join(map(str, ranks))
+    return ",".join(map(str, ranks)) + lane
 
 
 def announce() -> None:

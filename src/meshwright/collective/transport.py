@@ -48,6 +48,10 @@ class Pending:
     def advance(self) -> None:
         """Start what is to come after the first of several collectives; where there is one there is nothing to do."""
 
+    def done(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return self._work is None or bool(self._work.done())
+
     def wait(self) -> Tensor:
         """Block until the result is there (on a GPU: until the stream waits for it) and return it."""
         work, finish = self._work, self._finish

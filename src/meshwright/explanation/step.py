@@ -4,51 +4,127 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch.fx as fx
 
-from ..collective import ADDS, COLLECTIVES, bytes_of, rounds
+from ..collective import ADDS, COLLECTIVES, SEND, bytes_of, rounds
 from ..layout import dtype_name, wire_name
 from ..program import Program, value_of
 from ..program.capture.ledger import Asked
 from ..program.ir.edges import Edge, edges
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
+from ..program.ir.program import OF_STAGES, WHOLE, Message, Output, Staging
 from ..ranks import runtime
 from ..record import Record
 from ..resharding.copies import TO_DEVICE, TO_HOST
 from .entries import Collective, Laid
 from .explanation import Explanation
-from .memory import memory_of
+from .memory import Memory, memory_of
 
+_WIDEST = 160  # columns of a schedule that is drawn
 _SHOWN = ("param", "buffer", "batch")
 
 
 def explain_program(program: Program, ledger: tuple[Asked, ...] = ()) -> Explanation:
     """Every collective of a rank's step and why, where layouts came from, totals and memory; and what was asked."""
+    how, counts, listed = program.pipeline, runtime.Counts(), list[Collective]()
+    served: dict[Record, None] = {}
+    runs = {WHOLE: (program, 1)}
+    if how is not None:
+        parts = program.parts.items()
+        runs = {name: (part, 1 if name == "flush" else how.schedule.micro_batches) for name, part in parts}
+    for part, times in runs.values():
+        _one(part, times, counts, listed, served)
+    memory = memory_of(program) if how is None else _of_stage(program, how, counts)
+    return Explanation(
+        list(served), counts, None, program.mesh, program.rank, tuple(listed), _laid(program), memory,
+        program.update, _notes(program), ledger,
+    )  # fmt: skip
+
+
+def _one(
+    program: Program, times: int, counts: runtime.Counts, listed: list[Collective], served: dict[Record, None]
+) -> None:
+    """Add the collectives of a program that a step runs so often."""
     names = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
     places = {n: i for i, n in enumerate(n for n in program.graph.nodes if n.op not in ("placeholder", "output"))}
-    listed = tuple(_collective(program, i, node, names, places[node]) for i, node in enumerate(program.collectives()))
-    counts = runtime.Counts()
-    for c in listed:
-        counts.add(c.kind, c.axes, int(c.bytes))
+    for node in program.collectives():
+        made = _collective(program, len(listed), node, names, places[node])
+        listed.append(made)
+        for _ in range(times):
+            counts.add(made.kind, made.axes, int(made.bytes))
     for node in program.graph.nodes:
         if node.target in (TO_DEVICE, TO_HOST):
-            counts.add_copy("to_device" if node.target is TO_DEVICE else "to_host", checked_value(node).size)
-    served = dict.fromkeys(i for n in program.collectives() if (i := info_of(n).cause) is not None)
-    return Explanation(
-        [program.causes[i] for i in served], counts, None, program.mesh, program.rank, listed, _laid(program),
-        memory_of(program), program.update, _notes(program), ledger,
-    )  # fmt: skip
+            for _ in range(times):
+                counts.add_copy("to_device" if node.target is TO_DEVICE else "to_host", checked_value(node).size)
+    served.update((program.causes[i], None) for n in program.collectives() if (i := info_of(n).cause) is not None)
+
+
+def _of_stage(program: Program, how: Staging, counts: runtime.Counts) -> Memory:
+    """What a rank of a pipeline holds at most: in one part, and of the other micro-batches under way.  What it sends is
+    added to the counts."""
+    axis, here = program.mesh.axes[how.axis], program.mesh.coordinate(program.rank)[how.axis]
+    for message, size in _sent(program, how):
+        if message.src == here:
+            for _ in range(how.schedule.micro_batches):
+                counts.add(SEND, (axis,), size)
+    most = max((memory_of(part) for part in program.parts.values()), key=lambda m: m.peak)
+    held = {checked_value(n).storage: checked_value(n).nbytes for n, o in _passed(program) if o.kind == "held"}
+    inputs = {checked_value(n).storage for n in program.parts["F"].placeholders} if "F" in program.parts else set()
+    more = sum(size for storage, size in held.items() if storage not in inputs) * (how.schedule.held(here) - 1)
+    at_peak = {**most.at_peak, "activations": most.at_peak.get("activations", 0) + more}
+    return replace(most, peak=most.peak + more, at_peak=at_peak)
+
+
+def _passed(program: Program) -> Iterator[tuple[fx.Node, Output]]:
+    """What parts of a rank's stage hand on."""
+    for name in OF_STAGES:
+        if name in program.parts:
+            part = program.parts[name]
+            yield from zip(part.results, part.outputs, strict=True)
+
+
+def _sent(program: Program, how: Staging) -> Iterator[tuple[Message, int]]:
+    """The messages that this rank sends or receives for each micro-batch, and their bytes."""
+    sizes = {o.name: checked_value(n).size for n, o in _passed(program) if o.kind == "edge"}
+    for name in OF_STAGES:
+        part = program.parts.get(name)
+        for n, i in () if part is None else zip(part.placeholders, part.inputs, strict=True):
+            if i.kind == "edge":
+                sizes[i.name] = checked_value(n).size
+    return ((m, sizes[m.name]) for m in how.messages if m.name in sizes)
 
 
 def _notes(program: Program) -> tuple[str, ...]:
     passes = tuple(r if isinstance(r, str) else f"{r.name}: {r.summary}" for r in program.passes)
+    if program.pipeline is not None:
+        return (*passes, *_scheduled(program, program.pipeline))
     passes += tuple(_crossings(program))
     if len(program.step) == 1:
         return passes
     kinds = program.parts[program.step[0]].kinds
     each = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in kinds.items()) or "no collective"
     return (*passes, f"the last of {len(program.step)} micro-steps; each of the others runs {each}")
+
+
+def _scheduled(program: Program, how: Staging) -> Iterator[str]:
+    """Who computes what when, what is held and what is sent."""
+    if not how.messages:
+        yield f"{how.schedule.micro_batches} micro-batches, of which every rank computes all stages"
+        return
+    order = how.schedule
+    lines = str(order).splitlines()
+    yield f"{order.name}: {order.micro_batches} micro-batches through {order.stages} stages; {lines[-1]}"
+    if len(lines[0]) <= _WIDEST:
+        yield from lines[:-1]
+    yield f"micro-batches held by the stages: {', '.join(str(order.held(s)) for s in range(order.stages))}"
+    ways: dict[tuple[int, int], list[int]] = {}
+    for message, size in _sent(program, how):
+        ways.setdefault((message.src, message.dst), []).append(size)
+    for (src, dst), sizes in sorted(ways.items()):
+        values = f"{len(sizes)} value{'s' if len(sizes) > 1 else ''}"
+        yield f"from stage {src} to stage {dst}: {values}, {sum(sizes)} bytes for each micro-batch"
 
 
 def _crossings(program: Program) -> Iterator[str]:

@@ -10,6 +10,7 @@ from ..program.ir.subgraphs import copied
 from .data_parallel_optimization import DataParallelOptimization
 from .gradient_merge import GradientMerge
 from .pass_manager import Pass, PassManager, PassRecord, parse, register, registered
+from .pipeline import Pipeline
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -20,6 +21,7 @@ __all__ = [
     "Pass",
     "PassManager",
     "PassRecord",
+    "Pipeline",
     "annotate",
     "copied",
     "info_of",

@@ -19,9 +19,10 @@ from ..collective import COLLECTIVES
 from ..collective.graph import KEEP_ONE
 from ..errors import PassError
 from ..program.ir.linear import linear_in, scale_of
-from ..program.ir.nodes import VIEWS, annotate, call, checked_value, info_of, target_name, value_of
+from ..program.ir.nodes import VIEWS, ancestors, annotate, call, checked_value, info_of, target_name, value_of
 from ..program.ir.program import WEIGHT, Program
 from ..program.ir.subgraphs import read_instead
+from .batch_rows import mixing
 
 aten = torch.ops.aten
 
@@ -76,13 +77,21 @@ def weight_of(program: Program) -> Weight | None:
     )
     if out is None or loss is None or out.spec is None:
         return None
-    found = _Loss(program).of(loss)
+    of = _Loss(program)
+    found = of.of(loss)
+    if mixed := mixing(program, of.counted):
+        node, how = mixed
+        raise PassError(
+            f"{_where(node)}: {target_name(node.target)} takes {how}, which micro-batches do not have: the loss is "
+            f"no weighted mean of theirs; {_HINT}"
+        )
     return Weight() if found is None else found
 
 
 class _Loss:
     def __init__(self, program: Program) -> None:
         batch = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
+        self.counted: set[fx.Node] = set()  # what was looked at: terms of the loss and what it is divided by
         self.varies = batch  # what a batch decides
         for node in program.graph.nodes:
             if not self.varies.isdisjoint(node.all_input_nodes):
@@ -92,6 +101,7 @@ class _Loss:
         """What a term of the loss is a mean over; None of one that is the same for all batches."""
         if not isinstance(node, fx.Node) or node not in self.varies:
             return None
+        self.counted |= {node, *(node.all_input_nodes if node.target is operator.getitem else ())}
         given = [n for n in node.all_input_nodes if n in self.varies]
         first, single = given[0] if given else node, not checked_value(node).shape if value_of(node) else False
         if node.target in _DIVIDES and isinstance(node.args[1], fx.Node) and node.args[1] in self.varies:
@@ -119,6 +129,7 @@ class _Loss:
 
     def _divided(self, node: fx.Node, x: Any, by: fx.Node) -> Weight | None:
         value, inner = checked_value(by), self.of(x)
+        self.counted |= ancestors([by])
         if value.shape and math.prod(value.shape) != 1:
             return Weight()  # each row by a number of its own
         if inner is not None and inner.divisor is not None:

@@ -7,6 +7,7 @@ sent), the *last* micro-step (the same, then synchronise, clip, update, empty th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,13 +34,13 @@ from ..program.ir.nodes import (
     reduces,
 )
 from ..program.ir.program import STEP, WHOLE, Input, Program
-from ..program.ir.subgraphs import copied, needed, new_storage, part_of
+from ..program.ir.subgraphs import copied, needed, new_storage, part_of, read_instead
 from .batch_weights import keep_from_zero, weight_of
 from .pass_manager import Pass, PassRecord, register
 
 aten = torch.ops.aten
 
-UPDATE_WEIGHTS = NodeInfo("backward", source="weights of micro-batches")
+UPDATE_WEIGHTS = NodeInfo("backward", source="weights of micro-batches")  # of what serves them
 _HALF = {torch.bfloat16, torch.float16}
 
 
@@ -96,12 +97,12 @@ class GradientMerge(Pass):
         """The program of the last micro-step, with the parts ``accumulate``, for the others, and ``flush``."""
         if self.k_steps == 1:
             return program, PassRecord("one micro-step per update: the program stays as it is")
-        merge = _Merge(copied(program), self)
+        merge = Merge(copied(program), self)
         made = merge.run()
         return made, _record(made, merge)
 
 
-def _record(last: Program, merge: _Merge) -> PassRecord:
+def _record(last: Program, merge: Merge) -> PassRecord:
     sums = [checked_value(s.node).fresh(0, checked_value(s.place).dtype) for s in merge.sums]
     nbytes = sum(v.nbytes for v in sums)
     kinds = last.parts["accumulate"].kinds, last.kinds, last.parts["flush"].kinds
@@ -132,10 +133,14 @@ class Sum:
     given: Input
 
 
-class _Merge:
-    """One application of the pass, on a graph that it may change."""
+class Merge:
+    """One application of the pass, on a graph that it may change.
 
-    def __init__(self, program: Program, how: GradientMerge) -> None:
+    Args:
+        seeded: the backward starts from a micro-batch's weight, where values say it; sums are then of gradients alone.
+    """
+
+    def __init__(self, program: Program, how: GradientMerge, seeded: bool = False) -> None:
         if program.parts:
             raise PassError(f"the program merges {len(program.step)} micro-steps already")
         self.program, self.graph, self.k_steps, self.avg = program, program.graph, how.k_steps, how.avg
@@ -145,6 +150,8 @@ class _Merge:
         self.weight = None if weight is None or (weight.divisor is None and weight.number == 1) else weight
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
         self.alpha: float | fx.Node = 1 / self.k_steps if self.avg else 1.0
+        self.seeded = seeded
+        self.counted: tuple[Any, Any] = (1, 1)  # of a micro-step: how much it counts, and what its loss is divided by
         self.storage = new_storage(program.graph)
         if self.weight is not None and self.weight.divisor is not None:
             keep_from_zero(self.weight.divisor, self.storage)
@@ -281,13 +288,15 @@ class _Merge:
         named = {n.name: n for n in program.graph.nodes}
         end = None if self.end is None else named[self.end.name]
         if self.weight is not None:
-            counted, self.alpha = self._weights(program.graph, named)
+            counted, self.alpha = self.counted = self._weights(program.graph, named)
             at = counted if isinstance(counted, fx.Node) else program.placeholders[-1]
             if isinstance(self.alpha, fx.Node):
                 at = max(at, self.alpha)
             held = named[self.weights.name]
             with program.graph.inserting_after(at):
                 call(program.graph, aten.add_.Tensor, (held, counted), UPDATE_WEIGHTS.beside(checked_value(held)))
+            if self.seeded and isinstance(self.alpha, fx.Node):
+                self.alpha = self._from_seed(program, self.alpha)
         for s in sums:
             self._added(program.graph, named[s.node.name], named[s.place.name], end)
 
@@ -351,6 +360,24 @@ class _Merge:
                 kwargs = {"dtype": torch.float64}
                 made.append(call(graph, aten._to_copy.default, (one,), info.beside(self._number()), kwargs))
         return made[0], made[1]
+
+    def _from_seed(self, program: Program, by: fx.Node) -> float:
+        """Start the backward from a micro-batch's weight, in a unit in which it is about 1: that unit."""
+        batch = (i.spec.shape.numel() for i in program.inputs if i.kind == "batch" and i.spec is not None)
+        unit = float(2 ** int(math.log2(max(batch, default=1) or 1)))
+        (seed,) = (n for n in program.graph.nodes if info_of(n).seed)
+        users, dtype = list(seed.users), checked_value(seed).dtype
+        with program.graph.inserting_after(max(seed, by)):
+            one = call(program.graph, aten.mul.Tensor, (by, 1 / unit), UPDATE_WEIGHTS.beside(self._number()))
+        with program.graph.inserting_after(one):
+            info = UPDATE_WEIGHTS.beside(self._number(dtype))
+            cast = call(program.graph, aten._to_copy.default, (one,), info, {"dtype": dtype})
+        with program.graph.inserting_after(cast):
+            self.storage += 1
+            info = UPDATE_WEIGHTS.beside(checked_value(seed).fresh(self.storage))
+            made = call(program.graph, aten.mul.Tensor, (seed, cast), info)
+        read_instead(users, {seed: made})
+        return unit
 
     def _share(self, earlier: set[fx.Node]) -> None:
         """In the last micro-step, whose backward is to come: sums become its share of the mean, and so does alpha."""

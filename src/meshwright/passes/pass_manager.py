@@ -79,6 +79,11 @@ class Pass:
         """Whether an update is by the mean of the gradients of its calls, else by their sum."""
         return True
 
+    @property
+    def splits(self) -> int:
+        """Into how many micro-batches each call of the step cuts its batch."""
+        return 1
+
     def applies(self, program: Program) -> bool:
         """Whether there is something to do; else the pass is left out."""
         return True
@@ -266,6 +271,11 @@ class PassManager:
     def averages(self) -> bool:
         """Whether an update is by the mean of the gradients of its calls, else by their sum."""
         return all(p.averages for p in self.passes)
+
+    @property
+    def splits(self) -> int:
+        """Into how many micro-batches each call of the step cuts its batch."""
+        return math.prod(p.splits for p in self.passes)
 
     def __call__(self, program: Program) -> Program:
         """The program after all passes."""

@@ -34,6 +34,7 @@ from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
 from .run.peers import Peers
+from .run.pipeline import cut_batch
 
 if TYPE_CHECKING:
     from .capture.conditions import Conditions
@@ -146,8 +147,12 @@ class CompiledStep:
         self._source, self._transform = source, transform
         self._ready: dict[Any, Ready] = {}  # the one used last at the end
         self._captured: Counter[Any] = Counter()  # shapes of batches, by what else a program is made for
+        self._splits = int(getattr(transform, "splits", 1))  # micro-batches of a call
         self._tree = pytree.tree_flatten(example_batch)[1]
         self._places = pytree.tree_flatten(_tuples(example_batch))[1]
+        with together(self.mesh, source.name):
+            leaves = self._micro_batches(pytree.tree_leaves(example_batch))[0]
+        example_batch = pytree.tree_unflatten(list(leaves), self._tree)
         recorded = self._recorded(example_batch, again=False)
         self.built, self._options = recorded.built, options_of(self.optimizer)
         self._digest: str | None = None
@@ -165,7 +170,6 @@ class CompiledStep:
         self._named = False
         self._lengths = Lengths(self.mesh)
         self._peers = Peers(self.mesh, self.carrier, whole=not source.by_hand)
-        leaves = pytree.tree_leaves(example_batch)
         self._install(leaves, self._bound(recorded, leaves))
 
     # -- compiling ------------------------------------------------------------------------------------
@@ -312,6 +316,10 @@ class CompiledStep:
                 f"the batch is {tree}, the step was captured for {self._tree}: give it what it was captured for"
             ) from None
 
+    def _micro_batches(self, leaves: list[Any]) -> list[list[Any]]:
+        """The leaves of the micro-batches of a call, which is one where no pass cuts it."""
+        return cut_batch(leaves, self._splits) if self._splits > 1 and self.training else [leaves]
+
     def _for(self, leaves: list[Any]) -> Ready:
         self._guard.check()
         signature = self._signature(leaves)
@@ -368,12 +376,16 @@ class CompiledStep:
                 return self(batch)
         self._unchanged()
         leaves = self._leaves(batch)
-        ready = self._current = self._for(leaves)
+        micros = self._micro_batches(leaves)
+        readies = [self._for(micro) for micro in micros]
+        ready = self._current = readies[0]
         if runtime.RT.budget is not None:
             self._affordable(self.program)
         if not self.training:
             return self._peers.evaluate(ready.schedules[STEP][0], leaves)
         cycle, bound = self.cycle, self.cycle.join(ready)
+        if ready.program.pipeline is not None:
+            bound = cycle.pipelined(readies, micros)
         made = self._peers.run(bound, leaves, cycle.done + 1 == cycle.calls, self._state())
         cycle.done = (cycle.done + 1) % cycle.calls
         return made

@@ -32,13 +32,17 @@ class Link:
         recent: (number, signature) of the last ones.
         telling: whether the ranks know that they differ, and tell each other.
         broken: why nothing more can be sent, or empty.
+        lane: what tells it from other groups of the same ranks.
     """
 
-    __slots__ = ("broken", "count", "gloo", "pg", "ranks", "recent", "sockets", "telling", "trace")
+    __slots__ = ("broken", "count", "gloo", "lane", "pg", "ranks", "recent", "sockets", "telling", "trace")
     latest: ClassVar[deque[tuple[int, Call]] | None] = None  # ``recent`` of the link that was used last
 
-    def __init__(self, pg: Any, ranks: tuple[int, ...], gloo: bool, sockets: dict[int, str] | None = None) -> None:
+    def __init__(
+        self, pg: Any, ranks: tuple[int, ...], gloo: bool, sockets: dict[int, str] | None = None, lane: str = ""
+    ) -> None:
         self.pg, self.ranks, self.gloo = pg, ranks, gloo
+        self.lane = lane
         self.sockets = sockets or {}
         self.count = self.trace = 0
         self.recent: deque[tuple[int, Call]] = deque(maxlen=RECENT)

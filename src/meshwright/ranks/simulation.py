@@ -12,6 +12,7 @@ import contextvars
 import ctypes
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,6 +76,10 @@ class _Rendezvous:
         return "".join(f"\n  rank {r}: {self.calls[r]}" for r in self.ranks if r in self.calls)
 
 
+class _Lane(_Rendezvous):
+    """A receive: the second rank waits for what the first one sends."""
+
+
 class _Flags(NamedTuple):
     """What PyTorch keeps for the whole process and ``with`` blocks change: each rank has its own."""
 
@@ -108,6 +113,7 @@ class Simulation:
         self.state = dict.fromkeys(self.ranks, READY)
         self.waits: dict[int, _Rendezvous] = {}  # rank to what it waits in
         self.underway: dict[tuple[int, ...], _Rendezvous] = {}
+        self.mail: dict[tuple[int, ...], deque[tuple[Call, Any]]] = {}  # (from, to): what was sent and is not taken yet
         self.turns = {r: threading.Semaphore(0) for r in self.ranks}
         start = torch.random.get_rng_state()
         self.rng = dict.fromkeys(self.ranks, start)
@@ -156,7 +162,8 @@ class Simulation:
         for r in list(ranks):
             one = self.waits.pop(r)
             one.error = error
-            self.underway.pop(one.ranks, None)
+            if self.underway.get(one.ranks) is one:
+                del self.underway[one.ranks]
             self.state[r] = READY
 
     # -- where ranks meet -----------------------------------------------------------------------------
@@ -184,17 +191,55 @@ class Simulation:
         one = self.underway.setdefault(ranks, _Rendezvous(ranks))
         one.calls[rank], one.payloads[rank] = call, payload
         if len(one.calls) < len(ranks):
-            self.state[rank] = WAITING
-            self.waits[rank] = one
-            self._pass_on(rank)
-            self.turns[rank].acquire()
-            if self.leaving:
-                raise _Left(self.aborted)
+            self._wait_in(one, rank)
         else:
             self._complete(one, compute)
         if one.error:
             raise DesyncError(one.error)
         return one.results.pop(rank)
+
+    def _wait_in(self, one: _Rendezvous, rank: int) -> None:
+        self.state[rank] = WAITING
+        self.waits[rank] = one
+        self._pass_on(rank)
+        self.turns[rank].acquire()
+        if self.leaving:
+            raise _Left(self.aborted)
+
+    # -- sends ----------------------------------------------------------------------------------------
+
+    def post(self, lane: tuple[int, ...], call: Call, payload: Any) -> None:
+        """Send ``payload`` along a lane, from its first rank to its second, which need not be there yet."""
+        if getattr(_HOME, "simulation", self) is not self or self.leaving:
+            raise _Left("this rank belongs to a simulation that was left")
+        if self.aborted:
+            raise DesyncError(self.aborted)
+        self.mail.setdefault(lane, deque()).append((call, payload))
+        one = self.waits.get(lane[1])
+        if isinstance(one, _Lane) and one.ranks == lane:
+            del self.waits[lane[1]]
+            self.state[lane[1]] = READY
+
+    def fetch(self, lane: tuple[int, ...], call: Call) -> Any:
+        """What comes next along a lane, for its second rank.
+
+        Raises:
+            DesyncError: something else comes, the sender ended without it, a rank failed, or every rank waits.
+        """
+        if getattr(_HOME, "simulation", self) is not self or self.leaving:
+            raise _Left("this rank belongs to a simulation that was left")
+        box = self.mail.setdefault(lane, deque())
+        if not box:
+            self._refuse(lane, call)
+            one = _Lane(lane)
+            one.calls[lane[1]] = call
+            self._wait_in(one, lane[1])
+            if one.error:
+                raise DesyncError(one.error)
+        sent, payload = box.popleft()
+        if not sent.agrees(call):
+            raise DesyncError(f"rank {lane[0]} sent {sent}, rank {lane[1]} waits for {call}")
+        return payload
 
     def _refuse(self, ranks: tuple[int, ...], call: Call) -> None:
         """Raise at once if this collective can never complete."""
@@ -207,7 +252,8 @@ class Simulation:
         if gone is None:
             return
         error = f"rank {gone} finished without {call} over ranks {ranks}"
-        self._break([r for r in ranks if r in self.waits and self.waits[r].ranks == ranks], error)
+        one = self.underway.get(ranks)
+        self._break([r for r in ranks if one is not None and self.waits.get(r) is one], error)
         raise DesyncError(error)
 
     def _complete(self, one: _Rendezvous, compute: Callable[[list[Any]], Sequence[Any]]) -> None:
@@ -250,6 +296,9 @@ class Simulation:
             first = self.failures[0][1]
             self.aborted = self.aborted or f"rank {rank} failed: {type(first).__name__}: {first}"
             self._break(self.waits, self.aborted)
+        for r, waited in list(self.waits.items()):
+            if isinstance(waited, _Lane) and rank in waited.ranks:
+                self._break([r], f"rank {rank} finished without {waited.calls[r]} over ranks {waited.ranks}")
         for ranks, one in list(self.underway.items()):
             if rank in ranks:
                 call = next(iter(one.calls.values()))

@@ -28,12 +28,15 @@ VOCABULARY = 256  # one entry per byte
 MOMENTUM = 0.9
 MERGE = "gradient-merge"  # the pass that accumulates
 # Those that come with the package.
-PASSES = ("data-parallel-optimization", MERGE, "recompute", "regather", "split-checkpoints")
+PASSES = ("data-parallel-optimization", MERGE, "pipeline", "recompute", "regather", "split-checkpoints")
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "uncut")
+STAGES = "pp"  # the axis over which the blocks of the built-in models are spread
 AXES = {  # of the plan of the built-in models
     "dp": "splits the batch",
     "cp": "splits the sequence",
     "tp": "splits heads, MLP and vocabulary",
     "ep": "splits experts and the batch",
+    STAGES: "spreads the blocks",
 }
 # dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
 # mathematics.  bfloat16 has 8 bits, so sums in another order differ in the second digit: there the bound only
@@ -143,6 +146,14 @@ class StepConfig:
     sequence_parallel: bool = option(
         False, "--sequence-parallel", SPLITTING, "Split the residual stream over tp along the sequence."
     )
+    schedule: str | None = option(
+        None, "--schedule", PROGRAM, "With an axis pp: the order in which stages compute micro-batches.",
+        one_of(SCHEDULES), unset="1f1b",
+    )  # fmt: skip
+    micro_batches: int | None = option(
+        None, "--micro-batches", PROGRAM, "With an axis pp: into how many a batch is cut.", COUNT,
+        unset="every rank computes all stages", metavar="N",
+    )  # fmt: skip
     passes: tuple[str, ...] = option(
         (), "--pass", PROGRAM, "A pass over the captured step, and its options; may be repeated.",
         metavar="NAME:OPTION=VALUE,...",
@@ -163,6 +174,7 @@ class StepConfig:
             )
         mesh = self.make_mesh()
         self._check_experts()
+        self._check_stages(mesh)
         for flag, axis in self._over():
             if axis not in mesh.axes:
                 raise MeshError(f"{flag} {axis}: unknown axis; {mesh!r} has the axes {', '.join(mesh.axes)}")
@@ -197,13 +209,32 @@ class StepConfig:
         """Width of an expert."""
         return 2 * self.hidden if self.expert_width is None else self.expert_width
 
+    def _check_stages(self, mesh: Mesh) -> None:
+        for flag, given in (("--micro-batches", self.micro_batches), ("--schedule", self.schedule)):
+            if given and STAGES not in mesh.axes:
+                raise OptionError(f"{flag} {given}: {mesh!r} has no axis of stages: add one, e.g. --mesh pp=2,dp=2")
+        if self.schedule and not self.micro_batches:
+            raise OptionError(f"--schedule {self.schedule} orders micro-batches: add --micro-batches 8")
+
+    @property
+    def stages(self) -> dict[str, str] | None:
+        """Where the blocks of the built-in models are cut."""
+        return {STAGES: "blocks"} if STAGES in self.make_mesh().axes else None
+
+    @property
+    def pipeline(self) -> tuple[str, ...]:
+        """The pass of micro-batches, if they were asked for."""
+        if not self.micro_batches:
+            return ()
+        return (f"pipeline:micro_batches={self.micro_batches},schedule={self.schedule or '1f1b'}",)
+
     def _over(self) -> list[tuple[str, str]]:
         given = (("--stored-over", self.stored_over), ("--states-over", self.states_over))
         return [(flag, axis) for flag, axis in given if axis is not None]
 
     def pass_manager(self) -> PassManager:
         """The passes of the captured step.  Raises PassError for those that do not exist."""
-        return passes_of(self.passes)
+        return passes_of((*self.pipeline, *self.passes))
 
     def make_mesh(self) -> Mesh:
         """The mesh, as a description."""
@@ -310,6 +341,13 @@ class TrainConfig(StepConfig):
         """Raises OptionError, MeshError or PassError, naming the option and what would be right."""
         super().__post_init__()
         check_axes(self.make_mesh())
+        if self.stages:
+            object.__setattr__(self, "static", True)  # only a captured step has stages
+        if self.micro_batches and self.dropout and self.verify:
+            raise OptionError(
+                f"--verify --dropout {self.dropout}: micro-batches draw their own masks, other than one device for the "
+                "whole batch: leave one of the two out"
+            )
         for flag, axis in self._over():
             if axis == "tp":
                 raise OptionError(f"{flag} tp: the plan splits the parameters over tp already; take {flag} dp")
@@ -332,7 +370,7 @@ class TrainConfig(StepConfig):
     def pass_manager(self) -> PassManager:
         """The passes of the captured step; micro-steps are one of them."""
         merge = (f"{MERGE}:k_steps={self.accumulate}",) if self.accumulate > 1 and self.static else ()
-        return passes_of((*merge, *self.passes))
+        return passes_of((*merge, *self.pipeline, *self.passes))
 
     @property
     def learning_rate(self) -> float:

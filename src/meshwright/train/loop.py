@@ -189,6 +189,7 @@ class StaticTrainer(Trainer):
             gradients=config.verify,
             passes=config.pass_manager(),
             precision=config.policy,
+            stages=config.stages,
         )
 
     def backward(self, step: int) -> Tensor:

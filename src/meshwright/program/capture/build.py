@@ -400,8 +400,8 @@ def _laid(
         _put_at_stages(placed, records, stages)
     kept = {s.node: records[s.name] for s in captured.sources if s.kind == "param" and s.name in records}
     lie = {s.node: placed[s.name] for s in captured.sources if s.node in kept}
-    where = {} if stages is None else stages.nodes
-    laid = Assignment(specs, lie, completed.constraints, completed.origins, kept, where)
+    where, axis = ({}, "") if stages is None else (stages.nodes, mesh.axes[stages.axis])
+    laid = Assignment(specs, lie, completed.constraints, completed.origins, kept, where, axis)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
         n: s

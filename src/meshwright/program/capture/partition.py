@@ -56,7 +56,7 @@ class Assignment:
         constraints: name of a node in the middle to the placements that it is to have.
         origins: where layouts came from.
         kept: of the same parameters, the records.
-        stages: name of a node to its stage, of a step that has stages.
+        stages: name of a node to its stage, of a step that has stages; ``axis``: of the mesh, over which they are.
     """
 
     specs: Mapping[str, Spec]
@@ -65,6 +65,7 @@ class Assignment:
     origins: tuple[Origin, ...] = ()
     kept: Mapping[str, Stored] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)
+    axis: str = ""
 
 
 def partition(
@@ -275,6 +276,7 @@ class _Partition:
         seed = unit_cotangent(start.__dict__["_spec"], self.mesh.device)
         if self.scaling is not None:
             seed = self.scaling.seed(seed)
+        annotate(self.recorder.node_of(seed), seed=True)
         others = [self.by_node[s.node] for s in self.captured.sources if s.kind == "constant" and s.fake.requires_grad]
         made = torch.autograd.grad([start], [*wanted.values(), *others], [seed], allow_unused=True)
         for other, grad in zip(others, made[len(wanted) :], strict=True):
@@ -379,7 +381,7 @@ class _Partition:
         graph.lint()
         made = Program(
             self.mesh, self.rank, graph, inputs, tuple(o for o, _ in self.outputs), tuple(self.recorder.causes),
-            self.laid.origins, dict(self.recorder.constants), text,
+            self.laid.origins, dict(self.recorder.constants), text, stages=self.laid.axis,
         )  # fmt: skip
         return without_unserved(made)
 

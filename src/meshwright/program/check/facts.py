@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.fx as fx
 
 from ...collective import COLLECTIVES, WAIT_OP, Fact
 from ..ir.nodes import target_name, value_of
-from ..ir.program import Program
+from ..ir.program import OF_STAGES, Program, Staging
 
 CAPTURED = "the ranks captured different steps: {}"
 REBUILD = "build the same model, loss and batch shapes on all ranks"
@@ -43,12 +44,26 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
         along = sorted(program.mesh.axis_index(a) for a in str(axes).split(","))
         lead = program.mesh.group_ranks(program.rank, along)[0]
         found.append(Fact(f"{kind}{[*fixed, axes]} of {dtype}", str(sizes), lead))
-    found += [Fact(f"output {o.kind} {o.name}") for o in program.outputs]
+    # What a rank holds for a backward its own kernels decide.
+    found += [Fact(f"output {o.kind} {o.name}") for o in program.outputs if o.kind != "held"]
     for name, part in program.parts.items():
+        if program.pipeline is not None and name in OF_STAGES:
+            continue  # of this rank's stage
         found += [Fact(f"the part {name}"), *program_facts(part, inputs=False)]
     if program.parts:
         found.append(Fact(f"schedules {dict(program.schedules)}"))
+    if program.pipeline is not None:
+        found += _of_stages(program, program.pipeline)
     return found
+
+
+def _of_stages(program: Program, how: Staging) -> Iterator[Fact]:
+    """The schedule, what crosses, and what the ranks of a stage have alike: parts differ from stage to stage."""
+    yield Fact(f"the schedule {how.schedule.name}", zlib.crc32(repr(how.schedule.orders).encode()))
+    yield Fact(f"messages between stages {[m.name for m in how.messages]}")
+    of = [f for name, part in program.parts.items() if name in OF_STAGES for f in program_facts(part, inputs=False)]
+    here = program.mesh.coordinate(program.rank)[how.axis]
+    yield Fact("the parts of a stage", [str(f[:2]) for f in of], ("stage", here))
 
 
 def numbers(options: Sequence[Mapping[str, Any]], module: fx.GraphModule | None = None) -> list[Fact]:

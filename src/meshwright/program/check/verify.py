@@ -23,13 +23,13 @@ from ...mesh import Mesh
 from ...record import Record
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
-from ..ir.program import WHOLE, Program
+from ..ir.program import PIPELINE, WHOLE, Program
 from .derive import check_values, described
 from .facts import CAPTURED, program_facts
 from .flow import check_gradients
 
 ROLES = ("forward", "recomputation", "backward", "optimizer")
-KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator", "scale")
+KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator", "scale", "held", "edge")
 # Who may write to an input of which kind.
 _WRITERS = {
     "param": {"optimizer"},  # and, noted of its nodes, the forward of the user
@@ -61,8 +61,9 @@ def verify(program: Program) -> None:
             verify(part)
         except ProgramError as error:
             raise ProgramError(f"the part {name}: {error}") from error
+    known = {WHOLE, *program.parts, *([] if program.pipeline is None else [PIPELINE])}
     for name, runs in program.schedules.items():
-        unknown = [part for part in runs if part != WHOLE and part not in program.parts]
+        unknown = [part for part in runs if part not in known]
         if unknown or not runs:
             raise ProgramError(f"the schedule {name} runs {unknown[0] if unknown else 'nothing'}, which is no part")
 

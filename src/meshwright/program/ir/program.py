@@ -15,6 +15,7 @@ from ...layout import Layout, Spec
 from ...mesh import Mesh
 from ...record import Record
 from .nodes import Value, info_of, target_name
+from .schedules import Schedule
 
 Tensor = torch.Tensor
 
@@ -26,7 +27,9 @@ class Input:
     Attributes:
         name: ``"blocks.0.weight"``, ``"batch.0"``, ``"blocks.0.weight.exp_avg"``, ``"lr.0"``.
         kind: ``"param"``, ``"buffer"``, ``"batch"``, ``"constant"``, ``"state"``, ``"hyper"`` (a number that may
-            change from step to step, as a tensor), ``"scale"`` (the loss scale) or ``"accumulator"``.
+            change from step to step, as a tensor), ``"scale"`` (the loss scale), ``"accumulator"``; of a part of a
+            pipeline ``"held"`` (what an earlier part of the same micro-batch left) or ``"edge"`` (what another stage
+            sent).
         spec: how it lies on the mesh; None for what is not distributed.
         owner: of a state, the parameter.
     """
@@ -39,7 +42,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One output: ``"loss"``, ``"aux"`` or ``"grad"``, its name and how it lies on the mesh."""
+    """One output: ``"loss"``, ``"aux"``, ``"grad"``, ``"held"`` or ``"edge"``, its name and how it lies on the mesh."""
 
     name: str
     kind: str
@@ -65,7 +68,40 @@ class Origin:
     lost: tuple[str, ...] = ()
 
 
-STEP, WHOLE = "step", "whole"
+@dataclass(frozen=True)
+class Message:
+    """A value that one stage sends to another one, once for each micro-batch.
+
+    Attributes:
+        name: the same at both ends: the output of one part and the input of the other one.
+        part: with which part it comes and goes, ``"F"`` or ``"B"`` (of a backward that is cut ``"I"``).
+        src, dst: the stages.
+    """
+
+    name: str
+    part: str
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How a step that is cut runs: the parts ``F``, ``B`` (or ``I`` and ``W``) of a rank's stage, then ``flush``.
+
+    Attributes:
+        axis: of the mesh, that of the stages.
+        schedule: what each rank runs, in order.
+        messages: between all stages, in the order in which parts send them.
+    """
+
+    axis: int
+    schedule: Schedule
+    messages: tuple[Message, ...]
+
+
+OF_STAGES = ("F", "B", "I", "W")  # the parts that differ from stage to stage
+PASSED = ("held", "edge")  # kinds of what parts of a micro-batch hand on
+STEP, WHOLE, PIPELINE = "step", "whole", "pipeline"
 WEIGHT = "weight of micro-batches"  # how the names of the sums of what losses are means over begin
 
 
@@ -91,6 +127,8 @@ class Program:
         schedules: what runs the step, by name: ``"step"`` has the part that each call between two updates runs, in
             order, of which the last one updates; ``"flush"``, if it is there, those that update between two calls.
         passes: records of the passes that made it, in order; as text in a program that was loaded.
+        stages: the axis of the mesh over which layers are spread; empty for a step without stages.
+        pipeline: how a step that is cut runs its parts.
     """
 
     mesh: Mesh
@@ -105,6 +143,8 @@ class Program:
     parts: Mapping[str, Program] = field(default_factory=dict)
     schedules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {STEP: (WHOLE,)})
     passes: tuple[Any, ...] = ()
+    stages: str = ""
+    pipeline: Staging | None = None
 
     # -- looking at it --------------------------------------------------------------------------------
 

@@ -126,6 +126,11 @@ class Schedule:
         self.times()
 
     @cached_property
+    def split(self) -> bool:
+        """Whether the backward is cut into I and W."""
+        return any(a.part == "W" for order in self.orders for a in order)
+
+    @cached_property
     def stages(self) -> int:
         """How many there are."""
         return 1 + max((a.stage for order in self.orders for a in order), default=-1)

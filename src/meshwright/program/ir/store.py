@@ -36,8 +36,10 @@ def save_program(program: Program, path: str | Path) -> None:
     """Write a rank's program to a file; every rank writes its own.
 
     Raises:
-        ProgramError: a node calls or is given what has no name in a file.
+        ProgramError: a node calls or is given what has no name in a file, or the step is cut into stages.
     """
+    if program.pipeline is not None:
+        raise ProgramError("the parts of a pipeline cannot be saved: save the program of the step without the pass")
     held = {name: _dense(t) for name, t in program.constants.items()}
     text = _pretty(
         {

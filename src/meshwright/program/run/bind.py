@@ -25,7 +25,7 @@ from ..capture.optimizers import parts_of
 from ..ir.host import host_storages
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of
-from ..ir.program import WHOLE, Input, Program
+from ..ir.program import PASSED, PIPELINE, WHOLE, Input, Program
 from ..ir.sizes import Variables, value_at
 from ..ir.strides import laid, same
 from .inductor import with_inductor
@@ -83,6 +83,7 @@ class Bound:
         code, variables = compiled or (Compiled(BACKENDS[carrier.backend](program)), ())
         self.run: Runner = code.at(variables)
         self.batch: list[tuple[int, int, Spec | None, Value]] = []  # place among the inputs, leaf of the batch, what
+        self.passed: list[tuple[int, Input, Value]] = []  # what other parts of a micro-batch give
         self.numbers: list[tuple[int, Tensor]] = []  # group of the optimizer, its learning rate
         self.owned: list[_Owned] = []
         self.copied: list[tuple[int, Tensor, Tensor]] = []  # place, tensor from outside of the model, its stand-in
@@ -101,6 +102,9 @@ class Bound:
         for i, (given, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
             if given.kind == "batch":
                 self.batch.append((i, leaves[given.name], given.spec, value_at(checked_value(node), variables)))
+                self.inputs.append(None)
+            elif given.kind in PASSED:
+                self.passed.append((i, given, value_at(checked_value(node), variables)))
                 self.inputs.append(None)
             elif given.kind == "accumulator":
                 self.inputs.append(self._sum(given, node))
@@ -237,10 +241,28 @@ class Bound:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run it on the leaves of a batch; the loss and what comes with it, None for a program that returns neither."""
+        made = self.values(leaves, {})
+        if self.grads:
+            self._give_gradients(made)
+        out = [made[k] if spec is None else wrap(made[k], spec) for k, spec in self.returned]
+        if self.tree is not None:
+            return pytree.tree_unflatten(out, self.tree)
+        return out[0] if out else None
+
+    def values(self, leaves: Sequence[Any], given: dict[str, Tensor]) -> list[Tensor]:
+        """Run it on the leaves of a batch; the values of its outputs.
+
+        Args:
+            given: what other parts of the micro-batch made, by name: what is used is taken out.
+        """
         inputs, optimizer = self.inputs, self.carrier.optimizer
         if self.batch:
             for i, leaf, spec, value in self.batch:
                 inputs[i] = lying(leaves[leaf] if spec is None else part(leaves[leaf], spec), value)
+        if self.passed:
+            inputs = [*inputs]  # which the program empties
+            for i, passed, value in self.passed:
+                inputs[i] = lying(given.pop(passed.name), value)
         for _, held, copy in self.copied:
             copy.copy_(held.detach())
         for group, number in self.numbers:
@@ -250,16 +272,11 @@ class Bound:
             for one in parts_of(optimizer):
                 one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         torch.autograd.graph.increment_version(
-            [inputs[x.place] for x in self.owned] + [inputs[i] for i in self.written]
+            [self.inputs[x.place] for x in self.owned] + [self.inputs[i] for i in self.written]
         )
         for i, *_ in self.batch:
-            inputs[i] = None
-        if self.grads:
-            self._give_gradients(made)
-        out = [made[k] if spec is None else wrap(made[k], spec) for k, spec in self.returned]
-        if self.tree is not None:
-            return pytree.tree_unflatten(out, self.tree)
-        return out[0] if out else None
+            self.inputs[i] = None
+        return made
 
     def _give_gradients(self, made: list[Tensor]) -> None:
         carrier = self.carrier
@@ -344,12 +361,17 @@ class Ready:
         self.program, self.carrier, self.how, self.places = program, carrier, how, places
         self.many = many is not None
         self.given: list[Any] = []
-        self.sums = {i.name: i.spec for i in program.inputs if i.kind == "accumulator"}
-        self._parts = {
+        inputs = program.parts["flush"].inputs if program.pipeline else program.inputs
+        self.sums = {i.name: i.spec for i in inputs if i.kind == "accumulator"}
+        whole = {} if program.pipeline else {WHOLE: program}
+        self.parts = {
             name: Bound(part, carrier, *how, None if many is None else (many[0][name], many[1]))
-            for name, part in {**program.parts, WHOLE: program}.items()
+            for name, part in {**program.parts, **whole}.items()
         }
-        self.schedules = {name: [self._parts[part] for part in runs] for name, runs in program.schedules.items()}
+        known: dict[str, Any] = {**self.parts, PIPELINE: self.parts.get("flush")}
+        self.schedules: dict[str, list[Bound]] = {
+            name: [known[part] for part in runs] for name, runs in program.schedules.items()
+        }
 
     def at(self, program: Program, code: Code, variables: Variables) -> Ready:
         """The same for other sizes, by a program for many."""
@@ -359,7 +381,7 @@ class Ready:
         """As :meth:`Bound.follow`, for all; False, too, where the step now finds other tensors outside of its model."""
         if not all(p.same() for p in self.places):
             return False
-        return False not in [b.follow() for b in self._parts.values()]
+        return False not in [b.follow() for b in self.parts.values()]
 
 
 def zeros(value: Value, device: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ...layout import Spec
 from ..capture.scale import SCALE
 from ..ir.program import STEP, WEIGHT
 from .bind import Bound, Carrier, Ready
+from .pipeline import Pipelined
 
 Tensor = torch.Tensor
 
@@ -39,7 +40,12 @@ class Cycle:
     @property
     def specs(self) -> dict[str, Spec | None]:
         """How sums of gradients lie, by name; None for one that belongs to its rank."""
-        return {} if self._ready is None else self._ready.sums
+        return {} if self._ready is None or self.calls == 1 else self._ready.sums
+
+    @property
+    def sums(self) -> dict[str, torch.Tensor]:
+        """What calls leave to the next ones: nothing where each one updates."""
+        return {} if self.calls == 1 else self.carrier.sums
 
     def flush(self) -> Bound:
         """What updates from the calls that have run, of which there are some.
@@ -61,37 +67,30 @@ class Cycle:
             ProgramError: their sums are not what the calls since the last update have added to.
         """
         before = self._ready
-        if made is not before and self.done and before is not None and made.sums != before.sums:
-            other = sorted(set(made.sums) ^ set(before.sums))
-            if any(n.startswith(WEIGHT) for n in other):
-                raise ProgramError(
-                    "the loss is a mean over other things in this micro-step than in the one before, so that they have "
-                    "no weights in common: call step.flush() before it, or give GradientMerge(weighted=False)"
-                )
-            if other:
-                raise ProgramError(
-                    f"{other[0]} has a gradient in one micro-step of a merge and none in another (requires_grad was "
-                    "changed between them): call step.flush() before the change"
-                )
-            name = next(n for n, s in made.sums.items() if s != before.sums[n])
-            raise ProgramError(
-                f"the gradient of {name} lies as {made.sums[name]!r} here and as {before.sums[name]!r} in the "
-                "micro-step before: a dim of one element is not split, so its work is done by every rank; call "
-                "step.flush() before this batch, or give micro-batches with more than one element in each split dim"
-            )
+        if made is not before and self.done and before is not None:
+            _alike(made, before)
         self._ready = made
         return made.schedules[STEP][self.done]
 
+    def pipelined(self, readies: Sequence[Ready], micros: Sequence[Sequence[Any]]) -> Any:
+        """What a step of several micro-batches runs, of the programs for each.
+
+        Raises as :meth:`join`.
+        """
+        for one in dict.fromkeys(readies):
+            _alike(one, readies[0])
+        return Pipelined(readies, micros)
+
     def state(self) -> dict[str, Any]:
         """The number of calls since the last update, this rank's sums, and the loss scale."""
-        made: dict[str, Any] = {"micro_step": self.done, "sums": {n: t.clone() for n, t in self.carrier.sums.items()}}
+        made: dict[str, Any] = {"micro_step": self.done, "sums": {n: t.clone() for n, t in self.sums.items()}}
         if self.carrier.scale:
             made[SCALE] = {name: t.clone() for name, t in self.carrier.scale.items()}
         return made
 
     def loadable(self, state: Mapping[str, Any]) -> int:
         """The number of calls in a state that fits.  Raises ProgramError for one that does not."""
-        sums, scale = self.carrier.sums, self.carrier.scale
+        sums, scale = self.sums, self.carrier.scale
         wanted = {"micro_step", "sums", *((SCALE,) if scale else ())}
         if set(state) != wanted:
             raise ProgramError(f"no state of this step: it has {sorted(state)}, {sorted(wanted)} were expected")
@@ -115,11 +114,34 @@ class Cycle:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on where a state that fits was taken."""
-        for name, t in self.carrier.sums.items():
+        for name, t in self.sums.items():
             t.copy_(state["sums"][name])
         for name, t in self.carrier.scale.items():
             t.copy_(state[SCALE][name])
         self.done = int(state["micro_step"])
+
+
+def _alike(made: Ready, before: Ready) -> None:
+    """Raises ProgramError where the sums of one's programs are not those of the other's."""
+    if made.sums == before.sums:
+        return
+    other = sorted(set(made.sums) ^ set(before.sums))
+    if any(n.startswith(WEIGHT) for n in other):
+        raise ProgramError(
+            "the loss is a mean over other things in this micro-step than in the one before, so that they have "
+            "no weights in common: call step.flush() before it, or give GradientMerge(weighted=False)"
+        )
+    if other:
+        raise ProgramError(
+            f"{other[0]} has a gradient in one micro-step of a merge and none in another (requires_grad was "
+            "changed between them): call step.flush() before the change"
+        )
+    name = next(n for n, s in made.sums.items() if s != before.sums[n])
+    raise ProgramError(
+        f"the gradient of {name} lies as {made.sums[name]!r} here and as {before.sums[name]!r} in the "
+        "micro-step before: a dim of one element is not split, so its work is done by every rank; call "
+        "step.flush() before this batch, or give micro-batches with more than one element in each split dim"
+    )
 
 
 __all__ = ["Cycle"]

@@ -60,7 +60,8 @@ class Many:
     @cached_property
     def code(self) -> Code:
         """What runs it, for all sizes."""
-        parts = {WHOLE: self.sizes, **self.sizes.parts}
+        whole = {} if self.sizes.program.pipeline else {WHOLE: self.sizes}
+        parts = {**whole, **self.sizes.parts}
         return {name: Compiled(p.program, len(self.places)) for name, p in parts.items()}
 
     def variables(self, shapes: Shapes) -> Variables | None:

@@ -19,7 +19,7 @@ from ...errors import ProgramError
 from ...ranks.runtime import PROGRAM
 from ..ir.inplace import storages
 from ..ir.nodes import checked_value, is_mutating, value_of
-from ..ir.program import Program
+from ..ir.program import PASSED, Program
 from ..ir.sizes import Size, Variables
 from ..ir.strides import LAID, Strides, laid, same
 
@@ -128,9 +128,11 @@ def python_of(program: Program, watch: Watch = lambda node: None, variables: int
     nodes = {n: f"v{i}" for i, n in enumerate(program.graph.nodes)}
     bound: dict[Any, str] = {}
     last = last_uses(program.graph)
+    passed = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind in PASSED}
     lines = [f"def step({', '.join(['inputs', *(f'u{i}' for i in range(variables))])}):"]
     given = [nodes[n] for n in program.placeholders]
     lines.append(f"    ({', '.join(given)},) = inputs" if given else "    pass")
+    lines += ["    inputs.clear()"] if passed else []  # who calls it keeps nothing of what was passed on
     for node in program.graph.nodes:
         if node.op == "call_function":
             assigned = f"{nodes[node]} = " if node.users else ""
@@ -141,7 +143,7 @@ def python_of(program: Program, watch: Watch = lambda node: None, variables: int
                 lines.append(f"    {nodes[node]} = {fn}({', '.join((nodes[node], *rest))})")
         elif node.op == "output":
             lines.append(f"    return [{', '.join(_text(a, nodes, names) for a in node.args[0])}]")
-        dead = [nodes[n] for n in last.get(node, ()) if n.op != "placeholder"]
+        dead = [nodes[n] for n in last.get(node, ()) if n.op != "placeholder" or n in passed]
         for i in range(0, len(dead), _PER_LINE):
             lines.append(f"    del {', '.join(dead[i : i + _PER_LINE])}")
     return "\n".join(lines) + "\n", names

@@ -1,0 +1,114 @@
+"""Whether what a model does with one row of a batch depends on the others: then no loss of micro-batches is its loss.
+
+Rows are followed through the forward by the rules of its ops, as a factor of their dims.  An op that needs the whole of
+them (batch norm, a softmax over the batch), pairs of them (contrastive losses), or a sum over them that is no part of
+the mean that the loss is, mixes them.  What no rule tells is not followed: where nothing is known nothing is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch.fx as fx
+
+from ..collective import COLLECTIVES
+from ..errors import RuleError
+from ..program.ir.nodes import info_of, is_mutating, value_of
+from ..program.ir.program import Program
+from ..rules import RULES, Arg, Rule
+
+_OF_BATCH = {"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
+_TRAINING = 5  # the place of the argument that says whether they take statistics of the batch
+
+
+def mixing(program: Program, counted: Collection[fx.Node]) -> tuple[fx.Node, str] | None:
+    """The first op of the forward that mixes rows of a batch, and how; None if none is known to.
+
+    Args:
+        counted: nodes that sum rows to what the loss is, or is divided by.
+    """
+    rows: dict[fx.Node, int] = {}  # node to its dim whose major factor are the rows
+    for node, given in zip(program.placeholders, program.inputs, strict=True):
+        value = value_of(node)
+        if given.kind == "batch" and value is not None and value.shape and value.shape[0] > 1:
+            rows[node] = 0
+    for node in program.graph.nodes:
+        if node.op != "call_function" or info_of(node).role != "forward":
+            continue
+        if node.target is operator.getitem or node.target in COLLECTIVES:
+            source: Any = node.args[0]
+            value, d = value_of(node), rows.get(source)
+            if d is not None and value is not None and len(value.shape) > d and value.shape[d] > 1:
+                rows[node] = d
+            continue
+        if rows.keys().isdisjoint(node.all_input_nodes):
+            continue
+        found = _mixes(node, rows)
+        if found and node not in counted:
+            return node, found
+    return None
+
+
+def _mixes(node: fx.Node, rows: dict[fx.Node, int]) -> str:
+    """How a node mixes rows, or nothing; where they are in what it gives is noted."""
+    name = getattr(node.target, "_schema", None) and node.target._schema.name.removeprefix("aten::")  # type: ignore
+    if name in _OF_BATCH:
+        return "the statistics of the batch" if len(node.args) > _TRAINING and node.args[_TRAINING] is True else ""
+    # A native op goes by the rule of what it is part of: ``_softmax`` has the arguments of ``softmax``.
+    rule, tensors = _rule(node, name if name in RULES or name is None else name.removeprefix("_"))
+    if rule is None:  # as far as one can see they are where they were
+        first = next(n for n in node.all_input_nodes if n in rows)
+        given, d = next(info_of(first).values), rows[first]
+        if any(len(v.shape) > d and v.shape[: d + 1] == given.shape[: d + 1] for v in info_of(node).values):
+            rows[node] = d
+        return ""
+    own = [(i, f) for i, n in enumerate(tensors) if n in rows and (f := _major(rule.inputs[i], rows[n], rule))]
+    floats = [(i, f) for i, f in own if _is_float(tensors[i])]
+    factors = {f for _, f in floats}
+    outputs = {f for dims in rule.outputs for dim in dims for f in dim}
+    if len(factors & outputs) > 1:
+        return "pairs of rows of the batch"
+    for f in factors:
+        if f in rule.whole:
+            return "all rows of the batch together"
+        if f in rule.reduced and f not in outputs:
+            return "a sum over the rows of the batch"
+    if len(rule.outputs) and own:
+        for d, dim in enumerate(rule.outputs[0]):
+            if dim and dim[0] == own[0][1]:
+                rows[node] = d
+    return ""
+
+
+def _rule(node: fx.Node, name: str | None) -> tuple[Rule | None, list[fx.Node]]:
+    """The rule of a call, and the tensors that it numbers."""
+    tensors: list[fx.Node] = []
+    if name is None or name not in RULES or is_mutating(node) or any(value_of(n) is None for n in node.all_input_nodes):
+        return None, tensors
+
+    def stand_in(n: fx.Node) -> Arg:
+        value = value_of(n)
+        assert value is not None
+        tensors.append(n)
+        return Arg(len(tensors) - 1, value.shape, value.dtype)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)  # type: ignore[arg-type]
+    try:
+        return RULES[name](*args, **kwargs), tensors
+    except (RuleError, TypeError):  # asked as nobody calls the op
+        return None, tensors
+
+
+def _major(dims: Any, dim: int, rule: Rule) -> str:
+    """The factor that the rows are, of a dim."""
+    return next((f for f in dims[dim] if rule.sizes[f] != 1), "") if dim < len(dims) else ""
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype.is_floating_point
+
+
+__all__ = ["mixing"]

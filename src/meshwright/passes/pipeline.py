@@ -1,0 +1,280 @@
+"""Pipelines: a step of several micro-batches, cut into what each stage computes, in the order of a schedule.
+
+A micro-step's program is made as gradient merge makes it, then cut where values cross from one stage to another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ..collective import OPERATORS, mesh_text
+from ..errors import PassError, ProgramError
+from ..layout import At, Partial, Replicate, Spec
+from ..program.ir.cut import cut
+from ..program.ir.nodes import NodeInfo, Value, annotate, call, checked_value, info_of, is_mutating
+from ..program.ir.program import PIPELINE, STEP, Input, Output, Program, Staging
+from ..program.ir.schedules import PARTS, Schedule, schedule
+from ..program.ir.subgraphs import copied, new_storage
+from .batch_weights import weight_of
+from .gradient_merge import UPDATE_WEIGHTS, GradientMerge, Merge
+from .pass_manager import Pass, PassRecord, register
+
+aten = torch.ops.aten
+
+UNCUT = "uncut"
+Orders = Callable[[int, int], Schedule]
+LOSS = "loss of micro-batches"  # the name of its sum
+_ENDS = NodeInfo("backward", source="sums of stages")
+
+
+@register
+@dataclass(frozen=True)
+class Pipeline(Pass):
+    """A step of ``micro_batches`` micro-batches, each of which goes through the stages of ``stages=``.
+
+    A call of the step takes the whole batch, cuts it along its first dim, and updates once, as one step on the whole
+    batch would: what the loss is a mean over weighs micro-batches, so they may be of any sizes.
+
+    Attributes:
+        micro_batches: into how many a batch is cut, as evenly as its rows allow.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"zero-bubble"``; or ``"uncut"``: every rank computes all stages, which
+            schedules are compared with; or a table of your own, or a function that makes one of the numbers of stages
+            and micro-batches.
+        limit: the most micro-batches of which a rank holds what their backward needs; None: as the schedule is made.
+
+    Raises:
+        PassError: options out of range; in :meth:`apply` a step without ``stages=``, whose loss is no weighted mean of
+            those of micro-batches, or that cannot be cut, with the user's line.
+    """
+
+    name = "pipeline"
+    before = ("data-parallel-optimization",)
+    conflicts_with = ("gradient-merge",)
+
+    micro_batches: int
+    schedule: str | Schedule | Orders = "1f1b"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        m = self.micro_batches
+        if not isinstance(m, int) or isinstance(m, bool) or m < 1:
+            raise PassError(f"pipeline: micro_batches={m!r}: a whole number of at least 1 was expected")
+        named = (*PARTS, UNCUT)
+        if self.schedule not in named if isinstance(self.schedule, str) else not self._own(self.schedule):
+            raise PassError(
+                f"pipeline: schedule={self.schedule!r}: one of {', '.join(named)}, or a Schedule, was expected"
+            )
+        if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 1):
+            raise PassError(f"pipeline: limit={self.limit!r}: a whole number of at least 1 was expected")
+
+    @staticmethod
+    def _own(given: Any) -> bool:
+        return isinstance(given, Schedule) or callable(given)
+
+    def order(self, stages: int) -> Schedule:
+        """What the ranks run.
+
+        Raises:
+            PassError: a schedule for other numbers of stages or micro-batches, or with stages on other ranks; one that
+                holds more than the limit, or never ends.
+        """
+        m = self.micro_batches
+        try:
+            if isinstance(self.schedule, str):
+                return schedule("gpipe" if self.schedule == UNCUT else self.schedule, stages, m, self.limit)
+            made = self.schedule if isinstance(self.schedule, Schedule) else self.schedule(stages, m)
+            if self.limit is not None:
+                made.check_memory(self.limit)
+        except ProgramError as error:
+            raise PassError(str(error)) from error
+        if (len(made.orders), made.stages, made.micro_batches) != (stages, stages, m):
+            raise PassError(
+                f"{made.name} has {made.stages} stages on {len(made.orders)} ranks and {made.micro_batches} "
+                f"micro-batches; this step has {stages} and {m}"
+            )
+        for rank, order in enumerate(made.orders):
+            if other := next((a for a in order if a.stage != rank), None):
+                raise PassError(f"{made.name} has rank {rank} run {other}: a rank runs its own stage")
+        return made
+
+    @property
+    def splits(self) -> int:
+        """Micro-batches."""
+        return self.micro_batches
+
+    def apply(self, program: Program) -> tuple[Program, PassRecord]:
+        """The program with the parts of this rank's stage and how they run."""
+        if not program.stages:
+            raise PassError('the step has no stages: give compile_step(stages={"pp": "model.layers"})')
+        if program.parts:
+            raise PassError("the step merges micro-steps already")
+        axis = program.mesh.axis_index(program.stages)
+        order = self.order(program.mesh.sizes[axis])
+        aux = next((o for o in program.outputs if o.kind == "aux"), None)
+        if aux is not None:
+            raise PassError(
+                "the loss function returns other values beside the loss, which micro-batches have each their own of: "
+                "return the loss alone"
+            )
+        weight = weight_of(program)
+        counts = weight is not None and (weight.divisor is not None or weight.number != 1)
+        merge = Merge(copied(program), GradientMerge(self.micro_batches, avg=counts), seeded=True)
+        made = merge.run()
+        step, flush = made.parts["accumulate"], made.parts["flush"]
+        step, flush = _with_loss(step, flush, merge, order.stages - 1)
+        if self.schedule == UNCUT:
+            return self._uncut(made, step, flush, order, axis)
+        here = program.mesh.coordinate(program.rank)[axis]
+        found = cut(step, program.stages, here, order.split)
+        flush = _over_stages(flush, program.stages)
+        pipeline = Staging(axis, order, found.messages)
+        parts = {**found.parts, "flush": flush}
+        made = replace(made, parts=parts, schedules={STEP: (PIPELINE,)}, pipeline=pipeline)
+        return made, _record(made, order, here)
+
+    def _uncut(
+        self, made: Program, step: Program, flush: Program, order: Schedule, axis: int
+    ) -> tuple[Program, PassRecord]:
+        parts = {"accumulate": step, "flush": flush}
+        made = replace(made, parts=parts, schedules={STEP: (PIPELINE,)}, pipeline=Staging(axis, order, ()))
+        return made, PassRecord(f"{self.micro_batches} micro-batches; every rank computes all stages")
+
+
+def _record(made: Program, order: Schedule, stage: int) -> PassRecord:
+    assert made.pipeline is not None
+    sent = sum(m.src == stage for m in made.pipeline.messages)
+    held = [order.held(rank) for rank in range(len(order.orders))]
+    what = f"{order.micro_batches} micro-batches through {order.stages} stages by {order.name}"
+    return PassRecord(
+        f"{what}, bubble {order.bubble():.1%}",
+        (
+            f"this rank has stage {stage}, and sends {sent} values for each micro-batch",
+            f"micro-batches held by the stages: {', '.join(map(str, held))}",
+        ),
+        {"bubble": order.bubble(), "held": held, "messages": len(made.pipeline.messages)},
+    )
+
+
+# ---------------------------------------------------------------------------------------------- the loss
+
+
+def _with_loss(step: Program, flush: Program, merge: Merge, last: int) -> tuple[Program, Program]:
+    """The loss of the whole batch: summed over micro-batches by their weights, returned by the update."""
+    ((out, loss),) = zip(step.outputs, step.results, strict=True)
+    graph, storage = step.graph, new_storage(step.graph)
+    assert out.spec is not None
+    # Of programs for other sizes the loss may be whole on an axis or not: one rank counts, in all of them.
+    mesh, layout, counts = step.mesh, out.spec.layout, 1
+    for axis, here in enumerate(mesh.coordinate(step.rank)):
+        if mesh.axes[axis] != step.stages and isinstance(layout.placements[axis], Replicate):
+            layout, counts = layout.replace(axis, Partial()), counts * (here == 0)
+    out = replace(out, spec=out.spec.with_(layout=layout))
+    assert out.spec is not None
+    spec = out.spec.with_(dtype=torch.float64)
+    held = Input(LOSS, "accumulator", spec)
+    step, place = _given(step, held, "sum_loss", storage)
+    (output,) = graph.find_nodes(op="output")
+    of = NodeInfo("forward", source=info_of(loss).source, stage=last)
+    by = merge.counted[1]
+    with graph.inserting_before(output):
+        value = checked_value(place)
+
+        def emit(target: Any, args: tuple[Any, ...], made: torch.dtype = torch.float64, **kwargs: Any) -> fx.Node:
+            nonlocal storage
+            storage += 1
+            return call(graph, target, args, of.beside(value.fresh(storage, made)), kwargs or None)
+
+        one = emit(aten._to_copy.default, (loss,), dtype=torch.float64)
+        one = emit(aten.mul.Tensor, (one, by))
+        if isinstance(by, fx.Node):  # a mean over nothing is no number
+            zero = emit(aten.eq.Scalar, (by, 0), torch.bool)
+            one = emit(aten.masked_fill.Scalar, (one, zero, 0))
+        if not counts:
+            one = emit(aten.mul.Tensor, (one, 0))
+        call(graph, aten.add_.Tensor, (place, one), of.beside(value))
+    for node in graph.nodes:
+        if info_of(node).source in (UPDATE_WEIGHTS.source, of.source) and is_mutating(node):
+            annotate(node, stage=last)
+    output.args = ((),)
+    return replace(step, outputs=()), _returns(flush, held, out)
+
+
+def _returns(flush: Program, held: Input, out: Output) -> Program:
+    graph, storage = flush.graph, new_storage(flush.graph)
+    flush, place = _given(flush, held, "sum_loss", storage)
+    total = next((n.args[1] for n in graph.nodes if n.target is aten._foreach_div_.Tensor), 1)
+    (zero,) = (n for n in graph.nodes if n.target is aten._foreach_zero_.default)
+    zero.args = ([*zero.args[0], place],)
+    dtype = torch.float64 if out.spec is None else out.spec.dtype
+    with graph.inserting_before(zero):
+        value, of = checked_value(place), NodeInfo("backward", source="loss")
+        made = call(graph, aten.div.Tensor, (place, total), of.beside(value.fresh(storage + 1)))
+        made = call(graph, aten._to_copy.default, (made,), of.beside(value.fresh(storage + 2, dtype)), {"dtype": dtype})
+    annotate(made, spec=out.spec)
+    (output,) = graph.find_nodes(op="output")
+    output.args = ((made, *output.args[0]),)
+    return replace(flush, outputs=(out, *flush.outputs))
+
+
+def _given(program: Program, held: Input, name: str, storage: int) -> tuple[Program, fx.Node]:
+    """The program with one more input, a number."""
+    with program.graph.inserting_after(program.placeholders[-1]):
+        place = program.graph.placeholder(name)
+    annotate(place, role="input", value=Value.alone((), torch.float64, storage))
+    return replace(program, inputs=(*program.inputs, held)), place
+
+
+# ---------------------------------------------------------------------------------------------- over stages
+
+
+def _over_stages(flush: Program, axis: str) -> Program:
+    """What one stage alone has added up, and all use, is summed over the stages first: weights, losses, gradients of
+    parameters that are on all ranks."""
+    graph, number = flush.graph, flush.mesh.axis_index(axis)
+    pairs = zip(flush.placeholders, flush.inputs, strict=True)
+    places = [n for n, i in pairs if i.kind == "accumulator" and not _at_stage(i.spec, number)]
+    if not places:
+        return flush
+    storage, at = new_storage(graph), flush.placeholders[-1]
+
+    def emit(target: Any, args: tuple[Any, ...], value: Value, **kwargs: Any) -> fx.Node:
+        nonlocal at
+        with graph.inserting_after(at):
+            at = call(graph, target, args, _ENDS.beside(value), kwargs or None)
+        return at
+
+    def fresh(shape: Sequence[int]) -> Value:
+        nonlocal storage
+        storage += 1
+        return Value.alone(shape, torch.float64, storage)
+
+    wide: list[fx.Node] = []
+    for n in places:
+        given = checked_value(n)
+        flat = emit(aten.view.default, (n, [-1]), replace(given, shape=(math.prod(given.shape),)))
+        wide.append(emit(aten._to_copy.default, (flat,), fresh(checked_value(flat).shape), dtype=torch.float64))
+    sizes = [checked_value(n).shape[0] for n in wide]
+    joined = emit(aten.cat.default, (wide,), fresh((sum(sizes),)))
+    args = (joined, "sum", axis, mesh_text(flush.mesh))
+    summed = emit(OPERATORS["all_reduce"].default, args, fresh((sum(sizes),)))
+    start = 0
+    for n, size in zip(places, sizes, strict=True):
+        shape, given = checked_value(n).shape, checked_value(summed)
+        part = emit(aten.slice.Tensor, (summed, 0, start, start + size), replace(given, shape=(size,)))
+        part = emit(aten.view.default, (part, list(shape)), replace(given, shape=shape))
+        emit(aten.copy_.default, (n, part), checked_value(n))
+        start += size
+    return flush
+
+
+def _at_stage(spec: Spec | None, axis: int) -> bool:
+    return spec is not None and isinstance(spec.layout.placements[axis], At)
+
+
+__all__ = ["Pipeline"]

@@ -1,0 +1,262 @@
+"""The cut: a micro-step of all stages becomes the parts that one stage runs, and what they send each other.
+
+What needs no parameter (masks, positions, the seed of the backward) belongs to no stage: each runs it by itself.  All
+else has one stage, and is part of the forward or of the backward.  What a backward needs of its forward is held.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ...collective import ALL_GATHER, COLLECTIVES
+from ...errors import PassError
+from .inplace import follow, storages, written
+from .nodes import NodeInfo, annotate, checked_value, draws, info_of, is_mutating, target_name, value_of
+from .program import Input, Message, Output, Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What a step of micro-batches falls into.
+
+    Attributes:
+        parts: of this stage, by name.
+        messages: between all stages.
+    """
+
+    parts: Mapping[str, Program]
+    messages: tuple[Message, ...]
+
+
+def cut(program: Program, axis: str, stage: int, split: bool) -> StageParts:
+    """Cut the program of a micro-step, which adds up gradients.
+
+    Args:
+        program: is changed.
+        axis: over which the stages are.
+        stage: whose parts are made.
+        split: whether the backward is cut into ``I``, what is sent on needs, and ``W``, the rest.
+
+    Raises:
+        PassError: what cannot be cut, with the user's line.
+    """
+    return _Cut(program, axis, stage).run(split)
+
+
+class _Cut:
+    def __init__(self, program: Program, axis: str, stage: int) -> None:
+        self.program, self.axis, self.stage = program, axis, stage
+        self.number = program.mesh.axis_index(axis)
+        self._stored_where_used()
+        self.nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+        self.at: dict[fx.Node, int | None] = {}
+        self.forward: dict[fx.Node, bool] = {}
+        for node in self.nodes:
+            self._place(node)
+        for node in reversed(self.nodes):
+            if info_of(node).gather:
+                self._gather_where_used(node)
+        self.nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+        self._check_writes()
+
+    def run(self, split: bool) -> StageParts:
+        """The parts of the stage."""
+        sent = list(self._messages())
+        messages = tuple(m for m, _ in sent)
+        came = {n: Input(m.name, "edge") for m, n in sent if m.dst == self.stage and m.part == "F"}
+        back = {n: Input(m.name, "edge") for m, n in sent if m.dst == self.stage and m.part == "B"}
+        ahead = [(Output(m.name, "edge"), n) for m, n in sent if m.src == self.stage and m.part == "F"]
+        behind = [(Output(m.name, "edge"), n) for m, n in sent if m.src == self.stage and m.part == "B"]
+        mine = [n for n in self.nodes if self.at[n] == self.stage]
+        free = [n for n in self.nodes if self.at[n] is None]
+        later = self._live([n for n in mine if not self.forward[n]], {n for n in free if not self.forward[n]}, behind)
+        first = self._live(
+            [*(n for n in mine if self.forward[n]), *(n for n in free if draws(n) and self.forward[n]),
+             *(n for n in self._read(later, behind) if n in self.forward and self.forward[n] and self.at[n] is None)],
+            {n for n in free if self.forward[n]}, ahead,
+        )  # fmt: skip
+        held = self._held(first | came.keys(), self._read(later, behind))
+        made = {"F": self._part(first, came, [*ahead, *_outputs(held)])}
+        if not split:
+            made["B"] = self._part(later, {**held, **back}, behind)
+            return StageParts(made, messages)
+        sending = self._live([], later, behind)
+        sending |= {n for n in later if n.target is operator.getitem and n.args[0] in sending}
+        rest = later - sending
+        kept = self._held(sending | back.keys(), self._read(rest, ()))
+        made["I"] = self._part(sending, {**held, **back}, [*behind, *_outputs(kept)])
+        made["W"] = self._part(rest, {**held, **kept}, [])
+        return StageParts(made, messages)
+
+    # -- which stage ----------------------------------------------------------------------------------
+
+    def _stored_where_used(self) -> None:
+        """A stage has its parameters: nothing is gathered over the axis."""
+        given = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+        seen: dict[Any, fx.Node] = {}
+        for node in list(self.program.graph.nodes):
+            axes = str(node.args[-2]).split(",") if node.target in COLLECTIVES else []
+            if self.axis not in axes:
+                continue
+            if COLLECTIVES[node.target] is not ALL_GATHER or not info_of(node).gather or len(axes) > 1:
+                raise PassError(
+                    f"{_where(node)}: {target_name(node.target)} over {self.axis}, the axis of the stages: a pipeline "
+                    "sends activations over it, and nothing else"
+                )
+            source: Any = node.args[0]
+            way = [source]  # copies and casts, back to what is stored
+            while way[-1].op == "call_function":
+                way.append(way[-1].all_input_nodes[0])
+            spec: Any = given[way[-1]].spec
+            home = spec.layout.placements[self.number].index
+            if source in seen:
+                node.replace_all_uses_with(seen[source])
+                self.program.graph.erase_node(node)
+                continue
+            node.target, node.args = aten.alias.default, (source,)
+            annotate(node, stage=home, cause=None)
+            for other in way[:-1]:
+                annotate(other, stage=home)
+            if source is way[-1]:
+                annotate(node, role="forward")
+                seen[source] = node
+        follow(self.program.graph)
+
+    def _gather_where_used(self, node: fx.Node) -> None:
+        """Each stage that uses a parameter gathers it over other axes: what is stored crosses, and no whole."""
+        others = {s for u in node.users if (s := self.at.get(u)) is not None} - {self.at[node]}
+        for stage in sorted(others) if node.target in COLLECTIVES else ():
+            with self.program.graph.inserting_after(node):
+                made = self.program.graph.node_copy(node)
+            annotate(made, stage=stage)
+            self.at[made], self.forward[made] = stage, self.forward[node]
+            for user in list(node.users):
+                if user is not made and self.at[user] == stage:
+                    user.replace_input_with(node, made)
+
+    def _place(self, node: fx.Node) -> None:
+        """The stage of a node, and whether it is part of the forward."""
+        info = info_of(node)
+        self.forward[node] = info.role == "forward"
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            self.at[node], self.forward[node] = self.at[source], self.forward[source]
+            return
+        known = [s for n in node.all_input_nodes if (s := self.at.get(n)) is not None]
+        if info.stage is not None:
+            self.at[node] = info.stage
+        else:
+            self.at[node] = None if not known else max(known) if self.forward[node] else min(known)
+
+    def _check_writes(self) -> None:
+        """Raises PassError for what is written at one stage and seen at another one."""
+        seen: dict[int, set[int]] = {}
+        held = {s: i for n, i in zip(self.program.placeholders, self.program.inputs, strict=True) for s in storages(n)}
+        for node in self.nodes:
+            stage = self.at[node]
+            for s in {s for n in (node, *node.all_input_nodes) for s in storages(n)}:
+                if stage is not None:
+                    seen.setdefault(s, set()).add(stage)
+        for node in self.nodes:
+            for s in written(node):
+                given = held.get(s)
+                if given is not None and given.kind not in ("accumulator", "batch"):
+                    raise PassError(
+                        f"{_where(node)} writes to the {given.kind} {given.name}: in a pipeline other stages would not "
+                        "see it: running statistics and the like cannot be cut yet"
+                    )
+                if len(seen.get(s, ())) > 1 and given is None:
+                    raise PassError(
+                        f"{_where(node)} writes to a value that stages {sorted(seen[s])} share: a write does not cross "
+                        "a border; compute a new value there"
+                    )
+
+    # -- what crosses ---------------------------------------------------------------------------------
+
+    def _messages(self) -> Iterable[tuple[Message, fx.Node]]:
+        counts: dict[tuple[str, int, int], int] = {}
+        for node in self.nodes:
+            src = self.at[node]
+            if src is None:
+                continue
+            for dst in sorted({s for u in node.users if (s := self.at.get(u)) is not None} - {src}):
+                if not self.forward[node] and dst > src:
+                    what = f"{info_of(node).gather}, seen for the backward" if info_of(node).gather else "a gradient"
+                    raise PassError(
+                        f"{_where(node)}: {what} at stage {src}, is used by stage {dst}, whose backward runs first: it "
+                        "cannot cross (of a parameter: give regather=False, or use it at one stage)"
+                    )
+                if value_of(node) is None:
+                    raise PassError(f"{_where(node)}: {target_name(node.target)}, several values, crosses a border")
+                key = ("F" if self.forward[node] and dst > src else "B", src, dst)
+                number = counts[key] = counts.get(key, -1) + 1
+                yield Message(f"{key[0]} {src}>{dst}.{number}", *key), node
+
+    def _live(
+        self, own: Iterable[fx.Node], others: Iterable[fx.Node], outputs: Sequence[tuple[Output, fx.Node]]
+    ) -> set[fx.Node]:
+        """Nodes, and what of others they need."""
+        eligible, live = set(others), set(own)
+        live.update(n for _, n in outputs if n in eligible)
+        read = {s for _, n in outputs for s in storages(n)}
+        for node in reversed(self.nodes):
+            if node not in live and node in eligible and is_mutating(node) and not read.isdisjoint(written(node)):
+                live.add(node)
+            if node in live:
+                for used in node.all_input_nodes:
+                    read.update(storages(used))
+                    if used in eligible:
+                        live.add(used)
+        return live
+
+    def _read(self, nodes: set[fx.Node], outputs: Sequence[tuple[Output, fx.Node]]) -> list[fx.Node]:
+        """What nodes read that is none of them, in order, but inputs of the program."""
+        read = {u for n in nodes for u in n.all_input_nodes} | {n for _, n in outputs}
+        return [n for n in self.nodes if n in read and n not in nodes]
+
+    def _held(self, there: set[fx.Node], wanted: Iterable[fx.Node]) -> dict[fx.Node, Input]:
+        return {n: Input(n.name, "held") for n in wanted if n in there}
+
+    # -- parts ----------------------------------------------------------------------------------------
+
+    def _part(
+        self, nodes: set[fx.Node], given: Mapping[fx.Node, Input], outputs: Sequence[tuple[Output, fx.Node]]
+    ) -> Program:
+        """Some nodes as a program.
+
+        Args:
+            given: values that others made, as inputs.
+        """
+        program, graph, inputs, made = self.program, fx.Graph(), list[Input](), dict[fx.Node, fx.Node]()
+        read = {u for n in nodes for u in n.all_input_nodes} | {n for _, n in outputs}
+        own = dict(zip(program.placeholders, program.inputs, strict=True))
+        for node, one in {**own, **given}.items():
+            if node in read and node not in nodes:
+                made[node] = graph.placeholder(node.name)
+                annotate(made[node], role="input", value=checked_value(node))
+                inputs.append(one)
+        for node in program.graph.nodes:
+            if node in nodes:
+                made[node] = graph.node_copy(node, made.__getitem__)
+        graph.output(tuple(made[n] for _, n in outputs))
+        return replace(program, graph=graph, inputs=tuple(inputs), outputs=tuple(o for o, _ in outputs))
+
+
+def _outputs(held: Mapping[fx.Node, Input]) -> list[tuple[Output, fx.Node]]:
+    return [(Output(i.name, i.kind), n) for n, i in held.items()]
+
+
+def _where(node: fx.Node) -> str:
+    info: NodeInfo = info_of(node)
+    return info.line or f"%{node.name}"
+
+
+__all__ = ["StageParts", "cut"]

@@ -1,0 +1,206 @@
+"""Running a step that is cut: the actions of this rank, in the order of the schedule, and what goes between stages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ... import collective
+from ...collective import Group, Pending
+from ...errors import ProgramError
+from ...layout import Layout, Shard, Spec
+from ...ranks import runtime
+from ...tensor import DistTensor, wrap
+from ..ir.nodes import Value, checked_value
+from ..ir.program import Message, Staging
+from ..ir.schedules import Action
+from .bind import Ready
+
+Tensor = torch.Tensor
+_AHEAD = 2  # messages of a lane that are received before they are asked for
+
+
+class Pipelined:
+    """One step of several micro-batches, which may have programs of their own.
+
+    To those who compare ranks it is as a :class:`~meshwright.program.run.bind.Bound`: that of the update.
+
+    Args:
+        readies: the programs of each micro-batch.
+        micros: the leaves of each.
+    """
+
+    def __init__(self, readies: Sequence[Ready], micros: Sequence[Sequence[Any]]) -> None:
+        first = readies[0]
+        assert first.program.pipeline is not None
+        self.readies, self.micros, self.flush = readies, micros, first.parts["flush"]
+        self.how: Staging = first.program.pipeline
+        self.program, self.outside, self.inputs = self.flush.program, self.flush.outside, self.flush.inputs
+        known = dict(zip(first.program.placeholders, first.program.inputs, strict=True))
+        leaves, _ = first.how
+        self.batch = [(0, leaves[i.name], i.spec, checked_value(n)) for n, i in known.items() if i.kind == "batch"]
+        mesh = first.program.mesh
+        self.here = mesh.coordinate(first.program.rank)[self.how.axis]
+        self.lanes: dict[tuple[int, int], Group] = {}
+        for m in sorted(self.how.messages, key=lambda m: (m.src, m.dst)):
+            lane = collective.lane(mesh, self.how.axis, m.src, m.dst)
+            if lane is not None:
+                self.lanes[m.src, m.dst] = lane
+
+    @property
+    def seen(self) -> int:
+        """As of the update."""
+        return self.flush.seen
+
+    @seen.setter
+    def seen(self, number: int) -> None:
+        self.flush.seen = number
+
+    def writes(self) -> int:
+        """As of the update."""
+        return self.flush.writes()
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """Run the step; the loss of the whole batch."""
+        run = _Run(self)
+        try:
+            if "accumulate" in self.readies[0].parts:
+                for ready, micro in zip(self.readies, self.micros, strict=True):
+                    ready.parts["accumulate"].values(micro, {})
+            else:
+                run.every()
+            return self.flush(leaves)
+        except BaseException as error:
+            for t in self.flush.carrier.sums.values():
+                t.zero_()
+            why = f"a step ended in the middle on rank {runtime.RT.rank} ({type(error).__name__})"
+            collective.cut_off(list(self.lanes.values()), why)
+            raise
+
+
+class _Run:
+    """One step under way."""
+
+    def __init__(self, of: Pipelined) -> None:
+        self.of = of
+        self.held: dict[int, dict[str, Tensor]] = {}
+        self.sent: deque[Pending] = deque()
+        self.due: dict[tuple[int, int], deque[tuple[Message, int]]] = {}  # lane to what is to come
+        self.coming: dict[tuple[int, int], deque[tuple[tuple[str, int], Pending]]] = {}
+        self.here: dict[tuple[str, int], Tensor] = {}
+        orders = of.how.schedule.orders
+        for src, dst in of.lanes:
+            if dst == of.here:
+                listed = ((m, a.micro) for a in orders[src] for m in self._of(a.part) if (m.src, m.dst) == (src, dst))
+                self.due[src, dst], self.coming[src, dst] = deque(listed), deque()
+
+    def _of(self, part: str) -> list[Message]:
+        """What goes and comes with a part."""
+        which = "B" if part == "I" else part
+        return [m for m in self.of.how.messages if m.part == which]
+
+    def every(self) -> None:
+        """Run the actions of this rank."""
+        for action in self.of.how.schedule.orders[self.of.here]:
+            self._one(action)
+        while self.sent:
+            self.sent.popleft().wait()
+
+    def _one(self, a: Action) -> None:
+        bound, given = self.of.readies[a.micro].parts[a.part], self.held.setdefault(a.micro, {})
+        for m in self._of(a.part):
+            if m.dst == a.stage:
+                given[m.name] = self._received(m, a.micro)
+        last = a.part in "BW"
+        made = bound.values(self.of.micros[a.micro], self.held.pop(a.micro) if last else dict(given))
+        outputs = list(zip(bound.program.outputs, made, strict=True))
+        if not last:
+            given.update((o.name, t) for o, t in outputs if o.kind == "held")
+        named = {o.name: t for o, t in outputs if o.kind == "edge"}
+        del made, outputs, given
+        for m in self._of(a.part):
+            if m.src == a.stage:
+                self.sent.append(collective.send(named[m.name], f"{m.name} of {a.micro}", self.of.lanes[m.src, m.dst]))
+        while self.sent and self.sent[0].done():
+            self.sent.popleft().wait()
+
+    def _received(self, m: Message, micro: int) -> Tensor:
+        lane, key = (m.src, m.dst), (m.name, micro)
+        while key not in self.here:
+            self._post(lane)
+            of, pending = self.coming[lane].popleft()
+            self.here[of] = pending.wait()
+        self._post(lane)
+        return self.here.pop(key)
+
+    def _post(self, lane: tuple[int, int]) -> None:
+        """Start to receive what comes next."""
+        coming, due = self.coming[lane], self.due[lane]
+        while due and len(coming) < _AHEAD:
+            m, micro = due.popleft()
+            value = self._value(m, micro)
+            pending = collective.receive(f"{m.name} of {micro}", value.shape, value.dtype, self.of.lanes[lane])
+            coming.append(((m.name, micro), pending))
+
+    def _value(self, m: Message, micro: int) -> Value:
+        bounds = self.of.readies[micro].parts
+        for name in (m.part,) if m.part == "F" else ("B", "I", "W"):
+            for _, given, value in bounds[name].passed if name in bounds else ():
+                if given.kind == "edge" and given.name == m.name:
+                    return value
+        raise ProgramError(f"{m.name} goes to no part of stage {m.dst}")
+
+
+# ---------------------------------------------------------------------------------------------- micro-batches
+
+
+def cut_batch(leaves: Sequence[Any], micro_batches: int) -> list[list[Any]]:
+    """The leaves of each micro-batch: the rows of a batch, as evenly as they can be cut.
+
+    Plain tensors hold the global batch, and are cut in order; of a DistTensor each rank cuts its own rows.
+
+    Raises:
+        ProgramError: fewer rows than micro-batches, or tensors with other numbers of rows.
+    """
+    rows = {i: x.shape[0] for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim}
+    if not rows:
+        raise ProgramError("a pipeline cuts the rows of a batch, its first dim, and no tensor of the batch has rows")
+    first = next(iter(rows))
+    for i, n in rows.items():
+        if n != rows[first]:
+            raise ProgramError(
+                f"a pipeline cuts the rows of a batch, its first dim: batch tensor {first} has {rows[first]} of them, "
+                f"tensor {i} has {n}: give every tensor of the batch one row for each example"
+            )
+    if rows[first] < micro_batches:
+        raise ProgramError(
+            f"a batch of {rows[first]} rows cannot be cut into {micro_batches} micro-batches, of which each has at "
+            "least one: give more rows, or fewer micro-batches"
+        )
+    parts = [_cut(x, micro_batches) if i in rows else [x] * micro_batches for i, x in enumerate(leaves)]
+    return [list(one) for one in zip(*parts, strict=True)]
+
+
+def _cut(x: Tensor, n: int) -> list[Tensor]:
+    if not isinstance(x, DistTensor):
+        return list(x.tensor_split(n))
+    spec = x.spec
+    ways = spec.mesh.size
+    for a, p in enumerate(spec.layout.placements):
+        ways //= 1 if isinstance(p, Shard) and p.dim == 0 else spec.mesh.sizes[a]
+    local = x.to_local()
+    if local.shape[0] * ways != x.shape[0]:
+        raise ProgramError(
+            f"a batch tensor of shape {tuple(x.shape)} lies as {spec.layout!r}, with other numbers of rows on each "
+            "rank: give a batch that its ranks divide, or plain tensors with the global values"
+        )
+    return [
+        wrap(part, Spec((part.shape[0] * ways, *x.shape[1:]), x.dtype, Layout(spec.mesh, spec.layout.placements)))
+        for part in local.tensor_split(n)
+    ]
+
+
+__all__ = ["Pipelined", "cut_batch"]

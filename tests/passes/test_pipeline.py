@@ -1,0 +1,309 @@
+"""Pipelines: cut as uncut, bit by bit, in every schedule; uncut as one device; what crosses, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import meshwright as mw
+from meshwright import collective
+from meshwright.errors import MeshwrightError, PassError, ProgramError
+from meshwright.passes import Pipeline
+from meshwright.program import Action, Schedule
+from tests.program import test_stages as stages
+from tests.program.test_stages import DP, TP, captured, whole
+from tests.support.processes import run_processes
+
+Tensor = torch.Tensor
+STEPS = 2
+
+
+def data(i: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Labels of which many are ignored: more of some micro-batches than of others, all of the last."""
+    x, y = stages.data(i, rows)
+    y[torch.rand(y.shape, generator=torch.Generator().manual_seed(i)) < torch.linspace(0, 0.9, rows)[:, None]] = -100
+    y[-1] = -100
+    return x, y
+
+
+def one_device(rows: int, tie: bool, clip: float | None) -> tuple[list[float], dict[str, Tensor]]:
+    model = stages.net(tie)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for i in range(STEPS):
+        loss = stages.loss_of(model, data(i, rows))
+        optimizer.zero_grad()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def steps(mesh: mw.Mesh, rows: int, how: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    step, model, _ = captured(mesh, passes=[f"pipeline:{how}", *options.pop("passes", ())], **options)
+    return [step(data(i, rows)).item() for i in range(STEPS)], whole(model)
+
+
+CASES: list[tuple[dict[str, int], int, int, dict[str, Any]]] = [
+    ({"pp": 2}, 7, 17, {"clip": None}),  # of 3 and of 2 rows
+    ({"pp": 3}, 2, 8, {"tie": True}),  # fewer than stages; a weight at both ends
+    ({"pp": 2, "dp": 2}, 2, 8, {"batch": DP, "stored_over": "dp", "tie": True}),
+    ({"pp": 2}, 1, 3, {}),
+    ({"pp": 2, "tp": 2}, 4, 8, {"layouts": TP}),
+    ({"dp": 2, "pp": 2}, 4, 11, {"batch": DP, "states_over": "dp"}),
+    ({"pp": 2, "dp": 3}, 2, 12, {"batch": DP, "stored_over": "dp", "tie": True}),
+    ({"pp": 2, "dp": 2}, 2, 8, {"batch": DP, "loss_scale": 64.0, "passes": ["data-parallel-optimization"]}),
+    ({"pp": 3, "dp": 2, "tp": 2}, 3, 12, {"batch": DP, "layouts": TP, "stored_over": {"layers.*": "dp"}}),
+]
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(("axes", "micro_batches", "rows", "options"), CASES, ids=str)
+def test_bits(axes: dict[str, int], micro_batches: int, rows: int, options: dict[str, Any]) -> None:
+    """One device's numbers; the cut step has the bits of the uncut one, whatever the schedule."""
+    losses, wanted = one_device(rows, options.get("tie", False), options.get("clip", 0.3))
+    bits: Any = None
+    for schedule in ("uncut", *(("gpipe", "1f1b") if len(axes) == 1 else ()), "zero-bubble"):
+        how = f"micro_batches={micro_batches},schedule={schedule}"
+        for found, params in mw.simulate(lambda h=how: steps(mw.Mesh(axes), rows, h, **options), mw.Mesh(axes)):
+            bits = bits or (found, params)
+            assert found == pytest.approx(losses, abs=1e-13)
+            assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
+            assert found == bits[0]
+            assert all(torch.equal(params[n], bits[1][n]) for n in wanted)
+
+
+def real(how: str, options: Any) -> Any:
+    return steps(mw.init_mesh({"pp": 2, "dp": 2}), 8, how, batch=DP, **options)
+
+
+@pytest.mark.processes
+def test_real_processes() -> None:
+    losses, wanted = one_device(8, True, 0.3)
+    how = "micro_batches=4,schedule=zero-bubble"
+    for found, params in run_processes(real, 4, how, {"tie": True, "states_over": "dp"}, timeout=120):
+        assert found == pytest.approx(losses, abs=1e-13)
+        assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
+
+
+def test_bytes_and_work_of_a_stage() -> None:
+    """What a rank sends is b·t·h of each micro-batch and way, as explained; it computes its own stage alone."""
+    mesh, micro_batches, rows = mw.Mesh({"pp": 3, "dp": 2}), 3, 12
+
+    def run() -> Any:
+        step, _, _ = captured(mesh, passes=[f"pipeline:micro_batches={micro_batches}"], batch=DP)
+        step(data(0, rows))
+        with collective.counting() as counts:
+            step(data(0, rows))
+        parts = step.program.parts
+        linear = sum("addmm" in str(n.target) for n in parts["F"].graph.nodes)
+        return (
+            counts.table.get((collective.SEND, ("pp",)), [0, 0]),
+            linear,
+            parts["F"].kinds,
+            parts["B"].kinds,
+            step.explain().counts.kinds,
+        )
+
+    size = rows // micro_batches // 2 * 5 * 6 * 8
+    for rank, (sent, linear, forward, backward, explained) in enumerate(mw.simulate(run, mesh)):
+        assert explained.get(collective.SEND) == sent[0]
+        ways = [1, 2, 1][mesh.coordinate(rank)[0]]
+        assert sent == [ways * micro_batches, ways * micro_batches * size]
+        assert linear == 2  # of one block
+        assert sum(forward.values()) + sum(backward.values()) <= 2  # the number of labels, over dp
+
+
+def test_held_micro_batches_are_those_of_the_schedule() -> None:
+    """The most micro-batches of which a rank keeps something, counted while it runs."""
+    from meshwright.program.run import pipeline as run_pipeline
+
+    mesh, seen = mw.Mesh({"pp": 3}), dict[int, int]()
+
+    class Counted(dict[int, Any]):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank = rank
+
+        def setdefault(self, key: int, default: Any = None) -> Any:
+            found = super().setdefault(key, default)
+            seen[self.rank] = max(seen.get(self.rank, 0), len(self))
+            return found
+
+    for schedule in ("1f1b", "zero-bubble"):
+        seen.clear()
+
+        def run(name: str = schedule) -> Any:
+            step, _, _ = captured(mesh, passes=[f"pipeline:micro_batches=6,schedule={name}"])
+            init = run_pipeline._Run.__init__
+
+            def counted(self: Any, of: Any) -> None:
+                init(self, of)
+                self.held = Counted(of.here)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(run_pipeline._Run, "__init__", counted)
+                step(data(0, 6))
+            return step.program.pipeline.schedule
+
+        order = mw.simulate(run, mesh)[0]
+        assert seen == {rank: order.held(rank) for rank in range(3)}
+
+
+def test_what_users_do_to_it() -> None:
+    """Other sizes, evaluation between steps, a distributed batch, gradients, an optimizer behind the program."""
+    mesh = mw.Mesh({"pp": 2})
+
+    def run() -> None:
+        step, model, _ = captured(mesh, passes=["pipeline:micro_batches=2"], gradients=True, clip=None)
+        alone = stages.net()
+        for rows in (8, 5):
+            given = data(rows, rows)
+            assert step.eval(given).item() == pytest.approx(stages.loss_of(alone, given).item(), abs=1e-13)
+            alone.load_state_dict(whole(model))
+            alone.zero_grad()
+            stages.loss_of(alone, given).backward()
+            step(given)
+            for name, p in alone.named_parameters():
+                grad = model.get_parameter(name).grad
+                assert (mw.unshard(grad) - p.grad).abs().max() < 1e-14, name
+            alone.load_state_dict(whole(model))
+        given = data(3, 8)
+        lies = tuple(mw.shard_tensor(t, mesh, mw.Replicate()) for t in given)
+        assert step(lies).item() == pytest.approx(stages.loss_of(alone, given).item(), abs=1e-13)
+
+    mw.simulate(run, mesh, check=True)
+
+
+class Statistics(stages.Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+
+def test_a_loss_that_is_a_sum() -> None:
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+    def run() -> tuple[float, dict[str, Tensor]]:
+        model = stages.net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = mw.compile_step(
+            model, loss_of, optimizer, data(0, 7), mesh=mw.Mesh({"pp": 2}), stages=stages.STAGES,
+            passes=["pipeline:micro_batches=3"],
+        )  # fmt: skip
+        return step(data(0, 7)).item(), whole(model)
+
+    alone = stages.net()
+    loss = loss_of(alone, data(0, 7))
+    loss.backward()
+    torch.optim.SGD(alone.parameters(), lr=0.01).step()
+    for found, params in mw.simulate(run, mw.Mesh({"pp": 2})):
+        assert found == pytest.approx(loss.item(), abs=1e-12)
+        assert max((params[n] - p).abs().max().item() for n, p in alone.named_parameters()) < 1e-14
+
+
+def test_a_schedule_of_ones_own() -> None:
+    """A table or a function, in float32; micro-batches in another order at each stage; what is wrong with one."""
+    mesh = mw.Mesh({"pp": 2})
+
+    def orders(*ranks: str) -> Schedule:
+        return Schedule(
+            tuple(tuple(Action(a[0], r, int(a[1])) for a in o.split()) for r, o in enumerate(ranks)), "mine"
+        )
+
+    mine = orders("F2 F0 F1 B0 B2 B1", "F0 F1 F2 B2 B0 B1")
+
+    def run(how: Any) -> float:
+        model = stages.Net()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.01)
+        step = mw.compile_step(
+            model, stages.loss_of, torch.optim.SGD(model.parameters(), lr=0.1), data(0, 6), mesh=mesh,
+            stages=stages.STAGES, passes=[how],
+        )  # fmt: skip
+        step(data(0, 6))
+        return step(data(1, 6)).item()
+
+    ways = [Pipeline(3, mine), Pipeline(3, lambda p, m: mine), Pipeline(3, "uncut")]
+    own, made, uncut = [mw.simulate(lambda h=h: run(h), mesh)[0] for h in ways]
+    assert own == made
+    assert own == pytest.approx(uncut, rel=1e-5)
+    for how, message in (
+        (Pipeline(4, mine), "mine has 2 stages on 2 ranks and 3 micro-batches; this step has 2 and 4"),
+        (Pipeline(3, mine, limit=2), "mine: rank 0 holds 3 micro-batches, more than 2"),
+        (
+            Pipeline(3, lambda p, m: orders("B0 F0", "F0 B0")),
+            r"mine never ends: rank 0 waits in B0 .* for F0 of stage 0",
+        ),
+    ):
+        with pytest.raises(MeshwrightError, match=message):
+            mw.simulate(lambda h=how: run(h), mesh)
+
+
+BAD: list[tuple[Any, type[MeshwrightError], str]] = [
+    ({"stages": None}, PassError, r'the step has no stages: give compile_step\(stages='),
+    ({"rows": 3}, ProgramError, "a batch of 3 rows cannot be cut into 4 micro-batches"),
+    ({"passes": ["pipeline:micro_batches=0"]}, PassError, "micro_batches=0: a whole number of at least 1"),
+    ({"passes": ["pipeline:micro_batches=4,schedule=2f2b"]}, PassError, "schedule='2f2b': one of gpipe, 1f1b"),
+    ({"passes": ["pipeline:micro_batches=4,schedule=gpipe,limit=2"]}, PassError, "gpipe holds all 4 micro-batches"),
+    (
+        {"passes": ["pipeline:micro_batches=4", "gradient-merge:k_steps=2"]},
+        PassError, "pipeline and gradient-merge cannot be used together",
+    ),
+    ({"model": Statistics}, PassError, r"test_stages.py:\d+ writes to the buffer norm\."),
+    ({"batch_of": lambda x, y: (x, y[:3])}, ProgramError, "tensor 0 has 8 of them, tensor 1 has 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=lambda x: str(x)[:40])
+def test_bad_input(options: Any, error: type[MeshwrightError], message: str) -> None:
+    mesh, given = mw.Mesh({"pp": 2}), dict(options)
+    rows, kind, of = given.pop("rows", 8), given.pop("model", stages.Net), given.pop("batch_of", lambda *x: x)
+
+    def run() -> None:
+        with pytest.raises(error, match=message):
+            mw.compile_step(
+                kind(), stages.loss_of, None, of(*data(0, rows)), mesh=mesh,
+                **{"stages": stages.STAGES, "passes": ["pipeline:micro_batches=4"], **given},
+            )  # fmt: skip
+
+    mw.simulate(run, mesh)
+
+
+def test_a_receive_that_never_comes_is_told() -> None:
+    """Ranks that wait for each other's sends, and a sender that ends."""
+    mesh = mw.Mesh({"pp": 2})
+
+    def crossed() -> None:
+        here = collective.group(mesh).index
+        lanes = [collective.lane(mesh, 0, 0, 1), collective.lane(mesh, 0, 1, 0)]
+        came = collective.receive("x", (2,), torch.float32, lanes[1 - here]).wait()
+        collective.send(came, "x", lanes[here])
+
+    with pytest.raises(mw.errors.DesyncError, match=r"deadlock: every rank waits .*\n.*waits in send\(what=x\)"):
+        mw.simulate(crossed, mesh)
+
+    def ended() -> None:
+        lane = collective.lane(mesh, 0, 0, 1)
+        if collective.group(mesh).index:
+            collective.receive("x", (2,), torch.float32, lane).wait()
+
+    with pytest.raises(mw.errors.DesyncError, match=r"rank 0 finished without send\(what=x\)"):
+        mw.simulate(ended, mesh)
+
+    def other() -> None:
+        lane = collective.lane(mesh, 0, 0, 1)
+        if collective.group(mesh).index:
+            collective.receive("x", (2,), torch.float32, lane).wait()
+        else:
+            collective.send(torch.ones(3), "y", lane)
+
+    with pytest.raises(mw.errors.DesyncError, match=r"rank 0 sent send\(what=y\) of float32\[3\], rank 1 waits"):
+        mw.simulate(other, mesh)
