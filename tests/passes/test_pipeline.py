@@ -186,6 +186,16 @@ class Statistics(stages.Net):
         self.norm = nn.BatchNorm1d(5)
 
 
+class Counted(stages.Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1  # type: ignore[operator,assignment]
+        return super().forward(x) * self.seen.clamp(max=1)  # type: ignore[operator]
+
+
 def test_a_loss_that_is_a_sum() -> None:
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
@@ -257,7 +267,8 @@ BAD: list[tuple[Any, type[MeshwrightError], str]] = [
         {"passes": ["pipeline:micro_batches=4", "gradient-merge:k_steps=2"]},
         PassError, "pipeline and gradient-merge cannot be used together",
     ),
-    ({"model": Statistics}, PassError, r"test_stages.py:\d+ writes to the buffer norm\."),
+    ({"model": Statistics}, PassError, r"statistics of the batch, .* take the step on the whole batch"),
+    ({"model": Counted}, PassError, r"test_pipeline.py:\d+ writes to the buffer seen: in a pipeline"),
     ({"batch_of": lambda x, y: (x, y[:3])}, ProgramError, "tensor 0 has 8 of them, tensor 1 has 3"),
 ]  # fmt: skip
 

@@ -66,8 +66,11 @@ class Weight:
         return found[::-1]
 
 
-def weight_of(program: Program) -> Weight | None:
+def weight_of(program: Program, hint: str = _HINT) -> Weight | None:
     """The weight of the micro-batch of a program; None where the loss is that of one rank.
+
+    Args:
+        hint: what to do about a loss that is no weighted mean.
 
     Raises:
         PassError: the loss is no weighted mean over what micro-batches consist of.
@@ -77,19 +80,20 @@ def weight_of(program: Program) -> Weight | None:
     )
     if out is None or loss is None or out.spec is None:
         return None
-    of = _Loss(program)
+    of = _Loss(program, hint)
     found = of.of(loss)
     if mixed := mixing(program, of.counted):
         node, how = mixed
         raise PassError(
             f"{_where(node)}: {target_name(node.target)} takes {how}, which micro-batches do not have: the loss is "
-            f"no weighted mean of theirs; {_HINT}"
+            f"no weighted mean of theirs; {hint}"
         )
     return Weight() if found is None else found
 
 
 class _Loss:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, hint: str) -> None:
+        self.hint = hint
         batch = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
         self.counted: set[fx.Node] = set()  # what was looked at: terms of the loss and what it is divided by
         self.varies = batch  # what a batch decides
@@ -123,7 +127,7 @@ class _Loss:
         if single and given and all(value_of(n) and not checked_value(n).shape for n in given):
             raise PassError(
                 f"{_where(node)}: {target_name(node.target)} of a sum over the batch: the loss is no weighted mean of "
-                f"those of micro-batches; {_HINT}"
+                f"those of micro-batches; {self.hint}"
             )
         return Weight()
 
@@ -135,7 +139,7 @@ class _Loss:
         if inner is not None and inner.divisor is not None:
             raise PassError(
                 f"{_where(node)}: a mean over what the values of a batch say is divided by such a number again, so the "
-                f"loss is no weighted mean of those of micro-batches; {_HINT}"
+                f"loss is no weighted mean of those of micro-batches; {self.hint}"
             )
         counted = at = by
         while at.target in _BOUNDS | VIEWS | {aten._to_copy.default} and len(at.all_input_nodes) == 1:
@@ -153,7 +157,7 @@ class _Loss:
             return a
         raise PassError(
             f"{_where(node)}: two means over different numbers of things are added, of which the values of a batch say "
-            f"how many: no one weight of a micro-batch is that of both; {_HINT}"
+            f"how many: no one weight of a micro-batch is that of both; {self.hint}"
         )
 
 

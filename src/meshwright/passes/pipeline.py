@@ -28,6 +28,7 @@ from .pass_manager import Pass, PassRecord, register
 aten = torch.ops.aten
 
 UNCUT = "uncut"
+_WHOLE = "take the step on the whole batch, without micro-batches"
 Orders = Callable[[int, int], Schedule]
 LOSS = "loss of micro-batches"  # the name of its sum
 _ENDS = NodeInfo("backward", source="sums of stages")
@@ -122,7 +123,7 @@ class Pipeline(Pass):
                 "the loss function returns other values beside the loss, which micro-batches have each their own of: "
                 "return the loss alone"
             )
-        weight = weight_of(program)
+        weight = weight_of(program, _WHOLE)
         counts = weight is not None and (weight.divisor is not None or weight.number != 1)
         merge = Merge(copied(program), GradientMerge(self.micro_batches, avg=counts), seeded=True)
         made = merge.run()
