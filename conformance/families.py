@@ -1,5 +1,7 @@
 """Families of transformers, built tiny by the names of their auto classes: ``mw.layouts`` alone, against one device.
 
+``--library diffusers``: those of diffusion.py, where diffusers is installed.
+
 No family has a line of its own here or in the package.  Each is built from its configuration class with small sizes
 (those of :data:`SIZES` that it knows), in float64; one step on one device gives loss and gradients; ``mw.layouts``
 lays it on each mesh, and eager and captured steps must give the same.  A row is right, wrong, or refused by name.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import functools
 import inspect
 import json
 import re
@@ -18,10 +21,11 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import diffusion
 import models
 import torch
 import torch.nn as nn
@@ -57,6 +61,12 @@ SIZES: dict[str, Any] = {
     "sliding_window": 8, "type_vocab_size": 2, "num_buckets": 8, "use_cache": False,
     "experts_implementation": "batched_mm",
     "residual_dropout": 0.0,
+    "num_mel_bins": 8, "input_feat_per_channel": 8, "max_source_positions": 10, "max_target_positions": 32,
+    "conv_dim": [12, 12], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
+    "feat_proj_dropout": 0.0, "final_dropout": 0.0, "conv_channels": 12, "max_length": 16, "projection_dim": 12,
+    "conv_depthwise_kernel_size": 3, "left_max_position_embeddings": 4,
+    "right_max_position_embeddings": 4, "ctc_loss_reduction": "mean", "frequency_stride": 4, "time_stride": 4,
     **_IMAGE,
 }  # fmt: skip
 
@@ -85,7 +95,10 @@ class Row:
 
 
 def families() -> dict[str, tuple[str, str]]:
-    """Name of each family to its class and to what it is given: text, pairs of texts, or images."""
+    """Name of each family to its class and to what it is given: text, pairs of texts, images, speech, or two of these.
+
+    A family is listed once, by the first of these.
+    """
     from transformers.models.auto import modeling_auto as auto
 
     lists = {
@@ -93,6 +106,10 @@ def families() -> dict[str, tuple[str, str]]:
         "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "pair": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        "speech to text": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        "speech": auto.MODEL_FOR_CTC_MAPPING_NAMES,
+        "sound": auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+        "text and image": auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     }
     found: dict[str, tuple[str, str]] = {}
     for kind, names in lists.items():
@@ -101,22 +118,41 @@ def families() -> dict[str, tuple[str, str]]:
     return found
 
 
+def configured(config: Any, more: dict[str, Any]) -> Any:
+    """A configuration with the small sizes that it knows, and so those that it is made of; what it refuses by name is
+    left to it."""
+    known = {*inspect.signature(config.__init__).parameters, *getattr(config, "attribute_map", {})}
+    known |= {*getattr(config, "__dataclass_fields__", ()), "experts_implementation"}
+    given = {k: v for k, v in (SIZES | more).items() if k in known}
+    for part, kind in getattr(config, "sub_configs", {}).items():
+        if part in known and "config" in part and hasattr(kind, "model_type") and kind.model_type:
+            given[part] = configured(kind, {}).to_dict()
+    for _ in range(4):
+        try:
+            return config(**given)
+        except Exception as error:
+            refused = re.search(r"for field '(\w+)'", str(error))
+            if refused is None or given.pop(refused[1], None) is None:
+                raise
+    return config(**given)
+
+
 def built(family: str, kind: str, name: str) -> nn.Module:
     """The family's model, in training mode, its weights large enough that every layer counts in the loss."""
     import transformers
 
     cls = getattr(transformers, name)
     config = cls.config_class
-    known = {*inspect.signature(config.__init__).parameters, *getattr(config, "attribute_map", {})}
-    known |= {*getattr(config, "__dataclass_fields__", ()), "experts_implementation"}
-    more = {"is_decoder": True} if kind == "text" and "is_decoder" in known else {}
-    given = {k: v for k, v in SIZES.items() if k in known} | more
+    made = configured(config, {"is_decoder": True} if kind == "text" else {})
+    for word in ("decoder_start_token_id", "pad_token_id", "eos_token_id"):
+        if kind == "pair" and getattr(made, word, None) is None:
+            setattr(made, word, SIZES[word])
     with torch.device("meta"):
-        size = sum(p.numel() for p in cls(config(**given)).parameters())
+        size = sum(p.numel() for p in cls(made).parameters())
     if size > _MOST:
         raise ValueError(f"{size} parameters: too many sizes of its own")
     torch.manual_seed(0)
-    model = cls(config(**given))
+    model = cls(made)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1 and 0 < p.std() < 0.05:
@@ -130,8 +166,20 @@ def batch_of(kind: str) -> dict[str, Tensor]:
     """A batch for one device."""
     g = torch.Generator().manual_seed(1)
     if kind == "image":
-        labels = torch.randint(0, _IMAGE["num_labels"], (ROWS,), generator=g)
+        labels = torch.randint(0, 2, (ROWS,), generator=g)
         return {"pixel_values": torch.randn(ROWS, 3, 16, 16, generator=g), "labels": labels}
+    if kind == "sound":
+        values, labels = torch.randn(ROWS, 320, generator=g), torch.randint(0, 2, (ROWS,), generator=g)
+        return {"input_values": values, "labels": labels}
+    if kind == "speech":
+        values, labels = torch.randn(ROWS, 320, generator=g), torch.randint(3, WORDS, (ROWS, 5), generator=g)
+        return {"input_values": values, "labels": labels}
+    if kind == "speech to text":
+        values, labels = torch.randn(ROWS, 8, 20, generator=g), torch.randint(3, WORDS, (ROWS, 7), generator=g)
+        return {"input_features": values, "labels": labels}
+    if kind == "text and image":
+        ids, values = torch.randint(3, WORDS, (ROWS, LENGTH), generator=g), torch.randn(ROWS, 3, 16, 16, generator=g)
+        return {"input_ids": ids, "pixel_values": values, "attention_mask": torch.ones_like(ids)}
     ids = torch.randint(3, WORDS, (ROWS, LENGTH), generator=g)
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     mask[1, 7:] = 0
@@ -141,6 +189,41 @@ def batch_of(kind: str) -> dict[str, Tensor]:
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
+
+
+def loss_of_both(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The contrastive loss of texts and images."""
+    return model(**batch, return_loss=True).loss
+
+
+Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """How a family is built, what it is given, and its loss."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], dict[str, Tensor]]
+    loss: Loss
+
+
+def subjects(library: str) -> dict[str, Subject]:
+    """All families of a library, by name."""
+    if library == "diffusers":
+        part = functools.partial
+        return {
+            n: Subject(part(diffusion.built, n), part(diffusion.batch_of, n), part(diffusion.loss_of, n))
+            for n in diffusion.FAMILIES
+        }
+    return {
+        n: Subject(
+            functools.partial(built, n, kind, cls),
+            functools.partial(batch_of, kind),
+            loss_of_both if kind == "text and image" else loss_of,
+        )
+        for n, (kind, cls) in families().items()
+    }
 
 
 Numbers = dict[str, Tensor]
@@ -171,13 +254,12 @@ def limited(seconds: int) -> Iterator[None]:
 class Family:
     """One family on meshes."""
 
-    def __init__(self, name: str, kind: str, cls: str) -> None:
-        self.name, self.make = name, lambda: built(name, kind, cls)
-        self.batch = lambda: batch_of(kind)
+    def __init__(self, name: str, subject: Subject) -> None:
+        self.name, self.make, self.batch, self.loss = name, subject.make, subject.batch, subject.loss
         model = self.make()
-        loss_of(model, self.batch()).backward()
+        self.loss(model, self.batch()).backward()
         again = self.make()
-        loss = loss_of(again, self.batch())
+        loss = self.loss(again, self.batch())
         loss.backward()
         self.want = numbers(again, loss)
         self.exact = all(torch.equal(p.grad, self.want[n]) for n, p in model.named_parameters() if n in self.want)
@@ -191,28 +273,28 @@ class Family:
             k: mw.shard_tensor(v, mesh, split.get(k, {}) if isinstance(split.get(k), dict) else split)
             for k, v in self.batch().items()
         }
-        loss = loss_of(model, batch)
+        loss = self.loss(model, batch)
         loss.backward()
         return numbers(model, loss), None
 
     def captured(self, mesh: mw.Mesh, table: mw.LayoutTable) -> tuple[Numbers, float | None]:
         model, batch = self.make(), self.batch()
-        step = mw.compile_step(model, loss_of, None, batch, mesh=mesh, layouts=table, gradients=True)
+        step = mw.compile_step(model, self.loss, None, batch, mesh=mesh, layouts=table, gradients=True)
         loss = step(batch)
         sent = explain_program(step.program).counts.bytes if mesh.axes == ("tp",) else None
         return numbers(model, loss), None if sent is None else float(sum(sent.values()))
 
-    def rows(self, wanted: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    def rows(self, wanted: Sequence[tuple[str, str]], limit: int) -> Iterator[Row]:
         """Of each mesh and mode that is wanted."""
         for mesh_name, sizes in MESHES.items():
             mesh, table = mw.Mesh(sizes), None
             for mode in [mode for of, mode in wanted if of == mesh_name]:
                 row, started = Row(self.name, mesh_name, mode), time.perf_counter()
                 try:
-                    with limited(400), warnings.catch_warnings():
+                    with limited(limit), warnings.catch_warnings():
                         warnings.simplefilter("ignore")
-                        table = table or mw.layouts(self.make(), mesh, self.batch(), loss_of)
-                        self._fill(row, mesh, table)
+                        table = table or mw.layouts(self.make(), mesh, self.batch(), self.loss)
+                        self._fill(row, mesh, table, limit)
                 except MeshwrightError as error:
                     row.verdict, row.notes = "refused", [f"{type(error).__name__}: {error}"[:300]]
                 except Exception as error:
@@ -220,12 +302,12 @@ class Family:
                 row.seconds = round(time.perf_counter() - started, 1)
                 yield row
 
-    def _fill(self, row: Row, mesh: mw.Mesh, table: mw.LayoutTable) -> None:
+    def _fill(self, row: Row, mesh: mw.Mesh, table: mw.LayoutTable, limit: int) -> None:
         row.notes = list(table.notes)
         names = dict(self.make().named_parameters())
         split = {n for g, p in table.items() if "tp" in p for n in fnmatch.filter(names, g)}
         row.split = round(sum(names[n].numel() for n in split) / self.size, 3)
-        found = mw.simulate(lambda: getattr(self, row.mode)(mesh, table), mesh, timeout=380)
+        found = mw.simulate(lambda: getattr(self, row.mode)(mesh, table), mesh, timeout=limit - 10)
         for got, sent in found:
             row.difference = max(row.difference, models.furthest(got, self.want, "gradient"))
             if sent is not None:
@@ -238,6 +320,8 @@ def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default="*", help="comma list of globs")
+    parser.add_argument("--library", default="transformers", choices=["transformers", "diffusers"])
+    parser.add_argument("--limit", type=int, default=240, help="seconds for each row")
     parser.add_argument("--modes", default="eager,captured")
     parser.add_argument("--meshes", default="dp2tp2,tp3")
     parser.add_argument("--table", help="print the rows of this file as the table of the docs, and run nothing")
@@ -272,23 +356,23 @@ def main() -> int:
         with contextlib.suppress(FileNotFoundError), open(given.out) as file:
             done = {(row["family"], row["mesh"], row["mode"]) for row in map(json.loads, file)}
     every = [(mesh, mode) for mesh in given.meshes.split(",") for mode in given.modes.split(",")]
-    for name, (kind, cls) in families().items():
+    for name, subject in subjects(given.library).items():
         wanted = [(mesh, mode) for mesh, mode in every if (name, mesh, mode) not in done]
         if not wanted or not any(fnmatch.fnmatch(name, g) for g in given.families.split(",")):
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with contextlib.suppress(Exception):
-                built(name, kind, cls)  # imports its modules
+                subject.make()  # imports its modules
         with float64(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 with limited(60):
-                    family = Family(name, kind, cls)
+                    family = Family(name, subject)
             except Exception as error:
                 print(f"{name}: not built: {type(error).__name__}: {str(error)[:120]!r}", file=sys.stderr, flush=True)
                 continue
-            for row in family.rows(wanted):
+            for row in family.rows(wanted, given.limit):
                 wrong += row.verdict == "wrong"
                 text = json.dumps(asdict(row))
                 print(text, flush=True)

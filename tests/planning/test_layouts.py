@@ -239,19 +239,16 @@ def test_convolutions_in_pairs_with_their_buffers() -> None:
 
 
 class Grouped(nn.Module):
-    """Attention with fewer heads of keys than ranks, and fused queries, keys and values."""
+    """Attention with fewer heads of keys than ranks."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.fused, keys = fused, 2 if not fused else HEADS
-        self.qkv = nn.Linear(WIDTH, WIDTH + 2 * keys * WIDTH // HEADS)
-        if not fused:
-            self.qkv, self.k, self.v = (nn.Linear(WIDTH, n * WIDTH // HEADS) for n in (HEADS, keys, keys))
+        self.qkv, self.k, self.v = (nn.Linear(WIDTH, n * WIDTH // HEADS) for n in (HEADS, 2, 2))
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.layer_norm(x, (WIDTH,))
-        parts = self.qkv(x).chunk(3, -1) if self.fused else (self.qkv(x), self.k(x), self.v(x))
+        parts = self.qkv(x), self.k(x), self.v(x)
         q, k, v = (t.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for t in parts)
         k, v = (t.repeat_interleave(HEADS // t.shape[1], 1) for t in (k, v))
         x = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
@@ -260,17 +257,10 @@ class Grouped(nn.Module):
 
 def test_few_heads_of_keys_do_not_keep_those_of_queries_whole() -> None:
     x = torch.randn(ROWS, LENGTH, WIDTH)
-    table = mw.layouts(Grouped(fused=False), MESHES["tp3"], x, lambda m, b: m(b).square().mean())
+    table = mw.layouts(Grouped(), MESHES["tp3"], x, lambda m, b: m(b).square().mean())
     assert table["qkv.weight"] == table["qkv.bias"] == {"tp": mw.Shard(0)}
     assert table["out.weight"] == {"tp": mw.Shard(1)}
     assert "what comes of it is gathered" in table.lines["k.weight"].reason
-
-
-def test_what_is_gathered_for_fused_projections_is_said() -> None:
-    x = torch.randn(ROWS, LENGTH, WIDTH)
-    table = mw.layouts(Grouped(fused=True), MESHES["tp3"], x, lambda m, b: m(b).square().mean())
-    assert table["qkv.weight"] == {"tp": mw.Shard(0)}
-    assert any("is gathered for chunk at test_layouts.py" in note for note in table.notes)
 
 
 def test_the_models_own_plan_is_named_where_it_is_followed() -> None:

@@ -15,14 +15,17 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from ..collective import Fact, together
+from ..dispatch import disabled
 from ..errors import CheckpointError
 from ..layout import Layout, Spec
 from ..local_tensor import bare
 from ..mesh import Mesh
+from ..resharding import executor
+from ..resharding.planner import plan as plan_conversion
 from ..shard.optimizers.blocks import opaque
 from ..shard.optimizers.optimizer import binding_of
 from ..shard.parameters.names import Names
-from ..tensor import DistTensor
+from ..tensor import DistTensor, wrap
 from .arrays import NAMES
 from .files import as_stored
 from .manifest import CONFIGURATIONS
@@ -138,6 +141,15 @@ class Contents:
         self.specs[name] = stored_spec(t, self.mesh, name)
         self.tensors[name] = t
         return name
+
+    def in_own_order(self) -> None:
+        """Bring what is split by blocks to a plain split, so that a checkpoint knows no blocks.  All ranks call it."""
+        for name, spec in self.specs.items():
+            if spec.layout.blocks:
+                split = spec.with_(layout=spec.layout.without_blocks())
+                with torch.no_grad(), disabled():
+                    t = executor.apply(plan_conversion(spec, split).steps, bare(self.tensors[name]))
+                self.tensors[name], self.specs[name] = wrap(t, split), split
 
 
 def stored_spec(t: Tensor, mesh: Mesh, name: str) -> Spec:

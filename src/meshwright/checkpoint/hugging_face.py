@@ -190,7 +190,7 @@ def _write(path: Path, file: WholeFile, tensors: Mapping[str, Tensor], mesh: Mes
 
 def _own(spec: Spec, local: Tensor, here: Sequence[int]) -> Iterator[tuple[Box, Tensor]]:
     """What this rank writes: rows, which ranks exchange; of what cannot be exchanged with little memory what it has."""
-    parts = stretches(spec)
+    parts = [(0, spec)] if spec.layout.blocks else stretches(spec)
     if parts is None:
         box = own_piece(spec, here, 0)
         if box is not None:

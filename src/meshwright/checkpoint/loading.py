@@ -131,7 +131,7 @@ def _rows(target: Target, read: Spec) -> list[Rows]:
     spec = target.spec
     parts = None if read.layout == spec.layout else stretches(spec)
     if parts is None:
-        return [Rows(target, 0, spec, target.local, spec)]
+        return [Rows(target, 0, spec, target.local, read if spec.layout.blocks else spec)]
     if len(parts) == 1:
         return [Rows(target, 0, spec, target.local, read)]
     locals_ = target.local.split([part.shape[0] for _, part in parts])

@@ -143,6 +143,7 @@ def read_spec(stored: Spec, target: Spec) -> Spec:
     Ranks that are to hold the same read a part each.  A target that cuts across the rows of what was stored is read by
     rows, which lie together in any file, and rearranged between the ranks.
     """
+    target = target.with_(layout=target.layout.without_blocks()) if target.layout.blocks else target
     if target.mesh.size == 1 or target.nbytes <= SMALL or not target.ndim:
         return target
     layout = target.layout

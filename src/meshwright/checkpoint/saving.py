@@ -57,6 +57,7 @@ def save(
     if same:
         contents.values["generators"] = generators
     path = folder / name
+    contents.in_own_order()
     parts = own_parts(contents, path)
     run = run_in(folder).name
     manifest = Manifest(step, mesh, contents.specs, contents.aliases, contents.values, run=run)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import DispatchError
-from ..layout import Partial, Placement, Replicate, Shard, Spec, commute, wider, widest
+from ..layout import Partial, Placement, Replicate, Shard, Spec, commute, crowded, wider, widest
 from ..mesh import Mesh
 from ..ranks.runtime import Recent
 from ..resharding.cost import held_bytes
@@ -56,8 +56,9 @@ def choose(
     search = Search(rule, ins, outs, inplace, None, constants)
     if strategies:
         return search.by_axis([[c] for c in strategies])[0]
-    kind = search.kind()
-    known = _SURE.find(kind)
+    # What is split by blocks hangs on their lengths.
+    kind = None if any(s.layout.blocks for s in ins) else search.kind()
+    known = _SURE.find(kind) if kind is not None else None
     if known is not None and not VERIFY:
         return cast(Types, known).of(ins, outs)
     best, thrown, sure = search.by_axis()
@@ -66,7 +67,7 @@ def choose(
     if search.mesh.ndim > 1 and any(s.layout != t.layout for s, t in zip(best.sources, best.inputs, strict=True)):
         return search.together(best, thrown)
     factors = [c.factor for c in best.strategies if c.factor]
-    if sure and len(factors) == len(set(factors)):
+    if sure and kind is not None and len(factors) == len(set(factors)) and not any(c.blocked for c in best.strategies):
         _SURE.keep(kind, search.types(best.strategies, {}))
     return best
 
@@ -205,9 +206,11 @@ class Search:
     def _fits(self, c: Strategy, before: Sequence[Strategy]) -> bool:
         """Whether the next axis can have a strategy, after those of the axes before it."""
         axis = len(before)
-        tensors = zip(*(s.inputs + s.outputs for s in (*before, c)), strict=True)
+        tensors = list(zip(*(s.inputs + s.outputs for s in (*before, c)), strict=True))
         if not all(commute(*placements) for placements in tensors):
             return False  # no layout may reduce by a sum on one axis and by a maximum on another
+        if axis and any(s.blocked for s in (*before, c)) and any(map(crowded, tensors)):
+            return False
         if self.inplace:
             now = self.ins[0].layout.placements[axis]
             if c.inputs[0] != now or c.outputs[0] != now:
@@ -215,7 +218,7 @@ class Search:
         if not c.factor:
             return True
         axes = [a for a, s in enumerate((*before, c)) if s.factor == c.factor]
-        return self.rule.aligned(c.factor, self.mesh, self._order(c.factor, axes))
+        return self.rule.aligned(c.factor, self.mesh, self._order(c.factor, axes), c.blocks)
 
     def _order(self, factor: str, axes: list[int]) -> list[int]:
         """Order of the axes that split a factor: that of the largest tensor which is split by several of them."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..compat import FakeTensor
-from ..layout import Partial, Spec
+from ..layout import REPLICATE, Partial, Spec, own_ranges
 
 Tensor = torch.Tensor
 Generator = torch.Generator
@@ -51,8 +51,22 @@ def draw_own(
     local: Tensor, spec: Spec, here: Sequence[int], draw: Draw, kind: str, generator: Generator | None
 ) -> Tensor:
     """As :func:`fill`, with the same values on all ranks where the tensor is Partial."""
-    shape, bounds = tuple(spec.shape), spec.layout.local_bounds(spec.shape, here)
     order = _memory_order(local, spec)
+    if spec.layout.blocks:  # the rows between those that it has are drawn and left out
+        layout = spec.layout
+        for a in spec.layout.blocks.values():
+            layout = layout.replace(a, REPLICATE)
+        within = spec.with_(layout=layout)
+        drawn = local.new_empty([within.local_shape(here)[d] for d in order]).permute(
+            [order.index(d) for d in range(local.ndim)]
+        )
+        draw_own(drawn, within, here, draw, kind, generator)
+        with torch.no_grad():
+            for d, a in spec.layout.blocks.items():
+                ranges = own_ranges(spec.layout.placements[a], spec.shape[d], spec.mesh.sizes[a], here[a])
+                drawn = torch.cat([drawn.narrow(d, lo, hi - lo) for lo, hi in ranges], d)
+            return local.copy_(drawn)
+    shape, bounds = tuple(spec.shape), spec.layout.local_bounds(spec.shape, here)
     if order != list(range(local.ndim)) and kind == "normal_" and _serial(local):
         draw, kind = _strided(draw), "strided"  # what is not in the order of its elements gets its numbers otherwise
     shape, bounds = tuple(shape[d] for d in order), [bounds[d] for d in order]
@@ -270,7 +284,7 @@ def materialize(
         return one_holder(factory(local_shape, **typed), spec, here)
     if base not in _STREAMED:
         whole = factory(tuple(shape), **typed)
-        return one_holder(_cut(whole, spec.layout.local_bounds(spec.shape, here)).clone(), spec, here)
+        return one_holder(spec.part(whole, here).clone(), spec, here)
     limits: tuple[int, ...] = ()
     if base is torch.randint:
         high = options.pop("high") if "high" in options else before.pop()

@@ -20,10 +20,12 @@ from .placement import (
     chunk_bounds,
     chunk_sizes,
     commute,
+    crowded,
     cuts,
     dual,
     neutral,
     own_bounds,
+    own_ranges,
     placement_from,
     unreducible,
 )  # fmt: skip
@@ -34,8 +36,8 @@ from .wire import CASTS, Float8, Wire, block_of, bytes_each, wire_bytes, wire_fr
 __all__ = [
     "CASTS", "NO_MARKS", "REDUCE_OPS", "REPLICATE", "At", "Float8", "Layout", "LayoutLine", "LayoutTable",
     "MarkedSpec", "Marks", "Partial", "Placement", "Placements", "Replicate", "Shard", "Spec", "Wire", "Wires",
-    "as_placement", "block_of", "bytes_each", "chunk_bounds", "chunk_sizes", "commute", "cuts", "dtype_from",
+    "as_placement", "block_of", "bytes_each", "chunk_bounds", "chunk_sizes", "commute", "crowded", "cuts", "dtype_from",
     "dtype_name", "dual", "layout_data", "layout_from", "load_layouts", "marked", "marks_of", "neutral",
-    "own_bounds", "placement_from", "read_layouts", "spec_data", "spec_from", "unreducible", "wider", "widest",
-    "wire_bytes", "wire_from", "wire_name",
+    "own_bounds", "own_ranges", "placement_from", "read_layouts", "spec_data", "spec_from", "unreducible", "wider",
+    "widest", "wire_bytes", "wire_from", "wire_name",
 ]  # fmt: skip

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Union
 
 from ..errors import LayoutError
 from ..mesh import Mesh
-from .placement import REPLICATE, At, Partial, Placement, Replicate, Shard, as_placement, chunk_bounds, commute
+from .placement import (
+    REPLICATE,
+    At,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    as_placement,
+    commute,
+    own_ranges,
+)
 
 Placements = Union[Mapping[str, Any], Sequence[Any], "Layout", Placement]
 
@@ -27,7 +38,7 @@ class Layout:
         MeshError: an unknown axis.
     """
 
-    __slots__ = ("__weakref__", "_hash", "mesh", "ndim", "order", "placements", "replicated")
+    __slots__ = ("__weakref__", "_hash", "blocks", "mesh", "ndim", "order", "placements", "replicated")
 
     def __init__(
         self,
@@ -52,6 +63,11 @@ class Layout:
         # The axes on which it is replicated, as a mask; the hash, as most layouts are asked for theirs again and again.
         self.replicated = sum(1 << a for a, p in enumerate(self.placements) if isinstance(p, Replicate))
         self._hash = hash((mesh, self.placements, self.order))
+        # Each dim that is split by blocks, to the axis that does.
+        self.blocks = {p.dim: a for a, p in enumerate(self.placements) if isinstance(p, Shard) and p.blocks}
+        for d in self.blocks:
+            if len(self.dim_axes()[d]) > 1:
+                raise LayoutError(f"{self!r}: a dim that is split by blocks is split by no other axis")
         if not commute(*self.placements):
             ops = " and by ".join(dict.fromkeys(self.partial.values()))
             raise LayoutError(
@@ -122,17 +138,52 @@ class Layout:
         for d, axes in self.dim_axes().items():
             start, stop = bounds[d]
             for a in axes:
-                lo, hi = chunk_bounds(stop - start, self.mesh.sizes[a], coordinate[a])
-                start, stop = start + lo, start + hi
+                ranges = own_ranges(self.placements[a], stop - start, self.mesh.sizes[a], coordinate[a])
+                if len(ranges) > 1:
+                    raise LayoutError(f"what a rank holds of {self!r} lies in {len(ranges)} places of dim {d}")
+                start, stop = start + ranges[0][0], start + ranges[0][1]
             bounds[d] = (start, stop)
         for p, i in zip(self.placements, coordinate, strict=True):
             if p.__class__ is At and p.index != i:
                 bounds[0] = (bounds[0][0], bounds[0][0])
         return bounds
 
+    def local_ranges(self, shape: Sequence[int], coordinate: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Per dim all (start, stop) of what the rank at ``coordinate`` holds: several where it is split by blocks."""
+        if not self.blocks:
+            return [[bounds] for bounds in self.local_bounds(shape, coordinate)]
+        found = [[bounds] for bounds in self.without_blocks().local_bounds(shape, coordinate)]
+        for d, a in self.blocks.items():
+            if d or found[0][0][0] < found[0][0][1] or not any(p.__class__ is At for p in self.placements):
+                found[d] = own_ranges(self.placements[a], shape[d], self.mesh.sizes[a], coordinate[a])
+        return found
+
+    def local_boxes(
+        self, shape: Sequence[int], coordinate: Sequence[int]
+    ) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """The boxes of a tensor of this global shape that a rank holds, each with where it lies in what the rank has.
+
+        One, but where dims are split by blocks.
+        """
+        dims = []
+        for ranges in self.local_ranges(shape, coordinate):
+            ends = list(itertools.accumulate((b - a for a, b in ranges), initial=0))
+            own = [slice(*at) for at in itertools.pairwise(ends)]
+            dims.append(list(zip([slice(*r) for r in ranges], own, strict=True)))
+        return [(tuple(g for g, _ in box), tuple(o for _, o in box)) for box in itertools.product(*dims)]
+
     def local_shape(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
         """Shape that the rank at ``coordinate`` holds of a tensor of this global shape."""
-        return tuple(b - a for a, b in self.local_bounds(shape, coordinate))
+        if not self.blocks:
+            return tuple(b - a for a, b in self.local_bounds(shape, coordinate))
+        return tuple(sum(b - a for a, b in ranges) for ranges in self.local_ranges(shape, coordinate))
+
+    def without_blocks(self) -> Layout:
+        """The same layout with dims split as a whole that are split by blocks."""
+        made = self
+        for d, a in self.blocks.items():
+            made = made.replace(a, Shard(d))
+        return made
 
     def local_offset(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
         """Global index of the first element that the rank at ``coordinate`` holds."""
@@ -156,6 +207,8 @@ class Layout:
             raise LayoutError(f"torch's placements cannot express {self!r}: its axes are not in mesh order")
         if any(isinstance(p, At) for p in self.placements):
             raise LayoutError(f"torch's placements cannot express {self!r}: a value on one rank of an axis")
+        if self.blocks:
+            raise LayoutError(f"torch's placements cannot express {self!r}: a dim that is split by blocks")
         made: list[Any] = []
         for p in self.placements:
             if isinstance(p, Shard):
@@ -169,9 +222,12 @@ class Layout:
         lines = [f"{tuple(shape)} on {self.mesh!r}: {self!r}"]
         for rank, at in zip(self.mesh.ranks, self.mesh.coordinates(), strict=True):
             where = ",".join(f"{a}{c}" for a, c in zip(self.mesh.axes, at, strict=True))
-            bounds = self.local_bounds(shape, at)
-            cut = ", ".join(":" if b == (0, n) else f"{b[0]}:{b[1]}" for b, n in zip(bounds, shape, strict=True))
-            empty = " (empty)" if any(a == b for a, b in bounds) else ""
+            ranges = self.local_ranges(shape, at)
+            cut = ", ".join(
+                ":" if some == [(0, n)] else " and ".join(f"{a}:{b}" for a, b in some)
+                for some, n in zip(ranges, shape, strict=True)
+            )
+            empty = " (empty)" if 0 in self.local_shape(shape, at) else ""
             kind = "".join(
                 f" part of {p.op} over {self.mesh.axes[a]}"
                 for a, p in enumerate(self.placements)
@@ -236,7 +292,7 @@ def _in_range(p: Placement, ndim: int | None, mesh: Mesh, axis: int) -> Placemen
             f"{p!r} on axis {mesh.axes[axis]!r}: the tensor has {ndim} dim{'s' if ndim != 1 else ''}"
             + (f", so dims {-ndim} to {ndim - 1} exist" if ndim else ", nothing to split")
         )
-    return p if p.dim >= 0 else Shard(p.dim + ndim)
+    return p if p.dim >= 0 else p.on(p.dim + ndim)
 
 
 def _canonical_order(
@@ -247,7 +303,7 @@ def _canonical_order(
     for d, axes in order.items():
         d = d + layout.ndim if d < 0 and layout.ndim is not None else d
         given = tuple(layout.mesh.axis_index(a) for a in axes)
-        split = tuple(a for a, p in enumerate(layout.placements) if p == Shard(d))
+        split = tuple(a for a, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim == d)
         if sorted(given) != sorted(split):
             names = [layout.mesh.axes[a] for a in split]
             raise LayoutError(f"order of dim {d} names {list(axes)}, but the axes that split it are {names}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -49,16 +50,31 @@ def commute(*placements: Placement) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The axis splits ``dim`` into ``torch.chunk`` parts, one per rank."""
+    """The axis splits ``dim`` into ``torch.chunk`` parts, one per rank.
+
+    ``blocks``: lengths of the blocks that the dim is made of, each split by itself: a rank holds its part of each, one
+    after the other.  So lie queries, keys and values that are one weight, ``Shard(0, blocks=(64, 32, 32))``: whoever
+    takes them apart has them split.  No other axis may split that dim.
+    """
 
     dim: int
+    blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise LayoutError(f"Shard takes a dim number, not {self.dim!r}")
+        if self.blocks != ():
+            if not isinstance(self.blocks, (tuple, list)) or not all(type(n) is int and n >= 0 for n in self.blocks):
+                raise LayoutError(f"Shard: blocks={self.blocks!r}: the lengths of the blocks of the dim were expected")
+            some = tuple(n for n in self.blocks if n)
+            object.__setattr__(self, "blocks", some if len(some) > 1 else ())
+
+    def on(self, dim: int) -> Shard:
+        """The same split of another dim."""
+        return Shard(dim, self.blocks)
 
     def __repr__(self) -> str:
-        return f"Shard({self.dim})"
+        return f"Shard({self.dim}, blocks={self.blocks})" if self.blocks else f"Shard({self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +144,9 @@ def placement_from(text: str) -> Placement:
     kind, inner = found.groups() if found else ("", "")
     try:
         if kind == "Shard":
-            return Shard(int(inner))
+            dim, _, blocks = inner.partition(", blocks=")
+            given = blocks.strip("()").split(",") if blocks else []
+            return Shard(int(dim), tuple(int(n) for n in given if n.strip()))
         if kind == "At":
             return At(int(inner))
         if kind == "Partial":
@@ -165,10 +183,38 @@ def cuts(p: Placement) -> bool:
 
 
 def own_bounds(p: Placement, size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and stop of what rank ``index`` of an axis has of the ``size`` things that its placement cuts."""
+    """Start and stop of what rank ``index`` of an axis has of the ``size`` things that its placement cuts.
+
+    Of blocks where it would be if each rank's parts of them lay together, those of the first rank first.
+    """
     if isinstance(p, At):
         return (0, size) if p.index == index else (0, 0)
+    if isinstance(p, Shard) and p.blocks:
+        held = [sum(b - a for a, b in own_ranges(p, size, parts, i)) for i in range(index + 1)]
+        return sum(held[:-1]), sum(held)
     return chunk_bounds(size, parts, index)
+
+
+def own_ranges(p: Placement, size: int, parts: int, index: int) -> list[tuple[int, int]]:
+    """Start and stop of all that rank ``index`` of an axis has: of each block a part, those that touch as one."""
+    if not isinstance(p, Shard) or not p.blocks:
+        return [own_bounds(p, size, parts, index)]
+    found: list[tuple[int, int]] = []
+    start = 0
+    for n in p.blocks:
+        lo, hi = chunk_bounds(n, parts, index)
+        if found and found[-1][1] == start + lo:
+            found[-1] = found[-1][0], start + hi
+        elif lo < hi or not found:
+            found.append((start + lo, start + hi))
+        start += n
+    return found
+
+
+def crowded(placements: Sequence[Placement]) -> bool:
+    """Whether a dim that is split by blocks is split by another axis, too."""
+    split = [p for p in placements if isinstance(p, Shard)]
+    return any(p.blocks and q.dim == p.dim for i, p in enumerate(split) for j, q in enumerate(split) if i != j)
 
 
 def dual(p: Placement, reduced: bool) -> tuple[Placement, bool]:

@@ -84,6 +84,12 @@ class Spec:
             for op in layout.partial.values():
                 if why := unreducible(op, dtype):
                     raise LayoutError(f"{layout!r}: {why}")
+            for d, a in layout.blocks.items():
+                p = layout.placements[a]
+                if isinstance(p, Shard) and sum(p.blocks) != shape[d]:
+                    raise LayoutError(
+                        f"{p!r}: the blocks are {sum(p.blocks)} together, and dim {d} of {tuple(shape)} is not"
+                    )
             found = super().__new__(cls)
             found.shape, found.dtype, found.layout = torch.Size(shape), dtype, layout
             found.mesh, found.ndim = layout.mesh, len(shape)
@@ -120,6 +126,16 @@ class Spec:
     def local_offset(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Global index of the first element that the rank at ``coordinate`` holds."""
         return self.layout.local_offset(self.shape, coordinate)
+
+    def part(self, whole: torch.Tensor, coordinate: Sequence[int]) -> torch.Tensor:
+        """What the rank at ``coordinate`` holds of a whole tensor: a view of it, but where dims are split by blocks."""
+        boxes = self.layout.local_boxes(self.shape, coordinate)
+        if len(boxes) == 1:
+            return whole[boxes[0][0]]
+        made = whole.new_empty(self.local_shape(coordinate))
+        for there, here in boxes:
+            made[here] = whole[there]
+        return made
 
     def grad(self) -> Spec:
         """Spec of the gradient of a tensor of this spec (the table of the design page).
@@ -232,7 +248,7 @@ def layout_data(layout: Layout) -> dict[str, Any]:
 
 def _placement_data(p: Placement) -> str | list[Any]:
     if isinstance(p, Shard):
-        return ["shard", p.dim]
+        return ["shard", p.dim, list(p.blocks)] if p.blocks else ["shard", p.dim]
     if isinstance(p, At):
         return ["at", p.index]
     return ["partial", p.op] if isinstance(p, Partial) else "replicate"
@@ -257,8 +273,8 @@ def layout_from(data: Mapping[str, Any], mesh: Mesh, ndim: int | None) -> Layout
 def _placement_from(data: Any) -> Placement:
     if data == "replicate":
         return REPLICATE
-    kind, argument = data
-    return {"shard": Shard, "at": At, "partial": Partial}[kind](argument)
+    kind, *arguments = data
+    return {"shard": Shard, "at": At, "partial": Partial}[kind](*arguments)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

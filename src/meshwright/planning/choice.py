@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..layout import Shard
 from ..program.capture.complete import Key
 from .strands import Strand, Strands
 
@@ -19,12 +20,12 @@ class Chosen:
     """What was found.
 
     Attributes:
-        dims: input of the graph to the dim that is split, and why.
+        dims: input of the graph to how it is split, and why.
         whole: parameter to why it is not split.
         notes: what is gathered all the same.
     """
 
-    dims: dict[Key, tuple[int, str]] = field(default_factory=dict)
+    dims: dict[Key, tuple[Shard, str]] = field(default_factory=dict)
     whole: dict[Key, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -70,7 +71,9 @@ def choose_strands(strands: Strands, plan: Mapping[str, tuple[int, str]], *, pai
 
 def _told(strands: Strands, strand: Strand, plan: Mapping[str, tuple[int, str]]) -> bool:
     """Whether the model's own plan splits what a strand splits."""
-    named = [(plan.get(strands.params[k], (None, ""))[0], d) for k, d in strand.slots.items() if k in strands.params]
+    named = [
+        (plan.get(strands.params[k], (None, ""))[0], p.dim) for k, p in strand.slots.items() if k in strands.params
+    ]
     return any(p is not None for p, _ in named) and all(p in (None, d) for p, d in named)
 
 
@@ -107,7 +110,7 @@ def _refusal(strands: Strands, strand: Strand, params: list[Key], pairs: bool) -
     return "no pair: what comes of it is summed alone"
 
 
-def _reasons(strands: Strands, strand: Strand, plan: Mapping[str, tuple[int, str]]) -> dict[Key, tuple[int, str]]:
+def _reasons(strands: Strands, strand: Strand, plan: Mapping[str, tuple[int, str]]) -> dict[Key, tuple[Shard, str]]:
     """Each input of the graph that a strand splits: the dim, and why."""
     roles: dict[Key, tuple[bool, str]] = {}
     for fact in strands.facts:
@@ -118,11 +121,11 @@ def _reasons(strands: Strands, strand: Strand, plan: Mapping[str, tuple[int, str
     firsts = [strands.params[k] for k, (end, _) in roles.items() if not end]
     lasts = [strands.params[k] for k, (end, _) in roles.items() if end]
     made = {}
-    for key, dim in strand.slots.items():
+    for key, p in strand.slots.items():
         if key not in strands.inputs:
             continue
         word = plan.get(strands.params.get(key, ""), (None, ""))
-        own = f"the model's own plan ({word[1]}); " if word[0] == dim else ""
+        own = f"the model's own plan ({word[1]}); " if word[0] == p.dim else ""
         end, op = roles.get(key, (None, ""))
         if end is None and not strand.work:
             why = "a table, split by rows: what is read of it is summed"
@@ -133,7 +136,7 @@ def _reasons(strands: Strands, strand: Strand, plan: Mapping[str, tuple[int, str
         else:
             open_end = "what comes of it is gathered" if strand.gathered else "which stay split up to the loss"
             why = f"by outputs, pair with {_some(lasts)}" if lasts else f"by outputs, {open_end}"
-        made[key] = dim, f"{own}{why}" + (f" ({strands.at(op)})" if op else "")
+        made[key] = p, f"{own}{why}" + (f" ({strands.at(op)})" if op else "")
     return made
 
 

@@ -8,6 +8,7 @@ its ends: sums that ranks hold in parts, and ops that cannot be split by it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -22,7 +23,7 @@ from ..program.capture.export import Captured
 from ..program.capture.source_lines import line_of
 from ..rules import Rule, Strategy
 
-Slot = tuple[Key, int]  # a value, and one of its dims
+_FEW = 8  # factors in front of another one in a dim, up to which they may be what is fused: queries, keys, values
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Strand:
     """Dims that are split together on one axis, and what that costs in bytes that each rank sends in a step.
 
     Attributes:
-        slots: value to the dim of it.
+        slots: value to how it is split.
         contractions: ops that contract and are split: name to whether the contracted factor is (the end of a pair).
         work: products that are split.
         begins: whole values that ranks read for their own part: their gradients are summed.
@@ -40,7 +41,7 @@ class Strand:
         taken: the ops that are split.
     """
 
-    slots: dict[Key, int] = field(default_factory=dict)
+    slots: dict[Key, Shard] = field(default_factory=dict)
     contractions: dict[str, bool] = field(default_factory=dict)
     work: float = 0.0
     begins: dict[Key, float] = field(default_factory=dict)
@@ -80,8 +81,12 @@ class Strands:
         sources = [s for s in captured.sources if (s.node, 0) in self.values]
         self.params = {(s.node, 0): s.name for s in sources if s.kind == "param"}
         self.inputs = {(s.node, 0): s.name for s in sources}
-        self._parents: dict[Slot, Slot] = {}
-        self._strategies: dict[tuple[int, str], Strategy | None] = {}
+        self._ways: dict[tuple[int, bool, int, Shard], list[Strategy]] = {}
+        self._uses: dict[Key, dict[int, tuple[bool, int]]] = defaultdict(dict)  # by op: whether it makes it, and where
+        for n, fact in enumerate(self.facts):
+            for made, keys in ((False, fact.inputs), (True, fact.outputs)):
+                for i, key in enumerate(keys):
+                    self._uses[key].setdefault(n, (made, i))
         self._nodes = {n.name: n for n in captured.graph.nodes}
         self._fed = {s.node for s in sources if s.kind == "batch"}
         self._learnt = {s.node for s in captured.sources if s.fake.requires_grad}  # what has a gradient
@@ -94,25 +99,23 @@ class Strands:
             floats = [k for k in fact.inputs if self.values[k].dtype.is_floating_point]
             if floats and self._weights.issuperset(floats):
                 self._weights.update(fact.outputs)
-        self._unite()
         self._blind = self._unruled()
         if returned:
             self._blind |= {self.same.get((n.name, 0), (n.name, 0)): "output" for n in captured.outputs[1:]}
 
     def found(self) -> list[Strand]:
         """Strands that have a parameter in them, each priced."""
-        made: dict[Slot, dict[Key, int]] = defaultdict(dict)
-        ops: dict[Slot, dict[str, RuledNode]] = defaultdict(dict)
-        for slot in sorted(self._parents):
-            made[self._root(slot)].setdefault(slot[0], slot[1])
-        for fact in self.facts:
-            for key in (*fact.inputs, *fact.outputs):
-                for d in range(len(self.values[key].shape)):
-                    if (key, d) in self._parents:
-                        ops[self._root((key, d))][fact.name] = fact
         inputs = {(s.node, 0) for s in self.captured.sources if s.kind in ("batch", "constant")}
-        kept = [r for r, slots in made.items() if slots.keys() & self.params.keys() and not slots.keys() & inputs]
-        return [self._priced(made[root], list(ops[root].values())) for root in kept]
+        seen: set[tuple[Key, Shard]] = set()
+        made = []
+        whole = ((key, Shard(d)) for key in self.params for d in range(len(self.values[key].shape)))
+        for key, p in (*self._fused(), *whole):
+            if (key, p) not in seen:
+                slots = self._spread(key, p)
+                seen.update(slots.items())
+                if slots.keys() & self.params.keys() and not slots.keys() & inputs:
+                    made.append(self._priced(slots, self._of(slots)))
+        return made
 
     def size(self, key: Key) -> int:
         """Bytes of a value."""
@@ -130,44 +133,70 @@ class Strands:
         name = re.sub(r"_\d+$", "", op)
         return f"{name} at {line}" if line else name
 
-    # -- uniting --------------------------------------------------------------------------------------
+    # -- spreading ------------------------------------------------------------------------------------
 
-    def _root(self, slot: Slot) -> Slot:
-        while (above := self._parents.setdefault(slot, slot)) != slot:
-            self._parents[slot] = self._parents[above]
-            slot = above
-        return slot
+    def _spread(self, key: Key, p: Shard) -> dict[Key, Shard]:
+        """All values that are split if one is, each as it is met first."""
+        slots, todo = {key: p}, [key]
+        while todo:
+            key = todo.pop()
+            for n in self._uses[key]:
+                fact = self.facts[n]
+                for s in self._keeping(fact, *self._uses[key][n], slots[key]):
+                    for other, q in _split(fact, s):
+                        if other not in slots:
+                            slots[other] = q
+                            todo.append(other)
+        return slots
 
-    def _unite(self) -> None:
-        for key in self.params:
-            for d in range(len(self.values[key].shape)):
-                self._root((key, d))
+    def _fused(self) -> Iterator[tuple[Key, Shard]]:
+        """Values of which ops take parts, or dims of several factors, split by the blocks that they are taken for."""
+        cuts: dict[tuple[Key, int], set[int]] = defaultdict(set)
         for fact in self.facts:
-            for factor in fact.rule.sizes:
-                strategy = self._by(fact.rule, factor)
-                if strategy is not None:
-                    slots = list(_split(fact, strategy))
-                    for slot in slots:
-                        a, b = self._root(slots[0]), self._root(slot)
-                        if a != b:
-                            self._parents[max(a, b)] = min(a, b)
+            for key, dims in zip(fact.inputs, fact.rule.inputs, strict=True):
+                for d, names in enumerate(dims):
+                    parts = fact.rule.joined.get(names[0], ()) if len(names) == 1 else ()
+                    cuts[key, d].update(itertools.accumulate(n for _, n in parts))
+                    before = 1
+                    for k, f in enumerate(names):
+                        if 1 < before <= _FEW and fact.rule.takes_blocks and fact.rule.shardable(f):
+                            n = math.prod(fact.rule.sizes[g] for g in names[k:])
+                            yield key, Shard(d, (n,) * before)
+                        before *= fact.rule.sizes[f]
+        for (key, d), ends in cuts.items():
+            at = sorted({0, *ends})
+            if len(at) > 2 and at[-1] == self.values[key].shape[d]:
+                yield key, Shard(d, tuple(b - a for a, b in itertools.pairwise(at)))
 
-    def _by(self, rule: Rule, factor: str) -> Strategy | None:
-        """The strategy that splits a factor on the axis, None where nothing can be split so that nobody sends."""
-        key = id(rule), factor
-        if key not in self._strategies:
-            made = None
-            apart = rule.decompose is not None and not rule.heavy
-            free = factor not in rule.crossing and (rule.shardable(factor) or apart)
-            if rule.sizes[factor] > 1 and free and self._aligned(rule, factor):
-                made = rule.by_factor(factor)
-                if made is None and apart:  # computed along the factor in steps that reduce little
-                    made = _along(rule, factor)
-            self._strategies[key] = made
-        return self._strategies[key]
+    def _of(self, slots: dict[Key, Shard]) -> list[RuledNode]:
+        """The ops that read or make values."""
+        return [self.facts[n] for n in sorted({n for key in slots for n in self._uses[key]})]
 
-    def _aligned(self, rule: Rule, factor: str) -> bool:
-        return rule.aligned(factor, self.mesh, (self.axis,)) and rule.sizes[factor] >= self.ranks
+    def _keeping(self, fact: RuledNode, made: bool, i: int, p: Shard) -> list[Strategy]:
+        """The strategies by which an operand or a result stays split as it is, so that nobody sends."""
+        key = id(fact.rule), made, i, p
+        if key not in self._ways:
+            rule = fact.rule
+            dims = (rule.outputs if made else rule.inputs)[i]
+            free = (s for s in rule.keeping(dims, p) if s.blocked or s.factor not in rule.crossing)
+            found = [s for s in free if self._aligned(rule, s)]
+            lead = next((f for f in dims[p.dim] if rule.sizes[f] != 1), None)
+            if (
+                not found
+                and lead
+                and lead not in rule.crossing
+                and not p.blocks
+                and rule.decompose is not None
+                and not rule.heavy
+            ):
+                along = _along(rule, lead)  # computed along the factor in steps that reduce little
+                found = [along] if along is not None and self._aligned(rule, along) else []
+            self._ways[key] = found
+        return self._ways[key]
+
+    def _aligned(self, rule: Rule, s: Strategy) -> bool:
+        sizes = s.blocks or (rule.sizes[s.factor or ""],)
+        return rule.aligned(s.factor or "", self.mesh, (self.axis,), s.blocks) and min(sizes) >= self.ranks
 
     def _unruled(self) -> dict[Key, str]:
         """Values that ops without a rule read, to one such op."""
@@ -187,22 +216,29 @@ class Strands:
         """Bytes that each rank sends to sum a value over the axis (a gather: half of it)."""
         return passes * (self.ranks - 1) / self.ranks * self.size(key)
 
-    def _priced(self, slots: dict[Key, int], ops: list[RuledNode]) -> Strand:
+    def _priced(self, slots: dict[Key, Shard], ops: list[RuledNode]) -> Strand:
         strand = Strand(dict(slots))
         readers = Counter(key for fact in ops for key in fact.inputs)
         self._alone = {k for k in slots if k in self.params and readers[k] == 1}
         for key in sorted(slots.keys() & self._blind.keys()):  # alike on all ranks
             strand.gathered[key] = self._sent(key), self._blind[key]
         for fact in ops:
-            options = [None, *(self._by(fact.rule, f) for f in fact.rule.sizes)]
-            trials = [self._trial(strand, fact, s) for i, s in enumerate(options) if not i or s is not None]
+            trials = [self._trial(strand, fact, s) for s in (None, *self._options(fact, strand.slots))]
             self._take(strand, fact, min(trials, key=lambda t: t[:2])[2])
         return strand
+
+    def _options(self, fact: RuledNode, slots: dict[Key, Shard]) -> list[Strategy]:
+        found: list[Strategy] = []
+        for made, keys in ((False, fact.inputs), (True, fact.outputs)):
+            for i, key in enumerate(keys):
+                if key in slots:
+                    found += [s for s in self._keeping(fact, made, i, slots[key]) if s not in found]
+        return found
 
     def _trial(self, strand: Strand, fact: RuledNode, s: Strategy | None) -> tuple[float, int, Strategy | None]:
         price = 0.0
         for i, key in enumerate(fact.inputs):
-            have, want = strand.slots.get(key), _dim(s.inputs[i] if s else None)
+            have, want = strand.slots.get(key), _shard(s.inputs[i] if s else None)
             if have is not None and have != want and i not in fact.rule.lends:
                 price += self._sent(key)
             elif have is None and want is not None:
@@ -211,16 +247,16 @@ class Strands:
             have, made = strand.slots.get(key), s.outputs[i] if s else None
             if isinstance(made, Partial):
                 price += self._sent(key, 1 if have is not None else 2)
-            elif have != _dim(made):
+            elif have != _shard(made):
                 price += self._sent(key, 1)
         return price, s is None, s
 
     def _take(self, strand: Strand, fact: RuledNode, s: Strategy | None) -> None:
         """Add to a strand what an op sends that is split so."""
-        if s is not None and not any(strand.slots.get(key) == d for key, d in _split(fact, s)):
+        if s is not None and not any(strand.slots.get(key) == p for key, p in _split(fact, s)):
             s = None
         for i, key in enumerate(fact.inputs):
-            have, want = strand.slots.get(key), _dim(s.inputs[i] if s else None)
+            have, want = strand.slots.get(key), _shard(s.inputs[i] if s else None)
             if i in fact.rule.lends:
                 continue
             if have is not None and have != want and key in self._alone:
@@ -235,7 +271,7 @@ class Strands:
         for i, key in enumerate(fact.outputs):
             if s is not None and isinstance(s.outputs[i], Partial):
                 strand.ends[key] = self._sent(key)
-            elif key in strand.slots and strand.slots[key] != _dim(s.outputs[i] if s else None):
+            elif key in strand.slots and strand.slots[key] != _shard(s.outputs[i] if s else None):
                 strand.cut[key] = self._sent(key)
         if s is None:
             return
@@ -247,8 +283,8 @@ class Strands:
                 strand.contractions[fact.name] = s.factor in fact.rule.reduced
 
 
-def _dim(p: Placement | None) -> int | None:
-    return p.dim if isinstance(p, Shard) else None
+def _shard(p: Placement | None) -> Shard | None:
+    return p if isinstance(p, Shard) else None
 
 
 def _along(rule: Rule, factor: str) -> Strategy | None:
@@ -263,11 +299,11 @@ def _along(rule: Rule, factor: str) -> Strategy | None:
     return Strategy(tuple(made[:n]), tuple(made[n:]), factor)
 
 
-def _split(fact: RuledNode, s: Strategy) -> Iterator[Slot]:
+def _split(fact: RuledNode, s: Strategy) -> Iterator[tuple[Key, Shard]]:
     for keys, placements in ((fact.inputs, s.inputs), (fact.outputs, s.outputs)):
         for key, p in zip(keys, placements, strict=True):
             if isinstance(p, Shard):
-                yield key, p.dim
+                yield key, p
 
 
 __all__ = ["Strand", "Strands"]

@@ -118,8 +118,8 @@ def _split(lines: dict[str, LayoutLine], prefix: str, captured: Captured, chosen
     for source in captured.sources:
         key, name = (source.node, 0), prefix + source.name
         if key in chosen.dims and source.kind in ("param", "buffer"):
-            dim, reason = chosen.dims[key]
-            lines[name] = LayoutLine({axis: Shard(dim)}, reason)
+            split, reason = chosen.dims[key]
+            lines[name] = LayoutLine({axis: split}, reason)
         elif source.kind == "param" and not lines[name].placements:  # a tied one comes again under its other name
             lines[name] = LayoutLine({}, chosen.whole.get(key, "nothing to split"))
 

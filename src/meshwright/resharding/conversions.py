@@ -142,6 +142,8 @@ def kind_of(a: Placement, b: Placement) -> str:
     if isinstance(b, (Shard, At)):
         if isinstance(a, At) or isinstance(b, At):
             raise ConversionError(f"{a!r} becomes {b!r} by way of Replicate")
+        if a.dim == b.dim and a != b:
+            raise ConversionError(f"{a!r} becomes {b!r} by way of Replicate")
         return "all_to_all"
     return "all_gather" if isinstance(b, Replicate) else "pad"
 

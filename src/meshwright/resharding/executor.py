@@ -21,7 +21,7 @@ from .. import collective
 from ..compat import disabled_torch_function_impl as call_disabled
 from ..compat import function_base, peek_interpreter_stack
 from ..errors import ConversionError, DispatchError
-from ..layout import At, Partial, Replicate, Shard, Spec, neutral, own_bounds, wire_name
+from ..layout import At, Partial, Replicate, Shard, Spec, neutral, own_bounds, own_ranges, wire_name
 from ..local_tensor import as_plain, distributed
 from ..ranks import runtime
 from .conversions import ConversionStep, lowered, op_of, replicated, transpose, weighted
@@ -95,9 +95,39 @@ def _check(step: ConversionStep, local: Tensor) -> None:
 
 def _prepare(step: ConversionStep) -> Runner:
     """What the step does on this rank, with groups and sizes looked up once."""
-    ready = _PREPARE[step.kind](step, step.src.mesh.coordinate(runtime.RT.rank))
+    ready = _in_blocks(step, _PREPARE[step.kind](step, step.src.mesh.coordinate(runtime.RT.rank)))
     scale = _scale(step)
     return ready if scale == 1.0 else lambda t: ready(t) * scale
+
+
+def _in_blocks(step: ConversionStep, runner: Runner) -> Runner:
+    """A runner that gets, and gives, the blocks of a dim in their own order, where it needs each rank's together."""
+    if step.kind in ("retype", "cast", "to_device", "to_host") or not step.axes:
+        return runner
+    axis, n = step.axes[0], step.src.mesh.sizes[step.axes[0]]
+    before, after = step.dst.layout.placements[axis], step.src.layout.placements[axis]
+    if n > 1 and isinstance(before, Shard) and before.blocks and before != after:
+        given, apart = runner, _moved(before, n)
+        runner = lambda t: given(apart(t))  # noqa: E731
+    if n > 1 and isinstance(after, Shard) and after.blocks and before != after:
+        made, together = runner, _moved(after, n, back=True)
+        return lambda t: together(made(t))
+    return runner
+
+
+def _moved(p: Shard, n: int, back: bool = False) -> Runner:
+    """From the order of the blocks to that of the ranks, or back."""
+    size = sum(p.blocks)
+    ranges = [r for i in range(n) for r in own_ranges(p, size, n, i)]
+    if back:
+        starts, at = [], 0
+        for a, b in ranges:
+            starts.append((a, at, b - a))
+            at += b - a
+        cuts = [(at, length) for _, at, length in sorted(starts) if length]
+    else:
+        cuts = [(a, b - a) for a, b in ranges if b > a]
+    return lambda t: torch.cat([t.narrow(p.dim, at, length) for at, length in cuts], p.dim)
 
 
 def _scale(step: ConversionStep) -> float:

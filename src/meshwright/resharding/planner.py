@@ -29,6 +29,7 @@ from ..layout import (
     Wires,
     bytes_each,
     commute,
+    crowded,
     cuts,
     dual,
     widest,
@@ -144,13 +145,13 @@ def _between(
     dims = [*sorted({*src[0].dim_axes(), *dst[0].dim_axes()}), *spare]
     ends = tuple(
         tuple(
-            (Shard(dims.index(p.dim)) if isinstance(p, Shard) else p, types[a], layout.place(a))
+            (p.on(dims.index(p.dim)) if isinstance(p, Shard) else p, types[a], layout.place(a))
             for a, p in enumerate(layout.placements)
         )
         for layout, types in (src, dst)
     )
     found = _cheapest(src[0].mesh.sizes, *ends, len(dims), wide)
-    return [(axes, (Shard(dims[p.dim]) if isinstance(p, Shard) else p, r)) for axes, (p, r) in found]
+    return [(axes, (p.on(dims[p.dim]) if isinstance(p, Shard) else p, r)) for axes, (p, r) in found]
 
 
 Wide = tuple[float, float]
@@ -168,6 +169,7 @@ def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide)
     types: list[Type] = list(dict.fromkeys([*ends, *others, *((Shard(d), _INVARIANT) for d in range(ndim))]))
     table = _prices(tuple(types), wide)
     mixed = not commute(*(p for p, _ in types))
+    blocks = any(isinstance(p, Shard) and p.blocks for p, _ in types)
     first, last = (tuple(types.index((p, r)) * _ORDERS + place for p, r, place in end) for end in (src, dst))
     queue: list[tuple[float, int, State]] = [(0.0, 0, first)]
     count = 0
@@ -185,6 +187,8 @@ def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide)
             state = _moved(here, axes, to, types)
             if mixed and not commute(*(types[code // _ORDERS][0] for code in state)):
                 continue
+            if blocks and crowded([types[code // _ORDERS][0] for code in state]):
+                continue
             # The tiny term per step makes fewer steps win among equals.
             total = cost + price + 1e-7
             if total < best.get(state, math.inf):
@@ -199,7 +203,7 @@ def on_one_axis(src: Type, dst: Type, n: int, wide: float) -> tuple[float, float
     """How often (n-1)/n of the gathered bytes go over the wire, forward and backward, where one axis of ``n`` ranks
     changes its type alone; ``wide`` of these where they are summed."""
     dims = list(dict.fromkeys(p.dim for p, _ in (src, dst) if isinstance(p, Shard)))
-    ends = [((Shard(dims.index(p.dim)) if isinstance(p, Shard) else p, r, 0),) for p, r in (src, dst)]
+    ends = [((p.on(dims.index(p.dim)) if isinstance(p, Shard) else p, r, 0),) for p, r in (src, dst)]
     there = back = 0.0
     here = ends[0][0][:2]
     for _, to in _cheapest((n,), *ends, len(dims), (wide, wide)):

@@ -77,6 +77,8 @@ def notation(
     decompose: Callable[..., Any] | None = None,
     joint: Sequence[tuple[int, Strategy]] = (),
     crossing: Mapping[str, int] | None = None,
+    joined: Mapping[str, Sequence[tuple[str, int]]] | None = None,
+    blockwise: bool = False,
 ) -> Rule:
     """A rule from one line of factor notation.
 
@@ -103,6 +105,9 @@ def notation(
             sends what is needed: to be given where that is less than what the others would send.
         crossing: factors that may be split though values cross the borders of parts, which ``local`` then brings; to
             each, its size in the outputs, which may be another one.
+        joined: whole factor to the whole factors, with their sizes, of which it is a sequence (``""``: of what is
+            dropped): where each of these is split, it is split by blocks.
+        blockwise: ``local`` serves dims that are split by blocks, too.
 
     Raises:
         RuleError: the line does not fit the tensors.
@@ -123,6 +128,7 @@ def notation(
         inputs, outputs, {f: found[f] for f in sorted(named)}, frozenset(whole), reductions,
         tuple(frozenset(t.index for t in g) for g in told), moves, heavy, padded, frozenset(t.index for t in lends),
         local, decompose, text, tuple(joint), dict(crossing or {}),
+        {f: tuple(parts) for f, parts in (joined or {}).items()}, blockwise,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ class Index:
     block: int = 0  # how many are looked up
     picked: dict[int, int] = field(default_factory=dict)  # dims of x of which one index is taken
     ways: dict[int, crossing.Along] = field(default_factory=dict)  # dims of which slices may stay split
+    joined: dict[str, list[tuple[str, int]]] = field(default_factory=dict)  # dims that are cut once
 
     def inputs(self, x: Arg) -> dict[Arg | None, Sequence[str]]:
         """The letters of x and of the index tensors."""
@@ -118,7 +119,9 @@ def _slice(made: Index, a: slice, d: int, n: int, f: str) -> None:
         return
     made.whole |= {f, f"s{d}"}
     made.sizes[f"s{d}"] = size
-    start, _, step = a.indices(n)
+    start, stop, step = a.indices(n)
+    if step == 1 and start < stop and f != "1":
+        made.joined[f] = [("", start), (f"s{d}", size), ("", n - stop)]
     if size == 1:
         made.picked[d] = start
     elif (way := crossing.sliced(d, n, start, size, step)) is not None:
@@ -156,7 +159,8 @@ def getitem(x: Arg, index: Any) -> Rule | None:
     return notation(
         made.inputs(x), made.result, whole=made.whole - set(factors.values()), sizes=made.sizes,
         reduced=factors.values(), op=sum_op(x), linear=[x], moves=True,
-        local=lambda ctx: _take_own(ctx, made, factors, x.shape),
+        local=lambda ctx: _take_own(ctx, made, factors, x.shape), blockwise=not factors,
+        joined={} if factors else made.joined,
     )  # fmt: skip
 
 
@@ -166,23 +170,34 @@ def _divided_anew(x: Arg, made: Index, index: Any) -> Rule:
     sizes = {made.source[d]: way.size for d, way in made.ways.items()}
 
     def local(ctx: Local) -> LocalFn | None:
-        spans = {d: crossing.own_rows(ctx, f) for d, f in enumerate(x.letters) if d in made.ways and ctx.is_split(f)}
+        spec = ctx.inputs[0]
+        parted = spec.layout.blocks
+        spans = {
+            d: crossing.own_rows(ctx, f)
+            for d, f in enumerate(x.letters)
+            if d in made.ways and d not in parted and ctx.is_split(f)
+        }
         if not spans:
-            return None
+            return _own_ranges(ctx)
 
         def run(x: Tensor, index: Any) -> Tensor:
             for d, span in spans.items():
                 rows = crossing.brought(ctx, x, d, made.source[d], made.ways[d].needs, crossing.CUT)
                 x = made.ways[d].part(rows, *span)
-            dims = iter(range(x.ndim))
-            left = [a if a is None or next(dims) not in spans else slice(None) for a in items_of(x, index) or ()]
+            left, d = items_of(x, index) or [], 0
+            for i, a in enumerate(left):
+                if d in spans and a is not None:
+                    left[i] = slice(None)
+                elif d in parted and isinstance(a, slice):
+                    left[i] = slice(*ctx.own(d, *a.indices(spec.shape[d])[:2]))
+                d += a is not None
             return x[tuple(left)]
 
         return run
 
     return notation(
         made.inputs(x), [letters.get(f, f) for f in made.result], whole=made.whole - set(letters) - set(sizes),
-        sizes=made.sizes, linear=[x], moves=True, local=local, crossing=sizes,
+        sizes=made.sizes, linear=[x], moves=True, local=local, crossing=sizes, joined=made.joined, blockwise=True,
     )  # fmt: skip
 
 
@@ -254,6 +269,8 @@ def widened(away: Tensor, after: int) -> Tensor:
 
 def _take_own(ctx: Local, made: Index, factors: Mapping[int, str], sizes: Sequence[int]) -> LocalFn | None:
     """``x[index]`` with zeros for what other ranks have of the dims with these factors."""
+    if not factors:
+        return _own_ranges(ctx)
     shelves = {d: s for d, f in factors.items() if (s := shelf_of(ctx, f, sizes[d], wraps=True))}
     looked = shelves.get(made.looked[0]) if len(made.looked) == 1 else None
 
@@ -281,6 +298,23 @@ def _take_own(ctx: Local, made: Index, factors: Mapping[int, str], sizes: Sequen
         return out if lost is None else hidden(out, lost)
 
     return (looked.checked(local) if looked else local) if shelves else None
+
+
+def _own_ranges(ctx: Local) -> LocalFn | None:
+    """``x[index]``, where dims that are split by blocks are cut between blocks."""
+    spec = ctx.inputs[0]
+    if not spec.layout.blocks:
+        return None
+
+    def local(x: Tensor, index: Any) -> Tensor:
+        items, d = items_of(x, index) or [], 0
+        for i, a in enumerate(items):
+            if d in spec.layout.blocks and isinstance(a, slice):
+                items[i] = slice(*ctx.own(d, *a.indices(spec.shape[d])[:2]))
+            d += a is not None
+        return x[tuple(items)]
+
+    return local
 
 
 def hidden(t: Tensor, lost: bool) -> Tensor:

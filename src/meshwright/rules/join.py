@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,19 @@ def _pieces(fn: Callable[..., Any], x: Arg, dim: int, *args: Any, drop: bool = F
     d = x.dim(dim)
     sizes = {f"p{i}": 1 if drop else shape[d] for i, shape in enumerate(meta_shapes(fn, x, *args))}
     outs = [put(x.letters, {d: None if drop else f}) for f in sizes]
-    return notation({x: x.letters}, *outs, whole=[x.letters[d], *sizes], sizes=sizes, linear=[x], moves=True)
+    f = x.letters[d]
+    joined = {} if drop or f == "1" else {f: list(sizes.items())}
+
+    def local(ctx: Local) -> LocalFn | None:
+        if d not in ctx.inputs[0].layout.blocks:
+            return None
+        own = [ctx.out_shape(i)[d] for i in range(len(outs))]
+        return lambda x, *args, **kwargs: torch.split(x, own, d)
+
+    return notation(
+        {x: x.letters}, *outs, whole=[f, *sizes], sizes=sizes, linear=[x], moves=True, local=local, joined=joined,
+        blockwise=True,
+    )  # fmt: skip
 
 
 def _named_split(name: str, axis: int) -> Callable[..., Rule | None]:
@@ -53,11 +66,14 @@ def _cut(x: Arg, dim: int, size: int | None, start: int | None, step: int = 1) -
     d = x.dim(dim)
     if size == x.shape[d]:
         return moved(x, x.letters)
-    if size is not None and start is not None and (way := crossing.sliced(d, x.shape[d], start, size, step)):
-        return crossing.along(x, {d: way}, why=crossing.CUT, linear=[x], moves=True)
     f, out = x.letters[d], put(x.letters, {d: None if size is None else "cut"})
-    if start is None or size not in (None, 1) or f == "1":
-        return moved(x, out, whole=[f, "cut"], sizes={"cut": size or 0})
+    if start is None or size is None or size == 1 or f == "1" or step != 1:
+        if size is not None and start is not None and (way := crossing.sliced(d, x.shape[d], start, size, step)):
+            return crossing.along(x, {d: way}, why=crossing.CUT, linear=[x], moves=True)
+        if start is None or size not in (None, 1) or f == "1":
+            return moved(x, out, whole=[f, "cut"], sizes={"cut": size or 0})
+    else:
+        return _taken(x, d, start % x.shape[d], size)
 
     def local(ctx: Local) -> LocalFn | None:
         shelf = shelf_of(ctx, f, x.shape[d])
@@ -72,6 +88,26 @@ def _cut(x: Arg, dim: int, size: int | None, start: int | None, step: int = 1) -
         return own
 
     return moved(x, out, sizes={"cut": 1}, reduced=[f], op=sum_op(x), local=local)
+
+
+def _taken(x: Arg, d: int, start: int, size: int) -> Rule:
+    """A range of a dim, which is split with it where it is split by blocks; else whole, or rows cross."""
+    f = x.letters[d]
+    joined = {f: [("", start), ("cut", size), ("", x.shape[d] - start - size)]}
+    way = crossing.sliced(d, x.shape[d], start, size)
+    along = None if way is None else crossing.along(x, {d: way}, why=crossing.CUT, linear=[x], moves=True)
+
+    def local(ctx: Local) -> LocalFn | None:
+        if d in ctx.inputs[0].layout.blocks:
+            lo, hi = ctx.own(d, start, start + size)
+            return Native(torch.narrow, d, lo, hi - lo)
+        return along.local(ctx) if along is not None and along.local is not None else None
+
+    if along is not None and f in along.crossing:
+        parts = {f: tuple(joined[f])}
+        return dataclasses.replace(along, local=local, joined=parts, blockwise=True)
+    out = put(x.letters, {d: "cut"})
+    return moved(x, out, whole=[f, "cut"], sizes={"cut": size}, local=local, joined=joined, blockwise=True)
 
 
 @rule("narrow")
@@ -124,7 +160,8 @@ def cat(tensors: Sequence[Arg], dim: int = 0, **kwargs: Any) -> Rule | None:
         joined, whole = "all", [*sizes, "all"]
         sizes["all"] = sum(sizes.values())
     out = put(first.letters, {d: joined})
-    return notation(inputs, out, whole=whole, sizes=sizes, linear=[tensors], moves=True)
+    joined_of = {joined: list(sizes.items())[:-1]} if joined == "all" and len(sizes) > 2 else None
+    return notation(inputs, out, whole=whole, sizes=sizes, linear=[tensors], moves=True, joined=joined_of)
 
 
 @rule("stack")

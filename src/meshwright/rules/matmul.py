@@ -30,7 +30,10 @@ def linear(x: Arg, weight: Arg, bias: Arg | None = None) -> Rule | None:
         ranks = math.prod(ctx.inputs[0].mesh.sizes[a] for a in ctx.axes("k"))
         return _in_order if bias is not None and x.ndim > 2 and x.shape[-1] % ranks else None
 
-    return notation(inputs, ["...", *n], reduced="k", linear=[[x, bias], [weight, bias]], heavy=True, local=local)
+    return notation(
+        inputs, ["...", *n], reduced="k", linear=[[x, bias], [weight, bias]], heavy=True, local=local,
+        blockwise=True,
+    )  # fmt: skip
 
 
 def _in_order(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

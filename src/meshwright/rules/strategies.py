@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import DispatchError
 from ..layout import REPLICATE, Partial, Placement, Shard, Spec, chunk_bounds
 from ..mesh import Mesh
 
@@ -66,7 +67,21 @@ class Local:
 
     def bounds(self, factor: str) -> tuple[int, int]:
         """This rank's (start, stop) of a factor."""
+        self._as_one(factor)
         return nested_bounds(self.rule.sizes.get(factor, 1), self.inputs[0].mesh, self.axes(factor), self.here)
+
+    def _as_one(self, factor: str) -> None:
+        """Raises DispatchError for a factor that is split by blocks: no range is what a rank has of it."""
+        for dims, spec in zip(self.rule.inputs, self.inputs, strict=True):
+            if any(factor in dims[d] for d in spec.layout.blocks):
+                raise DispatchError(f"{self.rule.text}: this op's own function takes no dims that are split by blocks")
+
+    def own(self, dim: int, start: int, stop: int) -> tuple[int, int]:
+        """Where in this rank's part of the first input that lies which it has of a range of a dim."""
+        spec = self.inputs[0]
+        ranges = spec.layout.local_ranges(spec.shape, self.here)[dim]
+        lo, hi = (sum(max(min(b, at) - a, 0) for a, b in ranges) for at in (start, stop))
+        return lo, hi
 
     def parts(self, factor: str) -> list[int]:
         """Which part of a factor each rank has that shares all coordinates but those of its axes, in their order."""
@@ -83,6 +98,7 @@ class Local:
 
         ``size``: of as many things as that, split as the factor is.
         """
+        self._as_one(factor)
         n = self.rule.sizes[factor] if size is None else size
         mesh, axes = self.inputs[0].mesh, self.axes(factor)
         return [nested_bounds(n, mesh, axes, at) for at in self._places(factor)]
@@ -149,6 +165,8 @@ class Rule:
     ``joint``: for some axes a strategy that splits several factors at once, whose local function sends what it needs.
     ``crossing``: factors that may be split though values cross the borders of parts, which the local function then
     brings; to each, its size in the outputs.
+    ``joined``: factor to the factors, with their sizes, of which it is a sequence (``""``: of what is dropped): it is
+    split with them, by blocks.  ``blockwise``: ``local`` serves dims that are split by blocks.
     """
 
     inputs: tuple[Dims, ...]
@@ -166,6 +184,8 @@ class Rule:
     text: str = ""
     joint: tuple[tuple[int, Strategy], ...] = ()
     crossing: Mapping[str, int] = field(default_factory=dict)
+    joined: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    blockwise: bool = False
 
     def out_shape(self, i: int) -> tuple[int, ...]:
         """Global shape of output ``i`` as the notation gives it."""
@@ -182,16 +202,43 @@ class Rule:
         """
         found = [self._replicated()]
         for dims, p, i in self._occurrences(suggested, outputs):
-            strategy = None
             if isinstance(p, Shard) and p.dim < len(dims):
-                factors = [f for f in dims[p.dim] if self.sizes[f] != 1]
-                if factors and self.shardable(factors[0]):
-                    strategy = self.by_factor(factors[0])
+                found += [s for s in self.keeping(dims, p) if s not in found]
             elif isinstance(p, Partial):
                 found += [s for s in self.by_partial(p, i, suggested) if s not in found]
-            if strategy is not None and strategy not in found:
-                found.append(strategy)
         return found
+
+    def keeping(self, dims: Dims, p: Shard) -> list[Strategy]:
+        """The strategies by which a tensor of these dims stays split as it is."""
+        return [s for s in self._keeping([f for f in dims[p.dim] if self.sizes[f] != 1], p.blocks) if s is not None]
+
+    def _keeping(self, names: Sequence[str], blocks: tuple[int, ...]) -> Iterator[Strategy | None]:
+        if not blocks and names and self.shardable(names[0]):
+            yield self.by_factor(names[0])
+            return
+        for f, own in self._led(names, blocks) if self.takes_blocks else ():
+            whole = next((w for w, parts in self.joined.items() if any(p == f for p, _ in parts)), "")
+            if whole and len(names) == 1:
+                sizes = ((own or (n,)) if p == f else (n,) for p, n in self.joined[whole])
+                yield self.by_factor(whole, tuple(n for some in sizes for n in some))
+            elif blocks and (f in self.joined or self.shardable(f)):
+                yield self.by_factor(f, own, inside=True)
+
+    def _led(self, names: Sequence[str], blocks: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The factors of a dim that a split by these blocks may be one of, with their own blocks."""
+        before = 1
+        for k, f in enumerate(names):
+            after, each = math.prod(self.sizes[g] for g in names[k + 1 :]), blocks[: len(blocks) // before]
+            if each * before != blocks or (before > 1 and not blocks):
+                return
+            if not blocks or (sum(each) == self.sizes[f] * after and all(n % after == 0 for n in each)):
+                yield f, tuple(n // after for n in each)
+            before *= self.sizes[f]
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether dims may be split by blocks: each index of a factor is then dealt with as any other."""
+        return self.local is None or self.blockwise
 
     def instead_of(self, i: int, p: Placement) -> Iterator[Strategy]:
         """Where a split of input ``i`` can go that cannot stay: the other factors of its dims, the outermost first.
@@ -232,14 +279,22 @@ class Rule:
     def _replicated(self) -> Strategy:
         return Strategy((REPLICATE,) * len(self.inputs), (REPLICATE,) * len(self.outputs), None)
 
-    def by_factor(self, factor: str) -> Strategy | None:
-        """The strategy that splits one factor, or None where it cannot be split."""
+    def by_factor(self, factor: str, blocks: tuple[int, ...] = (), *, inside: bool = False) -> Strategy | None:
+        """The strategy that splits one factor, or None where it cannot be split.
+
+        Args:
+            blocks: lengths of the blocks of the factor that are split each by itself.
+            inside: also where it does not lead a dim, which is then split by blocks.
+        """
+        units = self._units(factor, blocks)
+        if units is None:
+            return None
         holders = {i for i, dims in enumerate(self.inputs) if any(factor in dim for dim in dims)}
         if self.reduced.get(factor) == "sum" and not self._terms_told(holders):
             return None
         inputs: list[Placement] = []
         for i, dims in enumerate(self.inputs):
-            p = self._split(dims, factor)
+            p = self._split(dims, units, inside)
             if p is None:
                 return None
             if (
@@ -251,8 +306,9 @@ class Rule:
                 p = Partial()
             inputs.append(p)
         outputs: list[Placement] = []
+        left = self._left(factor, units)
         for dims in self.outputs:
-            p = self._split(dims, factor)
+            p = self._split(dims, left, inside)
             if p is None:
                 return None
             if p is REPLICATE:
@@ -260,7 +316,30 @@ class Rule:
                     return None
                 p = Partial(self.reduced[factor])
             outputs.append(p)
-        return Strategy(tuple(inputs), tuple(outputs), factor)
+        return Strategy(tuple(inputs), tuple(outputs), factor, units[factor])
+
+    def _left(self, factor: str, units: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+        """The blocks in the outputs: of a crossing factor those of the part that is taken of it."""
+        if factor not in self.crossing or not units[factor]:
+            return units
+        return {factor: next((units[name] for name, _ in self.joined[factor] if name), ())}
+
+    def _units(self, factor: str, blocks: tuple[int, ...]) -> dict[str, tuple[int, ...]] | None:
+        """The blocks of a factor and of those that it is a sequence of; None where one begins within a block."""
+        units: dict[str, tuple[int, ...]] = {}
+        if factor in self.crossing and blocks and factor not in self.joined:
+            return None
+        parts = self.joined.get(factor, ())
+        rest = list(blocks or (n for _, n in parts if n))
+        for name, size in parts:
+            own: list[int] = []
+            while sum(own) < size and rest:
+                own.append(rest.pop(0))
+            if sum(own) != size:
+                return None
+            if name:
+                units[name] = tuple(own) if len(own) > 1 else ()
+        return {**units, factor: blocks or (() if factor in self.crossing else tuple(n for _, n in parts if n))}
 
     def _terms_told(self, holders: AbstractSet[int]) -> bool:
         """Whether it is clear which terms the ranks add up.
@@ -271,15 +350,19 @@ class Rule:
         added = set().union(*(g for g in self.linear if g & holders))
         return all(len(g) == 1 or g & added for g in self.linear)
 
-    def _split(self, dims: Dims, factor: str) -> Placement | None:
-        """Shard where the factor leads a dim, Replicate where it is absent, None where it is inside one."""
+    def _split(self, dims: Dims, units: Mapping[str, tuple[int, ...]], inside: bool) -> Placement | None:
+        """Shard where a factor leads a dim, or may be inside one; Replicate where it is absent; else None."""
         place: Placement = REPLICATE
         for d, names in enumerate(dims):
-            if factor in names:
-                leading = next(f for f in names if self.sizes[f] != 1)
-                if leading != factor or place is not REPLICATE:
+            for k, factor in enumerate(names):
+                if factor not in units:
+                    continue
+                before, after = (math.prod(self.sizes[f] for f in some) for some in (names[:k], names[k + 1 :]))
+                leads = next((f for f in names if self.sizes[f] != 1), factor) == factor
+                if place is not REPLICATE or not (leads or (inside and before)):
                     return None
-                place = Shard(d)
+                each = units[factor] or (self.sizes[factor],)
+                place = Shard(d, tuple(n * after for n in each) * before if len(each) * before > 1 else ())
         return place
 
     def by_partial(self, p: Partial, index: int | None, others: Sequence[Placement] = ()) -> Iterator[Strategy]:
@@ -295,13 +378,15 @@ class Rule:
                 ins = tuple(kept if i in group else REPLICATE for i in range(len(self.inputs)))
                 yield Strategy(ins, (kept,) * len(self.outputs), None)
 
-    def aligned(self, factor: str, mesh: Mesh, axes: Sequence[int]) -> bool:
-        """Whether splitting ``factor`` over ``axes`` cuts every dim that it leads at whole multiples of the rest."""
+    def aligned(self, factor: str, mesh: Mesh, axes: Sequence[int], blocks: tuple[int, ...] = ()) -> bool:
+        """Whether splitting ``factor`` over ``axes`` cuts every dim that has it at whole multiples of what it is major
+        to."""
+        parts = tuple(mesh.sizes[a] for a in axes)
         for dims in (*self.inputs, *self.outputs):
             for names in dims:
                 if factor in names and len(names) > 1:
-                    rest = math.prod(self.sizes[f] for f in names) // max(self.sizes[factor], 1)
-                    if rest != 1 and not _aligned(self.sizes[factor], rest, tuple(mesh.sizes[a] for a in axes)):
+                    rest = math.prod(self.sizes[f] for f in names[names.index(factor) + 1 :])
+                    if rest != 1 and not all(_aligned(n, rest, parts) for n in blocks or (self.sizes[factor],)):
                         return False
         return True
 
@@ -313,6 +398,12 @@ class Strategy:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     factor: str | None
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a dim is split by blocks."""
+        return any(isinstance(p, Shard) and p.blocks for p in (*self.inputs, *self.outputs))
 
 
 @lru_cache(maxsize=4096)

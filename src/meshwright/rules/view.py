@@ -43,7 +43,7 @@ def reshaped(x: Arg, want: Sequence[int], how: str = "reshape") -> Rule:
             return Native(Tensor.view, shape, otherwise=Tensor.reshape)
         return Native(Tensor.reshape, shape)
 
-    return moved(x, outs, letters=ins, whole=whole, sizes=sizes, local=local)
+    return moved(x, outs, letters=ins, whole=whole, sizes=sizes, local=local, blockwise=True)
 
 
 @rule("view", "_unsafe_view")
@@ -97,7 +97,7 @@ def _expanded(x: Arg, shape: Sequence[int], other: Arg | None = None) -> Rule:
     out = [f if f != "1" else made for f, made in zip(letters, names("n", shape), strict=True)]
     return notation(
         {x: x.letters, other: out}, out, sizes=sizes_of(out, shape), linear=[x], moves=True,
-        lends=[other] if other else [], local=lambda ctx: Native(Tensor.expand, ctx.out_shape()),
+        lends=[other] if other else [], local=lambda ctx: Native(Tensor.expand, ctx.out_shape()), blockwise=True,
     )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def _squeezed(x: Arg, dim: Any, op: Callable[..., Tensor]) -> Rule:
     """Without the dims of global size 1; a dim that is 1 only here, in this shard, stays."""
     given = range(x.ndim) if dim is None else dims_of(x.ndim, dim) if dim != () else ()
     dims = tuple(d for d in given if x.shape[d] == 1)
-    return moved(x, put(x.letters, dict.fromkeys(dims)), local=lambda ctx: Native(op, dims))
+    return moved(x, put(x.letters, dict.fromkeys(dims)), local=lambda ctx: Native(op, dims), blockwise=True)
 
 
 @rule("unsqueeze")

@@ -87,8 +87,7 @@ def _expected(x: Tensor, src: Spec, cotangent: Tensor) -> Tensor:
             at: _FOLDS[op](torch.stack([terms[(*at[:a], i, *at[a + 1 :])] for i in range(mesh.sizes[a])])) if op else t
             for at, t in terms.items()
         }
-    bounds = src.layout.local_bounds(src.shape, here)
-    mine = cotangent[tuple(slice(lo, hi) for lo, hi in bounds)]
+    mine = src.part(cotangent, here)
     (back,) = torch.autograd.grad(terms[here], leaves[here], mine)
     return back
 

@@ -24,7 +24,7 @@ from ..dispatch import (
     tensors_in,
 )
 from ..errors import MeshwrightError, RuleError
-from ..layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Shard, Spec, commute, unreducible
+from ..layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Shard, Spec, commute, crowded, unreducible
 from ..mesh import Mesh
 from ..ranks.simulation import simulate
 from ..rules import Rule, Strategy
@@ -124,9 +124,9 @@ def check_rule(
 ) -> Report:
     """Check an op's rule against the single device: value and gradient, on simulated ranks.
 
-    Every layout of each input, {Replicate, Shard of each dim, Partial by each reduction that its dtype has}, is
-    tried on one mesh axis, and every pair of strategies of the rule on two.  Sizes that the axes do not divide make
-    uneven and empty shards: give such.
+    Every layout of each input, {Replicate, Shard of each dim, of the longest one by blocks too, Partial by each
+    reduction that its dtype has}, is tried on one mesh axis, and every pair of strategies of the rule on two.  Sizes
+    that the axes do not divide make uneven and empty shards: give such.
 
     Args:
         op: a function (``torch.nn.functional.gelu``, a custom op), or the name of one (``"gelu"``,
@@ -239,7 +239,7 @@ def _cases(call: _OpUnderTest, mesh: Mesh, rule: Rule | None, most: int) -> Iter
             for ps in _products(per_axis, most)
         )
         return
-    mixed = [[c for c in itertools.product(p, repeat=mesh.ndim) if commute(*c)] for p in per_axis]
+    mixed = [[c for c in itertools.product(p, repeat=mesh.ndim) if commute(*c) and not crowded(c)] for p in per_axis]
     for ps in _products(mixed, most // 4):
         yield _Case(tuple(Layout(mesh, list(p), ndim=t.ndim) for p, t in zip(ps, tensors, strict=True)))
 
@@ -250,7 +250,10 @@ def _partials(*tensors: Tensor) -> list[Partial]:
 
 
 def _placements(t: Tensor) -> list[Placement]:
-    return [REPLICATE, *(Shard(d) for d in range(t.ndim)), *_partials(t)]
+    longest = max(range(t.ndim), key=lambda d: t.shape[d], default=0)
+    n = t.shape[longest] if t.ndim else 0
+    blocks = [Shard(longest, (n - n // 3, n // 3))] if n >= 3 else []
+    return [REPLICATE, *(Shard(d) for d in range(t.ndim)), *blocks, *_partials(t)]
 
 
 def _sound(layouts: Sequence[Sequence[Placement]], tensors: Sequence[Tensor]) -> bool:

@@ -24,9 +24,7 @@ def local_part(value: Tensor, spec: Spec, seed: int = 0) -> Tensor:
     for a, p in enumerate(spec.layout.placements):
         if isinstance(p, Partial):
             part = _term(part, p.op, spec.mesh.sizes[a], here[a], generator)
-    for d, (lo, hi) in enumerate(spec.layout.local_bounds(spec.shape, here)):
-        part = part.narrow(d, lo, hi - lo)
-    return part.clone(memory_format=torch.contiguous_format)
+    return spec.part(part, here).clone(memory_format=torch.contiguous_format)
 
 
 def _term(value: Tensor, op: str, n: int, index: int, generator: torch.Generator) -> Tensor:

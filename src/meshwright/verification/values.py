@@ -58,11 +58,11 @@ def assemble(parts: Sequence[Tensor], spec: Spec | None) -> tuple[Tensor, str]:
             continue
         first[place] = i
         whole = terms.setdefault(term, part.new_zeros(tuple(spec.shape)))
-        bounds = spec.layout.local_bounds(spec.shape, here)
-        held = whole[tuple(slice(lo, hi) for lo, hi in bounds)]
-        if held.shape != part.shape:
-            return part, f"rank {rank} holds {list(part.shape)}, and {list(held.shape)} would be its part of {spec!r}"
-        held.copy_(part)
+        held = spec.local_shape(here)
+        if held != part.shape:
+            return part, f"rank {rank} holds {list(part.shape)}, and {list(held)} would be its part of {spec!r}"
+        for there, own in spec.layout.local_boxes(spec.shape, here):
+            whole[there] = part[own]
     for at, op in reversed(list(enumerate(partial.values()))):
         groups: dict[tuple[int, ...], list[Tensor]] = {}
         for term in sorted(terms):

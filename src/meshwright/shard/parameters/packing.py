@@ -184,8 +184,11 @@ def cut_axes(have: Spec, want: Spec) -> tuple[int, ...]:
 def own_part(local: Tensor, have: Spec, want: Spec) -> Tensor:
     """What is this rank's of a tensor in a layout that cuts it further: a view of what it has."""
     here = have.mesh.coordinate(runtime.RT.rank)
-    bounds, within = want.layout.local_bounds(want.shape, here), have.local_offset(here)
+    bounds = want.layout.without_blocks().local_bounds(want.shape, here)
+    within = have.layout.without_blocks().local_offset(have.shape, here)
     for d, ((lo, hi), start) in enumerate(zip(bounds, within, strict=True)):
+        if d in have.layout.blocks:  # no other axis cuts that
+            continue
         local = local.narrow(d, lo - start, hi - lo) if local.shape[d] != hi - lo else local
     return local
 
