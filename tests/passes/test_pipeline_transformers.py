@@ -43,7 +43,8 @@ def vit() -> Any:
 
 
 def qwen3_moe() -> Any:
-    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    experts: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    experts |= {"num_key_value_heads": 2, "attn_implementation": "eager"}
     config = transformers.Qwen3MoeConfig(vocab_size=50, **SMALL, **experts, experts_implementation="batched_mm")
     return transformers.Qwen3MoeForCausalLM(config)
 
