@@ -273,7 +273,7 @@ BAD: list[tuple[Any, type[MeshwrightError], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[message[:30] for _, _, message in BAD])
 def test_bad_input(options: Any, error: type[MeshwrightError], message: str) -> None:
     mesh, given = mw.Mesh({"pp": 2}), dict(options)
     rows, kind, of = given.pop("rows", 8), given.pop("model", stages.Net), given.pop("batch_of", lambda *x: x)
