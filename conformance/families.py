@@ -64,6 +64,7 @@ SIZES: dict[str, Any] = {
     "num_mel_bins": 8, "input_feat_per_channel": 8, "max_source_positions": 10, "max_target_positions": 32,
     "conv_dim": [12, 12], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
+    "conformer_conv_dropout": 0.0,
     "feat_proj_dropout": 0.0, "final_dropout": 0.0, "conv_channels": 12, "max_length": 16, "projection_dim": 12,
     "conv_depthwise_kernel_size": 3, "left_max_position_embeddings": 4,
     "right_max_position_embeddings": 4, "ctc_loss_reduction": "mean", "frequency_stride": 4, "time_stride": 4,
@@ -339,8 +340,13 @@ def table(path: str) -> str:
         ran = [f"{r.mode} {r.mesh}" for r in own if r.verdict == "right"]
         told = [f"{r.verdict}: {r.mode} {r.mesh}" for r in own if r.verdict != "right"]
         sums = next((f"{row.sums:g}" for row in own if row.sums is not None), "")
-        notes = [re.sub(r", [^,]* a step.*", "", n) for row in own[-1:] for n in row.notes][:2]
+        notes = [
+            re.sub(r", [^,]* a step.*", "", n)
+            for row in (next((r for r in own if r.verdict != "right"), own[-1]),)
+            for n in row.notes
+        ][:2]
         notes = [re.sub(r"/\S*/(\w+\.py)", r"\1", n) for n in notes]  # files by their names alone
+        notes = [re.sub(r"; (train eagerly; )?at /.*", "", n) for n in notes]  # those that were cut off
         verdict = "; ".join([*(["right: " + ", ".join(ran)] if ran else []), *told])
         lines.append(f"| {family} | {sums} | {verdict} | {'; '.join(notes).replace('|', '/')} |")
     return "\n".join(lines)

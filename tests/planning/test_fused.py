@@ -174,3 +174,43 @@ def test_too_few_heads_of_keys_are_said_to_be_gathered() -> None:
     few.double()
     table = mw.layouts(few, mesh, x.double(), lambda m, b: m(b).square().mean())
     assert any("gathered" in note for note in table.notes)
+
+
+class Folded(nn.Module):
+    """Attention whose rows and heads are one dim, as that of DeBERTa: one axis splits the rows, the other the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (
+            m(x).view(rows, length, HEADS, SIZE).permute(0, 2, 1, 3).contiguous().view(-1, length, SIZE)
+            for m in (self.q, self.k, self.v)
+        )
+        y = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+        return self.out(y.view(rows, HEADS, length, SIZE).permute(0, 2, 1, 3).reshape(rows, length, WIDTH))
+
+
+def test_rows_and_heads_in_one_dim_are_not_both_split_by_blocks() -> None:
+    mesh, x = MESHES["dp2tp2"], torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    def new() -> nn.Module:
+        torch.manual_seed(0)
+        return Folded().double()
+
+    model = new()
+    loss(model, x).backward()
+    table = mw.layouts(new(), mesh, x, loss)
+
+    def run() -> dict[str, Tensor]:
+        mine = new()
+        mw.compile_step(mine, loss, None, x, mesh=mesh, layouts=table, gradients=True)(x)
+        return gradients(mine)
+
+    for got in mw.simulate(run, mesh):
+        torch.testing.assert_close(got, {n: p.grad for n, p in model.named_parameters()})

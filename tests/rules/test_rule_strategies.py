@@ -228,3 +228,19 @@ def test_one_native_call_with_another_behind_it():
     assert (refused.fn, refused.static, refused.otherwise) == (torch.Tensor.view, ((6,),), torch.Tensor.reshape)
     assert Strategy((R,), (R,), None) == Strategy((R,), (R,), None)
     assert math.prod(LINEAR.out_shape(0)) == 16
+
+
+def test_dims_that_are_split_by_blocks() -> None:
+    view = rule("(b h)", "b h", sizes={"b": 4, "h": 6}, moves=True)
+    assert view.axis_strategies((Shard(0),))[1].outputs == (S0,)
+    fused = view.axis_strategies((Shard(0, (6,) * 4),))
+    assert (S1,) in [s.outputs for s in fused]  # each of the four blocks is what h is
+    assert view.axis_strategies((Shard(0, (1,) * 24),)) == fused[:1]  # single elements are no blocks to be split
+    assert view.axis_strategies((Shard(0, (5, 19)),)) == fused[:1]
+    chunk = rule(
+        "x", "p, q", sizes={"x": 6, "p": 3, "q": 3}, whole=frozenset("xpq"), joined={"x": (("p", 3), ("q", 3))}
+    )
+    assert [s.outputs for s in chunk.axis_strategies((Shard(0, (3, 3)),))[1:]] == [(S0, S0)]
+    assert [s.outputs for s in chunk.axis_strategies((Shard(0, (3, 2, 1)),))[1:]] == [(S0, Shard(0, (2, 1)))]
+    assert chunk.axis_strategies((Shard(0, (2, 4)),))[1:] == []  # the first part ends within a block
+    assert chunk.axis_strategies((S0,))[1:] == []

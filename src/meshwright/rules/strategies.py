@@ -231,7 +231,9 @@ class Rule:
             after, each = math.prod(self.sizes[g] for g in names[k + 1 :]), blocks[: len(blocks) // before]
             if each * before != blocks or (before > 1 and not blocks):
                 return
-            if not blocks or (sum(each) == self.sizes[f] * after and all(n % after == 0 for n in each)):
+            if not blocks or (
+                sum(each) == self.sizes[f] * after > len(each) * after and all(n % after == 0 for n in each)
+            ):
                 yield f, tuple(n // after for n in each)
             before *= self.sizes[f]
 

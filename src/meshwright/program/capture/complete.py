@@ -21,7 +21,7 @@ from ...choose import Search, Wanted
 from ...dispatch import make_rule, map_tensors, resolve, tensors_in
 from ...errors import LayoutError
 from ...graph_marks import CONSTRAIN, read_placements
-from ...layout import REPLICATE, Layout, Placement, Shard, Spec
+from ...layout import REPLICATE, Layout, Placement, Shard, Spec, crowded
 from ...mesh import Mesh
 from ...resharding.cost import held_bytes
 from ...rules import Rule, Strategy
@@ -278,6 +278,8 @@ class Completion:
         changed = False
         for side, wanted in zip(states, (strategy.inputs, strategy.outputs), strict=True):
             for state, p in zip(side, wanted, strict=True):
+                if crowded([*(q for q in state.placements if q is not None), p]):
+                    continue
                 if state.entries[axis] is None and isinstance(p, Shard):
                     reason = f"{fact.name} ({fact.rule.text}) by {strategy.factor}" + (
                         f" at {fact.where}" if fact.where else ""
