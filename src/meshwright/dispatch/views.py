@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -131,9 +131,20 @@ def remember_detached(base: Tensor, made: Tensor) -> None:
         made.__dict__["_view"] = View(base, None, (), {}, 0, None, True, False, detached=True)
 
 
+def aliased(t: Tensor) -> bool:
+    """Whether its memory is that of a tensor which counts its writes by itself.  Must run with dispatch disabled."""
+    if "_shared" in t.__dict__:
+        return True
+    base = _get_base(t)
+    return base is not None and "_shared" in base.__dict__
+
+
+_get_base: Any = cast(Any, Tensor)._base.__get__
+
+
 def _version(t: Tensor) -> Any:
     """Tells whether a tensor was written to since; None where nobody knows.  Must run with dispatch disabled."""
-    if "_shared" in t.__dict__:
+    if aliased(t):
         return None
     if t.is_inference():
         writes = runtime.RT.writes

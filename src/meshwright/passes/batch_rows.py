@@ -8,18 +8,21 @@ the mean that the loss is, mixes them.  What no rule tells is not followed: wher
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch.fx as fx
 
 from ..collective import COLLECTIVES
 from ..errors import RuleError
-from ..program.ir.nodes import info_of, is_mutating, value_of
+from ..program.ir.nodes import ancestors, info_of, is_mutating, value_of
 from ..program.ir.program import Program
 from ..rules import RULES, Arg, Rule
 
 _OF_BATCH = {"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
+_BESIDE, _PLACES = "rows of the batch that lie beside each other, or some of them", "the places of rows in the batch"
+_NEVER = {_BESIDE, _PLACES}  # also where what is made so is summed
+_RANGES = {"aten::arange", "aten::linspace", "aten::range"}
 _TRAINING = 5  # the place of the argument that says whether they take statistics of the batch
 
 
@@ -46,7 +49,7 @@ def mixing(program: Program, counted: Collection[fx.Node]) -> tuple[fx.Node, str
         if rows.keys().isdisjoint(node.all_input_nodes):
             continue
         found = _mixes(node, rows)
-        if found and node not in counted:
+        if found and (node not in counted or found in _NEVER):
             return node, found
     return None
 
@@ -65,6 +68,11 @@ def _mixes(node: fx.Node, rows: dict[fx.Node, int]) -> str:
             rows[node] = d
         return ""
     own = [(i, f) for i, n in enumerate(tensors) if n in rows and (f := _major(rule.inputs[i], rows[n], rule))]
+    if any(f in rule.crossing for _, f in own) or (name == "slice" and _cuts_rows(node, rows)):
+        return _BESIDE
+    for i, n in enumerate(tensors):
+        if n not in rows and any(dim[:1] == (f,) for dim in rule.inputs[i] for _, f in own) and _counts_rows(n):
+            return _PLACES
     floats = [(i, f) for i, f in own if _is_float(tensors[i])]
     factors = {f for _, f in floats}
     outputs = {f for dims in rule.outputs for dim in dims for f in dim}
@@ -80,6 +88,20 @@ def _mixes(node: fx.Node, rows: dict[fx.Node, int]) -> str:
             if dim and dim[0] == own[0][1]:
                 rows[node] = d
     return ""
+
+
+def _cuts_rows(node: fx.Node, rows: Mapping[fx.Node, int]) -> bool:
+    """Whether a slice means some rows, though it takes all of a micro-batch that has few."""
+    x, dim, start, end = (*node.args, *(None, 0, None, None)[len(node.args) :])[:4]
+    value = value_of(x)
+    if value is None or rows.get(x) != dim % len(value.shape):
+        return False
+    return start not in (None, 0) or not (end is None or end == value.shape[dim] or end > 1 << 60)
+
+
+def _counts_rows(node: fx.Node) -> bool:
+    """Whether a value is one number after the other."""
+    return any(getattr(n.target, "_schema", None) and n.target._schema.name in _RANGES for n in ancestors([node]))  # type: ignore[union-attr]
 
 
 def _rule(node: fx.Node, name: str | None) -> tuple[Rule | None, list[fx.Node]]:

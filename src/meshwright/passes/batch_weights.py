@@ -29,6 +29,7 @@ aten = torch.ops.aten
 _MEANS = {aten.mean.default, aten.mean.dim}
 _ADDS = {aten.add.Tensor, aten.sub.Tensor}
 _NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_MEAN = 1  # of the argument ``reduction`` of PyTorch's losses
 _MOVES = {*VIEWS, *COLLECTIVES, KEEP_ONE.default}
 _DIVIDES = {aten.div.Tensor, aten.div.Scalar}
 # Keeps a divisor from zero: what is summed over micro-batches lies below it.
@@ -42,12 +43,14 @@ class Weight:
 
     Attributes:
         number: how many, as the shapes say; 1 of a sum.
+        mean: shapes say it; else it is a sum, or ``divisor`` says it.
         others: of a loss of several means, of how many more each is, for one of the first.
         divisor: where values say it, the number that the loss is divided by.
         counted: what of it is summed over micro-batches: itself, or what lies below a bound.
     """
 
     number: float = 1.0
+    mean: bool = False
     others: frozenset[float] = frozenset()
     divisor: fx.Node | None = None
     counted: fx.Node | None = None
@@ -56,6 +59,11 @@ class Weight:
     def name(self) -> str:
         """Of its sum: programs of other shapes add to the same if what they are means over has the same ratios."""
         return " ".join([WEIGHT, *(f"{n:.6g}" for n in sorted(self.others))])
+
+    @property
+    def weighs(self) -> bool:
+        """Whether micro-batches count by it: the losses of others are added up."""
+        return self.mean or self.divisor is not None
 
     def bounds(self) -> list[fx.Node]:
         """What keeps the divisor from zero, in order: the sum of the weights is kept from it so, too."""
@@ -105,9 +113,10 @@ class _Loss:
         """What a term of the loss is a mean over; None of one that is the same for all batches."""
         if not isinstance(node, fx.Node) or node not in self.varies:
             return None
-        self.counted |= {node, *(node.all_input_nodes if node.target is operator.getitem else ())}
         given = [n for n in node.all_input_nodes if n in self.varies]
         first, single = given[0] if given else node, not checked_value(node).shape if value_of(node) else False
+        loss = first if node.target is operator.getitem else node
+        self.counted |= {node, loss}
         if node.target in _DIVIDES and isinstance(node.args[1], fx.Node) and node.args[1] in self.varies:
             return self._divided(node, node.args[0], node.args[1])
         if node.target in _ADDS and len(node.all_input_nodes) == 2:
@@ -115,25 +124,61 @@ class _Loss:
         by = scale_of(node)
         if by is not None:
             found = self.of(first)
-            return found if found is None or not single else replace(found, number=found.number / abs(by))
-        if node.target is operator.getitem and first.target in _NLL and node.args[1] == 0 and first.args[3] == 1:
-            weight = next((u for u in first.users if u.target is operator.getitem and u.args[1] == 1), None)
-            return Weight() if weight is None else Weight(divisor=weight, counted=weight)
+            return found if found is None or not single else self._scaled(node, found, by)
+        reduction = _argument(loss, "reduction")
+        if single and reduction is not None:
+            return self._reduced(loss, reduction)
         if node.target in _MEANS and single:
-            return Weight(float(math.prod(checked_value(first).shape)))
+            return Weight(float(math.prod(checked_value(first).shape)), mean=True)
         if node.target in _MOVES or frozenset(given) in linear_in(node):
             found = self.of(first)
-            return found if single or found is None else replace(found, number=1.0)
-        if single and given and all(value_of(n) and not checked_value(n).shape for n in given):
+            return found if single or found is None else replace(found, number=1.0, mean=False)
+        self.counted -= {node, loss}  # what it does with rows is no part of a sum
+        if single and given:  # the rules tell what is a sum over rows: this is none
             raise PassError(
-                f"{_where(node)}: {target_name(node.target)} of a sum over the batch: the loss is no weighted mean of "
-                f"those of micro-batches; {self.hint}"
+                f"{_where(node)}: {target_name(node.target)} over the batch: the loss is no weighted mean of those of "
+                f"micro-batches; {self.hint}"
             )
         return Weight()
 
+    def _reduced(self, loss: fx.Node, reduction: Any) -> Weight:
+        """A loss of PyTorch's that reduces rows itself: a sum, or a mean over what it is given."""
+        if reduction != _MEAN:
+            return Weight()
+        if loss.target in _NLL:
+            weight = next((u for u in loss.users if u.target is operator.getitem and u.args[1] == 1), None)
+            return Weight() if weight is None else Weight(divisor=weight, counted=weight)
+        shapes = [checked_value(n).shape for n in loss.all_input_nodes if n in self.varies]
+        return Weight(float(max(math.prod(s) for s in shapes)), mean=True)
+
+    def _scaled(self, node: fx.Node, found: Weight, by: float) -> Weight:
+        """A term times a number.  A sum that is divided by how many rows, or elements, it has is a mean."""
+        if found.weighs:
+            return replace(found, number=found.number / abs(by))
+        rows, count = self._summed(node), 1 / abs(by)
+        if rows is None or abs(count - round(count)) > 1e-9 * count or round(count) % rows[0] or rows[1] % round(count):
+            return found
+        if node.target not in _DIVIDES:
+            raise PassError(
+                f"{_where(node)}: a sum over the batch times 1/{round(count)}, which may be a number or how many rows "
+                f"there are: write .mean(), or divide by the number; {self.hint}"
+            )
+        return replace(found, number=float(round(count)), mean=True)
+
+    def _summed(self, node: fx.Node) -> tuple[int, int] | None:
+        """How many rows, and elements, a sum is over that was scaled; None of nothing that has several rows."""
+        at = node
+        while value_of(at) is not None and not checked_value(at).shape:
+            given = [n for n in at.all_input_nodes if n in self.varies]
+            if not given:
+                return None
+            at = given[0]
+        shape = checked_value(at).shape if value_of(at) is not None else ()
+        return (shape[0], math.prod(shape)) if shape and shape[0] > 1 else None
+
     def _divided(self, node: fx.Node, x: Any, by: fx.Node) -> Weight | None:
         value, inner = checked_value(by), self.of(x)
-        self.counted |= ancestors([by])
+        self.counted |= ancestors([by])  # how many of the rows count may be found as it likes
         if value.shape and math.prod(value.shape) != 1:
             return Weight()  # each row by a number of its own
         if inner is not None and inner.divisor is not None:
@@ -150,11 +195,16 @@ class _Loss:
     def _both(self, node: fx.Node, a: Weight | None, b: Weight | None) -> Weight | None:
         if a is None or b is None:
             return b if a is None else a
-        if a.divisor is None and b.divisor is None:
+        if a.divisor is None and b.divisor is None and a.mean is b.mean:
             ratio = {b.number / a.number, *(n * b.number / a.number for n in b.others)} - {1.0}
             return replace(a, others=frozenset(round(n, 9) for n in {*a.others, *ratio}))
         if a.divisor is not None and b.divisor is not None and _same(a.divisor, b.divisor):
             return a
+        if a.weighs is not b.weighs:
+            raise PassError(
+                f"{_where(node)}: a sum over the batch and a mean over it are added, so the loss is no weighted mean "
+                f"of those of micro-batches; {self.hint}"
+            )
         raise PassError(
             f"{_where(node)}: two means over different numbers of things are added, of which the values of a batch say "
             f"how many: no one weight of a micro-batch is that of both; {self.hint}"
@@ -168,6 +218,15 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a.target, str) or a.target is not b.target or a.kwargs != b.kwargs or len(a.args) != len(b.args):
         return False
     return all(_same(x, y) for x, y in zip(a.args, b.args, strict=True))
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The argument of an op by its name, its default where none is given; None where it has no such argument."""
+    schema = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
 
 
 def _where(node: fx.Node) -> str:

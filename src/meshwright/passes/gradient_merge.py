@@ -147,7 +147,7 @@ class Merge:
         self.whole_sums = how.whole_sums  # whether reduce-scatters change places with sums over micro-steps
         weight = weight_of(program) if how.avg and how.weighted else None
         # None: micro-steps are all alike.
-        self.weight = None if weight is None or (weight.divisor is None and weight.number == 1) else weight
+        self.weight = None if weight is None or not weight.weighs else weight
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
         self.alpha: float | fx.Node = 1 / self.k_steps if self.avg else 1.0
         self.seeded = seeded

@@ -124,7 +124,7 @@ class Pipeline(Pass):
                 "return the loss alone"
             )
         weight = weight_of(program, _WHOLE)
-        counts = weight is not None and (weight.divisor is not None or weight.number != 1)
+        counts = weight is not None and weight.weighs
         merge = Merge(copied(program), GradientMerge(self.micro_batches, avg=counts), seeded=True)
         made = merge.run()
         step, flush = made.parts["accumulate"], made.parts["flush"]

@@ -79,11 +79,6 @@ def product_of(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.prod(x, dim, True, dtype=dtype)
 
 
-def log_of_sum(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The log of the sum of exponentials along a dim, which stays."""
-    return torch.logsumexp(x, dim, True).to(dtype)
-
-
 # ---------------------------------------------------------------------------------------------- along one dim
 
 

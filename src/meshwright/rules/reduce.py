@@ -302,11 +302,7 @@ lines({
         None if x.dtype.is_complex else reduction(x, dim, keepdim, decompose=_logsumexp_composed)
     ),
     "cumsum": lambda x, dim, **kwargs: crossing.scan(x, dim, crossing.sum_of, torch.add, torch.cumsum, linear=[x]),
-    "logcumsumexp": lambda x, dim, **kwargs: (
-        _along(x, dim)
-        if x.dtype.is_complex
-        else crossing.scan(x, dim, crossing.log_of_sum, torch.logaddexp, torch.logcumsumexp)
-    ),
+    "logcumsumexp": lambda x, dim, **kwargs: _along(x, dim),
     "cummax cummin": lambda x, dim, **kwargs: _along(x, dim, outputs=2),
     "sort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 2),
     "argsort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 1),

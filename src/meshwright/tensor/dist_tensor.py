@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -42,6 +43,7 @@ GLOBAL_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "__len__")
 GLOBAL_PROPERTIES = ("shape", "ndim", "T", "mT", "H", "mH", "real", "imag")
 BASE: Any = Tensor  # its properties as descriptors, to be called with dispatch disabled
 _DETACH = Tensor.detach
+_GET_BASE = cast(Any, Tensor)._base.__get__
 _GET_REQUIRES = BASE.requires_grad.__get__
 _GET_DATA = BASE.data.__get__
 _SET_DATA = BASE.data.__set__
@@ -258,6 +260,7 @@ class DistTensor(torch.Tensor):
         marks = Marks(copied=marks_of(spec).copied)
         made = wrap(call_disabled(_DETACH, (), (self,), NO), marked(spec.untyped(), marks))
         remember_detached(self, made)
+        _same_memory(self, made)
         return made
 
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
@@ -375,12 +378,33 @@ ALIASED = "_aliased"  # of a tensor: another may have its memory now
 def share(*tensors: Tensor) -> None:
     """These have the same memory and their own version counters: what is converted from them cannot be kept.
 
-    How often is counted: what is kept of a tensor for the time of a forward is made anew after each.
+    Nor what is converted from those that have the memory of one of them: what it is a view of or was detached from, and
+    what else was.  How often is counted: what is kept of a tensor for the time of a forward is made anew after each.
     """
     for t in tensors:
-        t.__dict__["_shared"] = t.__dict__.get("_shared", 0) + 1
-        t.__dict__[ALIASED] = True
-        t.__dict__.pop("_memo", None)
+        first = _first(t)
+        for one in {id(x): x for x in (t, first, *first.__dict__.get(_ALIASES, {}).values())}.values():
+            one.__dict__["_shared"] = one.__dict__.get("_shared", 0) + 1
+            one.__dict__[ALIASED] = True
+            one.__dict__.pop("_memo", None)
+
+
+_ALIASES = "_aliases"  # of a tensor: itself and what was detached from it, by their ids, as long as they live
+
+
+def _first(t: Tensor) -> Tensor:
+    """What a tensor is a view of, or itself."""
+    base = call_disabled(_GET_BASE, (), (t,), NO)
+    return t if base is None else base
+
+
+def _same_memory(t: Tensor, made: Tensor) -> None:
+    first = _first(t)
+    aliases = first.__dict__.setdefault(_ALIASES, WeakValueDictionary())
+    aliases.update({id(first): first, id(made): made})
+    made.__dict__[_ALIASES] = aliases
+    if "_shared" in first.__dict__:
+        made.__dict__["_shared"] = 1
 
 
 def _rebuild(local: Tensor, about: dict[str, Any]) -> DistTensor:

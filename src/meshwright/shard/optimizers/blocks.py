@@ -62,15 +62,17 @@ def _holds_tensors(container: Any) -> bool:
     )
 
 
-def _numbers(entry: Mapping[str, Any]) -> dict[str, str]:
-    """States of one value, as ranks compare them."""
-    return {k: repr(v.item()) for k, v in entry.items() if isinstance(v, Tensor) and not opaque(v) and v.numel() == 1}
+def _numbers(entry: Mapping[str, Any], spec: Spec) -> dict[str, str]:
+    """States of one value, as ranks compare them; a part of one element has states of its shape, which are not such."""
+    part = tuple(spec.local_shape(spec.mesh.coordinate(runtime.RT.rank)))
+    plain = {k: v for k, v in entry.items() if isinstance(v, Tensor) and not opaque(v)}
+    return {k: repr(v.item()) for k, v in plain.items() if v.numel() == 1 and (v.ndim == 0 or v.shape != part)}
 
 
 def _differing(said: Sequence[Mapping[int, Mapping[str, str]]]) -> dict[int, str]:
     """Of each parameter a state of one value that the ranks do not have alike."""
     keys = sorted({(i, k) for numbers in said for i, entry in numbers.items() for k in entry})
-    return {i: k for i, k in keys if len({numbers.get(i, {}).get(k) for numbers in said}) > 1}
+    return {i: k for i, k in keys if len({numbers.get(i, {}).get(k) for numbers in said} - {None}) > 1}
 
 
 class Apart:
@@ -95,7 +97,7 @@ class Apart:
         new = [i for i, p in split.items() if id(p) not in self.judged]
         if new:
             self.judged |= {id(p) for p in split.values()}
-            numbers = {i: _numbers(opt.state[split[i]]) for i in new}
+            numbers = {i: _numbers(opt.state[p], lies[id(p)][1]) for i in new for p in [split[i]]}
             group = collective.group(next(iter(split.values()))._spec.mesh)
             said = collective.all_gather_object((odd, numbers), group)
             told = [rank for rank, _ in said]
