@@ -92,7 +92,8 @@ def _mixes(node: fx.Node, rows: dict[fx.Node, int]) -> str:
 
 def _cuts_rows(node: fx.Node, rows: Mapping[fx.Node, int]) -> bool:
     """Whether a slice means some rows, though it takes all of a micro-batch that has few."""
-    x, dim, start, end = (*node.args, *(None, 0, None, None)[len(node.args) :])[:4]
+    given: Any = node.args
+    x, dim, start, end = (*given, *(None, 0, None, None)[len(given) :])[:4]
     value = value_of(x)
     if value is None or rows.get(x) != dim % len(value.shape):
         return False
