@@ -20,18 +20,23 @@ def asked(op, *args):
     return [s.layout.placements for s in found.inputs], found.outputs[0].layout.placements
 
 
-def test_a_join_along_a_split_dim_is_an_all_to_all():
+def test_a_join_along_a_split_dim_sends_nothing():
     x = spec((8, 16), S0)
-    assert asked("cat", [x, x], 0) == ([(S1,), (S1,)], (S1,))
+    assert asked("cat", [x, x], 0) == ([(S0,), (S0,)], (mw.Shard(0, blocks=(8, 8)),))  # each rank has parts of both
+    assert asked("stack", [x, x], 0) == ([(S0,), (S0,)], (S1,))
+
+
+def test_a_view_that_cannot_keep_a_split_is_an_all_to_all():
+    x = spec((8, 16), S0)
     assert asked("cat", [x, x], 1) == ([(S0,), (S0,)], (S0,))  # may stay
     assert asked("flatten", spec((8, 4, 4), S1), 0, 1) == ([(S0,)], (S0,))
     assert asked("expand", spec((1, 16), S0), (3, 16)) == ([(S1,)], (S1,))
 
 
 def test_only_where_it_is_cut_evenly_and_nothing_is_computed():
-    assert asked("cat", [spec((8, 6), S0)] * 2, 0)[1] == (R,)
-    assert asked("cumsum", spec((8, 16), S1), 1)[1] == (R,)
-    assert asked("cat", [spec((8, 6), S0, S1, mesh=GRID)] * 2, 0)[1] == (R, S1)
+    assert asked("flatten", spec((6, 4, 6), S1), 0, 1)[1] == (R,)
+    assert asked("cumprod", spec((8, 16), S1), 1)[1] == (R,)
+    assert asked("flatten", spec((7, 4, 6), S1, S2, mesh=GRID), 0, 1)[1] == (R, S1)
 
 
 def test_of_equals_fewer_axes_share_a_dim_then_the_leftmost_stays():

@@ -28,7 +28,6 @@ def real(*shape: int) -> Tensor:
 CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cumsum": ("cumsum", (real(7, 3), 0)),
     "cumsum of a vector": ("cumsum", (real(7), 0)),
-    "cumprod": ("cumprod", (real(7, 3), 0)),
     "roll, two dims": ("roll", (real(7, 5), (1, -3), (0, 1))),
     "roll by more than all": ("roll", (real(7), 9, 0)),
     "flip": ("flip", (real(7, 5), [0, 1])),
@@ -67,7 +66,6 @@ def _mamba(x: Tensor, w: Tensor) -> Tensor:
 PROGRAMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "shifted labels": lambda x, w: F.pad(x[:, 1:], (0, 0, 0, 1)).mul(w[:, 0]),
     "scan of sums": lambda x, w: x.cumsum(1) * w[:, 0],
-    "scan of products": lambda x, w: x.cumprod(1) * w[:, 0],
     "roll and flip": lambda x, w: x.roll(2, 1) * w[:, 0] + x.flip(1),
     "differences": lambda x, w: torch.diff(x, dim=1) * w[:, 0],
     "windows": lambda x, w: x.unfold(1, 3, 1) * w[0],

@@ -74,11 +74,6 @@ def sum_of(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.sum(x, dim, True, dtype=dtype)
 
 
-def product_of(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The product along a dim, which stays."""
-    return torch.prod(x, dim, True, dtype=dtype)
-
-
 # ---------------------------------------------------------------------------------------------- along one dim
 
 

@@ -316,14 +316,20 @@ lines({
 
 @rule("cumprod")
 def cumprod(x: Arg, dim: int, **kwargs: Any) -> Rule:
-    """A scan by products."""
-    return crossing.scan(x, dim, crossing.product_of, torch.mul, _cumprod)
+    """Along a whole dim."""
 
+    def local(ctx: Local) -> LocalFn | None:
+        if math.prod(ctx.in_shape()) > 1 or math.prod(x.shape) <= 1 or x.shape[dim] == 1:
+            return None
 
-def _cumprod(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    made = torch.cumprod(x, *args, **kwargs)
-    # Of one element, as along a dim of one, PyTorch's derivative is a constant: the other ranks' is not.
-    return made + nothing((), x.exp()) if x.numel() <= 1 else made
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            made = torch.cumprod(x, *args, **kwargs)
+            # Of one element, as along a dim of one, PyTorch's derivative is a constant.
+            return made + nothing((), x.exp())
+
+        return run
+
+    return _along(x, dim, local=local)
 
 
 @rule("renorm")
