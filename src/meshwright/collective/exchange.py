@@ -153,7 +153,7 @@ def exchange_rows(t: Tensor, dim: int, table: Sizes, group: Group) -> Tensor:
         raise CollectiveError(f"exchange_rows: {give} along dim {dim} of a tensor of shape {list(t.shape)}")
     x = t.detach() if t.requires_grad else t
     shape = resized(x.shape, dim, sum(take))
-    if not sum(table) or not numel(x.shape, dim, 1):  # on all ranks
+    if not sum(table):  # on all ranks
         return x.new_empty(shape)
     ops._count(EXCHANGE_ROWS, group, x.nbytes, 0)
     call = ops._call(group, "exchange_rows", "", x, (("dim", dim), ("table", tuple(table))), (dim,))
@@ -165,6 +165,8 @@ def exchange_rows(t: Tensor, dim: int, table: Sizes, group: Group) -> Tensor:
 
         received: Tensor = checking.rendezvous(group, call, x, exchange)
         return received
+    if not numel(x.shape, dim, 1):  # on all ranks of the group; a program has it on all of the mesh
+        return x.new_empty(shape)
     wire = x if x.dtype in MOVABLE else as_bytes(x)
     if group.plain:
         made = _sent(wire, dim, give, dim, take, group, call)
