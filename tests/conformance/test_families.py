@@ -19,9 +19,9 @@ LONG = ("llama", "phi3", "mamba", "t5", "vit", "falcon", "bert")
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
 def test_equals_one_device(name: str) -> None:
-    kind, cls = families.families()[name]
-    families.built(name, kind, cls)  # imports its modules
+    subject = families.subjects("transformers")[name]
+    subject.make()  # imports its modules
     with float64():
-        row = next(families.Family(name, kind, cls).rows([("tp3", "eager")]))
+        row = next(families.Family(name, subject).rows([("tp3", "eager")], limit=240))
     assert row.verdict == "right", row
     assert row.split > 0.5

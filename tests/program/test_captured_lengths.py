@@ -21,7 +21,7 @@ from meshwright.program import Plan, build
 from meshwright.program.capture.build import conditions_of
 from meshwright.program.ir.nodes import Value, info_of
 from meshwright.program.ir.program import Program
-from meshwright.program.ir.sizes import Size, value_at
+from meshwright.program.ir.sizes import Fit, Size, value_at
 from meshwright.program.run.lengths import Capture, Many, _subsets, one_for_all
 
 Tensor = torch.Tensor
@@ -180,6 +180,25 @@ def test_a_program_for_many_sizes_is_what_a_capture_gives(name: str, how: str) -
             variables = many.variables(shapes_of(batch))
             assert variables is not None
             assert_same(many.sizes.at(variables), captured(model, batch, mesh, plan, passes, rank), variables)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: torch.empty(4, 8, n)[..., :0],
+        lambda n: torch.empty(n, 4, 8)[:, 1:1],
+        lambda n: torch.empty(2, 0, n, n),
+        lambda n: torch.empty(2, n, 0, 3).transpose(1, 2),
+    ],
+    ids=["cut off", "cut out", "scores of no heads", "no heads, transposed"],
+)
+def test_strides_of_what_is_empty(make: Callable[[int], Tensor]) -> None:
+    """Three programs are enough for those of a square; at a fourth size they are PyTorch's."""
+    fit, ends = Fit([(0,), (2,), (4,)]), [make(n) for n in (6, 8, 10)]
+    shape = fit.numbers([t.shape for t in ends])
+    strides = fit.strides(shape, [Value.alone(t.shape, t.dtype, 0, t.stride()) for t in ends])
+    value = value_at(Value.alone(shape, torch.float32, 0, strides), (8,))
+    assert (value.shape, value.strides) == (make(14).shape, make(14).stride())
 
 
 def test_two_sizes_vary() -> None:

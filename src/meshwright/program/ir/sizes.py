@@ -140,8 +140,10 @@ class Fit:
             return self.numbers(given)
         made, step = [0] * len(shape), 1
         for d in next(iter(orders)):
-            made[d], step = step, times(step, shape[d])
-        return tuple(made)
+            made[d], step = step, times(step, shape[d] or 1)
+        # What is empty passes for dense, also where it was cut out of something.
+        cut = 0 in shape and [at(tuple(made), p) for p in self.points] != given
+        return self.numbers(given) if cut else tuple(made)
 
 
 @dataclass(frozen=True)
