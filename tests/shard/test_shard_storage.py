@@ -421,3 +421,29 @@ def test_an_op_that_returns_its_argument_leaves_it_what_it_was(options: dict[str
         return [f"{n} {r}" for n, touch in ITSELF.items() for r in (True, False) if run(touch, r) != want]
 
     assert mw.simulate(every, DP)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("placed", "options"),
+    [({"*": {"dp": mw.Shard(0)}}, {}), ({}, {"states_over": "dp"}), ({}, {"states_over": "dp", "states_on": "cpu"})],
+)
+def test_a_size_of_before_the_first_step(placed: dict[str, Any], options: dict[str, Any]) -> None:
+    """Of states that no step had made: those that the first one makes are of the size that there is then."""
+
+    def run(distributed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        m: Any = nn.Linear(8, 16)
+        if distributed:
+            mw.shard_module(m, DP, placed)
+        opt = torch.optim.AdamW(m.parameters(), lr=0.1)
+        if distributed:
+            mw.shard_optimizer(opt, **options)
+        m.weight.data, m.bias.data = torch.ones(17, 8), torch.ones(17)
+        for _ in range(2):
+            opt.zero_grad()
+            m(torch.ones(2, 8)).sum().backward()
+            opt.step()
+        return [mw.unshard(p.detach()) if distributed else p.detach() for p in m.parameters()]
+
+    for made in mw.simulate(lambda: run(True), DP):
+        torch.testing.assert_close(made, run(False))

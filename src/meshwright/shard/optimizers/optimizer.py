@@ -226,14 +226,14 @@ class OptimizerBinding:
         if still(contents_of(opt.state), self.seen) and self._lie_as_before():
             return
         self.specs, self.wanted = [p._spec for p in self.every], [own_spec(p._spec) for p in self.params]
+        for q in self.every:  # also those without a state: the next step may make one
+            if self.lies[id(q)][0] is not q._spec:
+                self.lies[id(q)] = (q._spec, self.state_spec(q))
         found: list[Tensor] = []
         for p, entry in opt.state.items():
-            lies = self.lies.get(id(p))
-            if lies is None:
+            if id(p) not in self.lies:
                 continue
-            if lies[0] is not p._spec:  # type: ignore[attr-defined]
-                lies = self.lies[id(p)] = (p._spec, self.state_spec(p))  # type: ignore[attr-defined,arg-type]
-            spec = lies[1]
+            spec = self.lies[id(p)][1]
             if self.apart.holds(opt, p, entry, spec):  # type: ignore[arg-type]
                 continue
             for k, v in entry.items():

@@ -134,7 +134,8 @@ class Shadow:
     def _stand_in(self, p: Tensor, own: Mapping[int, Tensor]) -> Tensor:
         if id(p) in own:
             return own[id(p)]
-        if self.chunks is None or not isinstance(p, DistTensor):
+        # Asked first: what a chunk is follows from the size that the parameter has now.
+        if self.chunks is None or not isinstance(p, DistTensor) or self.chunks.spec(p) is None:
             return p
         return self.chunks.prepare(p)
 
