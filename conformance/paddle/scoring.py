@@ -208,7 +208,8 @@ def _outputs_of_theirs(
 
 @dataclass(frozen=True)
 class _Found:
-    """What our rules answer: which outputs are which, and ``between``, the bytes of what is converted on the way."""
+    """What our rules answer: which outputs are which, and ``between``, the bytes of what is converted on the way
+    or sent inside of an op."""
 
     results: Sequence[Result]
     inputs: Sequence[Spec]
@@ -225,7 +226,7 @@ def _asked(case: Case, call: Call, views: Sequence[Spec]) -> _Found:
     if case.direction == "forward":
         found = _inferred(call.op, args, kwargs)
         results = call.results or [Result(i) for i in range(len(found.outputs))]
-        return _Found(results, found.inputs, found.outputs, native=found.native)
+        return _Found(results, found.inputs, found.outputs, native=found.native, between=found.sent)
     results = call.results or [Result(i) for i in range(len(flat(case.outputs)))]
     wanted = [_tensor(flat(case.outputs), r.index) for r in results]
     made = _inferred(call.op, args, kwargs).outputs
@@ -234,7 +235,7 @@ def _asked(case: Case, call: Call, views: Sequence[Spec]) -> _Found:
     ]
     wishes += [None] * (len(made) - len(wishes))
     found = of_rule(call.op, args, kwargs, wishes)
-    return _Found(results, found.inputs, found.outputs, wanted, found.native)
+    return _Found(results, found.inputs, found.outputs, wanted, found.native, found.sent)
 
 
 def _inferred(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inference:
@@ -252,6 +253,7 @@ def _run(steps: Steps, slots: Sequence[Slot], views: Sequence[Spec]) -> _Found:
     specs: dict[Any, Spec] = dict(zip(slots, views, strict=True))
     first: dict[Slot, Spec] = {}
     paid: dict[tuple[Any, Spec], float] = {}
+    sent = 0.0
     for number, call in enumerate(steps.calls):
         operands = list(slots_in([call.args, call.kwargs]))
         for t in operands:
@@ -260,6 +262,7 @@ def _run(steps: Steps, slots: Sequence[Slot], views: Sequence[Spec]) -> _Found:
                 specs[t] = Spec(t.shape, t.dtype, Layout(mesh), reduced=(1 << mesh.ndim) - 1)
         given = iter([specs[t] for t in operands])
         found = _inferred(call.op, fill(call.args, given), fill(call.kwargs, given))
+        sent += found.sent
         for t, to in zip(operands, found.inputs, strict=True):
             if isinstance(t, Slot) and t not in first:
                 first[t] = to
@@ -270,7 +273,7 @@ def _run(steps: Steps, slots: Sequence[Slot], views: Sequence[Spec]) -> _Found:
         specs |= {Made(number, i): o.with_(reduced=(1 << o.mesh.ndim) - 1) for i, o in enumerate(found.outputs)}
     inputs = [first.get(s, specs[s]) for s in slots]
     return _Found(
-        [r for _, r in steps.results], inputs, [specs[m] for m, _ in steps.results], between=sum(paid.values())
+        [r for _, r in steps.results], inputs, [specs[m] for m, _ in steps.results], between=sum(paid.values()) + sent
     )
 
 
@@ -355,7 +358,7 @@ def _wish(wanted: Spec, result: Result) -> Spec:
 def _renumbered(layout: Layout, to: Mapping[int, int], ndim: int) -> Layout:
     """The layout of the same tensor with its dims renumbered; dims without a number have size 1 and become whole."""
     placements: list[Placement] = [
-        (Shard(to[p.dim]) if p.dim in to else REPLICATE) if isinstance(p, Shard) else p for p in layout.placements
+        (p.on(to[p.dim]) if p.dim in to else REPLICATE) if isinstance(p, Shard) else p for p in layout.placements
     ]
     order = {to[d]: axes for d, axes in layout.order if d in to}
     return Layout(layout.mesh, placements, order=order, ndim=ndim)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshwright.layout import Layout, Partial, Spec
+from meshwright.layout import Partial, Spec
 
 from .question import Call, Fresh, Made, Result, Steps, fill, slots_in, slots_of
 
@@ -115,13 +115,9 @@ def _parts(whole: Tensor, spec: Spec, generator: torch.Generator) -> Callable[[C
     terms = dict(zip(places, [whole * averages - sum(noise), *noise] if noise else [whole], strict=True))
 
     def part(at: Coordinate) -> Tensor:
-        return _cut(terms[tuple(at[a] for a in pending)], spec.layout, at)
+        return spec.part(terms[tuple(at[a] for a in pending)], at)
 
     return part
-
-
-def _cut(whole: Tensor, layout: Layout, at: Coordinate) -> Tensor:
-    return whole[tuple(slice(a, b) for a, b in layout.local_bounds(whole.shape, at))]
 
 
 def _shown(made: Tensor, result: Result) -> Tensor:
@@ -143,7 +139,7 @@ def _holds(made: Mapping[Coordinate, Tensor], expected: Tensor, claimed: Spec) -
     for at in made:
         if any(at[a] for a, _ in pending):
             continue  # one rank of those that share a value
-        want = _cut(expected.reshape(claimed.shape), claimed.layout, at)
+        want = claimed.part(expected.reshape(claimed.shape), at)
         held = _reduced(dict(made), list(at), pending, sizes)
         if held.shape != want.shape or not torch.allclose(held.to(want.dtype), want, equal_nan=True):
             return False

@@ -158,7 +158,7 @@ def test_passes_that_come_with_the_package_are_known_without_it() -> None:
         ("--mesh dp", r"cannot read 'dp' in mesh 'dp': write axis=size"),
         ("--mesh dp=2,dp=2", r"axis 'dp' appears twice"),
         ("--mesh dp=0", r"axis 'dp' has size 0"),
-        ("--mesh dp=2,pp=2", r"axis 'pp' of Mesh.*knows dp \(splits the batch\), cp"),
+        ("--mesh dp=2,xp=2", r"axis 'xp' of Mesh.*knows dp \(splits the batch\), cp"),
         ("--mesh dp=2 --stored-over sp", r"--stored-over sp: unknown axis; Mesh\(dp=2\) has the axes dp"),
         ("--mesh dp=2 --states-over sp", r"--states-over sp: unknown axis"),
         (

@@ -99,7 +99,10 @@ def test_same_cost_counts_the_ring(tmp_path: Path) -> None:
 def test_a_split_that_cannot_stay_moves_to_another_dim(tmp_path: Path) -> None:
     given = [tensor([8, 16], [0, -1]), tensor([8, 16], [0, -1])]
     found = verdict(tmp_path, "concat", [given], [[told([-1, 0])] * 2], [told([-1, 0])], axis=0)
-    assert found.verdict == "same cost"
+    assert found.verdict == "freer"  # it stays where it is, by blocks
+    assert found.ours is not None
+    assert found.ours.bytes == 0
+    assert found.ours.outputs[0].placements == (mw.Shard(0, blocks=(8, 8)), R)
     assert found.theirs is not None
     assert found.theirs.bytes == 2 * 8 * 16 * 4 / 2 / 2  # two all-to-alls, of half a tensor each
 
@@ -133,7 +136,7 @@ def test_a_composition_pays_for_what_is_converted_on_the_way(tmp_path: Path) -> 
     assert found.verdict == "agree"
     found = verdict(tmp_path, "cumsum", [x], [told([-1, -1])], [told([-1, -1])], axis=0, exclusive=True)
     assert found.ours is not None
-    assert found.ours.bytes == 8 * 16 * 4 * 3 / 4  # gathered once, for the sum; what is taken from it is cut there
+    assert found.ours.bytes == 3 * 16 * 4  # the first rank sends its total, a row, to the three behind it
     pending = [tensor([8, 16], [-1, -1], [0])] * 3
     found = verdict(tmp_path, "add_n", [pending], [[told([-1, -1], axis0="SUM")] * 3], [told([-1, -1], axis0="SUM")])
     assert found.verdict == "agree"
@@ -275,14 +278,13 @@ def test_counts_of_the_sample() -> None:
     found = counts(SAMPLES)
     assert found["forward"] == {
         "agree": 76,
-        "freer": 37,
-        "same cost": 36,
-        "stricter": 1,
+        "freer": 39,
+        "same cost": 35,
         "unsound": 5,
         "unsupported": 2,
     }
     assert found["backward"] == {"agree": 30, "freer": 2}
-    assert percent(found["both"])["stricter"] <= 5
+    assert percent(found["both"]).get("stricter", 0) <= 5
 
 
 @pytest.fixture
@@ -300,7 +302,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 def test_a_rule_that_asks_for_too_much_is_stricter(rules: Callable[..., None]) -> None:
-    before = counts(SAMPLES)["forward"]["stricter"]
+    before = counts(SAMPLES)["forward"].get("stricter", 0)
     rules(matmul=lambda x, y: notation("... m k, k n -> ... m n", x, y, whole="m k n"))
     assert counts(SAMPLES)["forward"]["stricter"] > before
 
@@ -370,12 +372,11 @@ def test_first_lines_of_help(run: Any, name: str) -> None:
 
 
 def test_tables(run: Any) -> None:
-    found = run("paddle", *map(str, SAMPLES), "--list", "stricter")
+    found = run("paddle", *map(str, SAMPLES), "--list", "freer")
     assert found.exit_code == 0
     assert re.search(r"paddle_cases\.jsonl: backward\s+op\s+cases\s+agree\s+freer", found.output)
     assert re.search(r"% of supported\s+93\.8\s+6\.2", found.output)
     assert re.search(r"paddle_cases\.jsonl:\d+: cumsum forward", found.output)
-    assert re.search(r"gap +1 +Paddle's answer is better\s+cumsum 1", found.output)
     assert "no rule: default_" in found.output
     assert not re.search(r"paddle_cases_pir\.jsonl: backward", found.output)  # there are none
 

@@ -39,8 +39,9 @@ from ..dispatch import (
     tensors_in,
 )
 from ..errors import MeshwrightError, RuleError
-from ..layout import Layout, Partial, Shard, Spec
+from ..layout import Layout, Partial, Shard, Spec, crowded
 from ..ranks import runtime
+from ..record import Record
 from ..resharding.planner import plan as conversion
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.book import did_you_mean
@@ -57,7 +58,8 @@ class Inference:
     ``native``: locals run through the op itself, not through a function that the rule brings.  ``kind``: ``"rule"``;
     ``"gathered"`` where there is none (the op runs on every rank, on whole inputs); ``"composite"`` where it is
     computed as other ops: then the inputs are as the first of these that takes each wants it, the bytes are those of
-    all of them, and ``strategy``, which has the factor that each axis splits, is empty.
+    all of them, and ``strategy``, which has the factor that each axis splits, is empty.  ``sent``: of the bytes those
+    of rows that a function of the rule exchanges by itself: halos, the totals of scans.
     """
 
     inputs: tuple[Spec, ...]
@@ -66,6 +68,7 @@ class Inference:
     bytes: float
     native: bool
     kind: str = "rule"
+    sent: float = 0.0
 
 
 def infer(name: str, args: Args, kwargs: Kwargs, outputs: Wishes | None = None) -> Inference:
@@ -88,7 +91,8 @@ def of_rule(name: str, args: Args, kwargs: Kwargs, outputs: Wishes | None = None
             return found
         if outputs is not None:
             return asked.rule_toward(rule, found, outputs)
-        return _answer(rule, choose(rule, asked.specs, _like(found.outputs), constants=range(len(asked.specs))))
+        made = _answer(rule, choose(rule, asked.specs, _like(found.outputs), constants=range(len(asked.specs))))
+        return asked.with_sent(made)
 
 
 @dataclass
@@ -103,6 +107,8 @@ class _Asked:
     given: list[Tensor] = field(default_factory=list)
     told: list[Execution] = field(default_factory=list)
     made: list[Spec] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    graded: bool = True
 
     @classmethod
     def of(cls, name: str, args: Args, kwargs: Kwargs, outputs: Wishes) -> _Asked:
@@ -114,10 +120,11 @@ class _Asked:
             raise RuleError(f"{name!r}: the specs lie on different meshes")
         return cls(name, func, args, kwargs, specs)
 
-    def run(self, graded: bool = True) -> None:
-        """Make the call.  ``graded``: inputs need gradients, whose bytes count too."""
+    def run(self, graded: bool = True, rank: int | None = None) -> None:
+        """Make the call.  ``graded``: inputs need gradients, whose bytes count too; ``rank``: default the first."""
         mesh = self.specs[0].mesh
-        here = mesh.coordinate(mesh.ranks[0])
+        rank = mesh.ranks[0] if rank is None else rank
+        here = mesh.coordinate(rank)
         written = resolve(self.func).inplace or self.name.endswith("_")
 
         def stand_in(spec: Spec) -> Tensor:
@@ -126,10 +133,11 @@ class _Asked:
             self.given.append(tell(local.clone() if written else local, spec))  # a leaf cannot be written to
             return self.given[-1]
 
-        self.given, self.told = [], []
-        with as_rank(mesh, mesh.ranks[0]), _undisturbed():
+        self.given, self.told, self.records = [], [], []
+        self.graded = graded
+        with as_rank(mesh, rank), _undisturbed():
             args, kwargs = tree_map_only(Spec, stand_in, (self.args, self.kwargs))
-            runtime.RT.told = self.told.append
+            runtime.RT.told, runtime.RT.records = self.told.append, self.records
             try:
                 made = tensors_in(GlobalCalls().enabled(self.func, args, kwargs))
             except MeshwrightError:
@@ -138,7 +146,7 @@ class _Asked:
                 raise RuleError(f"what it gives hangs on values, which specs do not have ({_first(error)})") from error
             except (TypeError, ValueError, IndexError, RuntimeError) as error:
                 if graded:  # some arguments have no gradient
-                    return self.run(graded=False)
+                    return self.run(graded=False, rank=rank)
                 raise RuleError(f"PyTorch refuses these arguments: {_first(error)}") from error
             self.made = [spec_of(t, mesh) for t in made or self.given[:written]]
         return None
@@ -164,8 +172,35 @@ class _Asked:
             kind = "composite" if composed else "gathered"
             strategy = () if composed else ("replicate",) * self.specs[0].mesh.ndim
             return Inference(tuple(inputs), tuple(self.made), strategy, moved, not composed, kind)
-        found = Inference(tuple(inputs), tuple(self.made), _named(only.choice), moved, only.fn is None)
+        sent = self.sent()
+        found = Inference(
+            tuple(inputs), tuple(self.made), _named(only.choice), moved + sent, only.fn is None, sent=sent
+        )
         return replace(found, kind="composite") if composed else found
+
+    def sent(self) -> float:
+        """Bytes of rows that functions of rules exchanged: by the first rank, or one in the middle if that sends more.
+
+        The totals of a scan go from the first rank to all, halos from those in the middle both ways.
+        """
+        mesh = self.specs[0].mesh
+        mine = _sent(self.records)
+        middle = mesh.rank_at([n // 2 for n in mesh.sizes])
+        if any("exchange_rows" in r.kinds for r in self.records) and middle != mesh.ranks[0]:
+            other = _Asked(self.name, self.func, self.args, self.kwargs, self.specs)
+            other.run(graded=self.graded, rank=middle)
+            mine = max(mine, _sent(other.records))
+        return mine
+
+    def with_sent(self, found: Inference) -> Inference:
+        """An answer of the rule with what its function sends, once the inputs are as it asks for."""
+        again = None if found.native else self._ran(found.inputs)
+        if again is None or len(again.told) != 1 or again.told[0].plan.choice is None:
+            return found
+        if again.told[0].plan.choice.inputs != found.inputs:
+            return found
+        sent = again.sent()
+        return replace(found, bytes=found.bytes + sent, sent=sent)
 
     def rule(self) -> Rule | None:
         """The rule of the op itself, which may be the one that a function of Python calls with the same tensors."""
@@ -191,7 +226,7 @@ class _Asked:
 
     def rule_toward(self, rule: Rule, found: Inference, wishes: Wishes) -> Inference:
         """What the rule answers for outputs that should have certain layouts."""
-        return _answer(rule, choose_for(rule, self.free(), _like(found.outputs), Wanted(tuple(wishes))))
+        return self.with_sent(_answer(rule, choose_for(rule, self.free(), _like(found.outputs), Wanted(tuple(wishes)))))
 
     def free(self) -> list[Spec]:
         """The inputs, of which what is replicated may be asked for sliced: that sends nothing either way, since a value
@@ -219,14 +254,18 @@ class _Asked:
         return best
 
     def _tried(self, specs: Sequence[Spec]) -> Inference | None:
+        one = self._ran(specs)
+        return None if one is None else one.ahead()
+
+    def _ran(self, specs: Sequence[Spec]) -> _Asked | None:
         left = iter(specs)
         args, kwargs = tree_map_only(Spec, lambda _: next(left), (self.args, self.kwargs))
         one = _Asked(self.name, self.func, args, kwargs, list(specs))
         try:
-            one.run()
+            one.run(self.graded)
         except MeshwrightError:
             return None  # such as a write that this layout does not allow
-        return one.ahead()
+        return one
 
 
 # ---------------------------------------------------------------------------------------------- names, modes, messages
@@ -280,6 +319,10 @@ def _answer(rule: Rule, choice: Choice) -> Inference:
     return Inference(choice.inputs, choice.outputs, _named(choice), moved, native=rule.local is None)
 
 
+def _sent(records: Sequence[Record]) -> float:
+    return sum((r.bytes + r.backward_bytes for r in records if "exchange_rows" in r.kinds), 0.0)
+
+
 def _named(choice: Choice) -> tuple[str, ...]:
     def name(inputs: Sequence[Any]) -> str:
         return "partial" if any(isinstance(p, Partial) for p in inputs) else "replicate"
@@ -325,6 +368,8 @@ def _split(spec: Spec, axis: int, d: int) -> Spec:
         return spec
     placements = list(spec.layout.placements)
     placements[axis] = Shard(d)
+    if crowded(placements):
+        return spec
     return spec.with_(layout=Layout(spec.mesh, placements))
 
 
