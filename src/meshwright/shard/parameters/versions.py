@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ... import collective, compat
+from ...local_tensor import PLAIN
 from ...mesh import Mesh
 from ...tensor import ALIASED
 
@@ -27,7 +28,8 @@ def aliased(p: Tensor, mesh: Mesh) -> bool:
     if ALIASED not in p.__dict__:
         return False
     storage = p.untyped_storage()
-    held = int(compat.storage_use_count(storage._cdata)) > 2  # the tensor and ``storage``
+    own = 2 + (PLAIN in p.__dict__)  # the tensor, ``storage``, and what steps of optimizers see it as, which count
+    held = int(compat.storage_use_count(storage._cdata)) > own
     if mesh.size > 1:
         word = torch.tensor([held], dtype=torch.int32, device=mesh.device)
         held = bool(collective.all_reduce(word, "max", collective.group(mesh)).item())
