@@ -381,6 +381,15 @@ def test_tables(run: Any) -> None:
     assert not re.search(r"paddle_cases_pir\.jsonl: backward", found.output)  # there are none
 
 
+def test_gaps_are_counted_by_op(run: Any, tmp_path: Path) -> None:
+    given = [[tensor([8, 16], [-1, -1], [0]), tensor([8, 16], [-1, -1])]]  # a pending sum that Paddle scatters
+    assert verdict(tmp_path, "concat", given, [[told([0, -1])] * 2], [told([0, -1])], axis=1).reason == "gap"
+    found = run("paddle", str(tmp_path / "case.jsonl"), "--list", "stricter")
+    assert found.exit_code == 0
+    assert re.search(r"case\.jsonl:1: concat forward", found.output)
+    assert re.search(r"gap +1 +Paddle's answer is better\s+concat 1", found.output)
+
+
 def test_json(run: Any) -> None:
     found = json.loads(run("paddle", str(SAMPLES[0]), "--json", "--list", "unsound").output)
     assert list(found) == ["files", "all", "reasons", "cases"]
