@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.errors import DispatchError
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec, chunk_bounds
 from meshwright.rules.strategies import Local, Native, Rule, Strategy, nested_bounds
 
@@ -210,6 +211,27 @@ def test_what_a_local_function_may_ask():
     assert rule("t h d", "t (h d)", sizes={"h": 3, "d": 5}).out_shape(0) == (4, 15)
 
 
+def test_what_a_local_function_may_ask_of_other_ranks():
+    mesh = mw.Mesh({"a": 2, "b": 3})
+    view = rule("t n", "t n", sizes={"t": 5, "n": 12})
+    for here, place in (((0, 0), 0), ((0, 2), 2), ((1, 1), 4)):
+        spec = Spec((5, 12), torch.float32, Layout(mesh, (S1, S1), order={1: ("b", "a")}, ndim=2))
+        ask = Local(view, [spec], [spec], here)
+        assert ask.axes("n") == (1, 0)
+        assert ask.parts("n") == [0, 2, 4, 1, 3, 5]  # in the order of the axes; b is the major one
+        assert ask.spans("n") == [(0, 2), (4, 6), (8, 10), (2, 4), (6, 8), (10, 12)]
+        assert ask.spans("n", 7) == [(0, 2), (3, 5), (6, 7), (2, 3), (5, 6), (7, 7)]
+        assert (ask.place_in("n"), ask.place_in("t")) == (place, 0)
+        assert (ask.parts("t"), ask.spans("t")) == ([0], [(0, 5)])
+    lies = Layout(mesh, (Shard(1, (4, 8)), R), ndim=2)
+    blocks = Spec((5, 12), torch.float32, lies)
+    ask = Local(view, [blocks], [blocks], (1, 0))
+    assert ask.bounds("t") == (0, 5)
+    for asked in (ask.bounds, ask.spans):
+        with pytest.raises(DispatchError, match="takes no dims that are split by blocks"):
+            asked("n")
+
+
 def test_what_a_rule_does_not_say():
     bare = Rule((dims("a"),), (dims("a"),), {"a": 4})
     assert (bare.whole, bare.reduced, bare.linear, bare.lends, bare.text) == (frozenset(), {}, (), frozenset(), "")
@@ -244,3 +266,5 @@ def test_dims_that_are_split_by_blocks() -> None:
     assert [s.outputs for s in chunk.axis_strategies((Shard(0, (3, 2, 1)),))[1:]] == [(S0, Shard(0, (2, 1)))]
     assert chunk.axis_strategies((Shard(0, (2, 4)),))[1:] == []  # the first part ends within a block
     assert chunk.axis_strategies((S0,))[1:] == []
+    assert rule("(a b c)", "a b c", sizes={"a": 2, "b": 3, "c": 4}).aligned("b", mw.Mesh({"a": 3}), (0,))
+    assert not rule("(a b c)", "a b c", sizes={"a": 4, "b": 5, "c": 3}).aligned("b", mw.Mesh({"a": 3}), (0,))

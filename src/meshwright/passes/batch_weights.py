@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ _ADDS = {aten.add.Tensor, aten.sub.Tensor}
 _NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEAN = 1  # of the argument ``reduction`` of PyTorch's losses
 _MOVES = {*VIEWS, *COLLECTIVES, KEEP_ONE.default}
+_STACKS = {*VIEWS, aten.stack.default, aten.cat.default} - {aten.expand.default}  # each element is in it once
 _DIVIDES = {aten.div.Tensor, aten.div.Scalar}
 # Keeps a divisor from zero: what is summed over micro-batches lies below it.
 _BOUNDS = {aten.clamp.default, aten.clamp_min.default, aten.add.Tensor, aten.add.Scalar}
@@ -128,11 +131,15 @@ class _Loss:
         reduction = _argument(loss, "reduction")
         if single and reduction is not None:
             return self._reduced(loss, reduction)
-        if node.target in _MEANS and single:
-            return Weight(float(math.prod(checked_value(first).shape)), mean=True)
-        if node.target in _MOVES or frozenset(given) in linear_in(node):
-            found = self.of(first)
-            return found if single or found is None else replace(found, number=1.0, mean=False)
+        if node.target in _MEANS and single and not _are_terms(first, self.varies):
+            return Weight(float(math.prod(_shape(first))), mean=True)
+        averaged = node.target in _MEANS and single
+        if averaged or node.target in _MOVES or frozenset(given) in linear_in(node):
+            found = reduce(partial(self._both, node), map(self.of, given))
+            if averaged and found is not None and found.weighs:
+                return replace(found, number=found.number * math.prod(_shape(first)))
+            kept = found is None or single or _are_terms(node, self.varies)
+            return found if kept else replace(found, number=1.0, mean=False)  # type: ignore[type-var]
         self.counted -= {node, loss}  # what it does with rows is no part of a sum
         if single and given:  # the rules tell what is a sum over rows: this is none
             raise PassError(
@@ -148,7 +155,7 @@ class _Loss:
         if loss.target in _NLL:
             weight = next((u for u in loss.users if u.target is operator.getitem and u.args[1] == 1), None)
             return Weight() if weight is None else Weight(divisor=weight, counted=weight)
-        shapes = [checked_value(n).shape for n in loss.all_input_nodes if n in self.varies]
+        shapes = [_shape(n) for n in loss.all_input_nodes if n in self.varies]
         return Weight(float(max(math.prod(s) for s in shapes)), mean=True)
 
     def _scaled(self, node: fx.Node, found: Weight, by: float) -> Weight:
@@ -166,14 +173,14 @@ class _Loss:
         return replace(found, number=float(round(count)), mean=True)
 
     def _summed(self, node: fx.Node) -> tuple[int, int] | None:
-        """How many rows, and elements, a sum is over that was scaled; None of nothing that has several rows."""
+        """How many rows, and elements, on all ranks, a sum is over that was scaled; None of one row, or none."""
         at = node
         while value_of(at) is not None and not checked_value(at).shape:
             given = [n for n in at.all_input_nodes if n in self.varies]
             if not given:
                 return None
             at = given[0]
-        shape = checked_value(at).shape if value_of(at) is not None else ()
+        shape = _shape(at) if value_of(at) is not None else ()
         return (shape[0], math.prod(shape)) if shape and shape[0] > 1 else None
 
     def _divided(self, node: fx.Node, x: Any, by: fx.Node) -> Weight | None:
@@ -209,6 +216,22 @@ class _Loss:
             f"{_where(node)}: two means over different numbers of things are added, of which the values of a batch say "
             f"how many: no one weight of a micro-batch is that of both; {self.hint}"
         )
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """The global shape of a value, which all ranks know alike; that of the local one where no spec says it."""
+    spec = info_of(node).spec
+    return tuple(spec.shape if spec is not None else checked_value(node).shape)
+
+
+def _are_terms(node: fx.Node, varies: Collection[fx.Node]) -> bool:
+    """Whether a value consists of numbers that were reduced each by itself: it has no rows."""
+    if value_of(node) is None:
+        return False
+    given = [n for n in node.all_input_nodes if n in varies]
+    return not checked_value(node).shape or (
+        node.target in _STACKS and bool(given) and all(_are_terms(n, varies) for n in given)
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
