@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from meshwright.errors import RuleError
+from meshwright.layout import Replicate
 from meshwright.rules import factor_notation
-from meshwright.rules.factor_notation import Arg, args_in, notation
+from meshwright.rules.factor_notation import Arg, args_in, checked_strategies, notation
+from meshwright.rules.strategies import Strategy
 
 
 def tensors(*shapes, dtype=torch.float32):
@@ -134,6 +136,31 @@ def test_linear_groups():
     assert (kept.local, kept.decompose) == (one, other)
     assert [t.index for t in args_in([x, {"a": (mask, 3)}, "text", y])] == [0, 2, 1]
     assert x == Arg(0, (2,), torch.float32, spec=object())
+
+
+def test_parts_of_factors_and_those_that_cross():
+    plain = made("x -> x", (8,))
+    assert (plain.joint, plain.crossing, plain.joined, plain.blockwise) == ((), {}, {}, False)
+    (x,) = tensors((8,))
+    told = notation("x -> x", x, crossing={"x": 3}, joined={"x": [("", 5), ("cut", 3)]}, blockwise=True)
+    assert (told.crossing, told.joined, told.blockwise) == ({"x": 3}, {"x": (("", 5), ("cut", 3))}, True)
+    way = Strategy((Replicate(),), (Replicate(),), None)
+    assert notation("x -> x", x, joint=[(2, way)]).joint == ((2, way),)
+
+
+def test_strategies_that_are_asked_for(monkeypatch):
+    monkeypatch.setattr(factor_notation, "STRATEGIES", {"mix": ("ring", "gather")})
+    checked_strategies({})
+    checked_strategies({"mix": {"cp": "ring"}})
+    checked_strategies({"mix": {"cp": "gather"}}, ["cp"])
+    with pytest.raises(RuleError, match="strategies: 'mixed' is computed in one way"):
+        checked_strategies({"mixed": {"cp": "ring"}})
+    with pytest.raises(RuleError, match=re.escape("give axes and names for 'mix': {\"cp\": 'ring'}")):
+        checked_strategies({"mix": "ring"})
+    with pytest.raises(RuleError, match="the mesh has no axis 'cp'"):
+        checked_strategies({"mix": {"cp": "ring"}}, ["dp"])
+    with pytest.raises(RuleError, match=r"'mix' has no strategy 'rings'.*ring"):
+        checked_strategies({"mix": {"cp": "rings"}})
 
 
 def test_registering(monkeypatch):

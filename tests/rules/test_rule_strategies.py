@@ -268,3 +268,21 @@ def test_dims_that_are_split_by_blocks() -> None:
     assert chunk.axis_strategies((S0,))[1:] == []
     assert rule("(a b c)", "a b c", sizes={"a": 2, "b": 3, "c": 4}).aligned("b", mw.Mesh({"a": 3}), (0,))
     assert not rule("(a b c)", "a b c", sizes={"a": 4, "b": 5, "c": 3}).aligned("b", mw.Mesh({"a": 3}), (0,))
+    assert rule("(a b c)", "a b c", sizes={"a": 4, "b": 5, "c": 1}).aligned("b", mw.Mesh({"a": 3}), (0,))
+    assert [s.inputs for s in chunk.axis_strategies((R,), (S0, R))[1:]] == [(Shard(0, (3, 3)),)]
+    stays = rule("(b h)", "(b h)", sizes={"b": 4, "h": 6}, moves=True)
+    assert (Shard(0, (6,) * 4),) in [s.outputs for s in stays.axis_strategies((Shard(0, (6,) * 4),))]
+
+
+def test_blocks_of_a_part_that_crosses():
+    cut = {"x": (("", 2), ("cut", 3), ("", 3))}
+    part = rule("x", "x", sizes={"x": 8, "cut": 3}, crossing={"x": 3}, joined=cut, blockwise=True)
+    assert part.by_factor("x", (2, 3, 3)).outputs == (S0,)  # the part is one block
+    assert part.by_factor("x", (2, 2, 1, 3)).outputs == (Shard(0, (2, 1)),)
+    assert part.by_factor("x", (4, 4)) is None  # the part begins within a block
+    assert part.by_factor("x").inputs == (S0,)
+    nothing = rule("x", "x", sizes={"x": 8}, crossing={"x": 0}, joined={"x": (("", 8),)}, blockwise=True)
+    assert nothing.by_factor("x", (3, 5)).outputs == (S0,)
+    assert (
+        rule("x", "x", sizes={"x": 8}, crossing={"x": 3}).by_factor("x", (3, 5)) is None
+    )  # nobody says whose they are
