@@ -178,7 +178,7 @@ def test_all_alike_where_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        (lambda m, b: m(b[0]).square().mean().sqrt(), "aten.sqrt.default of a sum over the batch"),
+        (lambda m, b: m(b[0]).square().mean().sqrt(), "aten.sqrt.default over the batch"),
         (lambda m, b: F.cross_entropy(*flat(m, b)) + 0.1 * m(b[0]).square().mean(), "two means over different numbers"),
         (lambda m, b: (each(m, b) * masked(b)).sum() / masked(b).sum() / each(m, b).sum(), "again"),
         (

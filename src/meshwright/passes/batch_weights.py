@@ -162,6 +162,9 @@ class _Loss:
         """A term times a number.  A sum that is divided by how many rows, or elements, it has is a mean."""
         if found.weighs:
             return replace(found, number=found.number / abs(by))
+        source = info_of(node).source
+        if node.target in _DIVIDES and source and source == info_of(node.all_input_nodes[0]).source:
+            return replace(found, number=1 / abs(by), mean=True)  # a mean of PyTorch's: its rule divides a sum
         rows, count = self._summed(node), 1 / abs(by)
         if rows is None or abs(count - round(count)) > 1e-9 * count or round(count) % rows[0] or rows[1] % round(count):
             return found
@@ -175,12 +178,14 @@ class _Loss:
     def _summed(self, node: fx.Node) -> tuple[int, int] | None:
         """How many rows, and elements, on all ranks, a sum is over that was scaled; None of one row, or none."""
         at = node
-        while value_of(at) is not None and not checked_value(at).shape:
+        while info_of(at).spec is None or _are_terms(
+            at, self.varies
+        ):  # to what a value of the user's program was summed
             given = [n for n in at.all_input_nodes if n in self.varies]
             if not given:
                 return None
             at = given[0]
-        shape = _shape(at) if value_of(at) is not None else ()
+        shape = _shape(at)
         return (shape[0], math.prod(shape)) if shape and shape[0] > 1 else None
 
     def _divided(self, node: fx.Node, x: Any, by: fx.Node) -> Weight | None:
