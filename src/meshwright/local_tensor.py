@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -107,6 +108,20 @@ class as_plain:
     def __exit__(self, *error: Any) -> None:
         self.guard.__exit__(*error)
         close_tensors(self.opened)
+
+
+MEMORY = "_memory"  # in the dict of a tensor and of what was detached from it
+
+
+@dataclass
+class Memory:
+    """What tensors know in common that have one memory and one counter of its writes.
+
+    ``shared``: how often another tensor has been given it that counts for itself; ``aliased``: one may have it now.
+    """
+
+    shared: int = 0
+    aliased: bool = False
 
 
 def bare(t: Tensor) -> Tensor:

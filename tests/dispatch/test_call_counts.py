@@ -49,7 +49,7 @@ def _rank_of_eight() -> Iterator[None]:
 def test_of_a_block() -> None:
     made, x = block.ours()
     there, back = of_both_ways(lambda: made(x))
-    assert there <= SPARE * 456
+    assert there <= SPARE * 468  # 12 of them ask whether another tensor that counts for itself has the memory
     assert back <= SPARE * 165
 
 

@@ -18,7 +18,7 @@ import torch
 from ..compat import outside_modes
 from ..errors import DispatchError
 from ..layout import MarkedSpec, marked, marks_of
-from ..local_tensor import as_plain
+from ..local_tensor import MEMORY, as_plain
 from ..operators import Internal
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -133,10 +133,11 @@ def remember_detached(base: Tensor, made: Tensor) -> None:
 
 def aliased(t: Tensor) -> bool:
     """Whether its memory is that of a tensor which counts its writes by itself.  Must run with dispatch disabled."""
-    if "_shared" in t.__dict__:
+    space = t.__dict__
+    if "_shared" in space or (MEMORY in space and space[MEMORY].shared):
         return True
     base = _get_base(t)
-    return base is not None and "_shared" in base.__dict__
+    return base is not None and aliased(base)
 
 
 _get_base: Any = cast(Any, Tensor)._base.__get__

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -30,7 +29,7 @@ from ..layout import (
     spec_data,
     spec_from,
 )
-from ..local_tensor import bare, get_grad, moved
+from ..local_tensor import MEMORY, Memory, bare, get_grad, moved
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -383,13 +382,12 @@ def share(*tensors: Tensor) -> None:
     """
     for t in tensors:
         first = _first(t)
-        for one in {id(x): x for x in (t, first, *first.__dict__.get(_ALIASES, {}).values())}.values():
-            one.__dict__["_shared"] = one.__dict__.get("_shared", 0) + 1
-            one.__dict__[ALIASED] = True
-            one.__dict__.pop("_memo", None)
-
-
-_ALIASES = "_aliases"  # of a tensor: itself and what was detached from it, by their ids, as long as they live
+        for space in {id(x): x.__dict__ for x in (t, first)}.values():
+            space["_shared"] = space.get("_shared", 0) + 1
+            space[ALIASED] = True
+            space.pop("_memo", None)
+        if (memory := first.__dict__.get(MEMORY)) is not None:
+            memory.shared, memory.aliased = memory.shared + 1, True
 
 
 def _first(t: Tensor) -> Tensor:
@@ -400,11 +398,10 @@ def _first(t: Tensor) -> Tensor:
 
 def _same_memory(t: Tensor, made: Tensor) -> None:
     first = _first(t)
-    aliases = first.__dict__.setdefault(_ALIASES, WeakValueDictionary())
-    aliases.update({id(first): first, id(made): made})
-    made.__dict__[_ALIASES] = aliases
-    if "_shared" in first.__dict__:
-        made.__dict__["_shared"] = 1
+    memory = first.__dict__.get(MEMORY)
+    if memory is None:
+        memory = first.__dict__[MEMORY] = Memory(first.__dict__.get("_shared", 0))
+    made.__dict__[MEMORY] = memory
 
 
 def _rebuild(local: Tensor, about: dict[str, Any]) -> DistTensor:
