@@ -11,11 +11,12 @@ import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES
 from ..errors import RuleError
-from ..program.ir.nodes import ancestors, info_of, is_mutating, value_of
+from ..program.ir.nodes import VIEWS, info_of, is_mutating, value_of
 from ..program.ir.program import Program
 from ..rules import RULES, Arg, Rule
 
@@ -102,7 +103,10 @@ def _cuts_rows(node: fx.Node, rows: Mapping[fx.Node, int]) -> bool:
 
 def _counts_rows(node: fx.Node) -> bool:
     """Whether a value is one number after the other."""
-    return any(getattr(n.target, "_schema", None) and n.target._schema.name in _RANGES for n in ancestors([node]))  # type: ignore[union-attr]
+    while len(node.all_input_nodes) == 1 and (node.target in VIEWS or node.target is torch.ops.aten._to_copy.default):
+        (node,) = node.all_input_nodes
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name in _RANGES
 
 
 def _rule(node: fx.Node, name: str | None) -> tuple[Rule | None, list[fx.Node]]:
