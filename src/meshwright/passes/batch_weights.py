@@ -106,7 +106,6 @@ class _Loss:
     def __init__(self, program: Program, hint: str) -> None:
         self.hint = hint
         batch = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
-        self.rows = max([1, *(_shape(n)[0] for n in batch if value_of(n) and _shape(n))])
         self.counted: set[fx.Node] = set()  # what was looked at: terms of the loss and what it is divided by
         self.varies = batch  # what a batch decides
         for node in program.graph.nodes:
@@ -143,10 +142,9 @@ class _Loss:
             return found if kept else replace(found, number=1.0, mean=False)  # type: ignore[type-var]
         self.counted -= {node, loss}  # what it does with rows is no part of a sum
         if single and given:  # the rules tell what is a sum over rows: this is none
-            what = "" if any(checked_value(n).shape for n in given if value_of(n)) else " of a sum"
             raise PassError(
-                f"{_where(node)}: {target_name(node.target)}{what} over the batch: the loss is no weighted mean of "
-                f"those of micro-batches; {self.hint}"
+                f"{_where(node)}: {target_name(node.target)} over the batch: the loss is no weighted mean of those of "
+                f"micro-batches; {self.hint}"
             )
         return Weight()
 
@@ -164,30 +162,31 @@ class _Loss:
         """A term times a number.  A sum that is divided by how many rows, or elements, it has is a mean."""
         if found.weighs:
             return replace(found, number=found.number / abs(by))
-        rows, count = self._summed(node), round(1 / abs(by))
-        if abs(count * abs(by) - 1) > 1e-9:
-            return found
-        if rows is None:  # a loss that PyTorch sums, of parts: what all ranks have of it counts
-            return replace(found, number=float(count), mean=True) if count % self.rows == 0 else found
-        if (count == 1 < rows[1]) or count % rows[0] or rows[1] % count:
+        source = info_of(node).source
+        if node.target in _DIVIDES and source and source == info_of(node.all_input_nodes[0]).source:
+            return replace(found, number=1 / abs(by), mean=True)  # a mean of PyTorch's: its rule divides a sum
+        rows, count = self._summed(node), 1 / abs(by)
+        if rows is None or abs(count - round(count)) > 1e-9 * count or round(count) % rows[0] or rows[1] % round(count):
             return found
         if node.target not in _DIVIDES:
             raise PassError(
-                f"{_where(node)}: a sum over the batch times 1/{count}, which may be a number or how many rows "
+                f"{_where(node)}: a sum over the batch times 1/{round(count)}, which may be a number or how many rows "
                 f"there are: write .mean(), or divide by the number; {self.hint}"
             )
-        return replace(found, number=float(count), mean=True)
+        return replace(found, number=float(round(count)), mean=True)
 
     def _summed(self, node: fx.Node) -> tuple[int, int] | None:
-        """How many rows, and elements, on all ranks, a sum is over that was scaled; None of none."""
+        """How many rows, and elements, on all ranks, a sum is over that was scaled; None of one row, or none."""
         at = node
-        while value_of(at) is not None and not checked_value(at).shape:
+        while info_of(at).spec is None or _are_terms(
+            at, self.varies
+        ):  # to what a value of the user's program was summed
             given = [n for n in at.all_input_nodes if n in self.varies]
             if not given:
                 return None
             at = given[0]
-        shape = _shape(at) if value_of(at) is not None else ()
-        return (shape[0], math.prod(shape)) if shape and shape[0] else None
+        shape = _shape(at)
+        return (shape[0], math.prod(shape)) if shape and shape[0] > 1 else None
 
     def _divided(self, node: fx.Node, x: Any, by: fx.Node) -> Weight | None:
         value, inner = checked_value(by), self.of(x)
