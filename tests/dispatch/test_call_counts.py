@@ -58,7 +58,7 @@ def test_of_a_unit_that_is_stored_in_parts() -> None:
     made = mw.shard_module(block.whole_block(), mesh, stored_over="dp")
     x = mw.from_local(block.part_of_batch(), mesh, {"dp": mw.Shard(0)}, check=False).requires_grad_()
     there, back = of_both_ways(lambda: made(x))
-    assert there <= SPARE * 6465
+    assert there <= SPARE * 6530  # what is detached knows whose memory it has
     assert back <= SPARE * 8498
 
 
