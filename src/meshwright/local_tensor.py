@@ -114,7 +114,7 @@ MEMORY = "_memory"  # in the dict of a tensor and of what was detached from it
 
 
 @dataclass
-class Memory:
+class SharedMemory:
     """What tensors know in common that have one memory and one counter of its writes.
 
     ``shared``: how often another tensor has been given it that counts for itself; ``aliased``: one may have it now.

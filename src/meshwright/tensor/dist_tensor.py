@@ -29,7 +29,7 @@ from ..layout import (
     spec_data,
     spec_from,
 )
-from ..local_tensor import MEMORY, Memory, bare, get_grad, moved
+from ..local_tensor import MEMORY, SharedMemory, bare, get_grad, moved
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -400,7 +400,7 @@ def _same_memory(t: Tensor, made: Tensor) -> None:
     first = _first(t)
     memory = first.__dict__.get(MEMORY)
     if memory is None:
-        memory = first.__dict__[MEMORY] = Memory(first.__dict__.get("_shared", 0))
+        memory = first.__dict__[MEMORY] = SharedMemory(first.__dict__.get("_shared", 0))
     made.__dict__[MEMORY] = memory
 
 
