@@ -17,8 +17,17 @@ if _COMMAND:  # before the imports that take seconds
     _interrupts_in_a_line()
 
 if TYPE_CHECKING or not _COMMAND:
-    from . import autograd_functions as _functions  # noqa: F401 (guards torch.autograd.Function)
-    from .api import (
+    from .errors import RankFailedError
+    from .generator import reproducible_random
+    from .layout import At, Float8, Layout, LayoutTable, Partial, Replicate, Shard, Spec, load_layouts
+    from .mesh import Mesh
+    from .ranks.simulation import simulate
+    from .rules.documents import attention
+    from .rules.experts import expert_load, experts
+    from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
+    from .tensor import DistTensor
+    from .tensor import autograd_functions as _functions  # noqa: F401 (guards torch.autograd.Function)
+    from .tensor.api import (
         constrain,
         from_dtensor,
         from_local,
@@ -33,16 +42,7 @@ if TYPE_CHECKING or not _COMMAND:
         to_dtensor,
         unshard,
     )
-    from .errors import RankFailedError
-    from .generator import reproducible_random
-    from .layout import At, Float8, Layout, LayoutTable, Partial, Replicate, Shard, Spec, load_layouts
-    from .mesh import Mesh
-    from .ranks.simulation import simulate
-    from .rules.documents import attention
-    from .rules.experts import expert_load, experts
-    from .shard import Precision, no_sync, shard_dataloader, shard_module, shard_optimizer
-    from .split_checkpoints import saved_split
-    from .tensor import DistTensor
+    from .tensor.split_checkpoints import saved_split
 
 if TYPE_CHECKING:
     from . import passes
@@ -78,8 +78,8 @@ _LATER = {
 
 # Where the others are from.  The command line imports them when it has something to compute: not for help and errors.
 _CORE = (
-    "autograd_functions", "api", "errors", "generator", "split_checkpoints", "layout", "mesh", "shard",
-    "ranks.simulation", "rules.documents", "rules.experts", "tensor",
+    "tensor.autograd_functions", "tensor.api", "errors", "generator", "tensor.split_checkpoints", "layout", "mesh",
+    "shard", "ranks.simulation", "rules.documents", "rules.experts", "tensor",
 )  # fmt: skip
 
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.api import _own_device
 from meshwright.collective import rendezvous
 from meshwright.errors import MeshError
 from meshwright.ranks.launchers import Launch, launched
+from meshwright.tensor.api import _own_device
 from tests.support import faulty
 from tests.support.processes import CONTEXT
 

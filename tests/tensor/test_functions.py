@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright import autograd_functions
+from meshwright.tensor import autograd_functions
 
 MESH = mw.Mesh({"x": 4})
 

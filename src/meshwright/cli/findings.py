@@ -26,7 +26,7 @@ OPTIONAL = {
 }
 
 # What changes torch is entered by the modules that do: those of `import meshwright`, and what captures steps.
-REGISTERING = ("autograd_functions", "api", "ranks.simulation", "shard", "program.compile")
+REGISTERING = ("tensor.autograd_functions", "tensor.api", "ranks.simulation", "shard", "program.compile")
 
 
 @dataclass(frozen=True)

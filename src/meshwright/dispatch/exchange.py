@@ -15,7 +15,7 @@ from ..errors import ExplicitError
 from ..layout import wire_name
 from ..mesh import Mesh
 from ..ranks import runtime
-from ..record import Record
+from ..resharding.record import Record
 
 Tensor = torch.Tensor
 

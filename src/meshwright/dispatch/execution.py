@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import torch
 
-from .. import compat, record
+from .. import compat
 from ..errors import RuleError
 from ..layout import NO_MARKS, REPLICATE, Layout, MarkedSpec, Marks, Partial, Placements, Spec, marked, marks_of, widest
 from ..local_tensor import as_plain, moved
 from ..ranks import runtime
-from ..resharding import executor, planner
+from ..resharding import executor, planner, record
 from ..rules import Native
 from .binding import Args, Kwargs
 from .calls import disabled, map_tensors, mesh_of, saving, spec_of, tensors_in

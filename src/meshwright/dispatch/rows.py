@@ -13,7 +13,7 @@ from .. import collective
 from ..layout import wire_name
 from ..mesh import Mesh
 from ..ranks import runtime
-from ..record import Record
+from ..resharding.record import Record
 
 Tensor = torch.Tensor
 

@@ -10,7 +10,7 @@ from ..mesh import Mesh
 from ..program.capture.ledger import Asked
 from ..program.check.verify import ROLES
 from ..ranks import runtime
-from ..record import Record
+from ..resharding.record import Record
 from .entries import Collective, Laid, Total, Warned, folded, plain, recorded
 from .memory import Memory
 

@@ -9,7 +9,7 @@ from ..collective import KINDS
 from ..errors import ExplicitError, MeshwrightError, near
 from ..layout import Layout
 from ..ranks import runtime
-from ..record import SINCE, Record
+from ..resharding.record import SINCE, Record
 from .account import Account
 from .entries import Collective, Total, in_bytes, in_words, recorded
 

@@ -14,7 +14,7 @@ from .. import collective
 from ..collective import together
 from ..errors import ExplicitError, MeshwrightError, takes
 from ..ranks import runtime
-from ..record import Record
+from ..resharding.record import Record
 from .budget import Budget, Spending, check_budget, checked, known_axes
 from .explanation import Explanation
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..collective import rounds
 from ..layout import At, Layout, Partial, Placement, Shard, dtype_from
-from ..record import Record, in_dtypes
+from ..resharding.record import Record, in_dtypes
 
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -16,8 +16,8 @@ from ..program.ir.edges import Edge, edges
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
 from ..program.ir.program import OF_STAGES, WHOLE, Message, Output, Staging
 from ..ranks import runtime
-from ..record import Record
 from ..resharding.copies import TO_DEVICE, TO_HOST
+from ..resharding.record import Record
 from .entries import Collective, Laid
 from .explanation import Explanation
 from .memory import Memory, memory_of

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..mesh import Mesh
 from ..program.check.verify import ROLES
-from ..record import SINCE
+from ..resharding.record import SINCE
 from .account import Account
 from .entries import Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
 from .memory import CATEGORIES, Memory

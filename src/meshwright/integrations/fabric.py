@@ -10,13 +10,13 @@ from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 from torch import nn
 
 from .. import collective
-from ..api import init_mesh, unshard
 from ..compat import tree_map_only
 from ..layout import Placement
 from ..mesh import Mesh
 from ..ranks import runtime
 from ..shard import shard_dataloader, shard_module, shard_optimizer
 from ..tensor import DistTensor
+from ..tensor.api import init_mesh, unshard
 
 
 class MeshStrategy(SingleDeviceStrategy):

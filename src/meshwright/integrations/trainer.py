@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from .. import collective
-from ..api import unshard
 from ..checkpoint import Checkpoints
 from ..errors import ShardError
 from ..layout import Placement
 from ..shard import shard_dataloader, shard_optimizer
 from ..tensor import DistTensor
+from ..tensor.api import unshard
 from .accelerate import one_device
 
 _STATES = "mesh"  # the folder of optimizer, schedule and random numbers inside of a checkpoint of the trainer

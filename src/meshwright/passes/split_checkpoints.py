@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx as fx
 
-from .. import record
 from ..collective import OPERATORS, mesh_text
 from ..layout import Shard, Spec, chunk_bounds
 from ..program.ir.inplace import storages, written
@@ -17,9 +16,9 @@ from ..program.ir.program import Program
 from ..program.ir.regions import Region
 from ..program.ir.strides import LAID, is_dense, unless_row_major
 from ..program.ir.subgraphs import RECOMPUTATION, Rewrite, copied, read_instead
-from ..resharding import planner
+from ..resharding import planner, record
 from ..resharding.planner import ConversionPlan
-from ..split_checkpoints import REASON, part_of, plain
+from ..tensor.split_checkpoints import REASON, part_of, plain
 from .pass_manager import Pass, PassRecord, register
 
 aten = torch.ops.aten

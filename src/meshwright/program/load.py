@@ -22,7 +22,7 @@ from .. import compat
 from ..errors import MeshwrightError, ProgramError, takes
 from ..layout import Layout, Spec, dtype_from, layout_from, spec_from
 from ..mesh import Mesh, mesh_data, mesh_from
-from ..record import Record
+from ..resharding.record import Record
 from ..rules import RULES
 from ..untrusted_files import open_regular
 from .check.verify import verify

@@ -7,7 +7,11 @@ backward only transposed conversions run Python.  Making, moving and reading dis
 ``dist_tensor`` has the class, and the other modules put in place what it does: ``gradients`` its ``.grad``,
 ``autograd`` the way into autograd's engine and back, ``substitutes`` what ops read in the place of a tensor,
 ``non_ops`` what is no op, ``torch_function`` the way from a call to its plan, ``methods`` shortcuts to that for the
-commonest ones, ``opened`` what a thread sees of a tensor while it works on the part.
+commonest ones, ``opened`` what a thread sees of a tensor while it works on the part.  ``graph_marks`` are constraints
+that a model leaves in its captured graph.
+
+Once there are distributed tensors: ``autograd_functions`` is what becomes of ``torch.autograd.Function``, and
+``split_checkpoints`` what checkpoints keep of their inputs.
 """
 
 from . import methods as methods

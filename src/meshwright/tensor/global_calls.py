@@ -26,9 +26,9 @@ from ..dispatch import (
     remember_detached,
     tensors_in,
 )
-from ..graph_marks import brought
 from ..layout import Spec, marked, marks_of
 from .dist_tensor import GLOBAL_METHODS, GLOBAL_PROPERTIES, DistTensor
+from .graph_marks import brought
 
 Tensor = torch.Tensor
 

@@ -41,8 +41,8 @@ from ..dispatch import (
 from ..errors import MeshwrightError, RuleError
 from ..layout import Layout, Partial, Shard, Spec, crowded
 from ..ranks import runtime
-from ..record import Record
 from ..resharding.planner import plan as conversion
+from ..resharding.record import Record
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.book import did_you_mean
 from .global_calls import GlobalCalls, tell

@@ -11,11 +11,11 @@ from torch import Tensor
 from .. import torch_changes
 from ..dispatch import INTO_PLAIN, Args, Kwargs, Special, call_disabled
 from ..errors import DispatchError
-from ..graph_marks import brought
 from ..layout import marked, marks_of
 from ..resharding.executor import FORWARD_MODE, TRANSFORMS
 from .autograd import backward, grad
 from .dist_tensor import DistTensor, call_enabled, is_part, wrap
+from .graph_marks import brought
 from .storage import READERS, into_plain
 
 

@@ -12,7 +12,6 @@ import torch.fx as fx
 from ..compat import OpOverload, pytree
 from ..dispatch import function_named
 from ..generator.dropout import KERNELS
-from ..graph_marks import GRAD
 from ..layout import Spec
 from ..passes import Pass, PassManager
 from ..program import Program
@@ -20,6 +19,7 @@ from ..program.capture.export import Captured
 from ..program.capture.source_lines import line_of
 from ..program.ir.nodes import info_of, value_of
 from ..program.ir.subgraphs import copied
+from ..tensor.graph_marks import GRAD
 from .steps import Calls, Training
 from .watch import Key, Observed, Tell, held, watch_gradient
 

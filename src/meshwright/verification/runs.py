@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..api import shard_tensor
 from ..checkpoint import Checkpoints
 from ..compat import pytree
 from ..errors import LayoutError
@@ -27,6 +26,7 @@ from ..program.compile import compile_step
 from ..ranks import runtime
 from ..ranks.simulation import simulate
 from ..shard import no_sync, shard_module, shard_optimizer
+from ..tensor.api import shard_tensor
 from .captured import WatchedPasses
 from .journal import Journal, RankJournal
 from .steps import Training

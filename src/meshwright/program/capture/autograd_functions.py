@@ -2,7 +2,7 @@
 
 The op has no kernel but the call itself (PyTorch's CompositeImplicitAutograd), so where the graph is run on what lies
 on a rank, autograd meets the user's backward, and what both do is recorded.  Like any op without a rule it runs on
-gathered inputs on every rank, as eager code does (``meshwright.autograd_functions``).  Functions of PyTorch that have a
+gathered inputs on every rank, as eager code does (``tensor/autograd_functions.py``).  Functions of PyTorch that have a
 rule of their own beside those of the ops that they are made of stay whole too.
 """
 

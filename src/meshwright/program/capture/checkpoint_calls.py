@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...compat import around_checkpoints
 from ...errors import CaptureError
-from ...split_checkpoints import ASKED
+from ...tensor.split_checkpoints import ASKED
 from ...torch_changes import note
 from ..ir.regions import Path, Region
 from .fakes import replaced

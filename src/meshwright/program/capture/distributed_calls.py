@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ... import record
 from ...collective import ALL_GATHER, ALL_REDUCE, BROADCAST, OPERATORS, REDUCE_SCATTER, Kind, bytes_of, mesh_text
 from ...compat import FakeWork
 from ...errors import CaptureError
 from ...mesh import Mesh
 from ...ranks import runtime
+from ...resharding import record
 
 Tensor = torch.Tensor
 

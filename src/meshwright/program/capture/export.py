@@ -27,9 +27,9 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from ...compat import FakeTensor, FakeTensorMode, pytree
 from ...dispatch import disabled
 from ...errors import CaptureError
-from ...graph_marks import gradients_marked
 from ...ranks.runtime import is_users
 from ...tensor import DistTensor
+from ...tensor.graph_marks import gradients_marked
 from ...torch_changes import note
 from ..ir.regions import Path
 from ..ir.strides import Strides, dense

@@ -22,10 +22,10 @@ from ...dispatch import (
     wanted,
 )
 from ...errors import CaptureError, MeshwrightError
-from ...graph_marks import CONSTRAIN, GRAD, read_placements
 from ...layout import NO_MARKS, Spec, marked
 from ...tensor import GlobalCalls
 from ...tensor import tell as wrap
+from ...tensor.graph_marks import CONSTRAIN, GRAD, read_placements
 from ..ir.nodes import annotate, info_of
 from ..ir.regions import Path
 from ..ir.trace import Recorder

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ... import collective, record
+from ... import collective
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
 from ...dispatch import BRING, ONCE, Once, link, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
 from ...ranks import runtime
-from ...resharding import executor
+from ...resharding import executor, record
 from ...resharding.copies import TO_DEVICE, TO_HOST
 from ...resharding.planner import ConversionPlan, in_dtype
 from ...resharding.planner import plan as plan_conversion

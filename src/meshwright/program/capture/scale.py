@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from ... import record
 from ...errors import ProgramError
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
-from ...resharding import executor
+from ...resharding import executor, record
 from ...resharding.planner import plan as plan_conversion
 from ..ir.nodes import annotate, info_of
 from ..ir.program import Input

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ... import record
 from ...errors import ProgramError
 from ...layout import Layout, Partial, Spec, cuts
 from ...mesh import Mesh
-from ...resharding import executor
+from ...resharding import executor, record
 from ...resharding.copies import TO_HOST
 from ...resharding.planner import plan as plan_conversion
 from ...shard.optimizers.kinds import check_fused, forgets, own_work

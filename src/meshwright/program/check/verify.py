@@ -20,7 +20,7 @@ from ...collective.graph import KEEP_ONE
 from ...errors import DesyncError, ProgramError
 from ...layout import REDUCE_OPS, Layout, Partial, Placement, Shard, Spec, wire_name
 from ...mesh import Mesh
-from ...record import Record
+from ...resharding.record import Record
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
 from ..ir.program import PIPELINE, WHOLE, Program

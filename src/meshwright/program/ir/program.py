@@ -13,7 +13,7 @@ import torch.fx as fx
 from ...collective import COLLECTIVES
 from ...layout import Layout, Spec
 from ...mesh import Mesh
-from ...record import Record
+from ...resharding.record import Record
 from .nodes import Value, info_of, target_name
 from .schedules import Schedule
 

@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from ...collective import COLLECTIVES, bytes_of
-from ...record import Record
+from ...resharding.record import Record
 from .inplace import follow, returned, storages, written
 from .nodes import Value, annotate, call, checked_value, info_of, is_mutating
 from .program import Output, Program

@@ -22,7 +22,7 @@ from ...collective import COLLECTIVES
 from ...compat import TorchDispatchMode
 from ...errors import CaptureError
 from ...ranks import runtime
-from ...record import Record
+from ...resharding.record import Record
 from .inplace import counterpart
 from .nodes import VIEWS, NodeInfo, Value, annotate, info_of, is_mutating, value_of
 from .regions import Path

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ... import collective
-from ...api import MESH_WANTED, from_local, shard_tensor
 from ...collective import Fact, differing, together
 from ...errors import DesyncError, LayoutError, ShardError, takes
 from ...layout import Layout, Partial, Placements, Replicate, Shard
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...tensor import DistTensor
+from ...tensor.api import MESH_WANTED, from_local, shard_tensor
 from .padding import Padding, shown
 
 Tensor = torch.Tensor

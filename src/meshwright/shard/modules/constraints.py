@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ...api import constrain
 from ...dispatch import map_tensors
 from ...layout import Placements
 from ...mesh import Mesh
+from ...tensor.api import constrain
 from ..parameters.names import Globs, matching
 
 Tensor = torch.Tensor

@@ -13,8 +13,6 @@ import torch
 import torch.nn as nn
 
 from ... import compat
-from ...api import MESH_WANTED, shard_tensor
-from ...autograd_functions import guard_scripts
 from ...collective import Fact, together
 from ...dispatch import disabled
 from ...errors import LayoutError, MeshwrightError, ShardError, takes
@@ -24,6 +22,8 @@ from ...mesh import Mesh
 from ...ranks import runtime
 from ...rules import COMPOSITES
 from ...tensor import DistTensor, GradientHook, wrap
+from ...tensor.api import MESH_WANTED, shard_tensor
+from ...tensor.autograd_functions import guard_scripts
 from ..gradients.sync import BUCKET_BYTES, GradSync
 from ..parameters.host import HOST, in_host_memory
 from ..parameters.names import Globs, Names, inside, matching

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ... import collective, compat, torch_changes
-from ...api import reshard, unshard
 from ...compat import foreach_utils
 from ...dispatch import count_write, disabled, map_tensors, tensors_in
 from ...layout import Partial, Replicate, Spec, cuts, marks_of
@@ -23,6 +22,7 @@ from ...local_tensor import as_plain
 from ...mesh import Mesh
 from ...rules import COMPOSITES
 from ...tensor import DistTensor, OpenTensor, wrap
+from ...tensor.api import reshard, unshard
 
 Tensor = torch.Tensor
 APART = {"_foreach_max", "_foreach_powsum", "_foreach_mm"}  # not elementwise

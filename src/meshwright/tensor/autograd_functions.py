@@ -24,16 +24,16 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from . import compat, torch_changes
-from .collective import refuse_by_hand
-from .compat import apply_function
-from .dispatch import AS_OP, disabled, map_tensors, mesh_of, tensors_in
-from .errors import ShardError
-from .generator.dropout import run_alike
-from .layout import Layout, Replicate, Spec, widest
-from .local_tensor import bare
+from .. import compat, torch_changes
+from ..collective import refuse_by_hand
+from ..compat import apply_function
+from ..dispatch import AS_OP, disabled, map_tensors, mesh_of, tensors_in
+from ..errors import ShardError
+from ..generator.dropout import run_alike
+from ..layout import Layout, Replicate, Spec, widest
+from ..local_tensor import bare
+from . import OPEN, DistTensor, whole, within, wrap
 from .split_checkpoints import KeptInputs, asked_again, check_reentrant
-from .tensor import OPEN, DistTensor, whole, within, wrap
 
 _enabled = compat.is_torch_function_enabled
 _APPLY_IN_C = inspect.getattr_static(compat.function_base, "apply").__get__

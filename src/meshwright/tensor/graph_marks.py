@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from . import compat, torch_changes
-from .dispatch import disabled, refresh, relayout, wanted
-from .errors import CaptureError
-from .layout import Layout, Placement, as_placement, placement_from
-from .operators import operator
-from .ranks.runtime import user_line
+from .. import compat, torch_changes
+from ..dispatch import disabled, refresh, relayout, wanted
+from ..errors import CaptureError
+from ..layout import Layout, Placement, as_placement, placement_from
+from ..operators import operator
+from ..ranks.runtime import user_line
 
 Tensor = torch.Tensor
 

@@ -11,20 +11,20 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
+from .. import collective
+from ..collective import Fact, together
+from ..dispatch import disabled, forget_ops, refresh, relayout, wanted
+from ..errors import LayoutError, MeshError, RuleError, takes
+from ..generator import materialize
+from ..layout import At, Layout, Partial, Placements, Replicate, Shard, Spec
+from ..mesh import Mesh
+from ..ranks import runtime
+from ..ranks.launchers import launched
+from ..resharding import executor, planner
+from ..rules import Rule, checked_strategies
+from ..rules import rule as _rule
+from . import DistTensor, Inference, call_enabled, graph_marks, infer, whole, wrap
 from . import autograd_functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
-from . import collective, graph_marks
-from .collective import Fact, together
-from .dispatch import disabled, forget_ops, refresh, relayout, wanted
-from .errors import LayoutError, MeshError, RuleError, takes
-from .generator import materialize
-from .layout import At, Layout, Partial, Placements, Replicate, Shard, Spec
-from .mesh import Mesh
-from .ranks import runtime
-from .ranks.launchers import launched
-from .resharding import executor, planner
-from .rules import Rule, checked_strategies
-from .rules import rule as _rule
-from .tensor import DistTensor, Inference, call_enabled, infer, whole, wrap
 
 Tensor = torch.Tensor
 

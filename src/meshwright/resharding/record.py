@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from .errors import ExplicitError
-from .layout import Layout, wire_name
-from .ranks import runtime
-from .ranks.runtime import user_line
-from .resharding import planner
-from .resharding.conversions import ConversionStep, lowered
-from .resharding.cost import step_bytes
+from ..errors import ExplicitError
+from ..layout import Layout, wire_name
+from ..ranks import runtime
+from ..ranks.runtime import user_line
+from . import planner
+from .conversions import ConversionStep, lowered
+from .cost import step_bytes
 
 SINCE = "; it is Partial since "
 _USED = "each rank uses the value for its own part of "

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from . import record
-from .dispatch import disabled, refresh, tensors_in, wanted
-from .dispatch.leaves import link
-from .dispatch.views import KeptCopies
-from .errors import LayoutError, ShardError
-from .layout import Layout, Partial, Replicate, Shard, Spec, as_placement, marked, marks_of
-from .local_tensor import bare
-from .resharding import executor, planner
-from .tensor import DistTensor, call_enabled, wrap
+from ..dispatch import disabled, refresh, tensors_in, wanted
+from ..dispatch.leaves import link
+from ..dispatch.views import KeptCopies
+from ..errors import LayoutError, ShardError
+from ..layout import Layout, Partial, Replicate, Shard, Spec, as_placement, marked, marks_of
+from ..local_tensor import bare
+from ..resharding import executor, planner, record
+from . import DistTensor, call_enabled, wrap
 
 Tensor = torch.Tensor
 
