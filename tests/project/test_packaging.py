@@ -33,7 +33,7 @@ def test_a_command_that_computes_has_the_guards() -> None:
     """Random programs came without ``mw.`` in front: there ``autograd.Function`` was given local tensors."""
     code = (
         "import sys; sys.argv[0] = '/bin/meshwright'; import meshwright; assert meshwright._COMMAND\n"
-        "from meshwright import api; import torch\n"
+        "from meshwright.tensor import api; import torch\n"
         "from meshwright import torch_changes; api.Mesh({'x': 1})\n"
         "target = next(t for c in torch_changes.TABLE for t in c.targets if t.endswith('.apply'))\n"
         "owner, name = torch_changes.find(target)\n"
