@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from meshwright import api
 from meshwright.errors import ConversionError, DesyncError, MeshwrightError, RuleError
 from meshwright.program.compile import compile_step
 from meshwright.ranks.simulation import simulate
+from meshwright.tensor import api
 
 from .program import Leaf, Program, namespace, run_line, tensors, values
 

@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshwright import api
 from meshwright.layout import Layout, Partial, Shard
 from meshwright.mesh import Mesh
 from meshwright.ranks import runtime
-from meshwright.tensor import DistTensor
+from meshwright.tensor import DistTensor, api
 
 Tensor = torch.Tensor
 
