@@ -222,6 +222,51 @@ def test_gradients_expert_by_expert(act: str, biased: bool) -> None:
         )
 
 
+# Of three experts with tokens: products of two in the forward, and in the backward what the asked gradients need.
+PRODUCTS = {"x": 2, "scores": 1, "gate_up": 2, "down": 1, "x scores gate_up down": 4, "scores gate_up down": 3}
+
+
+@pytest.mark.parametrize("asked", PRODUCTS)
+def test_no_gradient_is_computed_that_nobody_asks_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of frozen weights, of tokens that are data: as many products as the others need, and their gradients."""
+    given = {"x": X, "scores": SCORES, "gate_up": GATE_UP, "down": DOWN}
+    own = {k: t.clone().requires_grad_(k in asked.split()) for k, t in given.items()}
+    ids, calls, mm = IDS.clamp(max=2), [0], torch.mm
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls[0] += 1
+        return mm(*args, **kwargs)
+
+    leaves = [own[k] for k in asked.split()]
+    want = torch.autograd.grad(one_by_one(own["x"], ids, *list(own.values())[1:]).square().sum(), leaves)
+    monkeypatch.setattr(torch, "mm", counted)
+    made = mw.experts(own["x"], ids, *list(own.values())[1:])
+    check_equal(plain(torch.autograd.grad(made.square().sum(), leaves)), plain(want))
+    assert calls[0] == 3 * (2 + PRODUCTS[asked])
+
+
+def test_tokens_and_weights_go_in_one_message() -> None:
+    """And only what has a gradient goes back: bytes of what each rank sends, and those of the records."""
+    mesh, ids = mw.Mesh({"ep": 2}), torch.tensor([[0], [1], [0], [1]])
+
+    def run(of_x: bool, dtype: torch.dtype) -> Any:
+        x = mw.shard_tensor(drawn(4, 64), mesh, {"ep": S}).requires_grad_(of_x)
+        scores = mw.shard_tensor(drawn(4, 1).to(dtype), mesh, {"ep": S}).requires_grad_()
+        up, down = (mw.shard_tensor(drawn(2, *s), mesh, {"ep": S}) for s in ((8, 64), (64, 4)))
+        with mw.explain() as report, collective.counting() as forward:
+            made = mw.experts(x, mw.shard_tensor(ids, mesh, {"ep": S}), scores, up, down)
+        with collective.counting() as backward:
+            made.sum().backward()
+        kinds = [r.kinds[0] for r in report.records]
+        return forward.kinds["gather_rows"], kinds.count("gather_rows"), dict(backward.bytes)
+
+    for of_x in (False, True):
+        for first in mw.simulate(lambda of_x=of_x: run(of_x, torch.float64), mesh):
+            assert first == (1, 1, {"gather_rows": 64 * 8, "scatter_rows": (1 + 64 * of_x) * 8})
+    for messages, records, _ in mw.simulate(lambda: run(True, torch.float32), mesh):
+        assert messages == records == 2
+
+
 def test_load_of_experts() -> None:
     """The tokens of each, counted over all ranks: eager, and as a value that a captured step returns."""
     want, mesh = torch.bincount(IDS.flatten(), minlength=COUNT), mw.Mesh({"dp": 3, "ep": 2})

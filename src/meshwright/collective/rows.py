@@ -6,7 +6,7 @@ each rank counts how many rows go from one to another; nothing is asked of the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -57,9 +57,7 @@ def gather_rows(t: Tensor, wanted: Tensor, sizes: Sizes, group: Group) -> Tensor
     give = own.clone()
     give[me] = False
     take = _others(wanted[me], sizes, me)
-    arrived = _exchanged(
-        x, give.nonzero()[:, 1], give.sum(1), [part.sum() for part in take.split(list(sizes))], group, call
-    )
+    arrived = _exchanged(x, give.nonzero()[:, 1], give.sum(1), _by_rank(take, sizes), group, call)
     at = own[me].nonzero()[:, 0]
     _put(made, at + sum(sizes[:me]), x[at])
     return _put(made, take.nonzero()[:, 0], arrived)
@@ -99,9 +97,7 @@ def scatter_rows(t: Tensor, wanted: Tensor, sizes: Sizes, group: Group) -> Tenso
     come = own.clone()
     come[me] = False
     counts = come.sum(1)
-    arrived = _exchanged(
-        x, give.nonzero()[:, 0], torch.stack([part.sum() for part in give.split(list(sizes))]), counts, group, call
-    )
+    arrived = _exchanged(x, give.nonzero()[:, 0], _by_rank(give, sizes), counts, group, call)
     parts = list(arrived.split(counts.tolist()))
     at = [mask.nonzero()[:, 0] for mask in own]
     parts[me] = x[at[me] + sum(sizes[:me])]
@@ -142,6 +138,11 @@ def _others(mask: Tensor, sizes: Sizes, me: int) -> Tensor:
     return made
 
 
+def _by_rank(mask: Tensor, sizes: Sizes) -> Tensor:
+    """How many rows of each rank are in it."""
+    return torch.stack([part.sum() for part in mask.split(list(sizes))])
+
+
 def _put(made: Tensor, at: Tensor, rows: Tensor) -> Tensor:
     return made.index_copy_(0, at, rows)
 
@@ -156,15 +157,13 @@ def _count(kind: Kind, group: Group, x: Tensor, mask: Tensor, sizes: Sizes) -> N
     runtime.RT.counts.add(kind.name, group.axes, int(_others(mask, sizes, group.index).sum()) * each)
 
 
-def _exchanged(
-    x: Tensor, at: Tensor, give: Tensor, take: Tensor | Sequence[Tensor], group: Group, call: Call
-) -> Tensor:
+def _exchanged(x: Tensor, at: Tensor, give: Tensor, take: Tensor, group: Group, call: Call) -> Tensor:
     """The rows at these places go out, ``give`` to each rank, and ``take`` come in from each."""
     packed = x.index_select(0, at)
     wire = packed if x.dtype in MOVABLE else as_bytes(packed)
     each = wire.shape[1:].numel()
-    going = [each * int(n) for n in give]
-    coming = [each * int(n) for n in take]
+    counts = torch.stack([give, take]).tolist()  # one read
+    going, coming = ([each * n for n in of] for of in counts)
     out = wire.new_empty(sum(coming))
     started(group, call, group.pg.alltoall_base, out, wire.reshape(-1), coming, going, EXCHANGE[True]).wait()
     out = out.view(-1, *wire.shape[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,44 +35,49 @@ class RowExchange:
     why: str
 
     def all(self, x: Tensor) -> Tensor:
-        """All rows of all ranks, without a gradient: whole numbers, which say who wants what."""
+        """All rows of all ranks, (own rows, columns), without a gradient: whole numbers, which say who wants what."""
         group = self._group()
-        said = self._record("all_gather", x, 0)
+        said = self._record("all_gather", x, x.shape[1])
         _note(said)
         with runtime.serving(said):
             return collective.all_gather(x, 0, self.sizes, group)
 
-    def gather(self, x: Tensor, wanted: Tensor, argument: int) -> Tensor:
-        """The rows of all ranks that this one wants, (sum(sizes), ...); the gradient goes back as by :meth:`scatter`.
+    def gather(self, wanted: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        """The rows of all ranks that this one wants, (sum(sizes), ...); gradients go back as by :meth:`scatter`.
 
         Args:
-            x: (own rows, ...).
             wanted: (ranks, sum(sizes)), the same on all.
-            argument: of the op: for the records.
+            given: (own rows, columns) each; those of one dtype go in one message, side by side.
         """
-        said = self._record("gather_rows", x, argument, x.requires_grad)
-        made: Tensor = _Gather.apply(x, wanted, self.sizes, self._group(), said)
-        return made
+        made = list[Tensor](given)
+        for dtype in dict.fromkeys(t.dtype for t in given):
+            which = [i for i, t in enumerate(given) if t.dtype == dtype]
+            for i, t in zip(which, self._sent(False, wanted, [given[i] for i in which]), strict=True):
+                made[i] = t
+        return tuple(made)
 
     def scatter(self, x: Tensor, wanted: Tensor) -> Tensor:
-        """The sum of what ranks have of the own rows, (own rows, ...), of each the rows that it wanted."""
-        said = self._record("scatter_rows", x, 0, x.requires_grad)
-        made: Tensor = _Scatter.apply(x, wanted, self.sizes, self._group(), said)
+        """The sum of what ranks have of the own rows, (own rows, columns), of each the rows that it wanted."""
+        return self._sent(True, wanted, [x])[0]
+
+    def _sent(self, summed: bool, wanted: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        of_all, of_grads = (sum(t.shape[1] for t in given if not g or t.requires_grad) for g in (False, True))
+        said = self._record("scatter_rows" if summed else "gather_rows", given[0], of_all, of_grads)
+        made: tuple[Tensor, ...] = _Rows.apply(summed, wanted, self.sizes, self._group(), said, *given)
         return made
 
     def _group(self) -> collective.Group:
         return collective.group(self.mesh, self.axes)
 
-    def _record(self, kind: str, x: Tensor, argument: int, back: bool = False) -> Record | None:
-        """What is sent at most."""
+    def _record(self, kind: str, x: Tensor, columns: int, back: int = 0) -> Record | None:
+        """What is sent at most, of rows of so many columns; of their gradients ``back``."""
         if runtime.RT.records is None:
             return None
         n = len(self.sizes)
-        each = math.prod(x.shape[1:]) * x.element_size()
-        sent = (n - 1) * sum(self.sizes) * each // n
+        each = (n - 1) * sum(self.sizes) * x.element_size()
         return Record(
-            self.op, argument, (kind,), self._group().axes, tuple(x.shape), "local", "local", sent,
-            sent if back else 0.0, runtime.user_line(), self.why, dtypes=(wire_name(x.dtype),), sums=(0,),
+            self.op, 0, (kind,), self._group().axes, (x.shape[0], columns), "local", "local", each * columns // n,
+            each * back // n, runtime.user_line(), self.why, dtypes=(wire_name(x.dtype),), sums=(0,),
         )  # fmt: skip
 
 
@@ -87,37 +91,34 @@ def _back(said: Record | None, kind: str) -> Record | None:
     if said is None:
         return None
     if said.phase == "forward":
-        said = replace(said, backward_bytes=0.0, reason=f"its gradient: {said.reason}", phase="backward")
+        said = replace(
+            said, bytes=said.backward_bytes, backward_bytes=0.0, reason=f"its gradient: {said.reason}", phase="backward"
+        )
     return replace(said, kinds=(kind,))
 
 
-class _Gather(torch.autograd.Function):
+class _Rows(torch.autograd.Function):
+    """Rows to those who want them, or summed by those who have them; each is the other's transpose."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, wanted: Tensor, sizes: Sequence[int], group: collective.Group, said: Record | None
-    ) -> Tensor:
-        ctx.given = (sizes, group, _back(said, "scatter_rows"))
+        ctx: Any, summed: bool, wanted: Tensor, sizes: Sequence[int], group: collective.Group, said: Record | None,
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.summed, ctx.given = summed, (sizes, group, _back(said, "gather_rows" if summed else "scatter_rows"))
         ctx.save_for_backward(wanted)
         _note(said)
+        send = collective.scatter_rows if summed else collective.gather_rows
         with runtime.serving(said):
-            return collective.gather_rows(x, wanted, sizes, group)
+            made = send(given[0] if len(given) == 1 else torch.cat(given, 1), wanted, sizes, group)
+        return made.split([t.shape[1] for t in given], 1) if len(given) > 1 else (made,)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _Scatter.apply(grad, *ctx.saved_tensors, *ctx.given), None, None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, wanted: Tensor, sizes: Sequence[int], group: collective.Group, said: Record | None
-    ) -> Tensor:
-        ctx.given = (sizes, group, _back(said, "gather_rows"))
-        ctx.save_for_backward(wanted)
-        _note(said)
-        with runtime.serving(said):
-            return collective.scatter_rows(x, wanted, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _Gather.apply(grad, *ctx.saved_tensors, *ctx.given), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[5:]
+        back = iter(
+            _Rows.apply(
+                not ctx.summed, *ctx.saved_tensors, *ctx.given, *[g for g, n in zip(grads, needs, strict=True) if n]
+            )
+        )
+        return *[None] * 5, *[next(back) if need else None for need in needs]

@@ -34,11 +34,10 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _spans(ends: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Experts that have rows, and which rows."""
+    """Experts, and which rows they have."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
-        if end > start:
-            yield expert, start, end
+        yield expert, start, end
         start = end
 
 
@@ -53,6 +52,8 @@ def _forward(
     made, products = x.new_zeros(x.shape, dtype=_wide(x)), x.new_empty(len(order), gate_up.shape[1])
     tokens, scores = order // weights.shape[1], weights.flatten()
     for e, start, end in _spans(ends):
+        if start == end:
+            continue
         at, rows = tokens[start:end], products[start:end]
         torch.mm(x.index_select(0, at), gate_up[e].t(), out=rows)
         if gate_up_bias is not None:
@@ -67,48 +68,75 @@ def _forward(
 def _backward(
     grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, products: Tensor, act: str, parts: int,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Of ``y = w (down a + b)`` the weight's gradient is ``<downᵀ g, a> + <b, g>``: no product is computed again."""
-    of_x, of_weights = x.new_zeros(x.shape, dtype=_wide(x)), torch.zeros_like(weights)
-    found = [of_weights.view(-1), *(None if t is None else torch.zeros_like(t) for t in (gate_up, down))]
-    of_bias, of_down_bias = (None if t is None else torch.zeros_like(t) for t in (gate_up_bias, down_bias))
-    scores, of_gate_up, of_down = found
+    """Of ``y = w (down a + b)`` the weight's gradient is ``<downᵀ g, a> + <b, g>``: no product is computed again.
+
+    ``needs``: of which the gradient is asked for; what serves only others is not computed.
+    """
+    primals = (x, weights, gate_up, down, gate_up_bias, down_bias)
+    wide = (_wide(x), *(None if t is None else t.dtype for t in primals[1:]))
+    found = [
+        None if t is None or not need else torch.empty_like(t, dtype=dtype)
+        for t, dtype, need in zip(primals, wide, needs, strict=True)
+    ]
+    for t in found[:2]:
+        if t is not None:
+            t.zero_()
+    of_x, of_weights, of_gate_up, of_down, of_bias, of_down_bias = found
+    inside = any(t is not None for t in (of_x, of_gate_up, of_bias))
     tokens = order // weights.shape[1]
     for e, start, end in _spans(ends):
+        if start == end:
+            for t in found[2:]:
+                if t is not None:
+                    t[e].zero_()
+            continue
         at, slots = tokens[start:end], order[start:end]
         g, w = grad.index_select(0, at), weights.flatten().index_select(0, slots).unsqueeze(1)
-        rows, back, weighted = products[start:end], torch.mm(g, down[e]), g * w.to(g.dtype)
+        rows, weighted = products[start:end], g * w.to(g.dtype)
         gate, up = rows.chunk(2, -1) if parts == 2 else (rows, None)
         of_gate = getattr(F, act)(gate)
         a = of_gate if up is None else of_gate * up
-        of_scores = (back * a).sum(1)
-        torch.mm(weighted.t(), a, out=of_down[e])
-        if of_down_bias is not None and down_bias is not None:
-            of_scores += torch.mv(g, down_bias[e])
+        if of_down is not None:
+            torch.mm(weighted.t(), a, out=of_down[e])
+        if of_down_bias is not None:
             of_down_bias[e] = weighted.sum(0)
-        scores.index_copy_(0, slots, of_scores.to(scores.dtype))
+        if of_weights is None and not inside:
+            continue
+        back = torch.mm(g, down[e])
+        if of_weights is not None:
+            of_scores = (back * a).sum(1)
+            if down_bias is not None:
+                of_scores += torch.mv(g, down_bias[e])
+            of_weights.view(-1).index_copy_(0, slots, of_scores.to(of_weights.dtype))
+        if not inside:
+            continue
         back *= w.to(g.dtype)
         h = DERIVATIVES[act](back if up is None else back * up, gate)
         h = h if up is None else torch.cat([h, back * of_gate], 1)
         if of_bias is not None:
             of_bias[e] = h.sum(0)
-        torch.mm(h.t(), x.index_select(0, at), out=of_gate_up[e])
-        of_x.index_add_(0, at, torch.mm(h, gate_up[e]).to(of_x.dtype))
+        if of_gate_up is not None:
+            torch.mm(h.t(), x.index_select(0, at), out=of_gate_up[e])
+        if of_x is not None:
+            of_x.index_add_(0, at, torch.mm(h, gate_up[e]).to(of_x.dtype))
     none = x.new_empty(0)
-    biases = [none if t is None else t for t in (of_bias, of_down_bias)]
-    return of_x.to(x.dtype), of_weights, of_gate_up, of_down, *biases
+    found[0] = None if of_x is None else of_x.to(x.dtype)
+    return tuple([none if t is None else t for t in found])
 
 
 def _forward_fake(x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any) -> Any:
     return x.new_empty(x.shape), x.new_empty(order.shape[0], gate_up.shape[1])
 
 
-def _backward_fake(
-    grad: Tensor, x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, *rest: Any,
-) -> Any:  # fmt: skip
-    biases = [x.new_empty(0) if t is None else t.new_empty(t.shape) for t in (gate_up_bias, down_bias)]
-    return *[t.new_empty(t.shape) for t in (x, weights, gate_up, down)], *biases
+def _backward_fake(grad: Tensor, *given: Any) -> Any:
+    x, _, _, *rest = given
+    primals, needs = (x, *rest[:5]), given[-1]
+    return tuple([
+        x.new_empty(0) if t is None or not need else t.new_empty(t.shape)
+        for t, need in zip(primals, needs, strict=True)
+    ])  # fmt: skip
 
 
 _GIVEN = (
@@ -117,7 +145,7 @@ _GIVEN = (
 )
 _FORWARD = operator(f"expert_rows({_GIVEN}, str act, int parts) -> (Tensor, Tensor)", _forward, _forward_fake)
 _BACKWARD = operator(
-    f"expert_rows_backward(Tensor grad, {_GIVEN}, Tensor products, str act, int parts) -> "
+    f"expert_rows_backward(Tensor grad, {_GIVEN}, Tensor products, str act, int parts, bool[] needs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward, _backward_fake,
 )  # fmt: skip
@@ -153,7 +181,7 @@ class ExpertRows(torch.autograd.Function):
             by_place = dict(zip(wanted, grads, strict=True))
             found = [by_place.get(i) for i in _PLACES]
         else:
-            found = _BACKWARD(grad, *given, products, *ctx.said)
+            found = _BACKWARD(grad, *given, products, *ctx.said, [needs[i] for i in _PLACES])
         of = dict(zip(_PLACES, found, strict=True))
         return None, None, None, *[of.get(i) if needs[i] else None for i in range(len(needs))]
 

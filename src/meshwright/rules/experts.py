@@ -222,8 +222,7 @@ def _by_rows(ctx: Local, k: int) -> LocalFn | None:
     def run(x: Tensor, ids: Tensor, weights: Tensor, *rest: Any) -> Tensor:
         chosen = rows.all(ids.reshape(-1, k))
         wanted = _WANTED(chosen, starts, stops)
-        tokens = rows.gather(x.reshape(-1, x.shape[-1]), wanted, 0)
-        scores = rows.gather(weights.reshape(-1, k), wanted, 2)
+        tokens, scores = rows.gather(wanted, x.reshape(-1, x.shape[-1]), weights.reshape(-1, k))
         return rows.scatter(_run(ctx.bounds("e"), tokens, chosen, scores, *rest), wanted).view(x.shape)
 
     return run
