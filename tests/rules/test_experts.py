@@ -245,8 +245,15 @@ def test_no_gradient_is_computed_that_nobody_asks_for(asked: str, monkeypatch: p
     assert calls[0] == 3 * (2 + PRODUCTS[asked])
 
 
-def test_tokens_and_weights_go_in_one_message() -> None:
-    """And only what has a gradient goes back: bytes of what each rank sends, and those of the records."""
+def test_tokens_and_weights_go_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only what has a gradient goes back, and is computed: bytes of what each rank sends, and records; products."""
+    products, mm = [0], torch.mm
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        products[0] += 1
+        return mm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", counted)
     mesh, ids = mw.Mesh({"ep": 2}), torch.tensor([[0], [1], [0], [1]])
 
     def run(of_x: bool, dtype: torch.dtype) -> Any:
@@ -261,8 +268,10 @@ def test_tokens_and_weights_go_in_one_message() -> None:
         return forward.kinds["gather_rows"], kinds.count("gather_rows"), dict(backward.bytes)
 
     for of_x in (False, True):
+        products[0] = 0
         for first in mw.simulate(lambda of_x=of_x: run(of_x, torch.float64), mesh):
             assert first == (1, 1, {"gather_rows": 64 * 8, "scatter_rows": (1 + 64 * of_x) * 8})
+        assert products[0] == mesh.size * (2 + 1 + of_x)
     for messages, records, _ in mw.simulate(lambda: run(True, torch.float32), mesh):
         assert messages == records == 2
 

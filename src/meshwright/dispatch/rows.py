@@ -111,7 +111,10 @@ class _Rows(torch.autograd.Function):
         send = collective.scatter_rows if summed else collective.gather_rows
         with runtime.serving(said):
             made = send(given[0] if len(given) == 1 else torch.cat(given, 1), wanted, sizes, group)
-        return made.split([t.shape[1] for t in given], 1) if len(given) > 1 else (made,)
+        parts = made.split([t.shape[1] for t in given], 1) if len(given) > 1 else (made,)
+        # Else all would have gradients that one has, and who computes them would compute those too.
+        ctx.mark_non_differentiable(*[t for t, need in zip(parts, ctx.needs_input_grad[5:], strict=True) if not need])
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
