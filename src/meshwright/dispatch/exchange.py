@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from .. import collective
 from ..errors import ExplicitError
-from ..layout import wire_name
 from ..mesh import Mesh
 from ..ranks import runtime
-from ..resharding.record import Record
+from .sending import Send, recorded, sent
 
 Tensor = torch.Tensor
 
@@ -56,12 +54,11 @@ class Exchange:
         own = [x.narrow(dim, start, length) for source, start, length in take if source == group.index]
         if sum(table):
             given = torch.cat([x.narrow(dim, start, length) for start, length in give] or [x.narrow(dim, 0, 0)], dim)
-            said = Record(
-                self.op, 0, ("exchange_rows",), group.axes, tuple(x.shape), "local", "local", given.nbytes,
-                _got(given, dim, table, group) if x.requires_grad else 0.0, runtime.user_line(), why,
-                dtypes=(wire_name(x.dtype),), sums=(0,),
-            ) if runtime.RT.records is not None else None  # fmt: skip
-            got: Tensor = _Exchange.apply(given, dim, table, group, said)
+            n = group.size
+            back = tuple([table[j * n + i] for i in range(n) for j in range(n)])
+            send = Send("exchange_rows", (dim, table), "exchange_rows", (dim, back))
+            said = recorded(self.op, given, send, group, why, back=_got(given, dim, table, group))
+            got = sent(given, send, group, said)
         else:
             got = x.narrow(dim, 0, 0)
         left = iter(own)
@@ -119,26 +116,3 @@ def _overlaps(held: _Spans, start: int, stop: int) -> Iterator[tuple[int, int, i
             if lo < hi:
                 yield lo, p, before + lo - a, hi - lo
             before += b - a
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, table: tuple[int, ...], group: collective.Group, said: Record | None
-    ) -> Tensor:
-        ctx.dim, ctx.table, ctx.group, ctx.said = dim, table, group, said
-        if said is not None and runtime.RT.records is not None:
-            runtime.RT.records.append(said)
-        with runtime.serving(said):
-            return collective.exchange_rows(x, dim, table, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        said, n = ctx.said, ctx.group.size
-        if said is not None and said.phase == "forward":
-            said = replace(
-                said, bytes=said.backward_bytes, backward_bytes=0.0, reason=f"its gradient: {said.reason}",
-                phase="backward",
-            )  # fmt: skip
-        back = tuple([ctx.table[j * n + i] for i in range(n) for j in range(n)])
-        return _Exchange.apply(grad, ctx.dim, back, ctx.group, said), None, None, None, None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,43 @@ from ..resharding.record import Record
 from ..rules.strategies import Swap
 
 Tensor = torch.Tensor
+
+
+class Send(NamedTuple):
+    """One collective, with what it is told beside the tensor and the group, and what its transpose is told."""
+
+    kind: str
+    said: tuple[Any, ...]
+    back_kind: str
+    back: tuple[Any, ...]
+
+    def transpose(self) -> Send:
+        """What brings gradients back."""
+        return Send(self.back_kind, self.back, self.kind, self.said)
+
+    def bytes(self, x: Tensor, group: collective.Group) -> int:
+        """How many this rank sends of ``x``."""
+        n, me = group.size, group.index
+        if self.kind == "permute":
+            return x.nbytes if self.said[0][me] != me else 0
+        if self.kind == "all_gather":
+            return (n - 1) * x.nbytes
+        return x.nbytes if self.kind == "exchange_rows" else x.nbytes * (n - 1) // n
+
+
+_RUN: dict[str, Callable[..., Tensor]] = {
+    "permute": lambda x, group, targets: collective.permute(x, targets, group),
+    "all_to_all": lambda x, group, *way: collective.all_to_all(x, *way, group),
+    "all_gather": lambda x, group, dim, sizes: collective.all_gather(x, dim, sizes, group),
+    "reduce_scatter": lambda x, group, dim, sizes: collective.reduce_scatter(x, dim, sizes, "sum", group),
+    "exchange_rows": lambda x, group, dim, table: collective.exchange_rows(x, dim, table, group),
+}
+
+
+def sent(x: Tensor, send: Send, group: collective.Group, said: Record | None) -> Tensor:
+    """What arrives; the gradient goes back by the transpose."""
+    made: Tensor = _Sent.apply(x, send, group, said)
+    return made
 
 
 @dataclass(frozen=True)
@@ -34,66 +71,68 @@ class Sending:
             targets: to which position the rank at each position of the group sends.
             why: for the record.
         """
-        group = collective.group(self.mesh, axes)
-        assert len(targets) == group.size
-        sent = x.nbytes if targets[group.index] != group.index else 0
-        made: Tensor = _Permute.apply(x, tuple(targets), group, self._said(x, "permute", group, sent, why))
-        return made
+        inverse = tuple(targets.index(i) for i in range(len(targets)))
+        return self._sent(x, axes, Send("permute", (tuple(targets),), "permute", (inverse,)), why)
 
-    def swap(self, x: Tensor, axes: tuple[int, ...], way: Swap, why: str) -> Tensor:
+    def swap(self, x: Tensor, axes: tuple[int, ...], way: Swap, why: str, phase: str = "forward") -> Tensor:
         """An all-to-all over the group of some axes; the gradient goes back."""
-        group = collective.group(self.mesh, axes)
-        sent = x.nbytes * (group.size - 1) // group.size
-        made: Tensor = _Swap.apply(x, way, group, self._said(x, "all_to_all", group, sent, why))
-        return made
+        return self._sent(x, axes, Send("all_to_all", tuple(way), "all_to_all", tuple(way.back())), why, phase)
+
+    def whole(
+        self, x: Tensor, axes: tuple[int, ...], dim: int, sizes: Sequence[int], why: str, phase: str = "forward"
+    ) -> Tensor:
+        """The parts of all ranks along a dim, of these sizes, one behind the other; gradients are added up."""
+        said = dim, tuple(sizes)
+        return self._sent(x, axes, Send("all_gather", said, "reduce_scatter", said), why, phase)
+
+    def part(
+        self, x: Tensor, axes: tuple[int, ...], dim: int, sizes: Sequence[int], why: str, phase: str = "forward"
+    ) -> Tensor:
+        """The own part of the sum over all ranks: the transpose of :meth:`whole`."""
+        said = dim, tuple(sizes)
+        return self._sent(x, axes, Send("reduce_scatter", said, "all_gather", said), why, phase)
 
     def gather(self, x: Tensor, axes: tuple[int, ...], why: str) -> Tensor:
         """Values of all ranks of a group, one below the other: numbers that take no gradient, of one shape."""
+        n = collective.group(self.mesh, axes).size
+        return self.whole(x.detach(), axes, 0, [x.shape[0]] * n, why)
+
+    def _sent(self, x: Tensor, axes: tuple[int, ...], send: Send, why: str, phase: str = "forward") -> Tensor:
         group = collective.group(self.mesh, axes)
-        said = self._said(x, "all_gather", group, x.nbytes * (group.size - 1), why)
-        with _noted(said):
-            return collective.all_gather(x.detach(), 0, [x.shape[0]] * group.size, group)
-
-    def _said(self, x: Tensor, kind: str, group: collective.Group, sent: float, why: str) -> Record | None:
-        if runtime.RT.records is None or group.size == 1:
-            return None
-        return Record(
-            self.op, 0, (kind,), group.axes, tuple(x.shape), "local", "local", sent, sent if x.requires_grad else 0.0,
-            runtime.user_line(), why, dtypes=(wire_name(x.dtype),), sums=(0,),
-        )  # fmt: skip
+        return sent(x, send, group, recorded(self.op, x, send, group, why, phase))
 
 
-def _noted(said: Record | None) -> Any:
-    if said is not None and runtime.RT.records is not None:
-        runtime.RT.records.append(said)
-    return runtime.serving(said)
+def recorded(
+    op: str, x: Tensor, send: Send, group: collective.Group, why: str, phase: str = "forward", back: float | None = None
+) -> Record | None:
+    """The record of a send, where there are records; ``back``: bytes of its transpose, where they are others."""
+    if runtime.RT.records is None or group.size == 1:
+        return None
+    there = send.bytes(x, group)
+    again = (there if back is None else back) if x.requires_grad and phase == "forward" else 0.0
+    return Record(
+        op, 0, (send.kind,), group.axes, tuple(x.shape), "local", "local", there, again, runtime.user_line(), why,
+        phase=phase, dtypes=(wire_name(x.dtype),), sums=(0,),
+    )  # fmt: skip
 
 
-def _transposed(said: Record | None) -> Record | None:
-    if said is None or said.phase != "forward":
-        return said
-    return replace(said, backward_bytes=0.0, reason=f"its gradient: {said.reason}", phase="backward")
-
-
-class _Permute(torch.autograd.Function):
+class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, targets: tuple[int, ...], group: collective.Group, said: Record | None) -> Tensor:
-        ctx.back, ctx.group, ctx.said = tuple(targets.index(i) for i in range(len(targets))), group, said
-        with _noted(said):
-            return collective.permute(x, targets, group)
+    def forward(ctx: Any, x: Tensor, send: Send, group: collective.Group, said: Record | None) -> Tensor:
+        ctx.send, ctx.group, ctx.said = send, group, said
+        if said is not None and runtime.RT.records is not None:
+            runtime.RT.records.append(said)
+        with runtime.serving(said):
+            return _RUN[send.kind](x, group, *send.said)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _Permute.apply(grad, ctx.back, ctx.group, _transposed(ctx.said)), None, None, None
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Swap, group: collective.Group, said: Record | None) -> Tensor:
-        ctx.back, ctx.group, ctx.said = way.back(), group, said
-        with _noted(said):
-            return collective.all_to_all(x, *way, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _Swap.apply(grad, ctx.back, ctx.group, _transposed(ctx.said)), None, None, None
+        said, send = ctx.said, ctx.send.transpose()
+        if said is not None:
+            if said.phase == "forward":
+                said = replace(
+                    said, bytes=said.backward_bytes, backward_bytes=0.0, reason=f"its gradient: {said.reason}",
+                    phase="backward",
+                )  # fmt: skip
+            said = replace(said, kinds=(send.kind,))
+        return _Sent.apply(grad, send, ctx.group, said), None, None, None
