@@ -26,8 +26,10 @@ def held(sizes: dict[str, int], wish: str | None) -> float:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         return loss_of(model, *batch)
 
-    plan = plan_for(mesh, strategies=strategies)
-    at_peak = memory_of(build(GPT(config, "meta"), loss, None, (ids, ids), mesh, plan).program).at_peak
+    with mw.strategies(strategies or {}):
+        program = build(GPT(config, "meta"), loss, None, (ids, ids), mesh, plan_for(mesh)).program
+    assert ("all_to_all" in program.kinds) == (wish is not None and wish.startswith("heads"))
+    at_peak = memory_of(program).at_peak
     return at_peak["activations"] + at_peak["temporaries"]
 
 

@@ -42,7 +42,7 @@ class Send(NamedTuple):
 
 _RUN: dict[str, Callable[..., Tensor]] = {
     "permute": lambda x, group, targets: collective.permute(x, targets, group),
-    "all_to_all": lambda x, group, *way: collective.all_to_all(x, *way, group),
+    "all_to_all": lambda x, group, a, sizes, b, lengths: collective.all_to_all(x, a, sizes, b, lengths, group),
     "all_gather": lambda x, group, dim, sizes: collective.all_gather(x, dim, sizes, group),
     "reduce_scatter": lambda x, group, dim, sizes: collective.reduce_scatter(x, dim, sizes, "sum", group),
     "exchange_rows": lambda x, group, dim, table: collective.exchange_rows(x, dim, table, group),

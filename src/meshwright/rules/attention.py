@@ -18,9 +18,11 @@ from ..errors import DispatchError, ExplicitError
 from ..generator import dropout
 from ..layout import Shard
 from ..ranks import runtime
-from .blocks import QueryRows, attend, flat, in_blocks
+from . import blocks
+from .blocks import QueryRows, flat, in_blocks
 from .dims import aligned
-from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, notation, rule
+from .factor_notation import BOUNDED, STRATEGIES, Arg, Local, LocalFn, Rule, Wish, notation, rule
+from .head_groups import Attend, Bounds, bounded, in_groups
 
 Tensor = torch.Tensor
 
@@ -56,15 +58,18 @@ def attention(
         lead = ["..."] * (attn_mask.ndim >= len(fixed))
         inputs[attn_mask] = [*lead, *aligned(fixed, attn_mask.shape[-len(fixed) :])]
     moved = moved_to_heads("scaled_dot_product_attention", query, key, value, 0.5 * is_causal, attn_mask)
+    without = "attn_mask" if attn_mask is not None else "dropout_p" if dropout_p > 0.0 else ""
+    bounds, joint = bounded("scaled_dot_product_attention", query, key, value, moved, without)
     return notation(
-        inputs, ["...", *heads[0], "t", "e"], sizes=sizes, linear=[value], heavy=True, local=_local,
-        decompose=by_heads(moved, torch.nn.functional.scaled_dot_product_attention),
+        inputs, ["...", *heads[0], "t", "e"], sizes=sizes, linear=[value], heavy=True, local=partial(_local, bounds),
+        joint=joint, decompose=by_heads(moved, torch.nn.functional.scaled_dot_product_attention),
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- strategies
 
 STRATEGIES["scaled_dot_product_attention"] = ("gather", "heads")
+BOUNDED |= {"scaled_dot_product_attention", "attention"}
 
 
 def moved_to_heads(op: str, query: Arg, key: Arg, value: Arg, shared: float, mask: Arg | None = None) -> dict[str, str]:
@@ -92,10 +97,10 @@ def moved_to_heads(op: str, query: Arg, key: Arg, value: Arg, shared: float, mas
         gather, heads = (n - 1) * (k + v) + (q + out) * sent, (n - 1) / n * (q + k + v + out)
         if mask is not None and mask.spec is not None and mask.spec.layout.placements[a] == Shard(mask.ndim - 2):
             heads += (n - 1) / n * mask.spec.nbytes
-        wish = wished.get(axis)
+        wish = Wish.of(wished.get(axis, "")).name
         if wish == "heads" and wrong is not None:
             found[axis] = f"{wrong.shape[-3]} heads cannot be split evenly over {axis!r} of {n} ranks"
-        elif wrong is None and (wish == "heads" or (wish is None and heads < gather)):
+        elif wrong is None and (wish == "heads" or (not wish and heads < gather)):
             found[axis] = ""
     return found
 
@@ -127,12 +132,18 @@ def _by_heads(
     return laid(call(*(laid(t, -3) for t in (query, key, value)), *rest, **named), -2)
 
 
-def _local(ctx: Local) -> LocalFn:
+def _local(bounds: Bounds | None, ctx: Local) -> LocalFn:
     shape, offset = ctx.place()
     here = ctx.out_shape()
     (first, last), keys = (offset[-2], offset[-2] + here[-2]), ctx.inputs[1].shape[-2]
     causal_split = (first, last) != (0, shape[-2])
-    trade = _trade(ctx, shape[-2], keys) if causal_split else None
+    grouped = in_groups(ctx, bounds)
+    trade = _trade(ctx, shape[-2], keys, grouped or blocks.attend) if causal_split else None
+    if grouped is not None:
+        assert bounds is not None
+        if bounds.name == "heads":  # a group has all rows
+            first, last, trade = 0, shape[-2], None
+        return partial(_in_groups, grouped, (0, first, last - first), trade)
     at = (*shape[:-1], keys), (*offset[:-1], 0)
     empty = 0 in here and 0 not in shape  # where all is empty, PyTorch keeps nothing for the backward
 
@@ -149,10 +160,10 @@ def _local(ctx: Local) -> LocalFn:
     ) -> Tensor:
         if is_causal and causal_split:
             if dropout_p == 0.0 and in_blocks(query, key, value) and 0 not in (*query.shape, *key.shape):
-                given = (key, value, scale, enable_gqa)
                 if trade is not None and not runtime.RT.explicit:  # there nothing is sent that nobody asked for
-                    return trade(query, *given)
-                return _attend(query, *given, (0, first, last - first))
+                    return trade(query, key, value, scale, enable_gqa)
+                which = QueryRows((0, first, last - first))
+                return _attend(query, key, value, scale, enable_gqa, which, blocks.attend)
             # The mask of these rows of the whole: row i sees the keys up to i.
             attn_mask = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device).tril(first)
             is_causal = False
@@ -167,7 +178,17 @@ def _local(ctx: Local) -> LocalFn:
     return attend
 
 
-def _trade(ctx: Local, rows: int, keys: int) -> Callable[..., Tensor] | None:
+def _in_groups(
+    grouped: Attend, spans: tuple[int, ...], trade: Callable[..., Tensor] | None, query: Tensor, key: Tensor,
+    value: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if trade is not None and is_causal:
+        return trade(query, key, value, scale, enable_gqa)
+    return _attend(query, key, value, scale, enable_gqa, QueryRows(spans, causal=is_causal), grouped)
+
+
+def _trade(ctx: Local, rows: int, keys: int, attended: Attend) -> Callable[..., Tensor] | None:
     """Attention of this part of the rows in which all ranks do the same work; None where parts are not even.
 
     Later rows see more keys.  So the second half of each part goes to the rank whose part lies as far from the end
@@ -190,7 +211,7 @@ def _trade(ctx: Local, rows: int, keys: int) -> Callable[..., Tensor] | None:
         return torch.cat([kept, ctx.sends.permute(given, axes, targets, why)], -2)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool) -> Tensor:
-        return send(_attend(send(query), key, value, scale, grouped, spans))
+        return send(_attend(send(query), key, value, scale, grouped, QueryRows(spans), attended))
 
     return attend
 
@@ -203,10 +224,10 @@ def shares(work: Sequence[float]) -> str:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool, spans: tuple[int, ...]
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool, which: QueryRows, attended: Attend
 ) -> Tensor:
-    """Causal attention of some rows; heads of keys may serve several queries."""
+    """Attention of some rows; heads of keys may serve several queries."""
     kept = 3 if grouped else 2  # dims that do not broadcast
     lead = torch.broadcast_shapes(*[t.shape[:-kept] for t in (query, key, value)])
-    made = attend(*flat(query, key, value, kept), scale, QueryRows(spans))
+    made = attended(*flat(query, key, value, kept), scale, which)
     return made.reshape(*lead, *query.shape[-kept:-1], value.shape[-1])

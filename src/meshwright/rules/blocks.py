@@ -180,25 +180,42 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, which
     return made
 
 
+def attend_forward(
+    query: Tensor, key: Tensor, value: Tensor, which: QueryRows, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The result, and of each row the log of its sum of exp(scores); without a gradient."""
+    spans, *more = which
+    made: tuple[Tensor, Tensor] = _FORWARD(query, key, value, list(spans), *more, scale)
+    return made
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, made: Tensor, sums: Tensor, which: QueryRows,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value, of what :func:`attend_forward` gave."""
+    spans, *more = which
+    found: tuple[Tensor, Tensor, Tensor] = _BACKWARD(grad, query, key, value, made, sums, list(spans), *more, scale)
+    return found
+
+
 class _Blocks(torch.autograd.Function):
     """Keeps what it was given, the result, and of each row the log of its sum."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, which: QueryRows, scale: float | None) -> Tensor:
-        spans, *more = which
-        made, sums = _FORWARD(query, key, value, list(spans), *more, scale)
+        made, sums = attend_forward(query, key, value, which, scale)
         ctx.save_for_backward(query, key, value, made, sums, which.rows, which.documents)
         ctx.which, ctx.scale = which._replace(rows=None, documents=None), scale
-        return cast(Tensor, made)
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, made, sums, rows, documents = ctx.saved_tensors
         which = ctx.which._replace(rows=rows, documents=documents)
         if torch.is_grad_enabled():  # of ops that can be differentiated again, with all scores
-            return *_dense_grads(grad, query, key, value, which, ctx.scale), None, None
-        spans, *more = which
-        return *_BACKWARD(grad, query, key, value, made, sums, list(spans), *more, ctx.scale), None, None
+            return *dense_grads(grad, query, key, value, which, ctx.scale), None, None
+        return *attend_backward(grad, query, key, value, made, sums, which, ctx.scale), None, None
 
 
 def _turned(tile: Tile, *given: Tensor) -> list[Tensor]:
@@ -212,6 +229,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     result, sums = _forward_fake(query, key, value)
     made, begun = torch.zeros_like(result, dtype=sums.dtype), set[tuple[int, int]]()
+    if 0 in query.shape:  # the kernel divides by these
+        return made.to(result.dtype), sums
     for tile in tiles(QueryRows(tuple(spans), rows, documents, causal, window), key.shape[2]):
         b, at, keys = tile.at(len(query))
         given = _turned(tile, query[b, :, at], key[b, :, keys], value[b, :, keys])
@@ -239,6 +258,8 @@ def _backward(
     rows: Tensor | None, documents: Tensor | None, causal: bool, window: int, scale: float | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     given = (query, key, value)
+    if 0 in query.shape:
+        return tuple([torch.zeros_like(t) for t in given])
     found = [t.new_zeros(t.shape, dtype=sums.dtype) for t in given]  # sums over blocks, which are rounded once
     for tile in tiles(QueryRows(tuple(spans), rows, documents, causal, window), key.shape[2]):
         b, at, keys = tile.at(len(query))
@@ -280,7 +301,7 @@ def seen(which: QueryRows, count: int, keys: int, device: torch.device) -> Tenso
     return mask.unsqueeze(1)
 
 
-def _dense_grads(
+def dense_grads(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, which: QueryRows, scale: float | None
 ) -> Iterator[Tensor]:
     """The gradients from all scores: what :func:`_backward` gives, differentiable."""

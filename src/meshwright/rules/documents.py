@@ -23,6 +23,7 @@ from ..ranks import runtime
 from .attention import by_heads, moved_to_heads, shares
 from .blocks import QueryRows, attend, flat, in_blocks, seen, work
 from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
+from .head_groups import Attend, Bounds, bounded, in_groups
 from .strategies import Swap
 
 Tensor = torch.Tensor
@@ -293,15 +294,20 @@ def _attention_rule(
     if documents is not None:
         inputs[documents] = [*(lead if documents.ndim > 1 else []), "s"]
     moved = moved_to_heads("attention", query, key, value, -1.0 if documents is not None else 0.0)
+    bounds, joint = bounded("attention", query, key, value, moved, more=int(documents is not None))
     return notation(
-        inputs, [*lead, ("h", "g"), "t", "e"], sizes=sizes, whole="s d e", linear=[value], heavy=True, local=_local,
-        decompose=by_heads(moved, document_attention),
+        inputs, [*lead, ("h", "g"), "t", "e"], sizes=sizes, whole="s d e", linear=[value], heavy=True,
+        local=partial(_local, bounds), joint=joint, decompose=by_heads(moved, document_attention),
     )  # fmt: skip
 
 
-def _local(ctx: Local) -> LocalFn:
+def _local(most: Bounds | None, ctx: Local) -> LocalFn:
     t, axes, bounds = ctx.rule.sizes["t"], ctx.axes("t"), ctx.spans("t")
     first, last = ctx.bounds("t")
+    grouped = in_groups(ctx, most)
+    if grouped is not None and most is not None and most.name == "heads":  # a group has all rows
+        first, last, axes = 0, t, ()
+    attended = grouped or attend
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, causal: bool, window: int,
@@ -309,7 +315,7 @@ def _local(ctx: Local) -> LocalFn:
     ) -> Tensor:  # fmt: skip
         which = QueryRows((0, first, last - first), None, None, causal, window)
         if not axes or documents is None or runtime.RT.explicit or not in_blocks(query, key, value) or not t:
-            return _attended(query, key, value, documents, which, scale)
+            return _attended(query, key, value, documents, which, scale, attended)
         lead = query.shape[:-3]
         query, key, value = flat(query, key, value, 3)
         ids = _ids(documents, lead)
@@ -319,7 +325,7 @@ def _local(ctx: Local) -> LocalFn:
         there, why = Swap(2, (1,) * n, 3, counts), _why(ids, bounds, causal, window)
         sent = _taken(query, dealt.order).unflatten(2, (n, own))
         rows = ctx.sends.swap(sent, axes, there, why).squeeze(2)
-        made = attend(rows, key, value, scale, which._replace(spans=(), rows=dealt.rows, documents=ids))
+        made = attended(rows, key, value, scale, which._replace(spans=(), rows=dealt.rows, documents=ids))
         back = ctx.sends.swap(made.unsqueeze(2), axes, there.back(), why).flatten(2, 3)
         made = _taken(back, dealt.back)
         return made.reshape(*lead, *made.shape[1:])
@@ -328,12 +334,13 @@ def _local(ctx: Local) -> LocalFn:
 
 
 def _attended(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, which: QueryRows, scale: float | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, which: QueryRows, scale: float | None,
+    attended: Attend = attend,
+) -> Tensor:  # fmt: skip
     lead, ids = query.shape[:-3], None
     if documents is not None:
         ids = _ids(documents, lead)
-    made = attend(*flat(query, key, value, 3), scale, which._replace(documents=ids))
+    made = attended(*flat(query, key, value, 3), scale, which._replace(documents=ids))
     return made.reshape(*lead, *made.shape[1:])
 
 

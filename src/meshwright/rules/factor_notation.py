@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -282,7 +282,6 @@ def _bound(dims: Entry, t: Arg, width: int, found: dict[str, int], text: str) ->
 
 # ---------------------------------------------------------------------------------------------- registry
 
-STRATEGIES: dict[str, tuple[str, ...]] = {}  # of ops that can be computed in several ways, the names of these
 RuleFn = Callable[..., Rule | None]
 RULES: dict[str, RuleFn] = {}
 COMPOSITES: dict[str, Callable[..., Any]] = {}
@@ -314,6 +313,32 @@ def lines(table: Mapping[str, RuleFn]) -> None:
         rule(*names.split())(fn)
 
 
+class Wish(NamedTuple):
+    """What is asked of an op along an axis: ``"gather"``, ``"gather:max_bytes=1000000"``, ``":max_bytes=1000000"``."""
+
+    name: str
+    max_bytes: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Wish:
+        """Raises RuleError for what is none."""
+        name, colon, rest = text.partition(":")
+        key, _, number = rest.partition("=")
+        if not colon:
+            return cls(name)
+        try:
+            most = int(number)
+        except ValueError:
+            most = 0
+        if key != "max_bytes" or most < 1:
+            raise RuleError(f"strategies: {text!r} says nothing after the name: give {name}:max_bytes=1000000, say")
+        return cls(name, most)
+
+
+STRATEGIES: dict[str, tuple[str, ...]] = {}  # of ops that can be computed in several ways, the names of these
+BOUNDED: set[str] = set()  # of these, the ones that take a bound of memory
+
+
 def checked_strategies(wished: Mapping[str, Mapping[str, str]], axes: Iterable[str] | None = None) -> None:
     """Raises RuleError for a strategy that does not exist, naming what there is."""
     for op, by_axis in wished.items():
@@ -321,11 +346,14 @@ def checked_strategies(wished: Mapping[str, Mapping[str, str]], axes: Iterable[s
             raise RuleError(f"strategies: {op!r} is computed in one way{near(op, STRATEGIES)}")
         if not isinstance(by_axis, Mapping):
             raise RuleError(f'strategies: give axes and names for {op!r}: {{"cp": {STRATEGIES[op][0]!r}}}')
-        for axis, name in by_axis.items():
+        for axis, text in by_axis.items():
             if axes is not None and axis not in axes:
                 raise RuleError(f"strategies: the mesh has no axis {axis!r}{near(axis, axes)}")
-            if name not in STRATEGIES[op]:
+            name, most = Wish.of(text)
+            if name not in STRATEGIES[op] and (name or most is None):
                 raise RuleError(f"strategies: {op!r} has no strategy {name!r}{near(name, STRATEGIES[op])}")
+            if most is not None and op not in BOUNDED:
+                raise RuleError(f"strategies: {op!r} takes no max_bytes: leave it out of {text!r}")
 
 
 def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -340,6 +368,6 @@ def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 __all__ = [
-    "COMPOSITES", "RULES", "STRATEGIES", "Arg", "Letters", "Local", "LocalFn", "Native", "Rule", "RuleFn", "args_in",
-    "checked_strategies", "composite", "lines", "notation", "rule",
+    "BOUNDED", "COMPOSITES", "RULES", "STRATEGIES", "Arg", "Letters", "Local", "LocalFn", "Native", "Rule", "RuleFn",
+    "Wish", "args_in", "checked_strategies", "composite", "lines", "notation", "rule",
 ]  # fmt: skip

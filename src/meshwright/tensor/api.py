@@ -288,7 +288,8 @@ def strategies(wished: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
     """Inside, ops that can be computed in several ways take these; those not named take what sends fewest bytes.
 
     Args:
-        wished: op to axis to strategy: ``{"scaled_dot_product_attention": {"cp": "heads"}}`` (or ``"gather"``).
+        wished: op to axis to strategy: ``{"scaled_dot_product_attention": {"cp": "heads"}}`` (or ``"gather"``). With
+            ``"gather:max_bytes=1000000"`` attention goes in groups of heads, which bring at most so many bytes each.
 
     A change makes all plans anew: once around the training, not around each step.
 

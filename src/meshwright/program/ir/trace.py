@@ -144,7 +144,9 @@ class Recorder(TorchDispatchMode):
         made_args, made_kwargs = self._nodes(args), self._nodes(kwargs)
         key = None
         if func in VIEWS or (func in COLLECTIVES and self.merge):
-            key = (func, _frozen(made_args), _frozen(made_kwargs))
+            # What is brought again for the backward is not kept from the forward until then.
+            phase = getattr(runtime.RT.cause, "phase", "") if func in COLLECTIVES else ""
+            key = (func, _frozen(made_args), _frozen(made_kwargs), phase)
             hit = self._seen.get(key)
             if hit is not None:
                 return hit
