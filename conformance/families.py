@@ -4,8 +4,9 @@
 
 No family has a line of its own here or in the package.  Each is built from its configuration class with small sizes
 (those of :data:`SIZES` that it knows), in float64; one step on one device gives loss and gradients; ``mw.layouts``
-lays it on each mesh, and eager and captured steps must give the same.  A row is right, wrong, or refused by name.
-What cannot be built so, or does not run on one device, is no row.  The exit code is 1 if a number is wrong.
+lays it on each mesh, and eager and captured steps must give the same.  A row is right, wrong (another
+number), refused by name, or stopped by an error of another kind.  What cannot be built so, or does not run on one
+device, is no row.  The exit code is 1 if a row is wrong or stopped.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Row:
     """What became of one family on one mesh in one mode.
 
     Attributes:
-        verdict: ``right``, ``wrong`` or ``refused``.
+        verdict: ``right``, ``wrong`` (another number), ``refused`` (by name) or ``stopped``.
         difference: the largest, relative to the size of what is compared.
         split: share of the parameters that is split over ``tp``.
         sums: bytes that a step sends over ``tp``, in sums of the residual stream.
@@ -299,7 +300,7 @@ class Family:
                 except MeshwrightError as error:
                     row.verdict, row.notes = "refused", [f"{type(error).__name__}: {error}"[:300]]
                 except Exception as error:
-                    row.verdict, row.notes = "wrong", [f"{type(error).__name__}: {error}"[:300]]
+                    row.verdict, row.notes = "stopped", [f"{type(error).__name__}: {error}"[:300]]
                 row.seconds = round(time.perf_counter() - started, 1)
                 yield row
 
@@ -379,7 +380,7 @@ def main() -> int:
                 print(f"{name}: not built: {type(error).__name__}: {str(error)[:120]!r}", file=sys.stderr, flush=True)
                 continue
             for row in family.rows(wanted, given.limit):
-                wrong += row.verdict == "wrong"
+                wrong += row.verdict in ("wrong", "stopped")
                 text = json.dumps(asdict(row))
                 print(text, flush=True)
                 if given.out:

@@ -212,7 +212,7 @@ def _rows(spec: Spec) -> Spec:
     """The tensor cut into rows over all ranks; as it is where it is whole on all and not worth cutting."""
     if not spec.ndim or (spec.layout.is_replicated() and spec.nbytes <= SMALL):
         return spec
-    layout = spec.layout
+    layout = spec.layout.without_blocks()  # which no axis may split beside another
     for axis, n in enumerate(spec.mesh.sizes):
         if n > 1:
             layout = layout.replace(axis, Shard(0))
