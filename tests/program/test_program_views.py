@@ -87,3 +87,33 @@ def test_views_of_gathered_parameters(look: str) -> None:
 
     for got in mw.simulate(rank, MESH):
         torch.testing.assert_close(got, alone(), rtol=1e-12, atol=1e-12)
+
+
+class Quantiser(nn.Module):
+    """The values that two convolutions make lie with channels last, as those of an attention do; so ``contiguous`` does
+    nothing on one device, and is not captured.  What is summed over ranks lies row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Conv2d(6, 12, 1), nn.Conv2d(12, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x.transpose(1, 2).unflatten(2, (4, 4))).relu()).tanh().permute(0, 2, 3, 1).contiguous()
+        return torch.cdist(y.view(-1, 6), self.up.weight[:, :, 0, 0]).square().mean()
+
+
+def test_a_view_of_what_lies_with_channels_last() -> None:
+    mesh, x = mw.Mesh({"tp": 2}), torch.randn(3, 16, 6, dtype=torch.float64)
+    layouts = {"up.*": {"tp": mw.Shard(0)}, "down.weight": {"tp": mw.Shard(1)}}
+    model = Quantiser().double()
+    loss = model(x)
+    loss.backward()
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        made = Quantiser().double()
+        step = mw.compile_step(made, lambda m, x: m(x), None, x, mesh=mesh, layouts=layouts, gradients=True)
+        return mw.unshard(step(x)), {n: mw.unshard(p.grad) for n, p in made.named_parameters() if p.grad is not None}
+
+    for found in mw.simulate(run, mesh):
+        torch.testing.assert_close(found, (loss.detach(), {n: p.grad for n, p in model.named_parameters()}))

@@ -153,7 +153,7 @@ class Native:
             return self.fn(x, *self.static)
         try:
             return self.fn(x, *self.static)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # the latter of fake tensors
             return self.otherwise(x, *self.static)
 
 
