@@ -384,7 +384,9 @@ def test_captured_steps_name_the_line_that_calls_them() -> None:
         step(x) if rank() else mw.unshard(x)
 
     line = fn.__code__.co_firstlineno + 7
-    assert f"rank 1: what was done so far over dp at test_check_mode.py:{line}" in told(fn, check=True)
+    assert f"rank 1: a captured step for the global batch (2, 2) over dp at test_check_mode.py:{line}" in told(
+        fn, check=True
+    )
 
 
 def test_where_a_value_is_read_does_not_depend_on_how_warm_the_code_is() -> None:

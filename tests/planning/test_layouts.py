@@ -283,9 +283,21 @@ def test_wrong_arguments() -> None:
     model, batch = made()
     with pytest.raises(LayoutError, match="mesh cannot be a dict"):
         mw.layouts(model, {"tp": 2}, batch)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"layouts: tensor='tpp': Mesh\(tp=3\) has the axes tp"):
+        mw.layouts(model, MESHES["tp3"], batch, loss_of, tensor="tpp")
+    with pytest.raises(CaptureError, match=r"must return a scalar tensor.* of shape \(4, 5, 60\): return its mean"):
+        mw.layouts(model, MESHES["tp3"], batch, lambda m, b: m(b[0]))
     table = found(MESHES["tp3"])
     with pytest.raises(LayoutError, match="a mapping from axes"):
         table["head.weight"] = {"dp": mw.Shard(0)}
+
+
+def test_leaves_of_the_batch_that_do_not_split_are_whole() -> None:
+    model, batch = made()
+    more = (*batch, torch.tensor(3.0), torch.randn(LENGTH))
+    table = mw.layouts(model, MESHES["dp2tp2"], more, lambda m, b: loss_of(m, b[:2]) * b[2] + b[3].sum())
+    assert table.batch == {"0": {"dp": mw.Shard(0)}, "1": {"dp": mw.Shard(0)}, "2": {}, "3": {}}
+    assert [n for n in table.notes if n == "3 of the batch is whole: it has not the 4 rows of others"]
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

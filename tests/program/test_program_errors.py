@@ -179,11 +179,23 @@ def test_ranks_that_capture_different_steps() -> None:
     def run() -> None:
         wide = 10 if runtime.RT.rank else 8
         model = nn.Linear(wide, 6)
-        with pytest.raises(DesyncError, match=r"ranks disagree|captured different steps"):
+        with pytest.raises(DesyncError, match=r"rank 1: the capture of a step for the global batch \(4, 10\)"):
             mw.compile_step(
                 model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, wide), mesh=MESH,
                 batch={"dp": mw.Shard(0)},
             )  # fmt: skip
+
+    mw.simulate(run, MESH)
+
+
+def test_a_rank_that_is_given_a_batch_of_another_shape() -> None:
+    def run() -> None:
+        step = compiled()
+        step(BATCH)
+        with pytest.raises(DesyncError) as told:
+            step(BATCH[: 4 - runtime.RT.rank])
+        assert "rank 0: a captured step for the global batch (4, 8)" in str(told.value)
+        assert "rank 1: the capture of a step for the global batch (3, 8)" in str(told.value)
 
     mw.simulate(run, MESH)
 

@@ -102,3 +102,29 @@ def test_simulated_ranks_run_the_same_cases() -> None:
     axes, make, loss_fn, data, options = CASES["dp x tp"]
     more = {k: v for k, v in options.items() if k != "clip_grad_norm"}
     compare(make, loss_fn, data(3), mw.Mesh(axes), adamw, clip=options["clip_grad_norm"], **more)
+
+
+def called_with_another_shape(known: bool) -> str:
+    """One rank has a row less: where all have seen that shape before, and where it has to be captured."""
+    mesh = mw.init_mesh({"dp": 2})
+    model, x = torch.nn.Linear(8, 6), torch.ones(4, 8)
+    step = mw.compile_step(
+        model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters()), x, mesh=mesh, batch=DP
+    )
+    step(x)
+    if known:
+        step(x[:3])
+    try:
+        step(x[: 4 - runtime.RT.rank])
+    except mw.errors.DesyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+def test_a_rank_that_is_given_another_shape(known: bool) -> None:
+    doing = "a captured step" if known else "the capture of a step"
+    for told in run_processes(called_with_another_shape, 2, known, timeout=60):
+        assert "rank 0: a captured step for the global batch (4, 8); now " in told
+        assert f"rank 1: {doing} for the global batch (3, 8); now " in told

@@ -64,7 +64,12 @@ def difference(of: Group, facts: Sequence[Fact]) -> tuple[str, str]:
 
 @contextmanager
 def together(
-    mesh: Mesh, what: str, said: str = "", fix: str = "", kind: type[MeshwrightError] = DesyncError
+    mesh: Mesh,
+    what: str,
+    said: str = "",
+    fix: str = "",
+    kind: type[MeshwrightError] = DesyncError,
+    doing: str = "",
 ) -> Iterator[list[Fact]]:
     """Inside, ranks prepare what they then do together: a mistake on one is raised on all when they leave it.
 
@@ -75,6 +80,7 @@ def together(
         said: the message where facts differ, with ``{}`` for which and how.
         fix: what to do then.
         kind: of the error on ranks that made no mistake themselves.
+        doing: what ranks do together here that others may not be about to do, for errors.
 
     Raises:
         DesyncError: on every rank, where facts differ.
@@ -86,11 +92,11 @@ def together(
     try:
         yield facts
     except Exception as error:
-        all_gather_object((str(error) or repr(error), ""), group(mesh))
+        all_gather_object((str(error) or repr(error), ""), group(mesh), doing)
         raise
     everyone = group(mesh)
     digest = hashlib.sha1(repr([(f.text, f.value) for f in facts]).encode()).hexdigest()
-    seen = all_gather_object(("", digest), everyone)
+    seen = all_gather_object(("", digest), everyone, doing)
     for rank, (text, _) in zip(mesh.ranks, seen, strict=True):
         if text:
             raise kind(f"{what} failed on rank {rank}: {text}")

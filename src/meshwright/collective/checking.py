@@ -74,13 +74,14 @@ def _gathered(row: Tensor, group: Group, call: Call) -> Callable[[], Tensor]:
     return arrived
 
 
-def so_far(numbers: Sequence[int], group: Group) -> Callable[[], list[tuple[int, ...]]]:
+def so_far(numbers: Sequence[int], group: Group, doing: str = "") -> Callable[[], list[tuple[int, ...]]]:
     """Start to compare what the ranks have done so far; call the answer for the ``numbers`` of each rank.
 
     On gloo, where a message of a few bytes costs no device a wait; elsewhere nothing is sent.
 
     Args:
         numbers: up to ``WORDS`` of them, of 64 bits.
+        doing: what the ranks do together, if they say so: what is another is an error.
 
     Raises:
         DesyncError: on every rank, from the answer: they ran different collectives in this group.
@@ -88,12 +89,13 @@ def so_far(numbers: Sequence[int], group: Group) -> Callable[[], list[tuple[int,
     own = tuple(numbers)
     if group.size == 1 or (group.pg is not None and not group.gloo):
         return lambda: [own]
+    call = Call(doing) if doing else _SO_FAR
     if runtime.RT.check:
-        about_to(group, _SO_FAR)
+        about_to(group, call)
     if group.pg is None:
-        seen: list[tuple[int, ...]] = simulated(own, group, _SO_FAR)
+        seen: list[tuple[int, ...]] = simulated(own, group, call)
         return lambda: seen
-    rows = _exchanged(own, group, _SO_FAR)
+    rows = _exchanged(own, group, call)
     return lambda: [tuple(row) for row in rows().tolist()]
 
 
@@ -177,10 +179,10 @@ def beside(group: Group, call: Call) -> None:
         _exchanged((), group, call)()
 
 
-def objects(obj: Any, group: Group) -> list[Any]:
+def objects(obj: Any, group: Group, doing: str = "") -> list[Any]:
     """The picklable objects of all real ranks.  Raises DesyncError if they ran different collectives before."""
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    sizes = _exchanged([data.numel()], group, _OBJECTS)().view(-1).tolist()
+    sizes = _exchanged([data.numel()], group, Call(doing) if doing else _OBJECTS)().view(-1).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=group.device)
     padded[: data.numel()] = data
     whole = _gathered(padded, group, _OBJECTS)().cpu()

@@ -383,10 +383,13 @@ def barrier(group: Group) -> None:
         t.item()
 
 
-def all_gather_object(obj: Any, group: Group) -> list[Any]:
+def all_gather_object(obj: Any, group: Group, doing: str = "") -> list[Any]:
     """The picklable objects of all ranks, in the order of the group; for small metadata.  Not counted.
 
     A simulated rank gets the other ranks' objects themselves, not copies.
+
+    Args:
+        doing: what they do together, for errors.
 
     Raises:
         DesyncError: on every rank, if they ran different collectives before.
@@ -394,8 +397,8 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     if group.pg is not None:
-        return checking.objects(obj, group)
-    return checking.simulated(obj, group, Call("all_gather_object"))
+        return checking.objects(obj, group, doing)
+    return checking.simulated(obj, group, Call(doing or "all_gather_object"))
 
 
 # -- what there is ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch.nn as nn
 from ..compat import pytree
 from ..errors import CaptureError
 from ..program.capture.export import Captured, LossFn
+from ..program.capture.source_lines import check_returned, own_loss
 
 Tensor = torch.Tensor
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -24,8 +25,12 @@ def captured_blocks(
 
     Runs the step once, on a copy, to see what modules are called with; nothing where that fails too (on the meta
     device).
+
+    Raises:
+        CaptureError: what the step returns is no loss.
     """
     calls: dict[str, Call] = {}
+    loss = loss_fn or own_loss
     tried = copy.deepcopy(model)
 
     def note(name: str) -> Callable[..., None]:
@@ -36,9 +41,10 @@ def captured_blocks(
             module.register_forward_pre_hook(note(name), with_kwargs=True)
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            _run(tried, loss_fn, batch)
+            made = loss(tried, batch)
     except Exception:
         return
+    check_returned(loss, model, made)
     done: list[str] = []
     for name, (args, kwargs) in sorted(calls.items()):
         module = model.get_submodule(name)
@@ -51,15 +57,6 @@ def captured_blocks(
             continue
         done.append(name)
         yield name, captured
-
-
-def _run(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> None:
-    if loss_fn is not None:
-        loss_fn(model, batch)
-    elif isinstance(batch, dict):
-        model(**batch)
-    else:
-        model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def _returned(module: nn.Module, call: Call) -> tuple[Tensor, ...]:

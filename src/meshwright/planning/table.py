@@ -53,7 +53,7 @@ def layouts(
         batch: an example: a tensor, or tuples, lists and dicts of tensors; global shapes.
         loss_fn: as for ``compile_step``; None: the model gives the loss.
         data: axis over which the batch is split.
-        tensor: axis over which parameters are split.  Axes that the mesh does not have are left out.
+        tensor: axis over which parameters are split.  Neither ``dp`` nor ``tp`` has to be one of the mesh.
 
     Returns:
         A mapping from globs to placements, which ``shard_module(model, mesh, table)`` and ``compile_step(...,
@@ -65,7 +65,7 @@ def layouts(
 
     Raises:
         CaptureError: neither the step nor a block of it can be captured; names the line.
-        LayoutError: arguments of another kind.
+        LayoutError: arguments of another kind, an axis that the mesh does not have.
 
     Example::
 
@@ -74,6 +74,9 @@ def layouts(
         print(table)
         step = mw.compile_step(model, loss_fn, optimizer, batch, mesh=mesh, layouts=table)
     """
+    for name, axis, usual in (("data", data, "dp"), ("tensor", tensor, "tp")):
+        if axis not in (None, usual, *mesh.axes):
+            raise LayoutError(f"layouts: {name}={axis!r}: {mesh!r} has the axes {', '.join(mesh.axes)}")
     notes: list[str] = []
     parts = _captured(model, loss_fn, batch, mesh, notes)
     lines = dict.fromkeys((n for n, _ in model.named_parameters()), LayoutLine({}, "not used, or not captured"))

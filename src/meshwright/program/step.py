@@ -33,7 +33,7 @@ from .run.bind import BACKENDS, Carrier, Ready
 from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
-from .run.peers import Peers
+from .run.peers import Peers, doing
 from .run.pipeline import cut_batch
 
 if TYPE_CHECKING:
@@ -176,7 +176,9 @@ class CompiledStep:
 
     def _recorded(self, batch: Any, again: bool = True) -> Recorded:
         """The step as it is captured for batches like this one, the same on all ranks."""
-        with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
+        with together(
+            self.mesh, self._source.name, CAPTURED, REBUILD, doing=self._capturing(pytree.tree_leaves(batch))
+        ) as facts:
             with forgotten(), interrupts_deferred():
                 made = self._source.record(batch, self.training, again)
             if self.training:
@@ -185,6 +187,9 @@ class CompiledStep:
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
         self._affordable(made.program)
         return made
+
+    def _capturing(self, leaves: Sequence[Any]) -> str:
+        return "" if self._source.by_hand else doing(leaves, "the capture of a step")
 
     def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[Asked, ...]:
         if recorded.built is None:
@@ -218,7 +223,7 @@ class CompiledStep:
         if found is None:
             return None
         many, variables = found
-        with together(self.mesh, self._source.name, CAPTURED, REBUILD) as facts:
+        with together(self.mesh, self._source.name, CAPTURED, REBUILD, doing=self._capturing(leaves)) as facts:
             made = many.ready(variables, self._source.reads())
             facts.append(Fact("a program for many sizes", (shapes, made is None)))
         if made is None:

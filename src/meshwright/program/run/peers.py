@@ -23,6 +23,12 @@ Tensor = torch.Tensor
 _STATES = "programs for (state of the model, training, default dtype, deterministic algorithms, autocast)"
 
 
+def doing(leaves: Sequence[Any], what: str) -> str:
+    """What ranks do with a batch that all of them have whole, so that another shape on one is told as such."""
+    shapes = ", ".join(str(tuple(x.shape)) for x in leaves if isinstance(x, Tensor))
+    return f"{what} for the global batch {shapes}" if shapes else ""
+
+
 class Peers:
     """Compares learning rates, what programs were made for, batches and writes to what a step owns.
 
@@ -54,7 +60,7 @@ class Peers:
         digests = collective.digests(plain, whole=runtime.RT.check)
         self.batches = zlib.crc32(repr((self.batches, digests)).encode())
         self.states.append(state)
-        answer = self._start(bound, torn) if updates else None
+        answer = self._start(bound, torn, leaves) if updates else None
         made = bound(leaves)
         bound.seen = bound.writes()
         if answer is not None:
@@ -85,12 +91,12 @@ class Peers:
         collective.claim_all("what a captured step finds outside of the model", bound.outside, everyone)
         collective.claim_all("what a captured step is given", batch, everyone)
 
-    def _start(self, bound: Bound, torn: bool) -> Callable[[], None]:
+    def _start(self, bound: Bound, torn: bool, leaves: Sequence[Any]) -> Callable[[], None]:
         optimizer = self.carrier.optimizer
         rates = [] if optimizer is None else [float(g["lr"]) for g in optimizer.param_groups if "lr" in g]
         group = collective.group(self.mesh)
         words = (zlib.crc32(repr((rates, self.states)).encode()), self.batches, bound.writes() - bound.seen, int(torn))
-        heard = collective.so_far(words, group)
+        heard = collective.so_far(words, group, doing(leaves, "a captured step") if self.whole else "")
         return lambda: self._judge(bound, group, heard(), rates)
 
     def _judge(self, bound: Bound, group: collective.Group, heard: list[tuple[int, ...]], rates: list[float]) -> None:
@@ -125,4 +131,4 @@ class Peers:
         }
 
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "doing"]
