@@ -83,3 +83,33 @@ def test_generate() -> None:
     expected = generated(None)
     for made in mw.simulate(lambda: generated(MESH), MESH):
         assert made == expected
+
+
+def test_a_cache_that_is_returned_beside_the_loss_is_none_of_a_captured_step() -> None:
+    """With the configuration that a model has by itself, and without a loss function."""
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+
+    def new() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).double()
+
+    ids = torch.randint(40, (4, 6), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    model = new()
+    expected = model(**batch)
+    assert expected.past_key_values is not None
+    expected.loss.backward()
+    table = mw.layouts(new(), MESH, batch)
+    assert not [note for note in table.notes if "block by block" in note]
+
+    def run() -> tuple[Any, Any]:
+        mine = new()
+        made = mw.compile_step(mine, None, None, batch, mesh=MESH, layouts=table, gradients=True)(batch)
+        assert made.past_key_values is None
+        return mw.unshard(made.loss), {n: mw.unshard(p.grad) for n, p in mine.named_parameters()}
+
+    for found in mw.simulate(run, MESH):
+        torch.testing.assert_close(found, (expected.loss.detach(), {n: p.grad for n, p in model.named_parameters()}))

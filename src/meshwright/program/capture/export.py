@@ -54,6 +54,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 Dtypes = Mapping[str, torch.dtype]
 LossFn = Callable[[nn.Module, Any], Any]
+_RETURNED = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ class StepModule(nn.Module):
         ):  # fmt: skip
             made = self.loss_fn(self.model, pytree.tree_unflatten(leaves, self.tree))
         check_returned(self.loss_fn, self.model, made)
-        return made
+        # A cache of keys, which models of transformers return beside the loss, is no value of a program.
+        return pytree.tree_map(lambda x: x if isinstance(x, _RETURNED) else None, made)
 
 
 @contextlib.contextmanager
