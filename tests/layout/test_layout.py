@@ -146,9 +146,9 @@ def test_paddle_view():
 
 @given(mesh=meshes(), ndim=st.integers(0, 3), data=st.data())
 def test_equal_hash_pickle_copy(mesh, ndim, data):
-    turned = mw.Layout(mw.Mesh({"a": 2, "b": 3}), [mw.Shard(0), mw.Shard(0)], order={0: ("b", "a")}, ndim=ndim)
+    turned = mw.Layout(mw.Mesh({"a": 2, "b": 3}), [mw.Shard(0), mw.Shard(0)], order={0: ["b", "a"]}, ndim=2)
     for layout in (data.draw(layouts(mesh, ndim, OPS)), turned):
-        again = mw.Layout(layout.mesh, layout.placements, order=dict(layout.order), ndim=ndim)
+        again = mw.Layout(layout.mesh, layout.placements, order=dict(layout.order), ndim=layout.ndim)
         for other in (again, pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout)):
             assert other == layout
             assert hash(other) == hash(layout)
