@@ -28,6 +28,9 @@ def real(*shape: int) -> Tensor:
 CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cumsum": ("cumsum", (real(7, 3), 0)),
     "cumsum of a vector": ("cumsum", (real(7), 0)),
+    "logcumsumexp": ("logcumsumexp", (real(7, 3), 0)),
+    "cumprod": ("cumprod", (real(7, 3), 0)),
+    "cumprod of a vector": ("cumprod", (real(7), 0)),
     "roll, two dims": ("roll", (real(7, 5), (1, -3), (0, 1))),
     "roll by more than all": ("roll", (real(7), 9, 0)),
     "flip": ("flip", (real(7, 5), [0, 1])),
@@ -66,6 +69,9 @@ def _mamba(x: Tensor, w: Tensor) -> Tensor:
 PROGRAMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "shifted labels": lambda x, w: F.pad(x[:, 1:], (0, 0, 0, 1)).mul(w[:, 0]),
     "scan of sums": lambda x, w: x.cumsum(1) * w[:, 0],
+    "scan of products": lambda x, w: x.cumprod(1) * w[:, 0],
+    "scan of products, with zeros": lambda x, w: (x * (x.abs() > 0.5)).cumprod(1) * w[:, 0],
+    "scan of logs of sums": lambda x, w: x.logcumsumexp(1) * w[:, 0],
     "roll and flip": lambda x, w: x.roll(2, 1) * w[:, 0] + x.flip(1),
     "differences": lambda x, w: torch.diff(x, dim=1) * w[:, 0],
     "windows": lambda x, w: x.unfold(1, 3, 1) * w[0],
@@ -119,7 +125,9 @@ def _into_slices(x: Tensor) -> Tensor:
     return x * 1
 
 
-@pytest.mark.parametrize("fn", [_first_row, _behind_its_back, _into_slices, lambda x: x.cumsum_(1)])
+@pytest.mark.parametrize(
+    "fn", [_first_row, _behind_its_back, _into_slices, lambda x: x.cumsum_(1), lambda x: x.cumprod_(1)]
+)
 def test_slices_are_still_views_of_what_they_were_cut_from(fn: Callable[[Tensor], Tensor]) -> None:
     x = real(2, 8, 3)
     want = x.clone()
@@ -137,11 +145,13 @@ def test_slices_are_still_views_of_what_they_were_cut_from(fn: Callable[[Tensor]
     ("fn", "rows"),
     [
         (lambda x: x.cumsum(1), (0, 1, 2, 3)),  # by the number of parts before it, whatever the length
+        (lambda x: x.cumprod(1), (0, 1, 2, 3)),
+        (lambda x: x.logcumsumexp(1), (0, 1, 2, 3)),
         (lambda x: x.roll(1, 1), (1, 1, 1, 1)),
         (lambda x: x[:, 1:], (0, 1, 1, 1)),  # each part but the last begins, and ends, a row later
         (lambda x: F.conv1d(x.transpose(1, 2), x.new_ones(2, 2, 3), padding=1), (1, 2, 2, 1)),
     ],
-    ids=["scan", "roll", "slice", "convolution"],
+    ids=["scan", "products", "logs", "roll", "slice", "convolution"],
 )
 def test_only_what_crosses_is_sent(fn: Callable[[Tensor], Tensor], rows: tuple[int, ...]) -> None:
     mesh = mw.Mesh({"a": 4})

@@ -398,3 +398,33 @@ def test_arguments_that_do_not_fit() -> None:
     for key in (q[..., :4, :], q[:, :3], q[0]):
         with pytest.raises(DispatchError, match="do not fit"):
             mw.attention(q, key, key, document_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("n", "t", "window", "heads"), [(4, 32, 3, 3), (3, 7, 4, 2), (4, 5, 2, 1), (2, 16, 20, 1), (4, 3, 2, 1)]
+)
+def test_windows_bring_the_keys_that_they_reach(n: int, t: int, window: int, heads: int) -> None:
+    """To second order the numbers of one device; and in the forward the rows before a rank's own, in bytes."""
+    mesh, cp = mw.Mesh({"cp": n}), {"cp": mw.Shard(2)}
+    given = [torch.randn(2, m, t, 4, dtype=torch.float64) for m in (heads, 1, 1)]
+
+    def results(own: list[Tensor]) -> list[Tensor]:
+        made = mw.attention(*own, window=window)  # type: ignore[misc]
+        first = torch.autograd.grad((made * torch.cos(made.detach())).sum(), own, create_graph=True)
+        return [made, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), own)]
+
+    def run() -> tuple[list[Tensor], dict[str, int]]:
+        own = [mw.shard_tensor(x, mesh, cp).requires_grad_() for x in given]
+        with collective.counting() as counts:
+            mw.attention(*own, window=window)  # type: ignore[misc]
+        return [mw.unshard(x.detach()) for x in results(own)], dict(counts.bytes)
+
+    want = [x.detach() for x in results([x.clone().requires_grad_() for x in given])]
+    found = mw.simulate(run, mesh)
+    bounds = [(i * -(-t // n), min((i + 1) * -(-t // n), t)) for i in range(n)]
+    rows = sum(a - max(a - window + 1, 0) for a, b in bounds if a < b)
+    assert sum(sent["exchange_rows"] for _, sent in found) == rows * 2 * 2 * 4 * 8
+    for got, sent in found:
+        assert set(sent) == {"exchange_rows"}
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

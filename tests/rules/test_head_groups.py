@@ -56,7 +56,6 @@ CASES: dict[str, tuple[dict[str, int], dict[str, mw.Shard], tuple[int, int], int
     "gather, an empty part": ({"cp": 4}, CP, (2, 2), 5, "gather", everything),
     "gather, uneven heads": ({"cp": 2, "tp": 2}, BOTH, (3, 3), 8, "gather", sdpa),
     "gather, documents": ({"cp": 3}, CP, (4, 2), 13, "gather", packed),
-    "gather, windows": ({"cp": 2}, CP, (4, 2), 12, "gather", in_windows),
     "heads": ({"cp": 2}, CP, (8, 4), 16, "heads", sdpa),
     "heads, uneven": ({"cp": 3}, CP, (6, 6), 7, "heads", everything),
     "heads, split too": ({"cp": 2, "tp": 2}, BOTH, (8, 8), 6, "heads", sdpa),
@@ -73,7 +72,7 @@ def test_like_one_device(name: str) -> None:
         want = plain(results(fn, [x.clone().requires_grad_() for x in given]))
     # One head of keys, or of each rank one.
     most = BATCH * t * WIDTH * 8 * (2 if strategy == "gather" else 2 + 2 * h // g)
-    op = "attention" if fn in (packed, in_windows) else SDPA
+    op = "attention" if fn in (packed,) else SDPA
 
     def run(wish: str, twice: bool) -> Any:
         own = [mw.shard_tensor(x, mesh, laid).requires_grad_() for x in given]
@@ -123,6 +122,23 @@ def test_what_is_sent_again_in_the_backward() -> None:
     for said, why in mw.simulate(lambda: run(f"heads:max_bytes={3 * one}"), mesh):
         assert said == {"all_to_all": ((2 * q + 2 * k) * 2 + 2 * k + 2 * q) // 2}
         assert any("in 2 groups" in w for w in why)
+
+
+def test_windows_bring_what_they_reach_where_that_is_under_the_bound() -> None:
+    mesh, given = mw.Mesh({"cp": 2}), [drawn(BATCH, n, 12, WIDTH) for n in (4, 2, 2)]
+
+    def run(most: int) -> Any:
+        own = [mw.shard_tensor(x, mesh, CP) for x in given]
+        with mw.strategies({"attention": {"cp": f"gather:max_bytes={most}"}}), collective.counting() as counts:
+            made = in_windows(*own)
+        return mw.unshard(made), dict(counts.bytes)
+
+    reached = 2 * BATCH * 2 * 2 * WIDTH * 8  # of keys and values two rows before the own ones, of two heads
+    (found, sent), _ = mw.simulate(lambda: run(reached), mesh)
+    check_equal(found, in_windows(*given))
+    assert sent == {"exchange_rows": reached}
+    with pytest.raises(DispatchError, match="than what one head of keys brings"):
+        mw.simulate(lambda: run(reached - 1), mesh)
 
 
 def test_memory_of_a_step_is_less() -> None:

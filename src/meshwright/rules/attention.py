@@ -72,12 +72,14 @@ STRATEGIES["scaled_dot_product_attention"] = ("gather", "heads")
 BOUNDED |= {"scaled_dot_product_attention", "attention"}
 
 
-def moved_to_heads(op: str, query: Arg, key: Arg, value: Arg, shared: float, mask: Arg | None = None) -> dict[str, str]:
+def moved_to_heads(
+    op: str, query: Arg, key: Arg, value: Arg, shared: float, mask: Arg | None = None, reach: int | None = None
+) -> dict[str, str]:
     """The axes that split the sequence and are to split the heads instead; to each what speaks against it, or nothing.
 
     To gather, a rank sends its keys and values to all others, and ``shared`` of its queries and results, so that all
     have the same work; -1: all but 1/n.  To split heads, it sends of all four all but its own part, and has whole rows
-    (DeepSpeed-Ulysses, arXiv 2309.14509).
+    (DeepSpeed-Ulysses, arXiv 2309.14509).  With ``reach`` a rank needs only so many keys before its own.
     """
     given = [t.spec for t in (query, key, value)]
     specs = [s for s in given if s is not None and s.ndim > 2]
@@ -94,7 +96,8 @@ def moved_to_heads(op: str, query: Arg, key: Arg, value: Arg, shared: float, mas
         cuts = [cut * math.prod(mesh.axis_size(b) for b in found) for cut in cuts]
         wrong = next((s for s, cut in zip(specs, cuts, strict=True) if s.shape[-3] % cut or not s.nbytes), None)
         sent = (n - 1) / n if shared < 0 else shared
-        gather, heads = (n - 1) * (k + v) + (q + out) * sent, (n - 1) / n * (q + k + v + out)
+        others = n - 1.0 if reach is None else min(n - 1, reach * n / max(key.shape[-2], 1))
+        gather, heads = others * (k + v) + (q + out) * sent, (n - 1) / n * (q + k + v + out)
         if mask is not None and mask.spec is not None and mask.spec.layout.placements[a] == Shard(mask.ndim - 2):
             heads += (n - 1) / n * mask.spec.nbytes
         wish = Wish.of(wished.get(axis, "")).name

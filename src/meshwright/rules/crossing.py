@@ -38,20 +38,24 @@ def own_rows(ctx: Local, factor: str) -> Span:
 Scan = Callable[..., Tensor]
 
 
-def scan(x: Arg, dim: Any, total: Scan, combine: Callable[[Tensor, Tensor], Tensor], op: Scan, **flags: Any) -> Rule:
+def scan(
+    x: Arg, dim: Any, total: Scan, combine: Callable[[Tensor, Tensor], Tensor], op: Scan,
+    unsplit: Callable[[Local], LocalFn | None] | None = None, **flags: Any,
+) -> Rule:  # fmt: skip
     """A scan along ``dim``: each part is scanned by itself and combined with the totals of the parts before it.
 
     Args:
         total: ``total(x, dim, dtype)``: of all rows one, of none the neutral one, also of such totals.
         combine: of a part's scan and what is before it.
         op: the op itself.
+        unsplit: the local function where ``dim`` is not split.
     """
     d, letters = x.dim(dim), x.letters
     factor = letters[d : d + 1]
 
     def local(ctx: Local) -> LocalFn | None:
         if not factor or not ctx.is_split(*factor):
-            return None
+            return None if unsplit is None else unsplit(ctx)
         parts, axes = ctx.parts(factor[0]), ctx.axes(factor[0])
         held, wanted = [[(p, p + 1)] for p in parts], [[(0, p)] for p in parts]
         first = parts[ctx.place_in(factor[0])] == 0
@@ -60,8 +64,11 @@ def scan(x: Arg, dim: Any, total: Scan, combine: Callable[[Tensor, Tensor], Tens
             made = op(x, *args, **kwargs)
             own = total(x, d, made.dtype)
             before = ctx.exchange(own, d, axes, held, wanted, "each part of a scan begins with the totals before it")
-            # Who has nothing before it is in the graph of the others all the same.
-            return made + nothing((), before) if first else combine(made, total(before, d, made.dtype))
+            if not first:
+                return combine(made, total(before, d, made.dtype))
+            # Who has nothing before it is in the graph of the others all the same, and if these combine by what is not
+            # linear, in that of gradients of gradients.
+            return made + nothing((), before) if "linear" in flags else made * (1 + nothing((), before))
 
         return run
 

@@ -302,7 +302,10 @@ lines({
         None if x.dtype.is_complex else reduction(x, dim, keepdim, decompose=_logsumexp_composed)
     ),
     "cumsum": lambda x, dim, **kwargs: crossing.scan(x, dim, crossing.sum_of, torch.add, torch.cumsum, linear=[x]),
-    "logcumsumexp": lambda x, dim, **kwargs: _along(x, dim),
+    "logcumsumexp": lambda x, dim, **kwargs: (
+        _along(x, dim) if x.dtype.is_complex
+        else crossing.scan(x, dim, _logsumexp_of, _logaddexp, torch.logcumsumexp)
+    ),
     "cummax cummin": lambda x, dim, **kwargs: _along(x, dim, outputs=2),
     "sort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 2),
     "argsort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 1),
@@ -314,22 +317,37 @@ lines({
 })  # fmt: skip
 
 
+def _logsumexp_of(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.logsumexp(x, dim, True)
+
+
+def _logaddexp(x: Tensor, before: Tensor) -> Tensor:
+    """Where both are minus infinity the derivatives are zeros, as those of the op are."""
+    hidden = (x == -math.inf) & (before == -math.inf)
+    made = torch.logaddexp(x.masked_fill(hidden, 0.0), before.masked_fill(hidden, 0.0))
+    return made.masked_fill(hidden, -math.inf)
+
+
+def _product_of(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.prod(x, dim, True, dtype=dtype)
+
+
+def _cumprod(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    made = torch.cumprod(x, *args, **kwargs)
+    # Of one element, as along a dim of one, PyTorch's derivative is a constant.
+    return made + nothing((), x.exp()) if x.numel() <= 1 else made
+
+
 @rule("cumprod")
 def cumprod(x: Arg, dim: int, **kwargs: Any) -> Rule:
-    """Along a whole dim."""
+    """A part's scan is multiplied with the products of those before it; derivatives are those of products."""
 
-    def local(ctx: Local) -> LocalFn | None:
+    def unsplit(ctx: Local) -> LocalFn | None:
         if math.prod(ctx.in_shape()) > 1 or math.prod(x.shape) <= 1 or x.shape[dim] == 1:
             return None
+        return _cumprod
 
-        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            made = torch.cumprod(x, *args, **kwargs)
-            # Of one element, as along a dim of one, PyTorch's derivative is a constant.
-            return made + nothing((), x.exp())
-
-        return run
-
-    return _along(x, dim, local=local)
+    return crossing.scan(x, dim, _product_of, torch.mul, _cumprod, unsplit)
 
 
 @rule("renorm")
