@@ -14,39 +14,16 @@ from meshwright import collective
 from meshwright.errors import MeshwrightError, PassError, ProgramError
 from meshwright.passes import Pipeline
 from meshwright.program import Action, Schedule
-from tests.program import test_stages as stages
-from tests.program.test_stages import DP, TP, captured, whole
+from tests.support import stages
 from tests.support.processes import run_processes
+from tests.support.stages import DP, TP, captured, ignoring, one_device, steps, whole
 
 Tensor = torch.Tensor
 STEPS = 2
 
 
-def data(i: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Labels of which many are ignored: more of some micro-batches than of others, all of the last."""
-    x, y = stages.data(i, rows)
-    y[torch.rand(y.shape, generator=torch.Generator().manual_seed(i)) < torch.linspace(0, 0.9, rows)[:, None]] = -100
-    y[-1] = -100
-    return x, y
-
-
-def one_device(rows: int, tie: bool, clip: float | None) -> tuple[list[float], dict[str, Tensor]]:
-    model = stages.net(tie)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
-    for i in range(STEPS):
-        loss = stages.loss_of(model, data(i, rows))
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def steps(mesh: mw.Mesh, rows: int, how: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    step, model, _ = captured(mesh, passes=[f"pipeline:{how}", *options.pop("passes", ())], **options)
-    return [step(data(i, rows)).item() for i in range(STEPS)], whole(model)
+def batches(rows: int) -> list[Any]:
+    return [ignoring(i, rows) for i in range(STEPS)]
 
 
 CASES: list[tuple[dict[str, int], int, int, dict[str, Any]]] = [
@@ -55,6 +32,7 @@ CASES: list[tuple[dict[str, int], int, int, dict[str, Any]]] = [
     ({"pp": 2, "dp": 2}, 2, 8, {"batch": DP, "stored_over": "dp", "tie": True}),
     ({"pp": 2}, 1, 3, {}),
     ({"pp": 2, "tp": 2}, 4, 8, {"layouts": TP}),
+    ({"pp": 4}, 2, 8, {"blocks": (stages.Block,) * 4}),
     ({"dp": 2, "pp": 2}, 4, 11, {"batch": DP, "states_over": "dp"}),
     ({"pp": 2, "dp": 3}, 2, 12, {"batch": DP, "stored_over": "dp", "tie": True}),
     ({"pp": 2, "dp": 2}, 2, 8, {"batch": DP, "loss_scale": 64.0, "passes": ["data-parallel-optimization"]}),
@@ -66,11 +44,13 @@ CASES: list[tuple[dict[str, int], int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("axes", "micro_batches", "rows", "options"), CASES, ids=str)
 def test_bits(axes: dict[str, int], micro_batches: int, rows: int, options: dict[str, Any]) -> None:
     """One device's numbers; the cut step has the bits of the uncut one, whatever the schedule."""
-    losses, wanted = one_device(rows, options.get("tie", False), options.get("clip", 0.3))
+    losses, wanted = one_device(batches(rows), options.get("clip", 0.3), options.get("tie", False))
     bits: Any = None
     for schedule in ("uncut", *(("gpipe", "1f1b") if len(axes) == 1 else ()), "zero-bubble"):
         how = f"micro_batches={micro_batches},schedule={schedule}"
-        for found, params in mw.simulate(lambda h=how: steps(mw.Mesh(axes), rows, h, **options), mw.Mesh(axes)):
+        for found, params in mw.simulate(
+            lambda h=how: steps(mw.Mesh(axes), batches(rows), h, **options), mw.Mesh(axes)
+        ):
             bits = bits or (found, params)
             assert found == pytest.approx(losses, abs=1e-13)
             assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
@@ -79,12 +59,12 @@ def test_bits(axes: dict[str, int], micro_batches: int, rows: int, options: dict
 
 
 def real(how: str, options: Any) -> Any:
-    return steps(mw.init_mesh({"pp": 2, "dp": 2}), 8, how, batch=DP, **options)
+    return steps(mw.init_mesh({"pp": 2, "dp": 2}), batches(8), how, batch=DP, **options)
 
 
 @pytest.mark.processes
 def test_real_processes() -> None:
-    losses, wanted = one_device(8, True, 0.3)
+    losses, wanted = one_device(batches(8), tie=True)
     how = "micro_batches=4,schedule=zero-bubble"
     for found, params in run_processes(real, 4, how, {"tie": True, "states_over": "dp"}, timeout=120):
         assert found == pytest.approx(losses, abs=1e-13)
@@ -97,9 +77,9 @@ def test_bytes_and_work_of_a_stage() -> None:
 
     def run() -> Any:
         step, _, _ = captured(mesh, passes=[f"pipeline:micro_batches={micro_batches}"], batch=DP)
-        step(data(0, rows))
+        step(ignoring(0, rows))
         with collective.counting() as counts:
-            step(data(0, rows))
+            step(ignoring(0, rows))
         parts = step.program.parts
         linear = sum("addmm" in str(n.target) for n in parts["F"].graph.nodes)
         return (
@@ -148,7 +128,7 @@ def test_held_micro_batches_are_those_of_the_schedule() -> None:
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(run_pipeline._Run, "__init__", counted)
-                step(data(0, 6))
+                step(ignoring(0, 6))
             return step.program.pipeline.schedule
 
         order = mw.simulate(run, mesh)[0]
@@ -163,7 +143,7 @@ def test_what_users_do_to_it() -> None:
         step, model, _ = captured(mesh, passes=["pipeline:micro_batches=2"], gradients=True, clip=None)
         alone = stages.net()
         for rows in (8, 5):
-            given = data(rows, rows)
+            given = ignoring(rows, rows)
             assert step.eval(given).item() == pytest.approx(stages.loss_of(alone, given).item(), abs=1e-13)
             alone.load_state_dict(whole(model))
             alone.zero_grad()
@@ -173,7 +153,7 @@ def test_what_users_do_to_it() -> None:
                 grad = model.get_parameter(name).grad
                 assert (mw.unshard(grad) - p.grad).abs().max() < 1e-14, name
             alone.load_state_dict(whole(model))
-        given = data(3, 8)
+        given = ignoring(3, 8)
         lies = tuple(mw.shard_tensor(t, mesh, mw.Replicate()) for t in given)
         assert step(lies).item() == pytest.approx(stages.loss_of(alone, given).item(), abs=1e-13)
 
@@ -204,13 +184,13 @@ def test_a_loss_that_is_a_sum() -> None:
         model = stages.net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         step = mw.compile_step(
-            model, loss_of, optimizer, data(0, 7), mesh=mw.Mesh({"pp": 2}), stages=stages.STAGES,
+            model, loss_of, optimizer, ignoring(0, 7), mesh=mw.Mesh({"pp": 2}), stages=stages.STAGES,
             passes=["pipeline:micro_batches=3"],
         )  # fmt: skip
-        return step(data(0, 7)).item(), whole(model)
+        return step(ignoring(0, 7)).item(), whole(model)
 
     alone = stages.net()
-    loss = loss_of(alone, data(0, 7))
+    loss = loss_of(alone, ignoring(0, 7))
     loss.backward()
     torch.optim.SGD(alone.parameters(), lr=0.01).step()
     for found, params in mw.simulate(run, mw.Mesh({"pp": 2})):
@@ -235,11 +215,11 @@ def test_a_schedule_of_ones_own() -> None:
             for p in model.parameters():
                 p.fill_(0.01)
         step = mw.compile_step(
-            model, stages.loss_of, torch.optim.SGD(model.parameters(), lr=0.1), data(0, 6), mesh=mesh,
+            model, stages.loss_of, torch.optim.SGD(model.parameters(), lr=0.1), ignoring(0, 6), mesh=mesh,
             stages=stages.STAGES, passes=[how],
         )  # fmt: skip
-        step(data(0, 6))
-        return step(data(1, 6)).item()
+        step(ignoring(0, 6))
+        return step(ignoring(1, 6)).item()
 
     ways = [Pipeline(3, mine), Pipeline(3, lambda p, m: mine), Pipeline(3, "uncut")]
     own, made, uncut = [mw.simulate(lambda h=h: run(h), mesh)[0] for h in ways]
@@ -281,7 +261,7 @@ def test_bad_input(options: Any, error: type[MeshwrightError], message: str) -> 
     def run() -> None:
         with pytest.raises(error, match=message):
             mw.compile_step(
-                kind(), stages.loss_of, None, of(*data(0, rows)), mesh=mesh,
+                kind(), stages.loss_of, None, of(*ignoring(0, rows)), mesh=mesh,
                 **{"stages": stages.STAGES, "passes": ["pipeline:micro_batches=4"], **given},
             )  # fmt: skip
 

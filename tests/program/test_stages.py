@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.errors import CaptureError, LayoutError, MeshwrightError
@@ -17,84 +15,13 @@ from meshwright.program.ir.edges import edges
 from meshwright.program.ir.nodes import info_of
 from meshwright.ranks import runtime
 from tests.support.processes import run_processes
+from tests.support.stages import DP, STAGES, TP, Net, captured, data, loss_of, net, one_device, whole
 
 Tensor = torch.Tensor
-DP = {"dp": mw.Shard(0)}
-TP = {
-    "layers.*.up.weight": {"tp": mw.Shard(0)}, "layers.*.up.bias": {"tp": mw.Shard(0)},
-    "layers.*.down.weight": {"tp": mw.Shard(1)},
-}  # fmt: skip
-STAGES = {"pp": "layers"}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.gain = nn.Linear(6, 12), nn.Linear(12, 6), nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gain * self.down(self.up(x).relu())
-
-
-class Net(nn.Module):
-    """Three blocks, which two stages cannot share evenly; parameters that are numbers."""
-
-    def __init__(self, tie: bool = False) -> None:
-        super().__init__()
-        self.head = nn.Linear(6, 11, bias=False)  # listed first, used last
-        self.tokens, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        if tie:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x)
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(self.norm(h))
-
-
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-
-def data(i: int, rows: int = 8) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(i)
-    return torch.randint(11, (rows, 5), generator=draw), torch.randint(11, (rows, 5), generator=draw)
-
-
-def net(tie: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    return Net(tie).double()
-
-
-Result = dict[str, Tensor]
-
-
-def one_device(tie: bool, steps: int, clip: float | None) -> tuple[list[float], Result]:
-    model = net(tie)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
-    for i in range(steps):
-        loss = loss_of(model, data(i))
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def captured(mesh: mw.Mesh, tie: bool = False, clip: float | None = 0.3, **options: Any) -> Any:
-    model = net(tie)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"stages": STAGES, **options}
-    step = mw.compile_step(model, loss_of, optimizer, data(0), mesh=mesh, clip_grad_norm=clip, **options)
-    return step, model, optimizer
-
-
-def whole(model: nn.Module) -> Result:
-    return {n: mw.unshard(p.detach()).clone() for n, p in model.named_parameters()}
+def batches(n: int) -> list[Any]:
+    return [data(i) for i in range(n)]
 
 
 CASES = [
@@ -115,7 +42,7 @@ def test_equals_one_device(axes: dict[str, int], options: Any) -> None:
         step, model, _ = captured(mw.Mesh(axes), **options)
         return [step(data(i)).item() for i in range(2)], whole(model)
 
-    losses, wanted = one_device(options.get("tie", False), 2, options.get("clip", 0.3))
+    losses, wanted = one_device(batches(2), options.get("clip", 0.3), options.get("tie", False))
     for found, params in mw.simulate(run, mw.Mesh(axes)):
         assert found == pytest.approx(losses, abs=1e-14)
         assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
@@ -128,7 +55,7 @@ def real(axes: dict[str, int]) -> Any:
 
 @pytest.mark.processes
 def test_real_processes() -> None:
-    losses, wanted = one_device(False, 2, 0.3)
+    losses, wanted = one_device(batches(2))
     for found, params in run_processes(real, 4, {"pp": 2, "dp": 2}, timeout=120):
         assert found == pytest.approx(losses, abs=1e-14)
         assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
@@ -180,7 +107,7 @@ def test_one_value_crosses_each_border_each_way() -> None:
 
 def test_a_checkpoint_of_it_loads_on_another_mesh(tmp_path: Path) -> None:
     """And the other way round; states too: what follows has the numbers of one device."""
-    losses, wanted = one_device(False, 4, 0.3)
+    losses, wanted = one_device(batches(4))
 
     def run(axes: dict[str, int], options: Any, first: int) -> Callable[[], Any]:
         def ranks() -> Any:

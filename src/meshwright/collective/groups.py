@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -129,11 +130,17 @@ def _process_group(mesh: Mesh, axes: tuple[int, ...]) -> Link:
     return found
 
 
-def new_link(parts: tuple[tuple[int, ...], ...], device: str, lane: str = "") -> Link:
+def new_link(
+    parts: tuple[tuple[int, ...], ...], device: str, lane: str = "", beside: Sequence[int] = ()
+) -> Link | None:
     """A process group of this rank's part of the ranks; all of them call it together, in one order.
 
     Args:
         lane: what tells it from other groups of the same ranks.
+        beside: ranks that call it too, and are in no part.
+
+    Returns:
+        None on ranks in no part.
     """
     rank, world = runtime.RT.rank, dist.get_world_size()
     if runtime.RT.watcher is not None and (lost := runtime.RT.watcher.error("while groups were made")):
@@ -141,7 +148,7 @@ def new_link(parts: tuple[tuple[int, ...], ...], device: str, lane: str = "") ->
     own: Any = None
     # torch wants every rank of the world to make every group, in one order; but ranks outside the mesh are
     # not here to do so, and then each group is made by its members alone.
-    apart = sum(map(len, parts)) < world
+    apart = sum(map(len, parts)) + len(beside) < world
     everyone = dist.group.WORLD
     assert everyone is not None
     # gloo's group of all ranks may carry the user's collectives and waits for half an hour: an own one costs little.
@@ -149,7 +156,8 @@ def new_link(parts: tuple[tuple[int, ...], ...], device: str, lane: str = "") ->
     # The backend's own end of waiting comes after ours, which says more.
     limit = timedelta(seconds=(runtime.RT.timeout or TIMEOUT) + 10)
     before = open_sockets()
-    for ranks in parts:
+    # Names of groups that members make alone have how many groups a rank is in: so it is in as many as the others.
+    for ranks in (*parts, *(((rank,),) if apart and rank in beside else ())):
         if ranks == tuple(range(world)) and shared:
             pg: Any = everyone
         elif apart and rank not in ranks:
@@ -158,6 +166,8 @@ def new_link(parts: tuple[tuple[int, ...], ...], device: str, lane: str = "") ->
             pg = compat.in_order(dist.new_group)(list(ranks), limit, use_local_synchronization=apart)
         if rank in ranks:
             own = pg, ranks
+    if rank in beside:
+        return None
     sockets = {fd: inode for fd, inode in open_sockets().items() if before.get(fd) != inode}
     gloo = type(own[0]) is dist.ProcessGroup and backend_name(own[0], device) == "gloo"
     return Link(own[0], own[1], gloo, sockets, lane)

@@ -29,21 +29,23 @@ SEND = "send"  # as counts and explanations call it
 def lane(mesh: Mesh, axis: int, src: int, dst: int) -> Group | None:
     """The lane from the rank at coordinate ``src`` of an axis to that at ``dst``, with this rank's other coordinates.
 
-    None on ranks at neither.  Made at the first use: ranks that are at one of both call it in one order.
+    None on ranks at neither.  Made at the first use, by all ranks of the mesh together, in one order: those at neither
+    too, since process groups are told apart by how many were made before.
     """
     rt = runtime.RT
-    if mesh.coordinate(rt.rank)[axis] not in (src, dst):
-        return None
-    key = (mesh, "lane", axis, src, dst)
-    found: Group | None = rt.groups.get(key)
-    if found is None:
-        line = mesh.group_ranks(rt.rank, (axis,))
-        ranks, link = (line[src], line[dst]), None
-        if rt.sim is None:
-            lines = dict.fromkeys(mesh.group_ranks(r, (axis,)) for r in mesh.ranks)
-            link = groups.new_link(tuple((one[src], one[dst]) for one in lines), mesh.device, f"lane {src}>{dst}")
+    key = (mesh, ("lane", axis, src, dst))
+    if key in rt.groups:
+        kept: Group | None = rt.groups[key]
+        return kept
+    line = mesh.group_ranks(rt.rank, (axis,))
+    ranks, link, found = (line[src], line[dst]), None, None
+    if rt.sim is None:
+        pairs = tuple((one[src], one[dst]) for one in dict.fromkeys(mesh.group_ranks(r, (axis,)) for r in mesh.ranks))
+        beside = sorted(set(mesh.ranks) - {r for pair in pairs for r in pair})
+        link = groups.new_link(pairs, mesh.device, f"lane {src}>{dst}", beside)
+    if rt.rank in ranks:
         found = Group(ranks, ranks.index(rt.rank), (mesh.axes[axis],), mesh.device, link and link.pg, link)
-        rt.groups[key] = found
+    rt.groups[key] = found
     return found
 
 

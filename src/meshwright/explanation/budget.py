@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..collective import KINDS
+from ..collective import KINDS, Group
 from ..errors import ExplicitError, MeshwrightError, near
 from ..layout import Layout
 from ..ranks import runtime
@@ -66,7 +66,7 @@ def checked(budget: Budget, known: Sequence[str]) -> Budget:
 
 def known_axes() -> list[str]:
     """Names of the axes of all meshes over which this rank has groups."""
-    return list(dict.fromkeys(a for mesh, _ in runtime.RT.groups for a in mesh.axes))
+    return list(dict.fromkeys(a for g in runtime.RT.groups.values() if isinstance(g, Group) for a in g.axes))
 
 
 def _check(why: Account, over: Sequence[Total], most: float, where: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from .. import collective
 from ..collective import together
 from ..errors import ExplicitError, MeshwrightError, takes
+from ..mesh import Mesh
 from ..ranks import runtime
 from ..resharding.record import Record
 from .budget import Budget, Spending, check_budget, checked, known_axes
@@ -82,7 +83,8 @@ def explicit(budget: Budget | None = None) -> Iterator[None]:
             yield
     finally:
         runtime.RT.budget = outer
-    whole = next((m for m, _ in runtime.RT.groups if m.size == runtime.RT.world), None)
+    meshes = (m for m, _ in runtime.RT.groups if isinstance(m, Mesh))
+    whole = next((m for m in meshes if m.size == runtime.RT.world), None)
     if whole is None:
         check_budget(made, budget)
         return

@@ -15,10 +15,10 @@ import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES
-from ..errors import RuleError
-from ..program.ir.nodes import VIEWS, info_of, is_mutating, value_of
+from ..program.ir.linear import rule_of
+from ..program.ir.nodes import VIEWS, info_of, value_of
 from ..program.ir.program import Program
-from ..rules import RULES, Arg, Rule
+from ..rules import RULES, Rule
 
 _OF_BATCH = {"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
 _BESIDE, _PLACES = "rows of the batch that lie beside each other, or some of them", "the places of rows in the batch"
@@ -41,8 +41,9 @@ def mixing(program: Program, counted: Collection[fx.Node]) -> tuple[fx.Node, str
     for node in program.graph.nodes:
         if node.op != "call_function" or info_of(node).role != "forward":
             continue
-        if node.target is operator.getitem or node.target in COLLECTIVES:
-            source: Any = node.args[0]
+        # A conversion changes where rows are: its slices are not the user's.
+        if node.target is operator.getitem or node.target in COLLECTIVES or info_of(node).cause is not None:
+            source: Any = next(iter(node.all_input_nodes), None)
             value, d = value_of(node), rows.get(source)
             if d is not None and value is not None and len(value.shape) > d and value.shape[d] > 1:
                 rows[node] = d
@@ -61,7 +62,7 @@ def _mixes(node: fx.Node, rows: dict[fx.Node, int]) -> str:
     if name in _OF_BATCH:
         return "the statistics of the batch" if len(node.args) > _TRAINING and node.args[_TRAINING] is True else ""
     # A native op goes by the rule of what it is part of: ``_softmax`` has the arguments of ``softmax``.
-    rule, tensors = _rule(node, name if name in RULES or name is None else name.removeprefix("_"))
+    rule, tensors = rule_of(node, name if name in RULES or name is None else name.removeprefix("_"))
     if rule is None:  # as far as one can see they are where they were
         first = next(n for n in node.all_input_nodes if n in rows)
         given, d = next(info_of(first).values), rows[first]
@@ -107,25 +108,6 @@ def _counts_rows(node: fx.Node) -> bool:
         (node,) = node.all_input_nodes
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name in _RANGES
-
-
-def _rule(node: fx.Node, name: str | None) -> tuple[Rule | None, list[fx.Node]]:
-    """The rule of a call, and the tensors that it numbers."""
-    tensors: list[fx.Node] = []
-    if name is None or name not in RULES or is_mutating(node) or any(value_of(n) is None for n in node.all_input_nodes):
-        return None, tensors
-
-    def stand_in(n: fx.Node) -> Arg:
-        value = value_of(n)
-        assert value is not None
-        tensors.append(n)
-        return Arg(len(tensors) - 1, value.shape, value.dtype)
-
-    args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)  # type: ignore[arg-type]
-    try:
-        return RULES[name](*args, **kwargs), tensors
-    except (RuleError, TypeError):  # asked as nobody calls the op
-        return None, tensors
 
 
 def _major(dims: Any, dim: int, rule: Rule) -> str:

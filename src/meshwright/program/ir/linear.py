@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from ... import compat
 from ...errors import RuleError
-from ...rules import RULES, Arg
+from ...rules import RULES, Arg, Rule
 from .nodes import LINEAR_VIEWS, draws, is_mutating, reduces, value_of
 
 aten = torch.ops.aten
@@ -35,9 +35,24 @@ def linear_in(node: fx.Node) -> Groups:
     if not isinstance(node.target, compat.OpOverload) or is_mutating(node) or reduces(node):
         return ()
     name = node.target._schema.name.removeprefix("aten::")
-    if name not in RULES or name in _LENT or any(value_of(n) is None for n in node.all_input_nodes):
-        return ()
+    rule, tensors = rule_of(node, None if name in _LENT else name)
+    found = []
+    for group in rule.linear if rule is not None else ():
+        nodes = frozenset(tensors[i] for i in group)
+        if all(i in group for i, n in enumerate(tensors) if n in nodes):  # ``g * g`` is linear in neither
+            found.append(nodes)
+    return tuple(found)
+
+
+def rule_of(node: fx.Node, name: str | None) -> tuple[Rule | None, list[fx.Node]]:
+    """The rule that a call has under a name, at its local shapes, and the tensors that it numbers; None: no rule tells.
+
+    Args:
+        name: of the op, as rules are listed by.
+    """
     tensors: list[fx.Node] = []
+    if name is None or name not in RULES or is_mutating(node) or any(value_of(n) is None for n in node.all_input_nodes):
+        return None, tensors
 
     def stand_in(n: fx.Node) -> Arg:
         value = value_of(n)
@@ -47,15 +62,9 @@ def linear_in(node: fx.Node) -> Groups:
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)  # type: ignore[arg-type]
     try:
-        rule = RULES[name](*args, **kwargs)
+        return RULES[name](*args, **kwargs), tensors
     except (RuleError, TypeError):  # asked as nobody calls the op
-        return ()
-    found = []
-    for group in rule.linear if rule is not None else ():
-        nodes = frozenset(tensors[i] for i in group)
-        if all(i in group for i, n in enumerate(tensors) if n in nodes):  # ``g * g`` is linear in neither
-            found.append(nodes)
-    return tuple(found)
+        return None, tensors
 
 
 def is_linear(node: fx.Node) -> bool:
@@ -93,4 +102,4 @@ def is_zero(node: fx.Node) -> bool:
     return node.target in _ZEROS or (node.target in _FULL and bool(node.args[_FULL[node.target]] == 0))
 
 
-__all__ = ["is_linear", "is_zero", "lends_shape", "linear_in", "scale_of"]
+__all__ = ["is_linear", "is_zero", "lends_shape", "linear_in", "rule_of", "scale_of"]

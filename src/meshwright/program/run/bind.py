@@ -48,6 +48,7 @@ class Carrier:
         keep_gradients: leave ``parameter.grad`` after an update that ran behind a program.
         backend: what compiles local ops.
         sums: accumulators by name; shared by the programs of all batch shapes.
+        lie: how sums lie, by the same name.
         scale: the loss scale and what belongs to it, by name.
         leftover: factor of the sums when they are flushed.
     """
@@ -58,6 +59,7 @@ class Carrier:
     keep_gradients: bool = False
     backend: str | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
+    lie: dict[str, Spec | None] = field(default_factory=dict)
     scale: dict[str, Tensor] = field(default_factory=dict)
     leftover: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
 
@@ -69,6 +71,7 @@ class Bound:
         leaves: name of a batch input to its place among the leaves of a batch.
         tree: how the loss and what came with it were returned; None for a loss alone.
         compiled: the code of a program for many sizes, and the variables at which this one is.
+        apart: whether sums that lie otherwise are others.
     """
 
     def __init__(
@@ -78,8 +81,9 @@ class Bound:
         leaves: Mapping[str, int],
         tree: Any,
         compiled: tuple[Compiled, Variables] | None = None,
+        apart: bool = False,
     ) -> None:
-        self.program, self.carrier = program, carrier
+        self.program, self.carrier, self.apart = program, carrier, apart
         code, variables = compiled or (Compiled(BACKENDS[carrier.backend](program)), ())
         self.run: Runner = code.at(variables)
         self.batch: list[tuple[int, int, Spec | None, Value]] = []  # place among the inputs, leaf of the batch, what
@@ -169,11 +173,18 @@ class Bound:
     def _sum(self, given: Input, node: fx.Node) -> Tensor:
         """A sum of gradients, made if no other program of the step has it."""
         sums, value, key = self.carrier.sums, checked_value(node), given.name
-        if key in sums and tuple(sums[key].shape) != tuple(value.shape):
-            key = f"{key} of {list(value.shape)}"  # of micro-steps whose gradients lie otherwise
+        if key in sums and (self.apart or tuple(sums[key].shape) != tuple(value.shape)):
+            # Of micro-steps whose gradients lie otherwise.
+            key = key if self.carrier.lie.get(key) == given.spec else f"{key} as {given.spec!r}"
         if key not in sums:
+            self.carrier.lie[key] = given.spec
             sums[key] = zeros(value, self.program.mesh.device)
         return sums[key]
+
+    def sums(self) -> dict[str, Tensor]:
+        """What it adds to or reads, by name."""
+        pairs = zip(self.program.inputs, self.inputs, strict=True)
+        return {i.name: t for i, t in pairs if i.kind == "accumulator"}
 
     def _own(self, given: Input, node: fx.Node) -> Tensor:
         """The local part of a parameter or buffer."""
@@ -365,7 +376,7 @@ class Ready:
         self.sums = {i.name: i.spec for i in inputs if i.kind == "accumulator"}
         whole = {} if program.pipeline else {WHOLE: program}
         self.parts = {
-            name: Bound(part, carrier, *how, None if many is None else (many[0][name], many[1]))
+            name: Bound(part, carrier, *how, None if many is None else (many[0][name], many[1]), bool(program.pipeline))
             for name, part in {**program.parts, **whole}.items()
         }
         known: dict[str, Any] = {**self.parts, PIPELINE: self.parts.get("flush")}
@@ -376,6 +387,18 @@ class Ready:
     def at(self, program: Program, code: Code, variables: Variables) -> Ready:
         """The same for other sizes, by a program for many."""
         return Ready(program, self.carrier, self.how, self.places, (code, variables))
+
+    def fold(self, into: Ready) -> None:
+        """Of sums that lie otherwise than another's are: add them to those, and leave none here."""
+        if self.sums == into.sums:
+            return
+        held, theirs = self.parts["flush"].sums(), into.parts["flush"].sums()
+        for name, spec in self.sums.items():
+            other = into.sums[name]
+            if spec is not None and other is not None and spec != other and held[name] is not theirs[name]:
+                with torch.no_grad():
+                    theirs[name].add_(apply(plan_conversion(spec, other).steps, held[name]))
+                held[name].zero_()
 
     def follow(self) -> bool:
         """As :meth:`Bound.follow`, for all; False, too, where the step now finds other tensors outside of its model."""

@@ -78,7 +78,7 @@ class Cycle:
         Raises as :meth:`join`.
         """
         for one in dict.fromkeys(readies):
-            _alike(one, readies[0])
+            _alike(one, readies[0], folded=True)
         return Pipelined(readies, micros)
 
     def state(self) -> dict[str, Any]:
@@ -121,9 +121,13 @@ class Cycle:
         self.done = int(state["micro_step"])
 
 
-def _alike(made: Ready, before: Ready) -> None:
-    """Raises ProgramError where the sums of one's programs are not those of the other's."""
-    if made.sums == before.sums:
+def _alike(made: Ready, before: Ready, folded: bool = False) -> None:
+    """Raises ProgramError where the sums of one's programs are not those of the other's.
+
+    Args:
+        folded: whether sums that lie otherwise are brought together before the update.
+    """
+    if made.sums.keys() == before.sums.keys() if folded else made.sums == before.sums:
         return
     other = sorted(set(made.sums) ^ set(before.sums))
     if any(n.startswith(WEIGHT) for n in other):

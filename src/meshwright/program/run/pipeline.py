@@ -72,6 +72,8 @@ class Pipelined:
                     ready.parts["accumulate"].values(micro, {})
             else:
                 run.every()
+            for ready in dict.fromkeys(self.readies[1:]):
+                ready.fold(self.readies[0])
             return self.flush(leaves)
         except BaseException as error:
             for t in self.flush.carrier.sums.values():

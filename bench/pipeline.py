@@ -1,0 +1,163 @@
+"""A step through two stages on two processes, beside ``torch.distributed.pipelining``: the same model, cut at the same
+place, micro-batches and schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+import meshwright as mw
+
+from .core import OURS, Benchmark, Effort, Row, Samples, ratio
+from .models import Batch, Make, SmallGPT, batches, maker
+from .peers import adamw
+from .precision import resident, trimmed
+from .steps import set_up, timed
+
+TORCH = "torch.distributed.pipelining"
+MICRO_BATCHES = 8
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over tokens."""
+    return nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+class Part(nn.Module):
+    """What one stage has of the model, as one writes it by hand for PyTorch's."""
+
+    def __init__(self, model: SmallGPT, stage: int, stages: int) -> None:
+        super().__init__()
+        count = len(model.blocks)
+        bounds = [-(-i * count // stages) for i in (stage, stage + 1)]
+        self.blocks = model.blocks[bounds[0] : bounds[1]]
+        if stage == 0:
+            self.tokens, self.places, self.positions = model.tokens, model.places, model.positions
+        if stage == stages - 1:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Ids or an activation, to an activation or logits."""
+        if hasattr(self, "tokens"):
+            x = self.tokens(x) + self.places(self.positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if hasattr(self, "head") else x
+
+
+class OfTorch:
+    """``Schedule1F1B`` of ``PipelineStage``."""
+
+    name = TORCH
+
+    def setup(self, make: Make) -> None:
+        """The stage of this rank."""
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        self.rank, self.stages = dist.get_rank(), dist.get_world_size()
+        self.part = Part(make(), self.rank, self.stages)
+        stage = PipelineStage(self.part, self.rank, self.stages, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
+        self.optimizer = adamw(self.part.parameters())
+
+    def step(self, data: list[Batch]) -> Tensor:
+        """One step; the mean loss on all ranks."""
+        ids, targets = data[0]
+        losses: list[Tensor] = []
+        if self.rank == 0:
+            self.schedule.step(ids)
+        elif self.rank == self.stages - 1:
+            self.schedule.step(target=targets, losses=losses)
+        else:
+            self.schedule.step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss = torch.stack(losses).detach().mean() if losses else torch.zeros(())
+        dist.all_reduce(loss)
+        return loss
+
+
+class Ours:
+    """``compile_step`` with ``stages=`` and the pass."""
+
+    name = OURS
+
+    def setup(self, make: Make) -> None:
+        """Captured."""
+        model, mesh = make(), mw.init_mesh({"pp": dist.get_world_size()})
+        seq = model.places.num_embeddings
+        example = batches(1, 4 * MICRO_BATCHES, seq, model.tokens.num_embeddings)[0]
+        self.captured = mw.compile_step(
+            model, lambda m, b: m(*b), adamw(model.parameters()), example, mesh=mesh, stages={"pp": "blocks"},
+            passes=[f"pipeline:micro_batches={MICRO_BATCHES},schedule=1f1b"],
+        )  # fmt: skip
+
+    def step(self, data: list[Batch]) -> Any:
+        """One step."""
+        return self.captured(data[0])
+
+
+KINDS: tuple[Any, ...] = (OfTorch, Ours)
+WHAT = "1F1B, two stages / torch.distributed.pipelining"
+
+
+def problem(effort: Effort) -> tuple[Make, list[Batch]]:
+    """A function that makes the model, and the batch of a step: micro-batches of four rows."""
+    seq, vocabulary = effort.pick((128, 4096), (64, 512), (8, 32))
+    layers, hidden = effort.pick((4, 256), (2, 128), (2, 16))
+    make = maker(layers, hidden, 4, seq, vocabulary, effort.seed)
+    return make, batches(1, 4 * MICRO_BATCHES, seq, vocabulary, effort.seed)
+
+
+def measure(effort: Effort) -> Samples:
+    """Milliseconds of a step, ``wall`` and ``cpu``."""
+    contenders = [kind() for kind in KINDS]
+    make, data = problem(effort)
+    set_up(contenders, make, data)
+    return timed(contenders, data, effort)
+
+
+def rows(samples: Samples) -> Iterator[Row]:
+    """Beside PyTorch's."""
+    yield Row(f"{WHAT}, wall", ratio(samples, "wall", OURS, TORCH), 0.95)
+    yield Row(f"{WHAT}, CPU of the first stage", ratio(samples, "cpu", OURS, TORCH))
+
+
+def measure_memory(effort: Effort) -> Samples:
+    """MiB, the most in a step above what the process held before the contender was there, of the rank with the most."""
+    make, data = problem(effort)
+    found: Samples = {"peak": {kind.name: [] for kind in KINDS}}
+    rng, order = effort.rng(), list(KINDS)
+    for turn in range(effort.pick(6, 2, 2)):
+        rng.shuffle(order)
+        for kind in order:
+            before, contender = trimmed(), kind()
+            contender.setup(make)
+            for _ in range(2):
+                contender.step(data)
+            trimmed()
+            for _ in range(2):
+                contender.step(data)
+            most = torch.tensor(resident("VmHWM") - before)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            if turn:  # the first brings what the process keeps: modules, caches of kernels
+                found["peak"][kind.name].append(most.item())
+            del contender
+    return found
+
+
+def rows_memory(samples: Samples) -> Iterator[Row]:
+    """Beside PyTorch's."""
+    yield Row(f"{WHAT}, peak memory", ratio(samples, "peak", OURS, TORCH), 1.0)
+
+
+BENCHMARKS = [
+    Benchmark("pipeline-step", "ms", measure, rows, processes=2),
+    Benchmark("pipeline-memory", "MiB", measure_memory, rows_memory, processes=2),
+]

@@ -1,0 +1,87 @@
+"""Pipelines with everything else: context, experts, uneven micro-batches, low precision, draws; on real ranks too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from tests.support.processes import run_processes
+from tests.support.stages import DP, TP, Attention, Block, Dropped, Experts, ignoring, one_device, steps
+
+CP = {"cp": mw.Shard(1)}
+EP = {"layers.*.gate_up": {"ep": mw.Shard(0)}, "layers.*.down": {"ep": mw.Shard(0)}}
+ATTENTION, EXPERTS = (Attention,) * 2, (Experts, Block)
+
+CASES: list[Any] = [
+    ({"pp": 2, "cp": 2}, 2, 4, {"blocks": ATTENTION, "batch": CP}),
+    ({"pp": 2, "ep": 2}, 2, 4, {"blocks": EXPERTS, "batch": {"ep": mw.Shard(0)}, "layouts": EP}),
+    ({"pp": 2, "tp": 2}, 3, 7, {"layouts": TP}),  # of 3 and of 2 rows, whose gradients lie otherwise
+    pytest.param({"pp": 2, "cp": 3}, 3, 7, {"blocks": ATTENTION, "batch": CP}, marks=pytest.mark.long),
+    pytest.param(
+        {"pp": 2, "dp": 2, "tp": 2, "cp": 2}, 2, 8,
+        {"blocks": ATTENTION, "batch": DP | CP, "layouts": TP, "stored_over": "dp"},
+        marks=pytest.mark.long,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("axes", "micro_batches", "rows", "options"), CASES, ids=str)
+def test_bits(axes: dict[str, int], micro_batches: int, rows: int, options: dict[str, Any]) -> None:
+    """One device's numbers; the cut step has the bits of the uncut one."""
+    given = [ignoring(i, rows) for i in range(2)]
+    losses, wanted = one_device(given, blocks=options.get("blocks", (Block,) * 3))
+    found = {}
+    for schedule in ("uncut", "zero-bubble"):
+        how = f"micro_batches={micro_batches},schedule={schedule}"
+        found[schedule] = mw.simulate(lambda h=how: steps(mw.Mesh(axes), given, h, **options), mw.Mesh(axes))
+        for here, params in found[schedule]:
+            assert here == pytest.approx(losses, rel=1e-15)
+            assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
+    for (a, ours), (b, theirs) in zip(*found.values(), strict=True):
+        assert a == b
+        assert all(torch.equal(t, theirs[n]) for n, t in ours.items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": mw.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)}, {"blocks": (Dropped,) * 2}],
+    ids=["bfloat16", "dropout"],
+)
+def test_rounded_and_drawn(options: dict[str, Any]) -> None:
+    """The bits of the uncut step, whose masks are those of micro-batches."""
+    mesh, found = mw.Mesh({"pp": 2}), []
+    for schedule in ("uncut", "1f1b", "zero-bubble"):
+
+        def run(how: str = f"micro_batches=3,schedule={schedule}") -> Any:
+            torch.manual_seed(3)
+            return steps(mesh, [ignoring(i, 7) for i in range(2)], how, **options)
+
+        found.append(mw.simulate(run, mesh)[0])
+    for losses, params in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(t, found[0][1][n]) for n, t in params.items())
+    assert found[0][0][0] != found[0][0][1]
+
+
+REAL: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"pp": 4}, {"blocks": (Block,) * 4}),
+    ({"pp": 2, "tp": 2}, {"layouts": TP}),
+    ({"pp": 2, "cp": 2}, {"blocks": ATTENTION, "batch": CP}),
+]
+
+
+def real(axes: dict[str, int], options: dict[str, Any]) -> Any:
+    how = "micro_batches=3,schedule=zero-bubble"
+    return steps(mw.init_mesh(axes), [ignoring(i, 7) for i in range(2)], how, **options)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("axes", "options"), REAL, ids=str)
+def test_real_processes(axes: dict[str, int], options: dict[str, Any]) -> None:
+    losses, wanted = one_device([ignoring(i, 7) for i in range(2)], blocks=options.get("blocks", (Block,) * 3))
+    for found, params in run_processes(real, 4, axes, options, timeout=240):
+        assert found == pytest.approx(losses, rel=1e-15)
+        assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
