@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.failures import process, report
 from meshwright.failures.report import Obituary
 from meshwright.failures.watchdog import Watcher, _Line
-from tests.support import faulty, sweep
+from tests.support import faulty, stages, sweep
 
 pytestmark = [
     pytest.mark.processes,
@@ -45,6 +45,25 @@ def test_a_rank_that_is_killed_ends_those_that_do_not_wait_for_it() -> None:
     others_left(run, 1, KILLED)
     assert any("left all_reduce(sum) of float32[1000] over " in said for said in run.said.values())
     assert any("time.sleep(LONG)" in said and "was in no collective" in said for said in run.said.values())
+
+
+@pytest.mark.parametrize(("place", "victim"), [("F", 1), ("W", 0), ("edge", 1)])
+def test_a_stage_that_is_killed_ends_all_and_one_rank_goes_on(place: str, victim: int, tmp_path: Path) -> None:
+    """In its forward, in the gradients of its parameters, before it sends; from the last checkpoint, without stages."""
+    run = faulty.run("killed", place, victim, world=2, saves=tmp_path / "saves")
+    others_left(run, victim, KILLED)
+    mesh, batches = mw.Mesh({"pp": 1}), [stages.ignoring(i, 8) for i in range(4)]
+
+    def goes_on() -> tuple[list[float], stages.Result]:
+        step, model, optimizer = stages.captured(mesh, passes=[faulty.PIPELINE])
+        first = mw.Checkpoints(tmp_path / "saves").load(model=model, optimizer=optimizer, program=step)
+        assert first == 2
+        return [step(batch).item() for batch in batches[first:]], stages.whole(model)
+
+    losses, wanted = stages.one_device(batches)
+    ((found, params),) = mw.simulate(goes_on, mesh)
+    assert found == pytest.approx(losses[2:], rel=1e-14)
+    assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
 
 
 def test_an_error_on_one_rank_ends_all() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -24,6 +26,8 @@ import torch.nn as nn
 import meshwright as mw
 from meshwright import collective
 from meshwright.failures import process
+from meshwright.program.run import pipeline as run_pipeline
+from tests.support import stages
 from tests.support.processes import CONTEXT
 
 LONG = 600.0  # seconds that nobody waits for: a rank that still sleeps then was not told
@@ -176,9 +180,34 @@ def ends_first(trap: Trap, mesh: mw.Mesh) -> None:
     collective.all_reduce(torch.ones(1000), "sum", collective.group(mesh))
 
 
+def pipelined(trap: Trap, mesh: mw.Mesh) -> None:
+    """Stages, of which one fails in a part or before it sends; a checkpoint after each step."""
+    step, model, optimizer = stages.captured(mesh, stages={"tp": "layers"}, passes=[PIPELINE])
+    store, one, send = mw.Checkpoints(f"{trap.folder}/saves", keep=1), run_pipeline._Run._one, collective.send
+
+    def runs(self: Any, action: Any) -> None:
+        if action.micro == 1:
+            trap.at(action.part)
+        one(self, action)
+
+    def sends(*args: Any) -> Any:
+        trap.at("edge")
+        return send(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_pipeline._Run, "_one", runs)
+        patch.setattr(collective, "send", sends)
+        for i in range(200):
+            trap.step = i
+            step(stages.ignoring(i, 8))
+            store.save(i + 1, model=model, optimizer=optimizer, program=step).wait()
+
+
+PIPELINE = "pipeline:micro_batches=3,schedule=zero-bubble"
 PLACES: dict[str, Callable[[Trap, mw.Mesh], None]] = {
     **dict.fromkeys(("forward", "backward", "optimizer", "between steps", "save"), training),
     "capture": captures, "own group": own_group, "other group": other_group,
+    **dict.fromkeys(("F", "W", "edge"), pipelined),
     "first ended": first_ended, "with a child": with_a_child, "busy": busy, "ends first": ends_first,
 }  # fmt: skip
 
@@ -216,10 +245,13 @@ class Run(NamedTuple):
     said: dict[int, str]
 
 
-def run(case: str, place: str, victim: int, world: int = 4, limit: float = 300.0, **settings: Any) -> Run:
+def run(
+    case: str, place: str, victim: int, world: int = 4, limit: float = 300.0, saves: Path | None = None, **settings: Any
+) -> Run:
     """Let something happen to one rank, and wait for the end of all.
 
     Args:
+        saves: where to leave what the ranks saved.
         limit: seconds after which those that are still there hang, however busy the machine is.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -237,6 +269,8 @@ def run(case: str, place: str, victim: int, world: int = 4, limit: float = 300.0
                 ends |= {r: time.time() - at for r, p in enumerate(ranks) if r not in ends and not p.is_alive()}
                 time.sleep(0.01)
             said = {r: without_gloo((Path(folder) / f"said-{r}").read_text()) for r in range(world)}
+            if saves is not None:
+                shutil.copytree(Path(folder) / "saves", saves)
             return Run(ends, {r: ranks[r].exitcode or 0 for r in ends}, said)
         finally:
             for one in ranks:
