@@ -226,7 +226,7 @@ def test_a_schedule_of_ones_own() -> None:
     assert own == made
     assert own == pytest.approx(uncut, rel=1e-5)
     for how, message in (
-        (Pipeline(4, mine), "mine has 2 stages on 2 ranks and 3 micro-batches; this step has 2 and 4"),
+        (Pipeline(4, mine), "mine has 2 stages on 2 ranks and 3 micro-batches; this step has 2 on 2 and 4"),
         (Pipeline(3, mine, limit=2), "mine: rank 0 holds 3 micro-batches, more than 2"),
         (
             Pipeline(3, lambda p, m: orders("B0 F0", "F0 B0")),

@@ -66,22 +66,40 @@ def test_rounded_and_drawn(options: dict[str, Any]) -> None:
     assert found[0][0][0] != found[0][0][1]
 
 
-REAL: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"pp": 4}, {"blocks": (Block,) * 4}),
-    ({"pp": 2, "tp": 2}, {"layouts": TP}),
-    ({"pp": 2, "cp": 2}, {"blocks": ATTENTION, "batch": CP}),
+@pytest.mark.parametrize(("ranks", "blocks", "schedule"), [(2, 5, "looped"), (3, 6, "v"), (2, 6, "looped,chunks=3")])
+def test_several_stages_of_a_rank(ranks: int, blocks: int, schedule: str) -> None:
+    """Round and round, there and back, with a tied weight, which V has on one rank; one device's numbers and GPipe's
+    bits."""
+    mesh, given = mw.Mesh({"pp": ranks}), [ignoring(i, 7) for i in range(2)]
+    options: dict[str, Any] = {"blocks": (Block,) * blocks, "tie": True, "clip": None}
+    losses, wanted = one_device(given, **options)
+    bits: Any = None
+    for how in ("gpipe", schedule):
+        made = mw.simulate(lambda h=how: steps(mesh, given, f"micro_batches=3,schedule={h}", **options), mesh)
+        for found, params in made:
+            bits = bits or (found, params)
+            assert found == pytest.approx(losses, rel=1e-15)
+            assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
+            assert found == bits[0]
+            assert all(torch.equal(params[n], bits[1][n]) for n in wanted)
+
+
+REAL: list[tuple[dict[str, int], str, dict[str, Any]]] = [
+    ({"pp": 4}, "zero-bubble", {"blocks": (Block,) * 4}),
+    ({"pp": 2, "tp": 2}, "v", {"layouts": TP, "blocks": (Block,) * 4}),
+    ({"pp": 2, "cp": 2}, "looped", {"blocks": (Attention,) * 4, "batch": CP}),
 ]
 
 
-def real(axes: dict[str, int], options: dict[str, Any]) -> Any:
-    how = "micro_batches=3,schedule=zero-bubble"
+def real(axes: dict[str, int], schedule: str, options: dict[str, Any]) -> Any:
+    how = f"micro_batches=3,schedule={schedule}"
     return steps(mw.init_mesh(axes), [ignoring(i, 7) for i in range(2)], how, **options)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("axes", "options"), REAL, ids=str)
-def test_real_processes(axes: dict[str, int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("axes", "schedule", "options"), REAL, ids=str)
+def test_real_processes(axes: dict[str, int], schedule: str, options: dict[str, Any]) -> None:
     losses, wanted = one_device([ignoring(i, 7) for i in range(2)], blocks=options.get("blocks", (Block,) * 3))
-    for found, params in run_processes(real, 4, axes, options, timeout=240):
+    for found, params in run_processes(real, 4, axes, schedule, options, timeout=240):
         assert found == pytest.approx(losses, rel=1e-15)
         assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14

@@ -27,6 +27,36 @@ def test_bubbles_and_memory_are_those_of_the_formulas(name: str) -> None:
         assert [made.held(rank) for rank in range(p)] == [min(m, 2 * p - 1)] * p, (p, m)
 
 
+def test_several_stages_of_a_rank() -> None:
+    """The bubble of looped stages is divided by how many a rank has; that of V is half of zero-bubble's."""
+    for p, m, chunks in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 32), (2, 3)):
+        made = schedule("looped", p * chunks, m, chunks=chunks)
+        if m % p == 0:
+            assert made.bubble() == pytest.approx((p - 1) / (chunks * m + p - 1)), (p, m)
+            most = [min(chunks * m, (chunks - 1) * p + 2 * (p - 1 - rank) + 1) for rank in range(p)]
+            assert [made.held(rank) for rank in range(p)] == most, (p, m)
+    for p, m in itertools.product((1, 2, 3, 4), (4, 7, 8, 32)):
+        made = schedule("v", 2 * p, m, chunks=2)
+        assert made.bubble() == pytest.approx((p - 1) / (6 * m + p - 1)), (p, m)
+        assert [made.held(rank) for rank in range(p)] == [min(2 * m, 2 * p + 1)] * p, (p, m)
+        assert made.homes == (*range(p), *reversed(range(p)))
+    for name, stages, chunks, limit, message in (
+        ("looped", 4, 1, None, "looped: 1 of 4 stages on a rank: 2 or more, which divide the stages was expected"),
+        ("looped", 5, 2, None, "looped: 2 of 5 stages on a rank"),
+        ("v", 6, 3, None, "v: 3 of 6 stages on a rank: 2, of an even number of stages was expected"),
+        ("1f1b", 4, 2, None, "1f1b: 2 of 4 stages on a rank: 1 was expected"),
+        ("looped", 4, 2, 2, "looped: rank 0 holds 5 micro-batches, more than 2"),
+        ("v", 4, 2, 1, "v: a rank holds a micro-batch of each of its 2 stages, more than 1"),
+    ):
+        with pytest.raises(ProgramError, match=message):
+            schedule(name, stages, 4, limit, chunks)
+    for limit in (2, 3, 4):
+        schedule("v", 6, 5, limit, 2).check_memory(limit)
+    apart = [[Action("F", 0, 0)], [Action("B", 0, 0)]]
+    with pytest.raises(ProgramError, match="mine has F0 of stage 0 on rank 0, and other parts of that stage on rank 1"):
+        Schedule(tuple(map(tuple, apart)), "mine")
+
+
 def test_what_waits_for_what() -> None:
     """By the times that it says, which are those of the picture."""
     for name, (p, m) in itertools.product(("gpipe", "1f1b", "zero-bubble"), SIZES):

@@ -14,7 +14,7 @@ from ..program import Program, value_of
 from ..program.capture.ledger import Asked
 from ..program.ir.edges import Edge, edges
 from ..program.ir.nodes import NodeInfo, checked_value, info_of
-from ..program.ir.program import OF_STAGES, WHOLE, Message, Output, Staging
+from ..program.ir.program import WHOLE, Message, Output, Staging, of_stages
 from ..ranks import runtime
 from ..resharding.copies import TO_DEVICE, TO_HOST
 from ..resharding.record import Record
@@ -65,32 +65,33 @@ def _of_stage(program: Program, how: Staging, counts: runtime.Counts) -> Memory:
     """What a rank of a pipeline holds at most: in one part, and of the other micro-batches under way.  What it sends is
     added to the counts."""
     axis, here = program.mesh.axes[how.axis], program.mesh.coordinate(program.rank)[how.axis]
+    homes = how.schedule.homes
     for message, size in _sent(program, how):
-        if message.src == here:
+        if homes[message.src] == here != homes[message.dst]:
             for _ in range(how.schedule.micro_batches):
                 counts.add(SEND, (axis,), size)
     most = max((memory_of(part) for part in program.parts.values()), key=lambda m: m.peak)
     held = {checked_value(n).storage: checked_value(n).nbytes for n, o in _passed(program) if o.kind == "held"}
-    inputs = {checked_value(n).storage for n in program.parts["F"].placeholders} if "F" in program.parts else set()
-    more = sum(size for storage, size in held.items() if storage not in inputs) * (how.schedule.held(here) - 1)
+    ahead = [part for name, part in program.parts.items() if of_stages(name) and name[0] == "F"]
+    inputs = {checked_value(n).storage for part in ahead for n in part.placeholders}
+    one = sum(size for storage, size in held.items() if storage not in inputs)  # a micro-batch, of all stages here
+    more = one * (how.schedule.held(here) - 1) // max(1, len(ahead))
     at_peak = {**most.at_peak, "activations": most.at_peak.get("activations", 0) + more}
     return replace(most, peak=most.peak + more, at_peak=at_peak)
 
 
 def _passed(program: Program) -> Iterator[tuple[fx.Node, Output]]:
     """What parts of a rank's stage hand on."""
-    for name in OF_STAGES:
-        if name in program.parts:
-            part = program.parts[name]
+    for name, part in program.parts.items():
+        if of_stages(name):
             yield from zip(part.results, part.outputs, strict=True)
 
 
 def _sent(program: Program, how: Staging) -> Iterator[tuple[Message, int]]:
     """The messages that this rank sends or receives for each micro-batch, and their bytes."""
     sizes = {o.name: checked_value(n).size for n, o in _passed(program) if o.kind == "edge"}
-    for name in OF_STAGES:
-        part = program.parts.get(name)
-        for n, i in () if part is None else zip(part.placeholders, part.inputs, strict=True):
+    for name, part in program.parts.items():
+        for n, i in zip(part.placeholders, part.inputs, strict=True) if of_stages(name) else ():
             if i.kind == "edge":
                 sizes[i.name] = checked_value(n).size
     return ((m, sizes[m.name]) for m in how.messages if m.name in sizes)
@@ -118,7 +119,8 @@ def _scheduled(program: Program, how: Staging) -> Iterator[str]:
     yield f"{order.name}: {order.micro_batches} micro-batches through {order.stages} stages; {lines[-1]}"
     if len(lines[0]) <= _WIDEST:
         yield from lines[:-1]
-    yield f"micro-batches held by the stages: {', '.join(str(order.held(s)) for s in range(order.stages))}"
+    whose = "stages" if order.stages == len(order.orders) else "ranks, each stage by itself"
+    yield f"micro-batches held by the {whose}: {', '.join(str(order.held(r)) for r in range(len(order.orders)))}"
     ways: dict[tuple[int, int], list[int]] = {}
     for message, size in _sent(program, how):
         ways.setdefault((message.src, message.dst), []).append(size)

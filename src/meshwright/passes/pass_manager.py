@@ -84,6 +84,10 @@ class Pass:
         """Into how many micro-batches each call of the step cuts its batch."""
         return 1
 
+    def homes(self, ranks: int) -> tuple[int, ...]:
+        """The rank of each stage of a step with stages, along their axis: the pass may give a rank several."""
+        return tuple(range(ranks))
+
     def applies(self, program: Program) -> bool:
         """Whether there is something to do; else the pass is left out."""
         return True
@@ -276,6 +280,15 @@ class PassManager:
     def splits(self) -> int:
         """Into how many micro-batches each call of the step cuts its batch."""
         return math.prod(p.splits for p in self.passes)
+
+    def homes(self, ranks: int) -> tuple[int, ...]:
+        """The rank of each stage of a step with stages, along their axis.
+
+        Raises:
+            PassError: a schedule for other numbers.
+        """
+        made = {p.homes(ranks) for p in self.passes} - {tuple(range(ranks))}
+        return made.pop() if made else tuple(range(ranks))
 
     def __call__(self, program: Program) -> Program:
         """The program after all passes."""

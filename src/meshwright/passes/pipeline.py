@@ -19,7 +19,7 @@ from ..layout import At, Partial, Replicate, Spec
 from ..program.ir.cut import cut
 from ..program.ir.nodes import NodeInfo, Value, annotate, call, checked_value, info_of, is_mutating
 from ..program.ir.program import PIPELINE, STEP, Input, Output, Program, Staging
-from ..program.ir.schedules import PARTS, Schedule, schedule
+from ..program.ir.schedules import LOOPED, PARTS, Schedule, V, schedule
 from ..program.ir.subgraphs import copied, new_storage
 from .batch_weights import weight_of
 from .gradient_merge import UPDATE_WEIGHTS, GradientMerge, Merge
@@ -44,9 +44,11 @@ class Pipeline(Pass):
 
     Attributes:
         micro_batches: into how many a batch is cut, as evenly as its rows allow.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"zero-bubble"``; or ``"uncut"``: every rank computes all stages, which
-            schedules are compared with; or a table of your own, or a function that makes one of the numbers of stages
-            and micro-batches.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"zero-bubble"``, ``"looped"`` or ``"v"``; or ``"uncut"``: every rank
+            computes all stages, which schedules are compared with; or a table of your own, or a function that makes one
+            of the numbers of stages and micro-batches.
+        chunks: how many stages a rank has: of ``"looped"`` 2 or more, of ``"v"`` 2; None: as few as the schedule takes,
+            or as a table of your own says.
         limit: the most micro-batches of which a rank holds what their backward needs; None: as the schedule is made.
 
     Raises:
@@ -61,6 +63,7 @@ class Pipeline(Pass):
     micro_batches: int
     schedule: str | Schedule | Orders = "1f1b"
     limit: int | None = None
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
         m = self.micro_batches
@@ -78,30 +81,35 @@ class Pipeline(Pass):
     def _own(given: Any) -> bool:
         return isinstance(given, Schedule) or callable(given)
 
-    def order(self, stages: int) -> Schedule:
+    def homes(self, ranks: int) -> tuple[int, ...]:
+        """As the schedule says."""
+        return self.order(ranks).homes
+
+    def order(self, ranks: int) -> Schedule:
         """What the ranks run.
 
         Raises:
-            PassError: a schedule for other numbers of stages or micro-batches, or with stages on other ranks; one that
-                holds more than the limit, or never ends.
+            PassError: a schedule for other numbers of ranks, stages or micro-batches; one that holds more than the
+                limit, or never ends.
         """
-        m = self.micro_batches
+        m, given = self.micro_batches, self.schedule
+        chunks = self.chunks or (2 if given in (LOOPED, V) else 1)
+        if isinstance(given, Schedule) and self.chunks is None:
+            chunks = max(1, given.stages // ranks)
+        stages = ranks * chunks
         try:
-            if isinstance(self.schedule, str):
-                return schedule("gpipe" if self.schedule == UNCUT else self.schedule, stages, m, self.limit)
-            made = self.schedule if isinstance(self.schedule, Schedule) else self.schedule(stages, m)
+            if isinstance(given, str):
+                return schedule("gpipe" if given == UNCUT else given, stages, m, self.limit, chunks)
+            made = given if isinstance(given, Schedule) else given(stages, m)
             if self.limit is not None:
                 made.check_memory(self.limit)
         except ProgramError as error:
             raise PassError(str(error)) from error
-        if (len(made.orders), made.stages, made.micro_batches) != (stages, stages, m):
+        if (len(made.orders), made.stages, made.micro_batches) != (ranks, stages, m):
             raise PassError(
                 f"{made.name} has {made.stages} stages on {len(made.orders)} ranks and {made.micro_batches} "
-                f"micro-batches; this step has {stages} and {m}"
+                f"micro-batches; this step has {stages} on {ranks} and {m}"
             )
-        for rank, order in enumerate(made.orders):
-            if other := next((a for a in order if a.stage != rank), None):
-                raise PassError(f"{made.name} has rank {rank} run {other}: a rank runs its own stage")
         return made
 
     @property
@@ -132,10 +140,11 @@ class Pipeline(Pass):
         if self.schedule == UNCUT:
             return self._uncut(made, step, flush, order, axis)
         here = program.mesh.coordinate(program.rank)[axis]
-        found = cut(step, program.stages, here, order.split)
+        found = cut(step, program.stages, [s for s, home in enumerate(order.homes) if home == here], order.split)
         flush = _over_stages(flush, program.stages)
         pipeline = Staging(axis, order, found.messages)
-        parts = {**found.parts, "flush": flush}
+        of = {pipeline.name(n, s): part for s, parts in found.parts.items() for n, part in parts.items()}
+        parts = {**of, "flush": flush}
         made = replace(made, parts=parts, schedules={STEP: (PIPELINE,)}, pipeline=pipeline)
         return made, _record(made, order, here)
 
@@ -147,15 +156,16 @@ class Pipeline(Pass):
         return made, PassRecord(f"{self.micro_batches} micro-batches; every rank computes all stages")
 
 
-def _record(made: Program, order: Schedule, stage: int) -> PassRecord:
+def _record(made: Program, order: Schedule, here: int) -> PassRecord:
     assert made.pipeline is not None
-    sent = sum(m.src == stage for m in made.pipeline.messages)
+    mine = [s for s, home in enumerate(order.homes) if home == here]
+    sent = sum(order.homes[m.src] == here != order.homes[m.dst] for m in made.pipeline.messages)
     held = [order.held(rank) for rank in range(len(order.orders))]
     what = f"{order.micro_batches} micro-batches through {order.stages} stages by {order.name}"
     return PassRecord(
         f"{what}, bubble {order.bubble():.1%}",
         (
-            f"this rank has stage {stage}, and sends {sent} values for each micro-batch",
+            f"this rank has stage {' and '.join(map(str, mine))}, and sends {sent} values for each micro-batch",
             f"micro-batches held by the stages: {', '.join(map(str, held))}",
         ),
         {"bubble": order.bubble(), "held": held, "messages": len(made.pipeline.messages)},

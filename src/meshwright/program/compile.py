@@ -202,14 +202,15 @@ def compile_step(
     with together(mesh, "compile_step"):
         trained, table = as_one(optimizer), read_layouts(layouts)
         checked_strategies(strategies or {}, mesh.axes)
+    manager = _manager(passes)
     plan = Plan(
         table or {}, batch, dict(inputs or {}), dict(outputs or {}), regather, states_over, clip_grad_norm,
         gradients, LossScale.of(loss_scale), precision, strategies, states_on, stages,
-        stored_over=stored_over, stored_on=stored_on,
+        stored_over=stored_over, stored_on=stored_on, homes=manager.homes,
     )  # fmt: skip
     _check_prepared(model, trained, plan)
     source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names)
-    return CompiledStep(source, example_batch, transform=_manager(passes), backend=backend)
+    return CompiledStep(source, example_batch, transform=manager, backend=backend)
 
 
 def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:

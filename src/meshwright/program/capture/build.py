@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,7 @@ class Plan(Storage):
         strategies: of ops that have several, which one an axis takes; None: what ``mw.strategies`` says.
         states_on: the states alone do, and the update is made there.
         stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what.
+        homes: of how many ranks there are, the rank of each stage; None: one each.
     """
 
     layouts: Globs = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Plan(Storage):
     strategies: Mapping[str, Mapping[str, str]] | None = None
     states_on: str | None = None
     stages: StagesGiven | None = None
+    homes: Callable[[int], tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
         """Read the file; a table says of the batch what nobody else does."""
@@ -170,7 +172,7 @@ def _build(
         plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}
         constraints.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
     completed = complete(captured, mesh, constraints)
-    stages = stages_of(model, captured, mesh, plan.stages)
+    stages = stages_of(model, captured, mesh, plan.stages, plan.homes)
     laid, final, kept = _laid(model, captured, completed, mesh, plan, casts, stages)
     update = None
     if optimizer is not None and train:
@@ -401,6 +403,8 @@ def _laid(
     kept = {s.node: records[s.name] for s in captured.sources if s.kind == "param" and s.name in records}
     lie = {s.node: placed[s.name] for s in captured.sources if s.node in kept}
     where, axis = ({}, "") if stages is None else (stages.nodes, mesh.axes[stages.axis])
+    if stages is not None:
+        where = where | {s.node: stages.params[s.name] for s in captured.sources if s.name in stages.params}
     laid = Assignment(specs, lie, completed.constraints, completed.origins, kept, where, axis)
     buffers = {n for n, _ in model.named_buffers()}
     final = {
@@ -432,7 +436,7 @@ def _put_at_stages(specs: dict[str, Spec], records: dict[str, Stored], stages: S
         if axis in how.axes:
             raise LayoutError(f"{name} is stored over {spec.mesh.axes[axis]!r}, the axis of the stages: take another")
         if spec.ndim:
-            specs[name] = spec.with_(layout=spec.layout.replace(axis, At(stage)))
+            specs[name] = spec.with_(layout=spec.layout.replace(axis, At(stages.homes[stage])))
             records[name] = replace(how, axes=(*how.axes, axis))
 
 

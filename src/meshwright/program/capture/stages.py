@@ -7,7 +7,7 @@ an embedding in front of the first block is at the first stage, a head behind th
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,21 +27,30 @@ class Stages:
     """Where a captured step is to be cut.
 
     Attributes:
-        axis: of the mesh: stage i is what the ranks at its coordinate i hold.
+        axis: of the mesh.
+        homes: the coordinate on it of the ranks that have each stage.
         nodes: name of a node of the captured graph to its stage.
         params: first name of a parameter to its stage.
     """
 
     axis: int
-    nodes: Mapping[str, int]
+    homes: tuple[int, ...]
+    nodes: dict[str, int]
     params: Mapping[str, int]
 
 
-def stages_of(model: nn.Module, captured: Captured, mesh: Mesh, given: Given | None) -> Stages | None:
+def stages_of(
+    model: nn.Module,
+    captured: Captured,
+    mesh: Mesh,
+    given: Given | None,
+    homes: Callable[[int], tuple[int, ...]] | None = None,
+) -> Stages | None:
     """What ``stages=`` says of a captured step; None where it says nothing.
 
     Args:
         given: the mesh axis to the name of a list of modules, or to globs of names of modules and their stages.
+        homes: of how many ranks there are along the axis, the one of each stage; None: one each.
 
     Raises:
         LayoutError: names or globs that match nothing, that overlap, or that leave a stage without modules.
@@ -53,7 +62,8 @@ def stages_of(model: nn.Module, captured: Captured, mesh: Mesh, given: Given | N
         raise LayoutError(f'stages={given!r}: one mesh axis was expected: stages={{"pp": "model.layers"}}')
     ((axis, said),) = given.items()
     index = mesh.axis_index(axis)
-    modules = _Modules(model, mesh.sizes[index], said)
+    at = tuple(range(mesh.sizes[index])) if homes is None else homes(mesh.sizes[index])
+    modules = _Modules(model, len(at), said)
     nodes: dict[str, int] = {}
     for node in captured.graph.nodes:
         if node.op != "call_function":
@@ -66,7 +76,7 @@ def stages_of(model: nn.Module, captured: Captured, mesh: Mesh, given: Given | N
                 f"which is at stage {before}: values go from earlier stages to later ones; put it at stage {before}"
             )
         nodes[node.name] = before if here is None else here
-    return Stages(index, nodes, dict(_of_parameters(captured, modules, nodes)))
+    return Stages(index, at, nodes, dict(_of_parameters(captured, modules, nodes)))
 
 
 def _of_parameters(captured: Captured, modules: _Modules, nodes: Mapping[str, int]) -> Iterator[tuple[str, int]]:

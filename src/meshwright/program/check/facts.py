@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from ...collective import COLLECTIVES, WAIT_OP, Fact
 from ..ir.nodes import target_name, value_of
-from ..ir.program import OF_STAGES, Program, Staging
+from ..ir.program import Program, Staging, of_stages
 
 CAPTURED = "the ranks captured different steps: {}"
 REBUILD = "build the same model, loss and batch shapes on all ranks"
@@ -47,7 +47,7 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
     # What a rank holds for a backward its own kernels decide.
     found += [Fact(f"output {o.kind} {o.name}") for o in program.outputs if o.kind != "held"]
     for name, part in program.parts.items():
-        if program.pipeline is not None and name in OF_STAGES:
+        if program.pipeline is not None and of_stages(name):
             continue  # of this rank's stage
         found += [Fact(f"the part {name}"), *program_facts(part, inputs=False)]
     if program.parts:
@@ -61,7 +61,7 @@ def _of_stages(program: Program, how: Staging) -> Iterator[Fact]:
     """The schedule, what crosses, and what the ranks of a stage have alike: parts differ from stage to stage."""
     yield Fact(f"the schedule {how.schedule.name}", zlib.crc32(repr(how.schedule.orders).encode()))
     yield Fact(f"messages between stages {[m.name for m in how.messages]}")
-    of = [f for name, part in program.parts.items() if name in OF_STAGES for f in program_facts(part, inputs=False)]
+    of = [f for name, part in program.parts.items() if of_stages(name) for f in program_facts(part, inputs=False)]
     here = program.mesh.coordinate(program.rank)[how.axis]
     yield Fact("the parts of a stage", [str(f[:2]) for f in of], ("stage", here))
 

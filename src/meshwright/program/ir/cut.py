@@ -28,33 +28,34 @@ class StageParts:
     """What a step of micro-batches falls into.
 
     Attributes:
-        parts: of this stage, by name.
+        parts: of each stage that was asked for, by name.
         messages: between all stages.
     """
 
-    parts: Mapping[str, Program]
+    parts: Mapping[int, Mapping[str, Program]]
     messages: tuple[Message, ...]
 
 
-def cut(program: Program, axis: str, stage: int, split: bool) -> StageParts:
+def cut(program: Program, axis: str, stages: Sequence[int], split: bool) -> StageParts:
     """Cut the program of a micro-step, which adds up gradients.
 
     Args:
         program: is changed.
         axis: over which the stages are.
-        stage: whose parts are made.
+        stages: whose parts are made.
         split: whether the backward is cut into ``I``, what is sent on needs, and ``W``, the rest.
 
     Raises:
         PassError: what cannot be cut, with the user's line.
     """
-    return _Cut(program, axis, stage).run(split)
+    made = _Cut(program, axis)
+    sent = list(made.messages())
+    return StageParts({s: made.run(s, split, sent) for s in stages}, tuple(m for m, _ in sent))
 
 
 class _Cut:
-    def __init__(self, program: Program, axis: str, stage: int) -> None:
-        self.program, self.axis, self.stage = program, axis, stage
-        self.number = program.mesh.axis_index(axis)
+    def __init__(self, program: Program, axis: str) -> None:
+        self.program, self.axis = program, axis
         self._stored_where_used()
         self.nodes = [n for n in program.graph.nodes if n.op == "call_function"]
         self.at: dict[fx.Node, int | None] = {}
@@ -67,15 +68,13 @@ class _Cut:
         self.nodes = [n for n in program.graph.nodes if n.op == "call_function"]
         self._check_writes()
 
-    def run(self, split: bool) -> StageParts:
-        """The parts of the stage."""
-        sent = list(self._messages())
-        messages = tuple(m for m, _ in sent)
-        came = {n: Input(m.name, "edge") for m, n in sent if m.dst == self.stage and m.part == "F"}
-        back = {n: Input(m.name, "edge") for m, n in sent if m.dst == self.stage and m.part == "B"}
-        ahead = [(Output(m.name, "edge"), n) for m, n in sent if m.src == self.stage and m.part == "F"]
-        behind = [(Output(m.name, "edge"), n) for m, n in sent if m.src == self.stage and m.part == "B"]
-        mine = [n for n in self.nodes if self.at[n] == self.stage]
+    def run(self, stage: int, split: bool, sent: Sequence[tuple[Message, fx.Node]]) -> dict[str, Program]:
+        """The parts of a stage."""
+        came = {n: Input(m.name, "edge") for m, n in sent if m.dst == stage and m.part == "F"}
+        back = {n: Input(m.name, "edge") for m, n in sent if m.dst == stage and m.part == "B"}
+        ahead = [(Output(m.name, "edge"), n) for m, n in sent if m.src == stage and m.part == "F"]
+        behind = [(Output(m.name, "edge"), n) for m, n in sent if m.src == stage and m.part == "B"]
+        mine = [n for n in self.nodes if self.at[n] == stage]
         free = [n for n in self.nodes if self.at[n] is None]
         later = self._live([n for n in mine if not self.forward[n]], {n for n in free if not self.forward[n]}, behind)
         first = self._live(
@@ -87,20 +86,19 @@ class _Cut:
         made = {"F": self._part(first, came, [*ahead, *_outputs(held)])}
         if not split:
             made["B"] = self._part(later, {**held, **back}, behind)
-            return StageParts(made, messages)
+            return made
         sending = self._live([], later, behind)
         sending |= {n for n in later if n.target is operator.getitem and n.args[0] in sending}
         rest = later - sending
         kept = self._held(sending | back.keys(), self._read(rest, ()))
         made["I"] = self._part(sending, {**held, **back}, [*behind, *_outputs(kept)])
         made["W"] = self._part(rest, {**held, **kept}, [])
-        return StageParts(made, messages)
+        return made
 
     # -- which stage ----------------------------------------------------------------------------------
 
     def _stored_where_used(self) -> None:
         """A stage has its parameters: nothing is gathered over the axis."""
-        given = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
         seen: dict[Any, fx.Node] = {}
         for node in list(self.program.graph.nodes):
             axes = str(node.args[-2]).split(",") if node.target in COLLECTIVES else []
@@ -115,8 +113,7 @@ class _Cut:
             way = [source]  # copies and casts, back to what is stored
             while way[-1].op == "call_function":
                 way.append(way[-1].all_input_nodes[0])
-            spec: Any = given[way[-1]].spec
-            home = spec.layout.placements[self.number].index
+            home = info_of(way[-1]).stage
             if source in seen:
                 node.replace_all_uses_with(seen[source])
                 self.program.graph.erase_node(node)
@@ -181,7 +178,8 @@ class _Cut:
 
     # -- what crosses ---------------------------------------------------------------------------------
 
-    def _messages(self) -> Iterable[tuple[Message, fx.Node]]:
+    def messages(self) -> Iterable[tuple[Message, fx.Node]]:
+        """What crosses, and what gives it."""
         counts: dict[tuple[str, int, int], int] = {}
         for node in self.nodes:
             src = self.at[node]

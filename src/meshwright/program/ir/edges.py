@@ -35,8 +35,10 @@ def put_stages(graph: fx.Graph, params: set[fx.Node], stages: Mapping[str, int])
 
     Args:
         params: the placeholders of parameters.
-        stages: of captured nodes, by name.
+        stages: of captured nodes and of parameters, by name.
     """
+    for node in params:
+        annotate(node, stage=stages.get(node.name))
     needing = set(params)
     for node in graph.nodes:
         if node.op == "call_function" and not needing.isdisjoint(node.all_input_nodes):

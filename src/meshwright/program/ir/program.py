@@ -88,6 +88,8 @@ class Message:
 class Staging:
     """How a step that is cut runs: the parts ``F``, ``B`` (or ``I`` and ``W``) of a rank's stage, then ``flush``.
 
+    Of several stages of a rank the parts are ``F0``, ``F2`` and so on, by their numbers.
+
     Attributes:
         axis: of the mesh, that of the stages.
         schedule: what each rank runs, in order.
@@ -98,8 +100,21 @@ class Staging:
     schedule: Schedule
     messages: tuple[Message, ...]
 
+    def name(self, part: str, stage: int) -> str:
+        """Of a part of a stage."""
+        return part if self.schedule.stages == len(self.schedule.orders) else f"{part}{stage}"
 
-OF_STAGES = ("F", "B", "I", "W")  # the parts that differ from stage to stage
+    def sent(self, src: int, dst: int) -> Iterator[Message]:
+        """What goes from one rank to another one."""
+        homes = self.schedule.homes
+        return (m for m in self.messages if (homes[m.src], homes[m.dst]) == (src, dst))
+
+
+def of_stages(name: str) -> bool:
+    """Whether a part differs from stage to stage."""
+    return name.rstrip("0123456789") in ("F", "B", "I", "W")
+
+
 PASSED = ("held", "edge")  # kinds of what parts of a micro-batch hand on
 STEP, WHOLE, PIPELINE = "step", "whole", "pipeline"
 WEIGHT = "weight of micro-batches"  # how the names of the sums of what losses are means over begin

@@ -45,10 +45,11 @@ class Pipelined:
         mesh = first.program.mesh
         self.here = mesh.coordinate(first.program.rank)[self.how.axis]
         self.lanes: dict[tuple[int, int], Group] = {}
-        for m in sorted(self.how.messages, key=lambda m: (m.src, m.dst)):
-            lane = collective.lane(mesh, self.how.axis, m.src, m.dst)
+        homes = self.how.schedule.homes
+        for src, dst in sorted({(homes[m.src], homes[m.dst]) for m in self.how.messages}):
+            lane = collective.lane(mesh, self.how.axis, src, dst) if src != dst else None
             if lane is not None:
-                self.lanes[m.src, m.dst] = lane
+                self.lanes[src, dst] = lane
 
     @property
     def seen(self) -> int:
@@ -88,7 +89,7 @@ class _Run:
 
     def __init__(self, of: Pipelined) -> None:
         self.of = of
-        self.held: dict[int, dict[str, Tensor]] = {}
+        self.held: dict[tuple[int, int], dict[str, Tensor]] = {}  # by stage and micro-batch
         self.sent: deque[Pending] = deque()
         self.due: dict[tuple[int, int], deque[tuple[Message, int]]] = {}  # lane to what is to come
         self.coming: dict[tuple[int, int], deque[tuple[tuple[str, int], Pending]]] = {}
@@ -96,13 +97,14 @@ class _Run:
         orders = of.how.schedule.orders
         for src, dst in of.lanes:
             if dst == of.here:
-                listed = ((m, a.micro) for a in orders[src] for m in self._of(a.part) if (m.src, m.dst) == (src, dst))
+                along = set(of.how.sent(src, dst))
+                listed = ((m, a.micro) for a in orders[src] for m in self._of(a) if m.src == a.stage and m in along)
                 self.due[src, dst], self.coming[src, dst] = deque(listed), deque()
 
-    def _of(self, part: str) -> list[Message]:
-        """What goes and comes with a part."""
-        which = "B" if part == "I" else part
-        return [m for m in self.of.how.messages if m.part == which]
+    def _of(self, a: Action) -> list[Message]:
+        """What goes and comes with an action."""
+        which = "B" if a.part == "I" else a.part
+        return [m for m in self.of.how.messages if m.part == which and a.stage in (m.src, m.dst)]
 
     def every(self) -> None:
         """Run the actions of this rank."""
@@ -112,30 +114,37 @@ class _Run:
             self.sent.popleft().wait()
 
     def _one(self, a: Action) -> None:
-        bound, given = self.of.readies[a.micro].parts[a.part], self.held.setdefault(a.micro, {})
-        for m in self._of(a.part):
+        bound = self.of.readies[a.micro].parts[self.of.how.name(a.part, a.stage)]
+        given = self.held.setdefault((a.stage, a.micro), {})
+        for m in self._of(a):
             if m.dst == a.stage:
                 given[m.name] = self._received(m, a.micro)
         last = a.part in "BW"
-        made = bound.values(self.of.micros[a.micro], self.held.pop(a.micro) if last else dict(given))
+        made = bound.values(self.of.micros[a.micro], self.held.pop((a.stage, a.micro)) if last else dict(given))
         outputs = list(zip(bound.program.outputs, made, strict=True))
         if not last:
             given.update((o.name, t) for o, t in outputs if o.kind == "held")
         named = {o.name: t for o, t in outputs if o.kind == "edge"}
         del made, outputs, given
-        for m in self._of(a.part):
-            if m.src == a.stage:
-                self.sent.append(collective.send(named[m.name], f"{m.name} of {a.micro}", self.of.lanes[m.src, m.dst]))
+        homes = self.of.how.schedule.homes
+        for m in self._of(a):
+            lane = self.of.lanes.get((homes[m.src], homes[m.dst]))
+            if m.src == a.stage and lane is None:  # to another stage of this rank
+                self.here[m.name, a.micro] = named[m.name]
+            elif m.src == a.stage and lane is not None:
+                self.sent.append(collective.send(named[m.name], f"{m.name} of {a.micro}", lane))
         while self.sent and self.sent[0].done():
             self.sent.popleft().wait()
 
     def _received(self, m: Message, micro: int) -> Tensor:
-        lane, key = (m.src, m.dst), (m.name, micro)
+        homes = self.of.how.schedule.homes
+        lane, key = (homes[m.src], homes[m.dst]), (m.name, micro)
         while key not in self.here:
             self._post(lane)
             of, pending = self.coming[lane].popleft()
             self.here[of] = pending.wait()
-        self._post(lane)
+        if lane in self.coming:
+            self._post(lane)
         return self.here.pop(key)
 
     def _post(self, lane: tuple[int, int]) -> None:
@@ -149,7 +158,8 @@ class _Run:
 
     def _value(self, m: Message, micro: int) -> Value:
         bounds = self.of.readies[micro].parts
-        for name in (m.part,) if m.part == "F" else ("B", "I", "W"):
+        for part in (m.part,) if m.part == "F" else ("B", "I", "W"):
+            name = self.of.how.name(part, m.dst)
             for _, given, value in bounds[name].passed if name in bounds else ():
                 if given.kind == "edge" and given.name == m.name:
                     return value
