@@ -298,3 +298,50 @@ def test_a_receive_that_never_comes_is_told() -> None:
 
     with pytest.raises(mw.errors.DesyncError, match=r"rank 0 sent send\(what=y\) of float32\[3\], rank 1 waits"):
         mw.simulate(other, mesh)
+
+
+def _sum(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+
+SCALED: dict[str, Any] = {
+    "rows": lambda model, batch: _sum(model, batch) / len(batch[1]),
+    "tokens": lambda model, batch: _sum(model, batch) * (1 / batch[1].numel()),
+    "a number that is the tokens of a micro-batch": lambda model, batch: _sum(model, batch) / 10,
+    "a mean times rows": lambda model, batch: model(batch[0]).square().mean() * len(batch[1]),
+}
+
+
+@pytest.mark.parametrize("how", SCALED)
+def test_numbers_that_are_sizes_are_told_from_the_users_own(how: str) -> None:
+    """Micro-batches of two rows, of ten tokens: one device's loss and gradients, whichever number it is."""
+    loss_of, given = SCALED[how], ignoring(0, 6)
+
+    def run() -> tuple[float, dict[str, Tensor]]:
+        model = stages.net()
+        step = mw.compile_step(
+            model, loss_of, torch.optim.SGD(model.parameters(), lr=0.01), given, mesh=mw.Mesh({"pp": 2}),
+            stages=stages.STAGES, passes=["pipeline:micro_batches=3"],
+        )  # fmt: skip
+        return step(given).item(), whole(model)
+
+    alone = stages.net()
+    loss = loss_of(alone, given)
+    loss.backward()
+    torch.optim.SGD(alone.parameters(), lr=0.01).step()
+    found, params = mw.simulate(run, mw.Mesh({"pp": 2}))[0]
+    assert found == pytest.approx(loss.item(), rel=1e-14)
+    assert max((params[n] - p).abs().max().item() for n, p in alone.named_parameters()) < 1e-14
+
+
+def test_a_number_that_depends_on_rows_otherwise_is_refused() -> None:
+    def run() -> None:
+        with pytest.raises(
+            PassError, match=r"scaled by 0\.25, and by 0\.0625 for twice as many rows: .* no weighted mean"
+        ):
+            mw.compile_step(
+                stages.net(), lambda m, b: _sum(m, b) / len(b[1]) ** 2, None, ignoring(0, 6), mesh=mw.Mesh({"pp": 2}),
+                stages=stages.STAGES, passes=["pipeline:micro_batches=3"],
+            )  # fmt: skip
+
+    mw.simulate(run, mw.Mesh({"pp": 2}))

@@ -154,7 +154,16 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
     if manager.splits > 1:  # a program is that of a micro-batch
         leaves, tree = pytree.tree_flatten(batch)
         batch = pytree.tree_unflatten(cut_batch(leaves, manager.splits)[0], tree)
-    before = build(subject.model, subject.loss_fn, optimizer, batch, mesh, subject.plan, rank=config.rank)
+    before = build(
+        subject.model,
+        subject.loss_fn,
+        optimizer,
+        batch,
+        mesh,
+        subject.plan,
+        rank=config.rank,
+        homes=manager.homes,
+    )
 
     def explained(program: Program, passes: Sequence[Pass] = ()) -> Explanation:
         asked = ledger_of(subject.model, optimizer, subject.plan, before, program, passes)

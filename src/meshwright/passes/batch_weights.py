@@ -23,6 +23,7 @@ from ..errors import PassError
 from ..program.ir.linear import linear_in, scale_of
 from ..program.ir.nodes import VIEWS, ancestors, annotate, call, checked_value, info_of, target_name, value_of
 from ..program.ir.program import WEIGHT, Program
+from ..program.ir.rows import of_twice_the_rows
 from ..program.ir.subgraphs import read_instead
 from .batch_rows import mixing
 
@@ -107,6 +108,8 @@ class _Loss:
         self.hint = hint
         batch = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
         self.counted: set[fx.Node] = set()  # what was looked at: terms of the loss and what it is divided by
+        self.rows = max((s[0] for n in batch if (s := _shape(n))), default=0)
+        self.twice: dict[str, fx.Node] | None = None  # by name, of the step for twice as many rows
         self.varies = batch  # what a batch decides
         for node in program.graph.nodes:
             if not self.varies.isdisjoint(node.all_input_nodes):
@@ -161,11 +164,15 @@ class _Loss:
     def _scaled(self, node: fx.Node, found: Weight, by: float) -> Weight:
         """A term times a number.  A sum that is divided by how many rows, or elements, it has is a mean."""
         if found.weighs:
-            return replace(found, number=found.number / abs(by))
+            kept = replace(found, number=found.number / abs(by))
+            return self._times_rows(node, found) if self._may_grow(by) and self._grows(node, by, 2.0) else kept
         source = info_of(node).source
         if node.target in _DIVIDES and source and source == info_of(node.all_input_nodes[0]).source:
             return replace(found, number=1 / abs(by), mean=True)  # a mean of PyTorch's: its rule divides a sum
-        rows, count = self._summed(node), 1 / abs(by)
+        grows, count = self._grows(node, by, 0.5), 1 / abs(by)
+        if grows is not None:
+            return replace(found, number=count, mean=True) if grows else found
+        rows = self._summed(node)
         if rows is None or abs(count - round(count)) > 1e-9 * count or round(count) % rows[0] or rows[1] % round(count):
             return found
         if node.target not in _DIVIDES:
@@ -174,6 +181,43 @@ class _Loss:
                 f"there are: write .mean(), or divide by the number; {self.hint}"
             )
         return replace(found, number=float(round(count)), mean=True)
+
+    def _may_grow(self, by: float) -> bool:
+        """Whether a number is a multiple of how many rows there are."""
+        return bool(self.rows) and float(abs(by) / self.rows).is_integer()
+
+    def _grows(self, node: fx.Node, by: float, ratio: float) -> bool | None:
+        """Whether the number that a term is scaled by depends on how many rows there are, or is the user's; None where
+        nobody knows.  The same step for twice as many rows tells.
+
+        Args:
+            ratio: of the number there to the one here, if it does.
+
+        Raises:
+            PassError: it depends on them otherwise.
+        """
+        if self.twice is None:
+            made = of_twice_the_rows()
+            self.twice = {} if made is None else {n.name: n for n in made.graph.nodes}
+        other = self.twice.get(node.name)
+        more = None if other is None or other.target is not node.target else scale_of(other)
+        if more is None:
+            return None
+        if math.isclose(more, by) or math.isclose(more, ratio * by):
+            return not math.isclose(more, by)
+        raise PassError(
+            f"{_where(node)}: a term of the loss is scaled by {abs(by):g}, and by {abs(more):g} for twice as many rows:"
+            f" the loss is no weighted mean of those of micro-batches; {self.hint}"
+        )
+
+    def _times_rows(self, node: fx.Node, found: Weight) -> Weight:
+        """A mean times how many rows it is over is a sum."""
+        if found.divisor is None and not found.others:
+            return Weight()
+        raise PassError(
+            f"{_where(node)}: a mean over what the values of a batch say is multiplied by how many rows there are: "
+            f"the loss is no weighted mean of those of micro-batches; {self.hint}"
+        )
 
     def _summed(self, node: fx.Node) -> tuple[int, int] | None:
         """How many rows, and elements, on all ranks, a sum is over that was scaled; None of one row, or none."""

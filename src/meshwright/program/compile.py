@@ -30,6 +30,7 @@ from .capture.fakes import named_in
 from .capture.free_variables import numbers, places
 from .capture.local import HandWritten, StepFn, record_step
 from .capture.optimizers import as_one, parts_of
+from .capture.stages import Homes
 from .capture.update import update_of
 from .run.guard import check_hooks
 from .run.lengths import Read
@@ -45,6 +46,7 @@ class _OfDevice(CaptureSource):
 
     Attributes:
         names: id of each parameter, as the model was given, to its name.
+        homes: of how many ranks a pipeline has, the one of each stage.
     """
 
     name, by_hand = "compile_step", False
@@ -52,6 +54,7 @@ class _OfDevice(CaptureSource):
     loss_fn: LossFn | None
     init: Callable[[nn.Module], Any] | None
     names: Mapping[int, str]
+    homes: Homes
 
     def record(self, batch: Any, train: bool, again: bool) -> Recorded:
         if not again:
@@ -60,7 +63,7 @@ class _OfDevice(CaptureSource):
         with runtime.preferring(runtime.RT.strategies if wished is None else wished):
             made = build(
                 self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
-                rank=runtime.RT.rank, train=train, again=again,
+                rank=runtime.RT.rank, train=train, again=again, homes=self.homes,
             )  # fmt: skip
         captured = made.captured
         leaves = {s.name: s.leaf for s in batch_sources(captured.sources)}
@@ -206,10 +209,10 @@ def compile_step(
     plan = Plan(
         table or {}, batch, dict(inputs or {}), dict(outputs or {}), regather, states_over, clip_grad_norm,
         gradients, LossScale.of(loss_scale), precision, strategies, states_on, stages,
-        stored_over=stored_over, stored_on=stored_on, homes=manager.homes,
+        stored_over=stored_over, stored_on=stored_on,
     )  # fmt: skip
     _check_prepared(model, trained, plan)
-    source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names)
+    source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names, manager.homes)
     return CompiledStep(source, example_batch, transform=manager, backend=backend)
 
 

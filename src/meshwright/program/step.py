@@ -34,7 +34,7 @@ from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
 from .run.peers import Peers, doing
-from .run.pipeline import cut_batch
+from .run.pipeline import cut_batch, twice_known_by
 
 if TYPE_CHECKING:
     from .capture.conditions import Conditions
@@ -181,8 +181,7 @@ class CompiledStep:
         ) as facts:
             with forgotten(), interrupts_deferred():
                 made = self._source.record(batch, self.training, again)
-            if self.training:
-                made = replace(made, program=self._transform(made.program))
+            made = replace(made, program=self._passed(made.program, batch, again))
             facts += [Fact("default dtype, deterministic algorithms, autocast", modes())]
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
         self._affordable(made.program)
@@ -191,13 +190,17 @@ class CompiledStep:
     def _capturing(self, leaves: Sequence[Any]) -> str:
         return "" if self._source.by_hand else doing(leaves, "the capture of a step")
 
+    def _passed(self, made: Program, batch: Any, again: bool = True) -> Program:
+        """After the passes, which may ask what the step is for twice as many rows."""
+        with twice_known_by(batch, lambda given: self._source.record(given, True, again).program):
+            return self._transform(made) if self.training else made
+
     def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[Asked, ...]:
         if recorded.built is None:
             return ()
         asked = getattr(self._transform, "passes", ())
-        return ledger_of(
-            self.model, self.optimizer, self._source.plan, recorded.built, recorded.program, asked, more
-        )  # fmt: skip
+        mine = self.model, self.optimizer, self._source.plan
+        return ledger_of(*mine, recorded.built, recorded.program, asked, more)
 
     def _affordable(self, program: Program) -> None:
         """Raises ExplicitError, on all ranks, where one sends more than ``mw.explicit(budget=...)`` allows."""
@@ -244,7 +247,7 @@ class CompiledStep:
             given = pytree.tree_unflatten(ready.given, self._tree)
             with torch.inference_mode(False), torch.enable_grad(), forgotten(), interrupts_deferred():
                 made = self._source.record(given, self.training, True).program
-            ready.program, ready.many = self._transform(made) if self.training else made, False
+            ready.program, ready.many = self._passed(made, given), False
         return ready.program
 
     @property
@@ -288,10 +291,8 @@ class CompiledStep:
     def _install(self, leaves: Sequence[Any], made: Ready) -> Ready:
         if self.training:
             if self.optimizer is not None and bool(made.program.update) != self.carrier.updates:
-                raise ProgramError(
-                    "the optimizer ran behind the program for its step hooks or a step() of its own, and has none now: "
-                    "capture the step again"
-                )
+                why = "the optimizer ran behind the program for its step hooks or a step() of its own, and has none now"
+                raise ProgramError(f"{why}: capture the step again")
             self.cycle.join(made)
         self._ready[self._signature(leaves)] = self._current = made
         while len(self._ready) > max(1, self.most_programs):
@@ -322,7 +323,7 @@ class CompiledStep:
             ) from None
 
     def _micro_batches(self, leaves: list[Any]) -> list[list[Any]]:
-        """The leaves of the micro-batches of a call, which is one where no pass cuts it."""
+        """Of a call: one where no pass cuts it."""
         return cut_batch(leaves, self._splits) if self._splits > 1 and self.training else [leaves]
 
     def _for(self, leaves: list[Any]) -> Ready:
@@ -362,8 +363,6 @@ class CompiledStep:
                 "pad_value={...})",
                 stacklevel=runtime.users_level(),
             )
-
-    # -- running --------------------------------------------------------------------------------------
 
     def __call__(self, batch: Any) -> Any:
         """One step on ``batch``: plain tensors hold global values, DistTensors lie as the program expects.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ from .partition import Assignment, partition
 from .refusals import without_anomaly_mode
 from .scale import LossScale
 from .stages import Given as StagesGiven
-from .stages import Stages, stages_of
+from .stages import Homes, Stages, stages_of
 from .update import Update, update_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ class Plan(Storage):
         strategies: of ops that have several, which one an axis takes; None: what ``mw.strategies`` says.
         states_on: the states alone do, and the update is made there.
         stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what.
-        homes: of how many ranks there are, the rank of each stage; None: one each.
     """
 
     layouts: Globs = field(default_factory=dict)
@@ -85,7 +84,6 @@ class Plan(Storage):
     strategies: Mapping[str, Mapping[str, str]] | None = None
     states_on: str | None = None
     stages: StagesGiven | None = None
-    homes: Callable[[int], tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
         """Read the file; a table says of the batch what nobody else does."""
@@ -133,6 +131,7 @@ def build(
     rank: int | None = None,
     train: bool = True,
     again: bool = False,
+    homes: Homes | None = None,
 ) -> Built:
     """Capture a step, complete its layouts and partition it for one rank.
 
@@ -145,12 +144,13 @@ def build(
         rank: whose program; the first one's unless given.
         train: False: forward only.
         again: the model lies as another capture laid it: what that left plain, because it was whole, stays whole.
+        homes: of how many ranks there are along the axis of stages, the one of each stage; None: one each.
 
     Raises:
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
     with no_collection(), without_anomaly_mode(), writing_nothing():
-        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train, again)
+        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train, again, homes)
 
 
 def _build(
@@ -163,6 +163,7 @@ def _build(
     rank: int | None,
     train: bool,
     again: bool,
+    homes: Homes | None,
 ) -> Built:
     casts = _casts(model, mesh, plan)
     with _hooks(model, mesh, plan, casts) as met:
@@ -172,7 +173,7 @@ def _build(
         plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}
         constraints.update({s.node: Layout(mesh) for s in captured.sources if s.kind == "buffer" and s.name in plain})
     completed = complete(captured, mesh, constraints)
-    stages = stages_of(model, captured, mesh, plan.stages, plan.homes)
+    stages = stages_of(model, captured, mesh, plan.stages, homes)
     laid, final, kept = _laid(model, captured, completed, mesh, plan, casts, stages)
     update = None
     if optimizer is not None and train:

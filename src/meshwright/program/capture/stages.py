@@ -20,6 +20,7 @@ from .export import Captured
 from .source_lines import line_of
 
 Given = Mapping[str, str | Mapping[str, int]]
+Homes = Callable[[int], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def stages_of(
     captured: Captured,
     mesh: Mesh,
     given: Given | None,
-    homes: Callable[[int], tuple[int, ...]] | None = None,
+    homes: Homes | None = None,
 ) -> Stages | None:
     """What ``stages=`` says of a captured step; None where it says nothing.
 
@@ -155,4 +156,4 @@ def _path(node: fx.Node) -> str:
     return stack[-1].removeprefix("model").removeprefix(".") if stack else ""
 
 
-__all__ = ["Given", "Stages", "stages_of"]
+__all__ = ["Given", "Homes", "Stages", "stages_of"]
