@@ -98,6 +98,30 @@ def test_every_option_that_is_said_has_an_entry() -> None:
     assert asked(mesh=mw.Mesh({"dp": 1})) == []
 
 
+def test_rows_of_experts_are_applied_where_tokens_and_experts_are_split() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Parameter(torch.randn(4, 6, 8)), torch.nn.Parameter(torch.randn(4, 8, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights, ids = x[:, :4].softmax(-1).topk(1)
+            return mw.experts(x, ids, weights, self.up, self.down).square().mean()
+
+    def rank(batch: Any) -> str:
+        net, layouts = Layer(), {"up": {"ep": mw.Shard(0)}, "down": {"ep": mw.Shard(0)}}
+        wish = {"experts": {"ep": "rows"}}
+        step = mw.compile_step(
+            net, lambda m, x: m(x), None, torch.randn(8, 8), mesh=mesh, layouts=layouts, batch=batch, strategies=wish
+        )
+        return next(str(e) for e in step.ledger if e.option == "strategies")
+
+    mesh = mw.Mesh({"ep": 2})
+    assert "applied: 1 of 1 experts" in mw.simulate(lambda: rank({"ep": mw.Shard(0)}), mesh)[0]
+    words = "WITHOUT EFFECT: ep splits not both tokens and experts of any of 1 experts"
+    assert words in mw.simulate(lambda: rank({}), mesh)[0]
+
+
 def test_a_step_has_it_and_explains_it() -> None:
     def rank() -> None:
         net = Net()

@@ -207,6 +207,10 @@ class _Ledger:
                     f"{axis} does not split the sequence of any of {len(mine)} {op}" if mine else f"no {op} in the step"
                 )
                 alone = self._single([axis])
+                if op == "experts" and name == "rows":
+                    sent = any("gather_rows" in r.kinds and axis in r.axes for r in self.program.causes)
+                    split = split if sent else []
+                    none = f"{axis} splits not both tokens and experts of any of {len(mine)} experts" if mine else none
                 why = alone or (f"{len(split)} of {len(mine)} {op}" if split else none)
                 yield Asked("strategies", f"{op}: {axis}={name}", bool(split) and not alone, why)
 
