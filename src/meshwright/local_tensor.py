@@ -110,18 +110,46 @@ class as_plain:
         close_tensors(self.opened)
 
 
-MEMORY = "_memory"  # in the dict of a tensor and of what was detached from it
-
-
-@dataclass
+@dataclass(eq=False)
 class SharedMemory:
-    """What tensors know in common that have one memory and one counter of its writes.
+    """What tensors of one memory know in common, once one that counts its writes for itself was given it.
 
-    ``shared``: how often another tensor has been given it that counts for itself; ``aliased``: one may have it now.
+    ``shared``: how often that was; ``aliased``: one may have it now.
     """
 
     shared: int = 0
     aliased: bool = False
+
+
+class Sharing:
+    """Whether any memory of this process was ever shared: as long as none was, nobody needs to look."""
+
+    ever = False
+
+
+_MEMORY = "_memory"  # in the dict of a storage, which lives as long as the memory
+_get_storage: Any = Tensor.untyped_storage
+
+
+def shared_memory(t: Tensor) -> SharedMemory | None:
+    """What is known of the memory of a tensor; None where all that have it count its writes together."""
+    return _place(t).get(_MEMORY) if Sharing.ever else None
+
+
+def share_memory(t: Tensor) -> None:
+    """Another tensor that counts its writes for itself is given the memory of this one."""
+    Sharing.ever = True
+    memory = _place(t).setdefault(_MEMORY, SharedMemory())
+    memory.shared, memory.aliased = memory.shared + 1, True
+
+
+def _place(t: Tensor) -> dict[str, Any]:
+    try:
+        made: Any = compat.disabled_torch_function_impl(_get_storage, (), (t,), {})
+    except NotImplementedError:  # of a sparse tensor
+        made = t
+    space: dict[str, Any] = made.__dict__
+    return space
 
 
 def bare(t: Tensor) -> Tensor:
@@ -135,6 +163,8 @@ def bare(t: Tensor) -> Tensor:
 
 __all__ = [
     "PLAIN",
+    "SharedMemory",
+    "Sharing",
     "as_plain",
     "bare",
     "close_tensors",
@@ -146,4 +176,6 @@ __all__ = [
     "open_tensors",
     "plain_of",
     "set_grad",
+    "share_memory",
+    "shared_memory",
 ]

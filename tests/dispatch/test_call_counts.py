@@ -16,6 +16,8 @@ import pytest
 import meshwright as mw
 from bench import block, optimizers
 from bench.core import OURS, fake_group
+from meshwright.compat import python_dispatch
+from meshwright.local_tensor import Sharing
 
 WARM = 4  # runs after which all plans are what they stay
 SPARE = 1.02  # versions of torch and Python differ by a call here and there
@@ -41,7 +43,10 @@ def of_both_ways(forward: Callable[[], Any]) -> tuple[int, int]:
 
 
 @pytest.fixture(autouse=True)
-def _rank_of_eight() -> Iterator[None]:
+def _rank_of_eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Sharing, "ever", False)  # other tests of the process write through ``.data``
+    # Simulated ranks that enter and leave modes in turn leave PyTorch's flag as one of them found it.
+    monkeypatch.setattr(python_dispatch, "_is_in_non_infra_torch_dispatch_mode", False)
     with fake_group(block.DP * block.TP):
         yield
 
@@ -49,7 +54,7 @@ def _rank_of_eight() -> Iterator[None]:
 def test_of_a_block() -> None:
     made, x = block.ours()
     there, back = of_both_ways(lambda: made(x))
-    assert there <= SPARE * 468  # 12 of them ask whether another tensor that counts for itself has the memory
+    assert there <= SPARE * 456
     assert back <= SPARE * 165
 
 
@@ -58,7 +63,7 @@ def test_of_a_unit_that_is_stored_in_parts() -> None:
     made = mw.shard_module(block.whole_block(), mesh, stored_over="dp")
     x = mw.from_local(block.part_of_batch(), mesh, {"dp": mw.Shard(0)}, check=False).requires_grad_()
     there, back = of_both_ways(lambda: made(x))
-    assert there <= SPARE * 6530  # what is detached knows whose memory it has
+    assert there <= SPARE * 6465
     assert back <= SPARE * 8498
 
 

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.local_tensor import Sharing
 
 F64 = torch.float64
 MESH = mw.Mesh({"dp": 3})
@@ -49,6 +50,62 @@ def _outputs(write: Callable[[nn.Module], object], on_mesh: bool) -> list[Tensor
 def test_later_uses_see_what_was_written(name: str) -> None:
     want = _outputs(WRITES[name], False)
     for made in mw.simulate(lambda: _outputs(WRITES[name], True), MESH):
+        torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
+
+
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda w: w,
+    "detached": lambda w: w.detach(),
+    "view": lambda w: w.detach().view(-1),
+    "transposed": lambda w: w.detach().t().detach(),
+}
+
+
+def _late(alias: Callable[[Tensor], Tensor], on_mesh: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4, dtype=F64), torch.randn(7, 4, dtype=F64)
+    if on_mesh:
+        model = mw.shard_module(model, MESH, {"weight": {"dp": mw.Shard(0)}})
+        x = mw.shard_tensor(x, MESH, {"dp": mw.Shard(0)})
+    kept, seen, found = alias(model.weight), model.weight.detach(), []
+    for step in range(12):
+        with torch.no_grad():
+            found += [model(x), seen @ x.t(), (kept @ kept.t()).sum()]
+            model.weight.mul_(0.9)
+        if step > 7:  # all plans are kept by now
+            kept.data.mul_(0.5)
+    return [mw.unshard(y) if on_mesh else y for y in found]
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_memory_that_is_shared_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sharing, "ever", False)
+    want = _late(ALIASES[name], False)
+    for made in mw.simulate(lambda: _late(ALIASES[name], True), MESH):
+        torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stored", [None, "dp"])
+def test_parameters_that_are_given_other_memory(stored: str | None) -> None:
+    def run(on_mesh: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 4, dtype=F64), torch.randn(6, 4, dtype=F64)
+        if on_mesh:
+            model = mw.shard_module(model, MESH, {}, stored_over=stored)
+            x = mw.shard_tensor(x, MESH, {"dp": mw.Shard(0)})
+        found, first, second = [], model.weight.detach().clone(), model.weight.detach() * 2
+        for given in (first, second, first, second):  # memory that was shared as often as that before it
+            model.weight.data = given
+            found.append(model(x).detach())
+            given.mul_(1.5)
+            found.append(model(x).detach())
+            for scale in (0.3, 0.7):  # memory that nobody else holds
+                model.weight.data = given * scale
+                found += [model(x).detach() for _ in range(3)]
+        return [mw.unshard(y) if on_mesh else y for y in found]
+
+    want = run(False)
+    for made in mw.simulate(lambda: run(True), MESH):
         torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
 
 

@@ -12,7 +12,7 @@ import torch
 from .. import compat
 from ..errors import RuleError
 from ..layout import NO_MARKS, REPLICATE, Layout, MarkedSpec, Marks, Partial, Placements, Spec, marked, marks_of, widest
-from ..local_tensor import as_plain, moved
+from ..local_tensor import Sharing, as_plain, moved, shared_memory
 from ..ranks import runtime
 from ..resharding import executor, planner, record
 from ..rules import Native
@@ -20,7 +20,7 @@ from .binding import Args, Kwargs
 from .calls import disabled, map_tensors, mesh_of, saving, spec_of, tensors_in
 from .leaves import follow_roots, lead_root, leans_invariant, link, resolve_types
 from .plans import CallPlan, Route, plan_call, written_spec
-from .views import PieceSource, aliased, cut_from, remember, remember_pieces, with_base
+from .views import PieceSource, cut_from, remember, remember_pieces, with_base
 
 Tensor = torch.Tensor
 _LOCAL: Any = Tensor  # properties of local tensors
@@ -44,7 +44,8 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
     memo: dict[Any, Tensor] | None = None
     ends: Any = None
     space = t.__dict__
-    if "_spec" in space and not aliased(t) and (_kept(t, steps) if grad else not _inference(t)):
+    alone = not Sharing.ever or shared_memory(t) is None
+    if "_spec" in space and alone and (_kept(t, steps) if grad else not _inference(t)):
         version, memo = space.get("_memo", _NO_MEMO)
         now = _version(t)
         if version != now:

@@ -18,7 +18,7 @@ import torch
 from ..compat import outside_modes
 from ..errors import DispatchError
 from ..layout import MarkedSpec, marked, marks_of
-from ..local_tensor import MEMORY, as_plain
+from ..local_tensor import Sharing, as_plain, shared_memory
 from ..operators import Internal
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -131,21 +131,9 @@ def remember_detached(base: Tensor, made: Tensor) -> None:
         made.__dict__["_view"] = View(base, None, (), {}, 0, None, True, False, detached=True)
 
 
-def aliased(t: Tensor) -> bool:
-    """Whether its memory is that of a tensor which counts its writes by itself.  Must run with dispatch disabled."""
-    space = t.__dict__
-    if "_shared" in space or (MEMORY in space and space[MEMORY].shared):
-        return True
-    base = _get_base(t)
-    return base is not None and aliased(base)
-
-
-_get_base: Any = cast(Any, Tensor)._base.__get__
-
-
 def _version(t: Tensor) -> Any:
     """Tells whether a tensor was written to since; None where nobody knows.  Must run with dispatch disabled."""
-    if aliased(t):
+    if Sharing.ever and shared_memory(t) is not None:
         return None
     if t.is_inference():
         writes = runtime.RT.writes

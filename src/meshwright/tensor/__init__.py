@@ -15,7 +15,7 @@ Once there are distributed tensors: ``autograd_functions`` is what becomes of ``
 """
 
 from . import methods as methods
-from .dist_tensor import ALIASED, DistTensor, GradientHook, call_enabled, whole, wrap
+from .dist_tensor import DistTensor, GradientHook, call_enabled, whole, wrap
 from .global_calls import GlobalCalls, tell
 from .gradients import Coming, held, hold, in_slot, in_spec
 from .inference import Inference, infer, of_rule
@@ -23,7 +23,6 @@ from .opened import OpenTensor
 from .substitutes import OPEN, stands_in, within
 
 __all__ = [
-    "ALIASED",
     "OPEN",
     "Coming",
     "DistTensor",

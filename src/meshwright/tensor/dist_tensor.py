@@ -29,7 +29,7 @@ from ..layout import (
     spec_data,
     spec_from,
 )
-from ..local_tensor import MEMORY, SharedMemory, bare, get_grad, moved
+from ..local_tensor import bare, get_grad, moved, share_memory
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -42,7 +42,6 @@ GLOBAL_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "__len__")
 GLOBAL_PROPERTIES = ("shape", "ndim", "T", "mT", "H", "mH", "real", "imag")
 BASE: Any = Tensor  # its properties as descriptors, to be called with dispatch disabled
 _DETACH = Tensor.detach
-_GET_BASE = cast(Any, Tensor)._base.__get__
 _GET_REQUIRES = BASE.requires_grad.__get__
 _GET_DATA = BASE.data.__get__
 _SET_DATA = BASE.data.__set__
@@ -230,7 +229,8 @@ class DistTensor(torch.Tensor):
         spec = self._spec
         typed = spec.with_(undecided=spec.mesh.everywhere)
         made = wrap(call_disabled(_GET_DATA, (), (self,), NO), marked(typed, Marks(copied=marks_of(spec).copied)))
-        share(self, made)
+        self.__dict__.pop("_memo", None)
+        share_memory(self)
         remember_detached(self, made)
         return made
 
@@ -244,7 +244,8 @@ class DistTensor(torch.Tensor):
         with disabled():
             _SET_DATA(self, value)
         moved(self)
-        share(self, value)
+        self.__dict__.pop("_memo", None)
+        share_memory(self)
         typed = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
         self._spec = marked(typed, Marks(stored=marks_of(old).stored))  # other memory: a view of nothing any more
 
@@ -259,7 +260,6 @@ class DistTensor(torch.Tensor):
         marks = Marks(copied=marks_of(spec).copied)
         made = wrap(call_disabled(_DETACH, (), (self,), NO), marked(spec.untyped(), marks))
         remember_detached(self, made)
-        _same_memory(self, made)
         return made
 
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
@@ -369,39 +369,6 @@ def plain(t: Tensor) -> Tensor:
 def raw_grad(t: Tensor) -> Tensor | None:
     """What autograd's slot for the gradient holds."""
     return cast("Tensor | None", call_disabled(get_grad, (), (t,), NO))
-
-
-ALIASED = "_aliased"  # of a tensor: another may have its memory now
-
-
-def share(*tensors: Tensor) -> None:
-    """These have the same memory and their own version counters: what is converted from them cannot be kept.
-
-    Nor what is converted from those that have the memory of one of them: what it is a view of or was detached from, and
-    what else was.  How often is counted: what is kept of a tensor for the time of a forward is made anew after each.
-    """
-    for t in tensors:
-        first = _first(t)
-        for space in {id(x): x.__dict__ for x in (t, first)}.values():
-            space["_shared"] = space.get("_shared", 0) + 1
-            space[ALIASED] = True
-            space.pop("_memo", None)
-        if (memory := first.__dict__.get(MEMORY)) is not None:
-            memory.shared, memory.aliased = memory.shared + 1, True
-
-
-def _first(t: Tensor) -> Tensor:
-    """What a tensor is a view of, or itself."""
-    base = call_disabled(_GET_BASE, (), (t,), NO)
-    return t if base is None else base
-
-
-def _same_memory(t: Tensor, made: Tensor) -> None:
-    first = _first(t)
-    memory = first.__dict__.get(MEMORY)
-    if memory is None:
-        memory = first.__dict__[MEMORY] = SharedMemory(first.__dict__.get("_shared", 0))
-    made.__dict__[MEMORY] = memory
 
 
 def _rebuild(local: Tensor, about: dict[str, Any]) -> DistTensor:
