@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.dispatch import plan_call, routes
+from meshwright.dispatch import execution, plan_call, plans, routes
 from meshwright.dispatch.plans import CallPlan, Route
 from meshwright.errors import ExplicitError
 from meshwright.ranks import runtime
+from meshwright.ranks.runtime import Recent
 from meshwright.tensor import DistTensor, torch_function
 
 MESH = mw.Mesh({"a": 2})
@@ -168,9 +169,30 @@ def test_a_kind_of_call_is_planned_once_and_then_one_look_up(monkeypatch: pytest
         for _ in range(5):
             torch.relu(given(4, 6, at=EVEN))
 
+    monkeypatch.setattr(plans, "_DECIDED", Recent(64))
     on_all_ranks(run)
     assert planned.count(torch.relu) == 2  # once on each rank
     assert looked_at.count(torch.relu) == 4  # the third call is known by its key
+
+
+def test_of_another_size_nothing_is_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    learn = execution.Execution._learn
+
+    def counted(self: Any, *rest: Any) -> None:
+        shown.append(self.func)
+        learn(self, *rest)
+
+    monkeypatch.setattr(plans, "_DECIDED", Recent(64))
+    monkeypatch.setattr(execution.Execution, "_learn", counted)
+
+    def run() -> None:
+        for rows in (8, 10, 12, 9, 11):  # of two ranks
+            assert torch.relu(given(rows, 6, at=EVEN)).shape == (rows, 6)
+
+    on_all_ranks(run)
+    # Once on each rank where all parts are alike, and where they are not for each size anew.
+    assert shown.count(torch.relu) == 2 * 3
 
 
 def test_under_autocast_only_plain_plans_serve_both() -> None:

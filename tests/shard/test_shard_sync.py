@@ -353,3 +353,31 @@ def test_ranks_count_alike() -> None:
         return runtime.RT.counts.total_bytes
 
     assert len(set(mw.simulate(fn, BOTH))) == 1
+
+
+@pytest.mark.parametrize("with_what", ["a new one", "each other"])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_swapped_parameters_are_reduced_where_they_are(with_what: str, to_none: bool) -> None:
+    def run(on_mesh: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)))
+        x = torch.randn(6, 4, dtype=torch.float64)
+        if on_mesh:
+            model, x = mw.shard_module(model, DP, {}), mw.shard_tensor(x, DP, {"dp": mw.Shard(0)})
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(5):
+            if step in (1, 3):
+                first, second = model[0].weight, model[1].weight
+                other = second if with_what == "each other" else nn.Parameter(first.detach() * 2)
+                optimizer.zero_grad()
+                torch.utils.swap_tensors(first, other)
+            optimizer.zero_grad(set_to_none=to_none)
+            model(x).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+        found += [p.detach() for p in model.parameters()]
+        return [mw.unshard(t) if on_mesh else t for t in found]
+
+    want = run(False)
+    for made in mw.simulate(lambda: run(True), DP):
+        torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)

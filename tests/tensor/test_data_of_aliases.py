@@ -118,3 +118,53 @@ def test_sums_that_were_reduced_are_reduced_again() -> None:
 
     for made in mw.simulate(run, MESH):
         assert made == [36.0, 72.0, 60.0**2 + 72.0**2]
+
+
+def test_a_gradient_is_detached_in_place() -> None:
+    def run(on_mesh: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 4, dtype=F64), torch.randn(6, 4, dtype=F64)
+        if on_mesh:
+            model = mw.shard_module(model, MESH, {"weight": {"dp": mw.Shard(0)}})
+            x = mw.shard_tensor(x, MESH, {"dp": mw.Shard(0)})
+        for _ in range(2):
+            model(x).square().mean().backward()
+            for p in model.parameters():
+                assert p.grad.detach_() is p.grad
+                p.grad.mul_(2)
+        return [mw.unshard(p.grad) if on_mesh else p.grad for p in model.parameters()]
+
+    want = run(False)
+    for made in mw.simulate(lambda: run(True), MESH):
+        torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kept", ["data", "detach", "nothing"])
+def test_a_view_in_a_forward_sees_what_out_writes(kept: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(5, 4, dtype=F64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            alias = {"data": lambda: self.w.data, "detach": self.w.detach, "nothing": lambda: None}[kept]()
+            seen = self.w.view(-1)
+            torch.mul(self.w, 0.9, out=self.w)
+            first = (x @ self.w.t()).sum()
+            if alias is not None:
+                alias.mul_(0.5)
+            return first + (self.w * 3).sum() + (seen * 2).sum()
+
+    def run(on_mesh: bool) -> list[Tensor]:
+        module, x = Scaled(), torch.ones(6, 4, dtype=F64)
+        if on_mesh:
+            module = mw.shard_module(module, MESH, {}, stored_over="dp")
+            x = mw.shard_tensor(x, MESH, {"dp": mw.Shard(0)})
+        with torch.no_grad():
+            found = [module(x), module(x), module.w.detach().clone()]
+        return [mw.unshard(y) if on_mesh else y for y in found]
+
+    want = run(False)
+    for made in mw.simulate(lambda: run(True), MESH):
+        torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)

@@ -72,7 +72,8 @@ class Types:
         sources, inputs, outputs, sums = [], [], [], widest(ins)
         for spec, o in zip(ins, self.operands, strict=True):
             source = want = spec
-            if o.layout is not None:
+            typed = o.want == spec.reduced and o.undecided == spec.undecided and sums is spec.sums
+            if o.layout is not None and not (typed and o.layout == spec.layout):
                 if o.undecided != spec.undecided:
                     # A leaf whose gradient the op makes Partial has that summed as the op has its values summed.
                     own = sums if o.reduced != spec.reduced else None

@@ -72,6 +72,15 @@ def choose(
     return best
 
 
+def sure_types(
+    rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], *, inplace: bool, constants: Collection[int]
+) -> Types | None:
+    """What :func:`choose` was sure of, in all sizes; None where it looks at these."""
+    if VERIFY or any(s.layout.blocks for s in ins):
+        return None
+    return cast("Types | None", _SURE.find(Search(rule, ins, outs, inplace, None, constants).kind()))
+
+
 def choose_for(rule: Rule, ins: Sequence[Spec], outs: Sequence[Like], hint: Wanted) -> Choice:
     """The cheapest way to run an op whose outputs should have certain layouts: inputs and outputs, all axes together.
 

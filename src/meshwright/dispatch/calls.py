@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -214,28 +214,38 @@ def saving() -> bool:
 _OWN = __name__.partition(".")[0]
 
 
+_LEAVES = {int, bool, float, type(None), str, torch.dtype}  # of arguments: neither tensors nor with any in them
+
+
 def tensors_in(args: Any) -> list[Tensor]:
     """All tensors among (nested) arguments, in order."""
     found: list[Tensor] = []
-    _collect(args, found)
+    _collect((args,), found)
     return found
 
 
-def _collect(a: Any, found: list[Tensor]) -> None:
-    if isinstance(a, Tensor):
-        found.append(a)
-    elif isinstance(a, (tuple, list)):
-        for x in a:
-            _collect(x, found)
-    elif isinstance(a, dict):
-        for x in a.values():
-            _collect(x, found)
+def _collect(several: Iterable[Any], found: list[Tensor]) -> None:
+    for a in several:
+        kind = a.__class__
+        if kind in _LEAVES:
+            continue
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif kind is tuple or isinstance(a, (tuple, list)):
+            _collect(a, found)
+        elif isinstance(a, dict):
+            _collect(a.values(), found)
 
 
 def map_tensors(a: Any, fn: Callable[[Tensor], Any]) -> Any:
     """Nested arguments with each tensor replaced, in the order of :func:`tensors_in`."""
+    kind = a.__class__
+    if kind in _LEAVES:
+        return a
     if isinstance(a, Tensor):
         return fn(a)
+    if kind is tuple:
+        return tuple([map_tensors(x, fn) for x in a])
     if isinstance(a, tuple):
         made = [map_tensors(x, fn) for x in a]
         return type(a)(*made) if hasattr(a, "_fields") else tuple(made)

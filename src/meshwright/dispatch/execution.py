@@ -364,6 +364,8 @@ class Execution:
         elif not all(t.__class__ is Tensor for t in made):
             between = route in (Route.RETYPE_THEN_NATIVE, Route.CONVERT_THEN_NATIVE)
             route = Route.CONVERT_THEN_NATIVE if between else Route.EXECUTE
+        if plan.line is not None:
+            plan.line.shown[runtime.RT.rank] = route, tuple([s.dtype for s in outputs])
         self.plan = replace(plan, route=route, promised=None, outputs=outputs)
 
 

@@ -12,8 +12,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from .. import compat
-from ..choose import Choice, carries_grad, choose
+from ..choose import Choice, Search, Types, carries_grad, choose, sure_types
 from ..collective import BY_HAND, refuse_by_hand
 from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
@@ -26,13 +25,15 @@ from ..rules.dims import on_padded
 from ..rules.factor_notation import LocalFn
 from . import autocast, results
 from .binding import Args, Kwargs
-from .calls import Op, disabled, map_tensors, mesh_of, op_name, resolve, spec_of, tensors_in
+from .calls import Op, disabled, map_tensors, mesh_of, resolve, spec_of, tensors_in
 from .exchange import Exchange
 from .results import Outputs
 from .rows import RowExchange
 from .sending import Sending
+from .written_arguments import into, written
 
 Tensor = torch.Tensor
+_DECIDED = runtime.Recent(4096)  # the same for all ranks, as what results were told
 AS_OP = 'To divide its work make it a custom op (torch.library.custom_op) with a rule: @mw.rule("lib::op")'
 Conversions = tuple[tuple[int, resharding.ConversionPlan], ...]
 
@@ -49,6 +50,19 @@ class Route(Enum):
     REDISPATCH = auto()  # PyTorch's own Python code computes it by other calls
     CAST = auto()  # the call outside of autocast, on what that casts
     STAND_IN = auto()  # looked up again where nothing stands in for the arguments
+
+
+@dataclass(slots=True, eq=False)
+class SizelessPlan:
+    """What was decided for calls that differ in sizes alone, and holds for all of these.
+
+    ``shown``: on each rank the route that a first run showed of the native op, and the dtypes of what it gave.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    views: bool
+    types: Types
+    shown: dict[int, tuple[Route, tuple[torch.dtype, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,7 @@ class CallPlan:
     ``execution``).  ``graded``: another choice is cheaper where other arguments need gradients.
     ``mixed``: plain tensors are among the arguments, which stand for what all ranks have.
     ``untyped``: leaves that need gradients are linked (1) or get their types (2) by this call.
+    ``line``: what this plan shares with those of other sizes.
     """
 
     op: Op
@@ -90,6 +105,7 @@ class CallPlan:
     replayed: bool = False
     graded: bool = False
     mixed: bool = False
+    line: SizelessPlan | None = None
     untyped: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +141,7 @@ def plan_call(
     if op.custom and op.name.partition("::")[0] in BY_HAND:
         refuse_by_hand(op.name, next(t.__dict__["_spec"] for t in tensors_in((args, kwargs)) if "_spec" in t.__dict__))
     if kwargs.get("out") is not None:
-        return CallPlan(op, Route.FUNCTION, fn=partial(_into, getattr(func, "overloadpacket", func)))
+        return CallPlan(op, Route.FUNCTION, fn=partial(into, getattr(func, "overloadpacket", func)))
     if op.composite is not None:
         bound = op.binding(args, kwargs)
         return CallPlan(op, Route.FUNCTION, fn=bound.around(op.composite) if bound else op.composite)
@@ -200,6 +216,15 @@ class _Planner:
         except Exception as error:  # of arguments that PyTorch refuses, maybe: then it is to say so
             wrong = error
         kind = None if rule is None else results.kind_of(self.func, rule, specs, self.args, self.kwargs)
+        line = None
+        if rule is not None and kind is not None and rule.decompose is None and not (strategies or results.VERIFY):
+            # What was decided for such a line, and holds for all sizes alike.
+            line = (kind, Search(rule, specs, (), op.inplace, None, self.constants).kind(), frozenset(self.free))
+            decided: SizelessPlan | None = _DECIDED.find(line)
+            if decided is not None:
+                self.views = decided.views
+                sizes = [(torch.Size(rule.out_shape(i)), dtype) for i, dtype in enumerate(decided.dtypes)]
+                return self._ruled(rule, decided.types.of(specs, sizes), False, decided)
         result = known = results.told(kind, rule)
         if result is None or results.VERIFY:
             result = results.ask(self.func, specs, self.args, self.kwargs)
@@ -225,7 +250,29 @@ class _Planner:
             choice, graded = self._choose(rule, like, op.inplace, strategies)
         except DispatchError:
             choice, graded = self._choose(rule, like, False, strategies)
+            line = None
+        if line is not None and (types := self._sure_types(rule, like, graded)) is not None:
+            decided = SizelessPlan(tuple([dtype for _, dtype in like]), self.views, types)
+            _DECIDED.keep(line, decided)
+            return self._ruled(rule, choice, graded, decided)
         return self._ruled(rule, choice, graded)
+
+    def _sure_types(self, rule: Rule, like: Outputs, graded: bool) -> Types | None:
+        """What the choice is in all sizes; None where it hangs on these, or on what needs a gradient."""
+        if graded or any(s.layout.blocks for s in self.specs):
+            return None
+        ways = [sure_types(rule, self.specs, like, inplace=self.op.inplace, constants=c) for c in self._without(rule)]
+        return ways[0] if None not in ways else None
+
+    def _without(self, rule: Rule) -> list[Collection[int]]:
+        """Inputs that have no gradient to be reduced: as in this call first, then as in others of the same key."""
+        specs, free = self.specs, self.free
+        beside = [i for i, s in enumerate(specs) if i not in free and carries_grad(s.dtype) and not s.layout.partial]
+        if not beside or not rule.linear or not any(s.layout.partial for s in specs):
+            return [free]
+        others = [[], beside, *([i] for i in beside)] if len(beside) > 1 else [[], beside]
+        own = [*free, *(i for i in beside if i in self.constants)]
+        return [own, *([*free, *some] for some in others)]
 
     def _choose(
         self, rule: Rule, like: Outputs, inplace: bool, strategies: Sequence[Strategy] | None
@@ -235,21 +282,19 @@ class _Planner:
         Beside a Partial, a replicated operand has its gradient reduced, which may cost more than to reduce the Partial
         first; one that needs none costs nothing.
         """
-        specs, free = self.specs, self.free
 
         def made(without: Collection[int]) -> Choice:
-            return choose(rule, specs, like, inplace=inplace, strategies=strategies, constants=without)
+            return choose(rule, self.specs, like, inplace=inplace, strategies=strategies, constants=without)
 
-        beside = [i for i, s in enumerate(specs) if i not in free and carries_grad(s.dtype) and not s.layout.partial]
-        if not beside or not rule.linear or not any(s.layout.partial for s in specs):
-            return made(free), False
-        choice = made([*free, *(i for i in beside if i in self.constants)])
-        others = [[], beside, *([i] for i in beside)] if len(beside) > 1 else [[], beside]
-        return choice, any(made([*free, *some]) != choice for some in others)
+        own, *others = self._without(rule)
+        choice = made(own)
+        return choice, any(made(some) != choice for some in others)
 
-    def _ruled(self, rule: Rule, choice: Choice, graded: bool) -> CallPlan:
+    def _ruled(self, rule: Rule, choice: Choice, graded: bool, line: SizelessPlan | None = None) -> CallPlan:
         op, specs, outputs = self.op, self.specs, choice.outputs
-        sends = Sending(op.name, self.mesh), Exchange(op.name, self.mesh), partial(RowExchange, op.name, self.mesh)
+        sends: tuple[Any, ...] = ()
+        if rule.local is not None:
+            sends = Sending(op.name, self.mesh), Exchange(op.name, self.mesh), partial(RowExchange, op.name, self.mesh)
         ctx = Local(rule, choice.inputs, outputs, self.mesh.coordinate(runtime.RT.rank), *sends)
         fn = None if rule.local is None else rule.local(ctx)
         own = fn is not None and not isinstance(fn, Native)
@@ -266,10 +311,19 @@ class _Planner:
         replayed = not op.inplace and any(s.shape.numel() and 0 in s.local_shape(ctx.here) for s in outputs)
         falls = isinstance(fn, Native) and fn.otherwise is not None and conversions  # maybe a copy: the run says
         whole = (fn is None or self._is_native(fn)) and not (copies or pieces or replayed or falls)
-        promised = self._promised(given, outputs, bool(choice.open)) if whole else Route.EXECUTE
+        promised: Route | None = self._promised(given, outputs, bool(choice.open)) if whole else Route.EXECUTE
+        plain = promised is Route.NATIVE
+        if not plain or fn is not None or op.inplace or self.mixed:  # what such a call gives hangs on memory, too
+            line = None
+        known = line.shown.get(runtime.RT.rank) if line is not None else None
+        route = Route.EXECUTE
+        if known is not None and all(s.layout.even(s.shape) for s in (*choice.inputs, *outputs)):
+            route, dtypes = known
+            promised = None
+            outputs = tuple([s.with_(dtype=d) for s, d in zip(outputs, dtypes, strict=True)])
         return CallPlan(
-            op, promised=promised, plain=promised is Route.NATIVE, fn=fn, outputs=outputs, choice=choice, why=rule.text,
-            copies=copies, pieces=pieces, replayed=replayed, graded=graded, **given,
+            op, route, promised, plain, fn=fn, outputs=outputs, choice=choice, why=rule.text, copies=copies,
+            pieces=pieces, replayed=replayed, graded=graded, line=line, **given,
         )  # fmt: skip
 
     def _promised(self, given: OfInputs, outputs: tuple[Spec, ...], open_: bool) -> Route:
@@ -311,7 +365,7 @@ class _Planner:
         """Raises DispatchError where a custom op would write to what was gathered for it, which nobody keeps."""
         tensors = tensors_in((self.args, self.kwargs))
         theirs = {id(tensors[i]) for i in moved if i or not self.op.inplace} if self.op.custom else ()
-        for name, value in _written(self.func, self.args, self.kwargs) if theirs else ():
+        for name, value in written(self.func, self.args, self.kwargs) if theirs else ():
             if any(id(t) in theirs for t in tensors_in((value,))):
                 raise DispatchError(
                     f"{self.op.name} writes to its argument {name!r}, which is not whole on every rank, and has no "
@@ -362,38 +416,6 @@ def naming(op: Op, specs: Sequence[Spec]) -> Iterator[None]:
             listed = "; ".join(repr(s) for s in specs)
             error.args = (f"{op.name}{'_' if op.inplace else ''}({listed}): {error}",)
         raise
-
-
-def _into(func: Any, *args: Any, out: Any, **kwargs: Any) -> Any:
-    """``out=``: compute, convert to the layout that ``out`` has, and copy into it."""
-    name = op_name(func)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs, out))):
-        raise RuntimeError(
-            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
-            "arguments requires grad."
-        )
-    for target, value in zip(tensors_in(out), tensors_in(func(*args, **kwargs)), strict=True):
-        if not torch.can_cast(value.dtype, target.dtype):
-            raise RuntimeError(f"{name}: result type {value.dtype} can't be cast to the desired type {target.dtype}")
-        if target.shape != value.shape:
-            if "_spec" in target.__dict__ or target.numel():
-                raise DispatchError(
-                    f"{name}: out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; only an empty "
-                    "plain tensor is resized"
-                )
-            target.resize_(value.shape)
-        with torch.no_grad():
-            target.copy_(value)
-    return out
-
-
-def _written(func: Any, args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
-    """The arguments that an op writes to, as its schema says."""
-    op = getattr(func, "_opoverload", func)
-    op = getattr(op, op.overloads()[0]) if isinstance(op, compat.OpOverloadPacket) else op
-    for i, argument in enumerate(op._schema.arguments if isinstance(op, compat.OpOverload) else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield argument.name, args[i] if i < len(args) else kwargs.get(argument.name)
 
 
 def _way_back(

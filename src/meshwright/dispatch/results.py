@@ -80,10 +80,15 @@ def _fixed(a: Any, func: Any, numbers: list[int]) -> Any:
     """Arguments without tensors; whole numbers among them go to ``numbers``."""
     if isinstance(a, Tensor):
         return Tensor
+    if a.__class__ is int:
+        numbers.append(abs(a))
+        return a
+    if a is None:
+        return None
     if isinstance(a, (tuple, list)):
         return (a.__class__, *[_fixed(x, func, numbers) for x in a])
     if isinstance(a, dict):
-        return (dict, *[(k, _fixed(v, func, numbers)) for k, v in a.items()])
+        return (dict, *[(k, _fixed(v, func, numbers)) for k, v in a.items()]) if a else dict
     if isinstance(a, slice):
         return (slice, *[_fixed(x, func, numbers) for x in (a.start, a.stop, a.step)])
     if a.__class__ is not bool and isinstance(a, Integral):  # those of NumPy, too

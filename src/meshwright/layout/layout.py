@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Union
 
 from ..errors import LayoutError
@@ -17,6 +19,7 @@ from .placement import (
     Shard,
     as_placement,
     commute,
+    cuts,
     own_ranges,
 )
 
@@ -38,7 +41,7 @@ class Layout:
         MeshError: an unknown axis.
     """
 
-    __slots__ = ("__weakref__", "_hash", "blocks", "mesh", "ndim", "order", "placements", "replicated")
+    __slots__ = ("__weakref__", "_hash", "blocks", "mesh", "ndim", "order", "placements", "replicated", "whole")
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Layout:
         self.order: tuple[tuple[int, tuple[int, ...]], ...] = _canonical_order(self, order or {})
         # The axes on which it is replicated, as a mask; the hash, as most layouts are asked for theirs again and again.
         self.replicated = sum(1 << a for a, p in enumerate(self.placements) if isinstance(p, Replicate))
+        self.whole = not any(map(cuts, self.placements))  # no rank has less than all of a tensor, or of its summands
         self._hash = hash((mesh, self.placements, self.order))
         # Each dim that is split by blocks, to the axis that does.
         self.blocks = {p.dim: a for a, p in enumerate(self.placements) if isinstance(p, Shard) and p.blocks}
@@ -114,16 +118,11 @@ class Layout:
 
     def with_ndim(self, ndim: int) -> Layout:
         """The same layout checked against, and resolved for, a tensor of ``ndim`` dims."""
-        return self if self.ndim == ndim else Layout(self.mesh, self, ndim=ndim)
+        return self if self.ndim == ndim else _with_ndim(self, ndim)
 
     def replace(self, axis: int, placement: Placement) -> Layout:
         """The same layout with another placement on one axis (which becomes the minor one on its dim)."""
-        placements = list(self.placements)
-        placements[axis] = placement
-        order = {d: [a for a in axes if a != axis] for d, axes in self.dim_axes().items()}
-        if isinstance(placement, Shard):
-            order.setdefault(placement.dim, []).append(axis)
-        return Layout(self.mesh, placements, order=order, ndim=self.ndim)
+        return _replaced(self, axis, placement, self.ndim)
 
     def without_partial(self, axes: Iterable[int] | None = None) -> Layout:
         """The same layout once what is Partial, on these axes or on all, has been reduced."""
@@ -135,6 +134,8 @@ class Layout:
     def local_bounds(self, shape: Sequence[int], coordinate: Sequence[int]) -> list[tuple[int, int]]:
         """Per dim (start, stop) of what the rank at ``coordinate`` holds of a tensor of this global shape."""
         bounds = [(0, n) for n in shape]
+        if self.whole:
+            return bounds
         for d, axes in self.dim_axes().items():
             start, stop = bounds[d]
             for a in axes:
@@ -174,9 +175,20 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
         """Shape that the rank at ``coordinate`` holds of a tensor of this global shape."""
+        if self.whole:
+            return tuple(shape)
         if not self.blocks:
-            return tuple(b - a for a, b in self.local_bounds(shape, coordinate))
+            return tuple([b - a for a, b in self.local_bounds(shape, coordinate)])
         return tuple(sum(b - a for a, b in ranges) for ranges in self.local_ranges(shape, coordinate))
+
+    def even(self, shape: Sequence[int]) -> bool:
+        """Whether all ranks hold parts of one shape of a tensor of this global shape, which are not empty."""
+        if self.whole:
+            return True
+        if any(isinstance(p, At) for p in self.placements):
+            return False
+        parts = {d: math.prod(self.mesh.sizes[a] for a in axes) for d, axes in self.dim_axes().items()}
+        return all(shape[d] and shape[d] % n == 0 for d, n in parts.items())
 
     def without_blocks(self) -> Layout:
         """The same layout with dims split as a whole that are split by blocks."""
@@ -254,6 +266,22 @@ class Layout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_layout, (self.mesh, self.placements, dict(self.order), self.ndim)
+
+
+# What differs between equal layouts, the number of dims, is among the arguments.
+@lru_cache(maxsize=4096)
+def _with_ndim(layout: Layout, ndim: int) -> Layout:
+    return Layout(layout.mesh, layout, ndim=ndim)
+
+
+@lru_cache(maxsize=4096)
+def _replaced(layout: Layout, axis: int, placement: Placement, ndim: int | None) -> Layout:
+    placements = list(layout.placements)
+    placements[axis] = placement
+    order = {d: [a for a in axes if a != axis] for d, axes in layout.dim_axes().items()}
+    if isinstance(placement, Shard):
+        order.setdefault(placement.dim, []).append(axis)
+    return Layout(layout.mesh, placements, order=order, ndim=ndim)
 
 
 def _rebuild_layout(

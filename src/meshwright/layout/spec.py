@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -159,9 +160,7 @@ class Spec:
         return self._grad
 
     def _make_grad(self) -> Spec:
-        pairs = [dual(p, bool(self.reduced >> a & 1)) for a, p in enumerate(self.layout.placements)]
-        layout = Layout(self.mesh, [p for p, _ in pairs], order=dict(self.layout.order), ndim=self.ndim)
-        mask = sum(1 << a for a, (_, reduced) in enumerate(pairs) if reduced)
+        layout, mask = _dual(self.layout, self.reduced, self.ndim)
         return Spec(self.shape, self.dtype, layout, mask, self.undecided, sums=self.sums, wires=self.wires[::-1])
 
     def with_(
@@ -212,6 +211,13 @@ class Spec:
     def __reduce__(self) -> tuple[Any, ...]:
         types = (self.reduced, self.undecided)
         return Spec, (tuple(self.shape), self.dtype, self.layout, *types, self.sums, self.wires)
+
+
+@lru_cache(maxsize=4096)
+def _dual(layout: Layout, reduced: int, ndim: int) -> tuple[Layout, int]:
+    pairs = [dual(p, bool(reduced >> a & 1)) for a, p in enumerate(layout.placements)]
+    made = Layout(layout.mesh, [p for p, _ in pairs], order=dict(layout.order), ndim=ndim)
+    return made, sum(1 << a for a, (_, reduced) in enumerate(pairs) if reduced)
 
 
 def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:

@@ -140,12 +140,63 @@ def _factors(
     entries: list[tuple[Arg, Entry]], made: Sequence[Entry], found: dict[str, int], text: str
 ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     """The factors of inputs and outputs, ellipses written out; sizes go to ``found``."""
+    if not found:
+        ones = tuple([(t.index, dims, tuple([n == 1 for n in t.shape])) for t, dims in entries])
+        plain = _plain_factors(ones, tuple(made))
+        if plain is not None and _sized(plain[2], [t.shape for t, _ in entries], found):
+            return plain[:2]
     lead = _lead_sizes(entries, text)
     inputs = {t.index: _bound(dims, t, len(lead), found, text) for t, dims in entries}
     found.update((f"~{i}", n) for i, n in enumerate(lead) if n != 1)
     if sorted(inputs) != list(range(len(inputs))):
         raise RuleError(f"notation {text!r} does not cover every tensor argument")
     return tuple(inputs[i] for i in range(len(inputs))), tuple(_with_lead(dims, lead) for dims in made)
+
+
+Places = tuple[tuple[str, tuple[tuple[int, int], ...]], ...]  # of each factor: entries, and dims of these, that are it
+
+
+@lru_cache(maxsize=8192)
+def _plain_factors(
+    entries: tuple[tuple[int, Entry, tuple[bool, ...]], ...], made: tuple[Entry, ...]
+) -> tuple[tuple[Dims, ...], tuple[Dims, ...], Places] | None:
+    """Factors of inputs and outputs of these dims, whatever their sizes are but for those that are one; None where that
+    is not all: a dim is made of several factors, or something is wrong."""
+    spelled: list[list[Any]] = []
+    widths = [len(ones) - len([d for d in dims if d is not ...]) for _, dims, ones in entries]
+    width = max([w for w, (_, dims, _) in zip(widths, entries, strict=True) if ... in dims], default=0)
+    lead = [1] * width
+    for n, (_, dims, ones) in zip(widths, entries, strict=True):
+        if n < 0 or (n and ... not in dims) or sorted(i for i, _, _ in entries) != list(range(len(entries))):
+            return None
+        spelled.append([x for dim in dims for x in (range(width - n, width) if dim is ... else (dim,))])
+        for dim, one in zip(spelled[-1], ones, strict=True):
+            if isinstance(dim, int):
+                lead[dim] = lead[dim] if one else 2
+            elif len(dim) > 1 or (not dim and not one):
+                return None
+    places: dict[str, list[tuple[int, int]]] = {}
+    inputs: dict[int, Dims] = {}
+    for e, (t, _, ones) in enumerate(entries):
+        written = [(() if one else (f"~{dim}",)) if isinstance(dim, int) else dim
+                   for dim, one in zip(spelled[e], ones, strict=True)]  # fmt: skip
+        for d, dim in enumerate(written):
+            for f in dim:
+                places.setdefault(f, []).append((e, d))
+        inputs[t] = tuple(written)
+    outputs = tuple(_with_lead(dims, lead) for dims in made)
+    return tuple(inputs[i] for i in range(len(inputs))), outputs, tuple((f, tuple(at)) for f, at in places.items())
+
+
+def _sized(places: Places, shapes: Sequence[tuple[int, ...]], found: dict[str, int]) -> bool:
+    """Note the sizes of factors; whether each is the same everywhere."""
+    for f, at in places:
+        sizes = {shapes[e][d] for e, d in at}
+        if len(sizes) > 1:
+            found.clear()
+            return False
+        found[f] = sizes.pop()
+    return True
 
 
 def _words(listed: str | Iterable[str]) -> Iterable[str]:

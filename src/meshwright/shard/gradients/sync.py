@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ... import collective, compat
+from ... import collective, compat, torch_changes
 from ...dispatch import disabled
 from ...errors import DesyncError, ShardError, takes
 from ...layout import Replicate
@@ -308,11 +308,15 @@ def _accumulates(p: Tensor) -> bool:
         return False
 
 
+def _nowhere() -> None:
+    """Of a parameter whose gradient nobody reduces."""
+
+
 @dataclass
 class _Member:
     """Where a parameter is among those whose gradients are reduced together, and its hooks, which look there."""
 
-    sync: Callable[[], GradSync | None] = lambda: None
+    sync: Callable[[], GradSync | None] = _nowhere
     i: int = 0
 
     def ready(self, _: Tensor) -> None:
@@ -348,6 +352,34 @@ def _member(p: DistTensor) -> _Member:
             Tensor.register_hook(p, member.before)
             p.requires_grad_(kept)
     return member
+
+
+@torch_changes.replace(
+    "torch.utils.swap_tensors", why="a parameter that is given all that another tensor is stays where it is"
+)
+def _keep_places(original: Any, name: str) -> Any:
+    """Hooks and places go with what a tensor is; the gradient of what comes is reduced where that of the other was."""
+
+    @functools.wraps(original)
+    def swap(t1: Tensor, t2: Tensor) -> None:
+        both = (t1, t2)
+        members = [getattr(t, "__dict__", {}).get("_sync") for t in both]
+        places = [(_nowhere, 0) if m is None else (m.sync, m.i) for m in members]
+        with disabled():
+            hooks = t2._backward_hooks, t1._backward_hooks
+        original(t1, t2)
+        if members == [None, None]:
+            return
+        with disabled():  # PyTorch leaves them with the object, where no hook reaches what that is now
+            t1._backward_hooks, t2._backward_hooks = hooks
+        for t, (sync, i) in zip(both, places, strict=True):
+            if isinstance(t, DistTensor) and ((own := sync()) is not None or "_sync" in t.__dict__):
+                member = _member(t)
+                member.sync, member.i = sync, i
+                if own is not None:
+                    t.__dict__["_param_name"] = own.names[i]
+
+    return swap
 
 
 def syncs_of(model: nn.Module) -> list[GradSync]:

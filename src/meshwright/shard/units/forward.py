@@ -153,8 +153,8 @@ class Seen:
         for p, t, state, held in zip(unit.params, made, states, self.aliased, strict=True):
             whole = there.get(id(p))
             if whole is not None:
-                whole.renew(t, state)  # of which there may be views
-            self.wholes.append(Whole(p, t, state) if whole is None or held else whole)
+                whole.renew(t, state, uncounted=held)
+            self.wholes.append(Whole(p, t, state) if whole is None else whole)
             self.wholes[-1].shown.add(self)
         if self.saver is not None:
             self.saver.note(self.wholes)

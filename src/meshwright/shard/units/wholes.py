@@ -73,12 +73,18 @@ class Whole:
             put(own, part.to(own.device), gather_wire(p))
         self.state, self.version = state_of(p), self.seen._version
 
-    def renew(self, made: Tensor, state: Any) -> None:
-        """This is how the parameter looks in its present state."""
-        if state != self.state:
-            with torch.no_grad():
+    def renew(self, made: Tensor, state: Any, *, uncounted: bool) -> None:
+        """This is how the parameter looks in its present state.
+
+        It is brought to the memory that there is, which others may look at.  ``uncounted``: in the state that it had,
+        too, as writes may have gone unseen: no version tells of this one either.
+        """
+        with torch.no_grad():
+            if state != self.state:
                 self.seen.copy_(made)
-            self.state, self.version = state, self.seen._version
+                self.state, self.version = state, self.seen._version
+            elif uncounted:
+                self.seen.data.copy_(made)
 
 
 def under_way() -> dict[int, Whole]:
