@@ -172,3 +172,12 @@ def test_an_axis_without_use_is_said() -> None:
     report = verified(mw.Mesh({"dp": 2, "pp": 2}), {}, modes=["eager"])
     assert report.passed
     assert any("no layout names the axis 'pp'" in n for n in report.notes)
+
+
+def test_an_op_without_float64_is_said_with_what_to_do() -> None:
+    def grouped(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([2, 4], dtype=torch.int32)
+        return F.grouped_mm(x, torch.stack([model.weight.t(), model.weight.t()]), offs=ends).square().mean()
+
+    with pytest.raises(VerifyError, match=r"in float64 on one device.* raised RuntimeError: .*\n*.*experts_implement"):
+        mw.verify(nn.Linear(8, 8, bias=False), grouped, torch.randn(4, 8), MESH, {}, modes=["eager"])

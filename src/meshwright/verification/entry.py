@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from ..compat import pytree
-from ..errors import CaptureError, VerifyError, near, takes
+from ..errors import CaptureError, MeshwrightError, VerifyError, near, takes
 from ..layout import Placements, read_layouts
 from ..mesh import Mesh
 from ..passes import Pass, PassManager
@@ -117,7 +117,7 @@ def verify(
         batch, plan = pytree.tree_map(_wide, step.batch), step.plan
         laid = _of_model(plan.layouts, own) if "captured" in modes else plan.layouts  # which has found the others
         task = Task(own, opt, step.loss_fn, batch, mesh, plan, laid, manager, steps, save, seed)
-        journal = task.on_one()
+        journal = _on_one(task)
         found: list[Departure] = []
         covered: list[Coverage] = []
         for mode in dict.fromkeys(modes):
@@ -207,6 +207,19 @@ def _digest(
         return digest_of(passes(made.program), made.captured.module, options_of(opt))
     except CaptureError as error:
         raise CaptureError(f"{error} (or verify eager steps alone: modes=['eager'])") from error
+
+
+def _on_one(task: Task) -> Journal:
+    try:
+        return task.on_one()
+    except MeshwrightError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:  # of PyTorch's kernels
+        raise VerifyError(
+            f"verify: in float64 on one device, which all is compared with, the step raised {type(error).__name__}: "
+            f"{error}. Where an op has no float64, verify a model that computes the same by other ones: grouped "
+            'experts of Transformers, say, after model.set_experts_implementation("batched_mm")'
+        ) from error
 
 
 def _eager(task: Task, journal: Journal) -> tuple[RankJournal, Departure | None]:
