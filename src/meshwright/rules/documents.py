@@ -7,8 +7,7 @@ see come to the same sum for all; and gets the results back.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,15 +18,14 @@ import torch.nn as nn
 from .. import collective
 from ..compat import FakeTensor
 from ..errors import DesyncError, DispatchError
-from ..layout import Shard
 from ..operators import internal, kept_whole, operator
 from ..ranks import runtime
 from .attention import by_heads, moved_to_heads, shares
 from .blocks import QueryRows, attend, flat, in_blocks, seen, work
-from .dims import nothing
 from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .head_groups import Attend, Bounds, bounded, in_groups
-from .strategies import Strategy, Swap
+from .strategies import Swap
+from .windows import near, reached, reaching
 
 Tensor = torch.Tensor
 F: Any = nn.functional
@@ -300,57 +298,18 @@ def _attention_rule(
     moved = moved_to_heads("attention", query, key, value, -1.0 if documents is not None else 0.0, reach=reach)
     bounds, joint = bounded("attention", query, key, value, moved, more=int(documents is not None))
     if reach is not None and (
-        bounds is None or (bounds.name == "gather" and _reached(reach, key, value) <= bounds.most)
+        bounds is None or (bounds.name == "gather" and reached(reach, key, value) <= bounds.most)
     ):
-        bounds, joint = None, list(_near(query, key, value, moved))
+        bounds, joint = None, list(near(query, key, value, moved))
     return notation(
         inputs, [*lead, ("h", "g"), "t", "e"], sizes=sizes, whole="s d e", linear=[value], heavy=True,
         local=partial(_local, bounds), joint=joint, decompose=by_heads(moved, document_attention),
     )  # fmt: skip
 
 
-def _reached(reach: int, key: Arg, value: Arg) -> int:
-    """How many bytes of other ranks a window brings."""
-    specs = [s for s in (key.spec, value.spec) if s is not None]
-    shapes = [s.local_shape((0,) * s.mesh.ndim) for s in specs]
-    return sum(reach * math.prod(s[:-2]) * s[-1] for s in shapes) * key.dtype.itemsize
-
-
-def _near(query: Arg, key: Arg, value: Arg, moved: Mapping[str, str]) -> Iterator[tuple[int, Strategy]]:
-    """The axes over which each rank gets only the keys that its rows' windows reach."""
-    specs = [s for s in (query.spec, key.spec, value.spec) if s is not None]
-    if len(specs) < 3 or any(0 in s.shape for s in specs):
-        return
-    mesh, cut = specs[0].mesh, tuple(Shard(s.ndim - 2) for s in specs)
-    for a, axis in enumerate(mesh.axes):
-        if mesh.sizes[a] > 1 and axis not in moved and tuple(s.layout.placements[a] for s in specs) == cut:
-            yield a, Strategy(cut, cut[:1], "t")
-
-
-def _reaching(ctx: Local) -> LocalFn:
-    """Attention in windows of rows whose keys are split as they are: those before them come from other ranks."""
-    spans, place, held = ctx.spans("t"), ctx.place_in("t"), [[span] for span in ctx.spans("s")]
-    axes = ctx.axes("s")
-
-    def run(
-        query: Tensor, key: Tensor, value: Tensor, documents: None, causal: bool, window: int, scale: float | None
-    ) -> Tensor:
-        wanted = [[(max(a - window + 1, 0), b)] if a < b else [] for a, b in spans]
-        why = f"rows see the last {window} keys, of which other ranks have those before their own"
-        key, value = (ctx.exchange(t, t.ndim - 2, axes, held, wanted, why) for t in (key, value))
-        first, last = spans[place]
-        if first == last:  # in the graph of the others all the same, to any order
-            linked = nothing((), *(t.exp() for t in (query, key, value)))
-            return query.new_zeros((*query.shape[:-1], value.shape[-1])) + linked
-        which = QueryRows((0, first - wanted[place][0][0], last - first), None, None, causal, window)
-        return _attended(query, key, value, None, which, scale)
-
-    return run
-
-
 def _local(most: Bounds | None, ctx: Local) -> LocalFn:
     if most is None and ctx.axes("s"):
-        return _reaching(ctx)
+        return reaching(ctx, _attended)
 
     t, axes, bounds = ctx.rule.sizes["t"], ctx.axes("t"), ctx.spans("t")
     first, last = ctx.bounds("t")

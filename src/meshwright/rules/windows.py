@@ -1,0 +1,55 @@
+"""Attention in sliding windows over a split sequence: of other ranks come only the keys that windows reach."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from ..layout import Shard
+from .blocks import QueryRows
+from .dims import nothing
+from .factor_notation import Arg, Local, LocalFn
+from .strategies import Strategy
+
+Tensor = torch.Tensor
+
+
+def reached(reach: int, key: Arg, value: Arg) -> int:
+    """How many bytes of other ranks a window brings."""
+    specs = [s for s in (key.spec, value.spec) if s is not None]
+    shapes = [s.local_shape((0,) * s.mesh.ndim) for s in specs]
+    return sum(reach * math.prod(s[:-2]) * s[-1] for s in shapes) * key.dtype.itemsize
+
+
+def near(query: Arg, key: Arg, value: Arg, moved: Mapping[str, str]) -> Iterator[tuple[int, Strategy]]:
+    """The axes over which each rank gets only the keys that its rows' windows reach."""
+    specs = [s for s in (query.spec, key.spec, value.spec) if s is not None]
+    if len(specs) < 3 or any(0 in s.shape for s in specs):
+        return
+    mesh, cut = specs[0].mesh, tuple(Shard(s.ndim - 2) for s in specs)
+    for a, axis in enumerate(mesh.axes):
+        if mesh.sizes[a] > 1 and axis not in moved and tuple(s.layout.placements[a] for s in specs) == cut:
+            yield a, Strategy(cut, cut[:1], "t")
+
+
+def reaching(ctx: Local, attended: Callable[..., Tensor]) -> LocalFn:
+    """Attention in windows of rows whose keys are split as they are: those before them come from other ranks."""
+    spans, place, held = ctx.spans("t"), ctx.place_in("t"), [[span] for span in ctx.spans("s")]
+    axes = ctx.axes("s")
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, documents: None, causal: bool, window: int, scale: float | None
+    ) -> Tensor:
+        wanted = [[(max(a - window + 1, 0), b)] if a < b else [] for a, b in spans]
+        why = f"rows see the last {window} keys, of which other ranks have those before their own"
+        key, value = (ctx.exchange(t, t.ndim - 2, axes, held, wanted, why) for t in (key, value))
+        first, last = spans[place]
+        if first == last:  # in the graph of the others all the same, to any order
+            linked = nothing((), *(t.exp() for t in (query, key, value)))
+            return query.new_zeros((*query.shape[:-1], value.shape[-1])) + linked
+        which = QueryRows((0, first - wanted[place][0][0], last - first), None, None, causal, window)
+        return attended(query, key, value, None, which, scale)
+
+    return run
