@@ -147,3 +147,17 @@ def test_a_large_model_of_transformers_without_memory_for_it() -> None:
         "model.layers: 2 of 16 blocks (0, 1)", "the batch: 2 of 8 along dim 0", "the batch: 32 of 512 along dim 1",
         "dims, with new values: head_dim 256 to 8, hidden_size 2048 to 64, intermediate_size 5632 to 176",
     )  # fmt: skip
+
+
+def test_blocks_of_a_dim_shrink_with_it() -> None:
+    """Queries, keys and values of GPT-2 are one weight, which ``mw.layouts`` splits by blocks."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=4, n_embd=128, vocab_size=64))
+    ids = torch.randint(64, (4, 6))
+    batch = {"input_ids": ids, "labels": ids}
+    mesh = mw.Mesh({"dp": 2, "tp": 2})
+    table = mw.layouts(model, mesh, batch)
+    assert mw.Shard(1, (128, 128, 128)) in [p.get("tp") for p in table.values()]
+    report = mw.verify(model, None, batch, mesh, table, shrink=True, modes=["eager"], steps=1, save=False)
+    assert report.passed, report
+    assert any("n_embd" in line or "hidden_size" in line for line in report.taken), report.taken

@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from ..compat import pytree
 from ..errors import VerifyError
+from ..layout import Shard
 from ..mesh import Mesh
 from ..program import Plan
 from ..program.capture.build import batch_placements
@@ -282,7 +283,25 @@ def smaller_dims(step: Step, mesh: Mesh) -> Step | None:
     if made is None:
         return None
     model, said = made
-    return replace(step, model=model, optimizer=_moved(step, model), taken=(*step.taken, said))
+    return replace(
+        step, model=model, plan=_in_blocks(step, model), optimizer=_moved(step, model), taken=(*step.taken, said)
+    )
+
+
+def _in_blocks(step: Step, model: nn.Module) -> Plan:
+    """The plan with the lengths of blocks (of a dim that is split by them) as the smaller dims have them."""
+    old, new = dict(_tensors(step.model)), dict(_tensors(model))
+    layouts, changed = step.plan.layouts, dict[str, Any]()
+    for glob, placements in layouts.items():
+        names = fnmatch.filter(old, glob)
+        for axis, p in placements.items() if isinstance(placements, Mapping) else ():
+            if isinstance(p, Shard) and p.blocks and names:
+                now, before = (t[names[0]].shape[p.dim] for t in (new, old))
+                if any(n * now % before for n in p.blocks):
+                    raise VerifyError(f"the blocks of {glob}, {p.blocks}, have no such lengths in {now}")
+                blocks = tuple(n * now // before for n in p.blocks)
+                changed[glob] = {**changed.get(glob, placements), axis: Shard(p.dim, blocks)}
+    return replace(step.plan, layouts={**layouts, **changed}) if changed else step.plan
 
 
 def valued(step: Step) -> Step:
