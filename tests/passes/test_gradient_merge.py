@@ -175,6 +175,16 @@ def test_equals_the_whole_batch(
             assert "reduce_scatter" not in calls[0][1] or kind == "sp"
 
 
+@pytest.mark.parametrize("weighted", ["yes", "no"])
+def test_what_is_left_over_is_a_mean_of_its_own(weighted: str) -> None:
+    """An update from two of four micro-steps, in an optimizer that a factor on its gradients shows in."""
+    axes = {"dp": 2}
+    passes = (f"gradient-merge:k_steps=4,weighted={weighted}",)
+    wanted = one_device(case_of("gpt", axes), "sgd", SIZES, None)
+    ranks = mw.simulate(lambda: merged(axes, "gpt", "sgd", SIZES, 4, passes, {}), mw.Mesh(axes))
+    assert max(difference(found, wanted) for found, _ in ranks) < 1e-9
+
+
 REAL = [
     ({"dp": 2}, "gpt", "adamw", {"clip_grad_norm": 0.1}, (MERGE,)),
     ({"dp": 4}, "tied", "sgd", {}, (DPO, MERGE)),
