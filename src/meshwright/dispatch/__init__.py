@@ -29,7 +29,7 @@ from .leaves import any_linked, link, resolve_types
 from .plans import AS_OP, casts_of, make_rule, naming, plan_call
 from .results import global_outputs
 from .routes import INTO_PLAIN, LISTED, Frontend, Known, Special, call, forget_ops
-from .views import count_write, refresh, remember_detached, write_through
+from .views import count_write, refresh, remember, remember_detached, write_through
 
 __all__ = [
     "AS_OP",
@@ -68,6 +68,7 @@ __all__ = [
     "plan_call",
     "refresh",
     "relayout",
+    "remember",
     "remember_detached",
     "resolve",
     "resolve_types",

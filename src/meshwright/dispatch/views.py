@@ -133,7 +133,7 @@ def remember_detached(base: Tensor, made: Tensor) -> None:
 
 def _version(t: Tensor) -> Any:
     """Tells whether a tensor was written to since; None where nobody knows.  Must run with dispatch disabled."""
-    if Sharing.ever and shared_memory(t) is not None:
+    if (Sharing.ever and shared_memory(t) is not None) or "_uncounted" in t.__dict__:
         return None
     if t.is_inference():
         writes = runtime.RT.writes

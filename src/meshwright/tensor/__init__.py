@@ -17,7 +17,7 @@ Once there are distributed tensors: ``autograd_functions`` is what becomes of ``
 from . import methods as methods
 from .dist_tensor import DistTensor, GradientHook, call_enabled, whole, wrap
 from .global_calls import GlobalCalls, tell
-from .gradients import Coming, held, hold, in_slot, in_spec
+from .gradients import Coming, accumulates, given_grad, held, hold, in_slot, in_spec, lay_aside
 from .inference import Inference, infer, of_rule
 from .opened import OpenTensor
 from .substitutes import OPEN, stands_in, within
@@ -30,12 +30,15 @@ __all__ = [
     "GradientHook",
     "Inference",
     "OpenTensor",
+    "accumulates",
     "call_enabled",
+    "given_grad",
     "held",
     "hold",
     "in_slot",
     "in_spec",
     "infer",
+    "lay_aside",
     "of_rule",
     "stands_in",
     "tell",

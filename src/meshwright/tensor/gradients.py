@@ -5,25 +5,33 @@ reduce-scattered while the tensor is whole, the contributions to a tensor that i
 was assigned in another layout.  A gradient that fits the slot and has another layout than the backward's is converted
 before the backward adds to it.
 
+A gradient that was assigned is the memory of whoever gave it: a view of one flat buffer, say.  Where a backward's would
+not be added to that, in its layout, it is laid *aside* for the time of a backward, which starts a new one; what that
+brings is then added to it by an op in place, with the conversions that it takes, and reaches what it is a view of.
+
 What is held may also be on its way, reduced while a backward goes on: reading waits for it, clearing or assigning drops
 it.  So it needs no end of that backward, which may never come (it may raise).
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any, Protocol
 
 import torch
 
-from ..dispatch import NO, call_disabled, disabled
+from .. import compat
+from ..dispatch import NO, call_disabled, disabled, remember
 from ..errors import LayoutError
-from ..layout import Spec
+from ..layout import Layout, Marks, Spec, marked, marks_of
 from ..local_tensor import get_grad, set_grad
 from ..resharding import executor, planner
-from .dist_tensor import DistTensor, as_layout_of, raw_grad, wrap
+from .dist_tensor import DistTensor, as_layout_of, call_enabled, is_part, raw_grad, wrap
 
 Tensor = torch.Tensor
+_ASSIGNED = itertools.count()
+_engine: Any = compat.execution_engine
 
 
 class Coming(Protocol):
@@ -87,6 +95,8 @@ def _merge(p: DistTensor, kept: DistTensor, slot: Tensor) -> None:
 
 def _get(self: DistTensor) -> DistTensor | None:
     # Optimizers and clipping read it several times a step for each parameter: no more than must be here.
+    if "_aside" in self.__dict__:
+        bring(self)
     found: Any = call_disabled(get_grad, (), (self,), NO)
     if "_held" in self.__dict__:
         kept = held(self)
@@ -102,21 +112,94 @@ def _get(self: DistTensor) -> DistTensor | None:
 
 def _set(self: DistTensor, value: Any) -> None:
     spec = self._spec
+    self.__dict__.pop("_given", None)
+    self.__dict__.pop("_aside", None)
     if value is None or (value.__class__ is DistTensor and value._spec is spec.grad() and not spec.undecided):
         call_disabled(set_grad, (), (self, value), NO)
         self.__dict__.pop("_held", None)
         return
     given = _checked(self, value)
     with disabled():
-        if Tensor.size(given) == Tensor.size(self):
-            set_grad(self, given)
-            hold(self, None)
-            _guard(self, given._spec)
-        elif given.dtype is not self.dtype:  # the slot would refuse it too
+        if given.dtype is not self.dtype and Tensor.size(given) != Tensor.size(self):  # the slot would refuse it too
             raise RuntimeError(f"assigned grad has dtype {given.dtype}, its tensor {self.dtype}: they must be equal")
-        else:
-            set_grad(self, None)
-            hold(self, given)
+        _put(self, given)
+        self.__dict__["_given"], self.__dict__["_given_as"] = given, next(_ASSIGNED)
+        _guard(self, given._spec)
+
+
+def _put(p: DistTensor, g: DistTensor) -> None:
+    """Into the slot, if it fits there, or beside it.  Dispatch must be disabled."""
+    fits = Tensor.size(g) == Tensor.size(p)
+    set_grad(p, g if fits else None)
+    hold(p, None if fits else g)
+
+
+def lay_aside(p: DistTensor) -> bool:
+    """Lay an assigned gradient aside, to which the backward that runs would not add as on one device; whether it was.
+
+    Not where the backward is to be differentiated: its gradients are new tensors on one device, too.
+    """
+    given: DistTensor | None = p.__dict__.get("_given")
+    if given is None or torch.is_grad_enabled() or not accumulates(p):
+        return False
+    with disabled():
+        if given is not get_grad(p) and given is not p.__dict__.get("_held"):
+            return False
+        own = given._spec
+        if given.requires_grad or (own.layout == p._spec.grad().layout and not marks_of(own).copied):
+            return False
+        set_grad(p, None)
+        hold(p, None)
+    p.__dict__["_aside"] = given
+    task = compat.current_graph_task_id()
+    asides = _RUNNING.get(task)
+    if asides is None:
+        asides = _RUNNING[task] = _Asides()
+        _engine.queue_callback(asides)
+    asides.params.append(p)
+    return True
+
+
+class _Asides:
+    """Tensors whose assigned gradients lie aside for one backward, which alone holds it: that may raise."""
+
+    def __init__(self) -> None:
+        self.params: list[DistTensor] = []
+
+    def __call__(self) -> None:
+        # As they were assigned: the engine's order is not the same on all ranks.
+        for p in sorted(self.params, key=lambda p: p.__dict__.get("_given_as", 0)):
+            bring(p)
+
+
+_RUNNING: weakref.WeakValueDictionary[int, _Asides] = weakref.WeakValueDictionary()  # by graph task
+
+
+def bring(p: DistTensor) -> None:
+    """Add what came to the gradient that was laid aside, which is the gradient again."""
+    given: DistTensor | None = p.__dict__.pop("_aside", None)
+    if given is None:
+        return
+    made = p.grad
+    with torch.no_grad():
+        if made is not None:
+            call_enabled(Tensor.add_, (given, made), {})
+    with disabled():
+        _put(p, given)
+
+
+def given_grad(p: Tensor, g: Tensor) -> bool:
+    """Whether a gradient was assigned: somebody else may have its memory."""
+    return p.__dict__.get("_given") is g
+
+
+def accumulates(p: Tensor) -> bool:
+    """Whether the running backward will add to the gradient of a leaf (``torch.autograd.grad`` does not)."""
+    node = torch.autograd.graph.get_gradient_edge(p).node
+    try:
+        return bool(compat.will_engine_execute_node(node))
+    except RuntimeError:
+        return False
 
 
 def _checked(p: DistTensor, value: Any) -> DistTensor:
@@ -124,7 +207,7 @@ def _checked(p: DistTensor, value: Any) -> DistTensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
     spec = p._spec
-    made = value if isinstance(value, DistTensor) else as_layout_of(value, spec)
+    made = value if isinstance(value, DistTensor) else _part_of(value, spec)
     given = made._spec
     if given.shape != spec.shape:
         raise RuntimeError(
@@ -137,13 +220,27 @@ def _checked(p: DistTensor, value: Any) -> DistTensor:
     return made
 
 
+def _part_of(value: Tensor, spec: Spec) -> DistTensor:
+    """A plain tensor, which has the global values, as the gradient of a tensor: of a split one a copy of its part."""
+    made = as_layout_of(value, spec)
+    if is_part(made._spec):
+        with disabled():
+            made = wrap(Tensor.clone(made).detach(), marked(made._spec, Marks(copied=True)))
+            base = wrap(value.detach(), Spec(spec.shape, value.dtype, Layout(spec.mesh)))
+            base.__dict__["_uncounted"] = True  # its memory is others' too, who may have it by ``.data`` or from NumPy
+            remember(Tensor.view, (base, spec.shape), {}, base, [made])
+    return made
+
+
 def _guard(p: DistTensor, given: Spec) -> None:
-    """See to it that an assigned gradient has the layout of the backward's before that adds to it.
+    """See to it that a backward adds to an assigned gradient as it lies, or converts it before.
 
     Dispatch must be disabled.  An undecided leaf may yet turn out to want another layout than it would now.  Parameters
     of sharded modules have theirs laid beside the slot instead (``shard.gradients``).
     """
-    if p.__dict__.keys() & {"_guarded", "_sync"} or (given.layout == p._spec.grad().layout and not p._spec.undecided):
+    if p.__dict__.keys() & {"_guarded", "_sync"} or (
+        given.layout == p._spec.grad().layout and not p._spec.undecided and not marks_of(given).copied
+    ):
         return
     if not (p.is_floating_point() or p.is_complex()):
         return
@@ -151,7 +248,7 @@ def _guard(p: DistTensor, given: Spec) -> None:
 
     def before(grad: Tensor | None) -> None:
         own = ref()
-        if own is not None and grad is not None and "_sync" not in own.__dict__:
+        if own is not None and grad is not None and "_sync" not in own.__dict__ and not lay_aside(own):
             _convert_slot(own)
 
     thawed = p.requires_grad
@@ -179,4 +276,4 @@ def _delete(self: DistTensor) -> None:
 _DOC = "The gradient so far, in the layout that the backward gave it (Partial before it is synchronised)."
 DistTensor.grad = property(_get, _set, _delete, _DOC)  # type: ignore[assignment]
 
-__all__ = ["Coming", "held", "hold", "in_slot", "in_spec"]
+__all__ = ["Coming", "accumulates", "bring", "given_grad", "held", "hold", "in_slot", "in_spec", "lay_aside"]

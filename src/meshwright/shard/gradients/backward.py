@@ -19,7 +19,7 @@ from ...local_tensor import bare, get_grad, set_grad
 from ...mesh import Mesh
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, held, hold, in_spec, wrap
+from ...tensor import DistTensor, held, hold, in_spec, lay_aside, wrap
 from ..parameters.packing import Packing, split_dim
 from ..parameters.stored import near, on_host, reduce_dtype
 from .buckets import Bucket, Buckets
@@ -134,7 +134,8 @@ class Backward:
         self.note(i)
         k = self.plan.where[i]
         if k is None:
-            self._serve([i])
+            if "_aside" not in self.sync.params[i].__dict__:  # else a hook that reads it sends, in the engine's order
+                self._serve([i])
             return
         self.left[k].discard(i)
         if not self.left[k]:
@@ -225,6 +226,7 @@ class Backward:
         made, group = self.sums.pop(id(p), None), self.groups.pop(id(p), None)
         if made is None or group is None:
             return
+        lay_aside(p)
         before = held(p)
         with torch.no_grad(), disabled():
             if before is not None:

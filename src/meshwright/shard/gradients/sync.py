@@ -39,7 +39,7 @@ from ...mesh import Mesh
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, hold, wrap
+from ...tensor import DistTensor, accumulates, hold, lay_aside, wrap
 from ..parameters.stored import on_host, stored
 from .backward import Backward, begin, call_after
 from .buckets import Buckets
@@ -282,6 +282,12 @@ class GradSync:
         It stays what it is, whoever else looks at it; what comes is reduced and added to it, in place.
         """
         p = self.params[i]
+        if "_given" in p.__dict__:
+            if self.enabled and accumulates(p):
+                self.backward()  # whose end comes first
+            if lay_aside(p):
+                self.added += 1
+                return
         with disabled():
             g = get_grad(p)
             own = g.__dict__.get("_spec") if g is not None else None
@@ -289,7 +295,7 @@ class GradSync:
                 return
             self.added += 1
             partial = p._spec.grad()
-            if own.layout == partial.layout or not _accumulates(p):
+            if own.layout == partial.layout or not accumulates(p):
                 return
             if g.requires_grad:
                 made = executor.apply(plan_conversion(own.decided(), partial).steps, g)
@@ -297,15 +303,6 @@ class GradSync:
                 return
             set_grad(p, None)
             hold(p, wrap(g, own))
-
-
-def _accumulates(p: Tensor) -> bool:
-    """Whether the running backward will add to the gradient of a leaf (``torch.autograd.grad`` does not)."""
-    node = torch.autograd.graph.get_gradient_edge(p).node
-    try:
-        return bool(compat.will_engine_execute_node(node))
-    except RuntimeError:
-        return False
 
 
 def _nowhere() -> None:

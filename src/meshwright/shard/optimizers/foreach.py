@@ -16,12 +16,12 @@ import torch
 
 from ... import collective, compat, torch_changes
 from ...compat import foreach_utils
-from ...dispatch import count_write, disabled, map_tensors, tensors_in
+from ...dispatch import count_write, disabled, map_tensors, refresh, tensors_in, write_through
 from ...layout import Partial, Replicate, Spec, cuts, marks_of
 from ...local_tensor import as_plain
 from ...mesh import Mesh
 from ...rules import COMPOSITES
-from ...tensor import DistTensor, OpenTensor, wrap
+from ...tensor import DistTensor, OpenTensor, call_enabled, wrap
 from ...tensor.api import reshard, unshard
 
 Tensor = torch.Tensor
@@ -161,7 +161,10 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
     tensors = list(tensors)
     if _captured((tensors,)):
         return [torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors]
-    groups = _groups(_specs_of(tensors))
+    specs = _specs_of(tensors)
+    for i in _copies(specs):
+        refresh(tensors[i], call_enabled)
+    groups = _groups(specs)
     if groups is None:
         return norms([_reduced(t) if isinstance(t, DistTensor) else t for t in tensors], ord, dtype)
     with torch.no_grad(), disabled():
@@ -174,6 +177,12 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
             for i, value in zip(members, total.unbind(), strict=True):
                 made[i] = value
     return made
+
+
+@lru_cache(maxsize=1024)
+def _copies(specs: Specs) -> list[int]:
+    """Which tensors are views that are copies."""
+    return [i for i, s in enumerate(specs) if s is not None and marks_of(s).copied]
 
 
 @lru_cache(maxsize=1024)
@@ -237,12 +246,17 @@ def _combined(local: Tensor, ord: float, group: collective.Group) -> Tensor:
 def unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """``GradScaler``'s check and unscaling; all ranks agree on whether there is a non-finite value."""
     meshes = dict.fromkeys(t._spec.mesh for t in grads if isinstance(t, DistTensor))
+    copies = [grads[i] for i in _copies(_specs_of(grads))]
+    for t in copies:
+        refresh(t, call_enabled)
     with torch.no_grad(), disabled():
         with as_plain(*grads):
             compat.amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         for mesh in meshes:
             group = collective.group(mesh)
             collective.all_reduce(found_inf, "max", group, out_of_place=False)
+        for t in copies:
+            write_through(t, call_enabled)
 
 
 def _register() -> None:

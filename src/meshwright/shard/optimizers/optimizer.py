@@ -25,11 +25,11 @@ from ... import compat, torch_changes
 from ...dispatch import disabled, refresh, write_through
 from ...errors import ShardError, takes
 from ...layout import Spec, marks_of
-from ...local_tensor import OPEN, close_tensors, get_grad, mine, open_tensors, set_grad
+from ...local_tensor import OPEN, bare, close_tensors, get_grad, mine, open_tensors, set_grad
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, call_enabled, hold, in_slot, wrap
+from ...tensor import DistTensor, call_enabled, given_grad, hold, in_slot, wrap
 from ..gradients.sync import sync_of
 from ..parameters.host import check_device
 from ..parameters.stored import Axes
@@ -208,17 +208,23 @@ class OptimizerBinding:
     def _fitted(self, i: int, p: DistTensor, g: Tensor) -> Tensor:
         """A gradient in the layout of its parameter."""
         own: Spec = g.__dict__.get("_spec") or p._spec.grad()
-        wanted = self.wanted[i]
+        wanted, given = self.wanted[i], given_grad(p, g)
+        copied = marks_of(own).copied
+        if copied:  # of one flat tensor, maybe, which nobody could have laid as all parameters are
+            refresh(g, call_enabled)
+            if own.layout == wanted.layout and g.dtype is wanted.dtype:
+                return wrap(bare(g), wanted)  # and it stays a copy, which knows of what
         if own.layout == wanted.layout and g.dtype is wanted.dtype:
             return wrap(g, wanted) if isinstance(g, DistTensor) else g
-        if not self.reshards and not _interrupted(p):
+        if not self.reshards and not copied and not _interrupted(p):
             raise ShardError(unfit(p, own))
         plan = plan_conversion(own.decided(), wanted.with_(dtype=own.dtype))
         with torch.no_grad():
             # It may be in what it is reduced in, and where.
             made = wrap(executor.apply(plan.steps, g).to(p.device, wanted.dtype), wanted)
-        hold(p, None)
-        set_grad(p, made)
+        if not given:  # else somebody may have its memory
+            hold(p, None)
+            set_grad(p, made)
         return made
 
     def _hold_states(self, opt: Optimizer) -> None:

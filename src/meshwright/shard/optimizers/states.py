@@ -13,14 +13,14 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from ... import collective
-from ...dispatch import disabled
+from ...dispatch import disabled, refresh
 from ...errors import ShardError
 from ...layout import Layout, Partial, Replicate, Spec
 from ...local_tensor import bare
 from ...resharding import executor
 from ...resharding.copies import TO_DEVICE, TO_HOST
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, in_spec, wrap
+from ...tensor import DistTensor, call_enabled, in_spec, wrap
 from ..gradients.sync import BUCKET_BYTES, sync_of
 from ..parameters.packing import Packing, axes_of, cut, cut_axes, own_part, split_dim
 from ..parameters.stored import Axes, on_host
@@ -103,6 +103,7 @@ class Chunks:
         if g is None:
             view.grad = None
             return view
+        refresh(g, call_enabled)
         own = bare(g) if g._spec.layout == spec.layout else bare(in_spec(g, g._spec, spec))
         view.grad = TO_HOST(own) if self._leaves(p) else own.to(view.device)
         return view
