@@ -217,3 +217,35 @@ def test_norms_of_nothing(kind: float) -> None:
             torch._foreach_norm([mw.shard_tensor(torch.ones(0, 3), BOTH, {"dp": mw.Shard(0)})], kind)
 
     mw.simulate(fn, BOTH)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [1, 2, 3.0, math.inf])
+def test_clipping_with_gradients_that_are_not_there(norm_type: float, foreach: bool | None) -> None:
+    def run(on_mesh: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(6, 2, dtype=torch.float64)) for _ in range(4)]
+        if on_mesh:
+            mesh = mw.Mesh({"dp": 2, "tp": 2})
+            cuts: list[Any] = [{"tp": mw.Shard(0)}, {}, {"dp": mw.Shard(0)}]
+            laid = [mw.shard_tensor(p.detach(), mesh, cut) for p, cut in zip(params, cuts, strict=False)]
+            params = [*map(nn.Parameter, laid), params[3]]
+        for p in (params[0], params[1], params[3]):
+            p.grad = torch.full_like(p.detach(), 2.0)
+        clip = torch.nn.utils.clip_grad_norm_
+        norms = [clip(iter(params), 3.0, norm_type, foreach=foreach)]
+        params[2].grad = torch.ones_like(params[2].detach())
+        norms.append(clip(params, 0.5, norm_type, error_if_nonfinite=True, foreach=foreach))
+        params[1].grad.fill_(math.inf)  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="is non-finite"):
+            clip(params, 0.5, norm_type, True, foreach)
+        return [mw.unshard(t) if isinstance(t, mw.DistTensor) else t for t in (*norms, *(p.grad for p in params))]
+
+    want = run(False)
+    for made in mw.simulate(lambda: run(True), mw.Mesh({"dp": 2, "tp": 2})):
+        torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
+
+
+def test_clipping_of_nothing() -> None:
+    with pytest.warns(UserWarning, match="empty generator"):
+        assert torch.nn.utils.clip_grad_norm_((p for p in []), 1.0) == 0

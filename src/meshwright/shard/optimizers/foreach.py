@@ -7,9 +7,11 @@ same axes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -237,6 +239,27 @@ def _combined(local: Tensor, ord: float, group: collective.Group) -> Tensor:
     if ord == 2:
         return collective.all_reduce(local * local, "sum", group).sqrt_()
     return collective.all_reduce(local.pow(ord), "sum", group).pow_(1.0 / ord)
+
+
+@torch_changes.replace(
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.nn.utils.clip_grad.clip_grad_norm_",
+    why="clipping reads each gradient four times: of DistTensors once",
+)
+def _reading_once(original: Any, name: str) -> Any:
+    """PyTorch's own, which asks parameters for their gradients and nothing else: for what has these."""
+
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(parameters, Tensor):
+            listed = list(parameters)
+            if not _DISTRIBUTED.isdisjoint(map(type, listed)):
+                parameters = [SimpleNamespace(grad=p.grad) for p in listed]
+            elif listed:  # else PyTorch says that a generator gave none
+                parameters = listed
+        return original(parameters, *args, **kwargs)
+
+    return clip_grad_norm_
 
 
 # ---------------------------------------------------------------------------------------------- mixed
