@@ -237,3 +237,35 @@ def test_a_hybrid_model_trains_on_real_processes() -> None:
     for made in run_processes(_on_processes, 3):
         assert made[0] == pytest.approx(want, rel=1e-12)
         assert made[1] == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y: y.cumprod_(0),
+        lambda y: y[:, 1:].cumprod_(0),
+        lambda y: y.t().cumprod_(1),
+        lambda y: y.cumsum_(0),
+        lambda y: y.mul_((y.detach() > 0).cumprod(0)),  # whole numbers: of 3 rows, the last of 4 ranks has none
+    ],
+    ids=["cumprod", "of a view", "transposed", "cumsum", "of conditions"],
+)
+@pytest.mark.parametrize("rows", [3, 7])
+def test_scans_in_place(fn: Callable[[Tensor], Any], rows: int, n: int) -> None:
+    def results(x: Tensor) -> list[Tensor]:
+        y = x * 1.0
+        fn(y)
+        (first,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        return [y, first, *torch.autograd.grad(first.sin().sum(), x)]
+
+    given, mesh = real(rows, 3), mw.Mesh({"x": n})
+    given[1, 1] = 0.0
+    want = results(given.clone().requires_grad_())
+
+    def run() -> list[Tensor]:
+        return [mw.unshard(t) for t in results(mw.shard_tensor(given, mesh, {"x": mw.Shard(0)}).requires_grad_())]
+
+    for found in mw.simulate(run, mesh):
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b)

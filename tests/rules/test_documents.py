@@ -428,3 +428,36 @@ def test_windows_bring_the_keys_that_they_reach(n: int, t: int, window: int, hea
         assert set(sent) == {"exchange_rows"}
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 3, "tp": 2}, {"cp": 2, "tp": 2}])
+@pytest.mark.parametrize("window", [1, 4])
+def test_windows_of_rows_that_more_axes_split_than_keys(sizes: dict[str, int], window: int) -> None:
+    mesh, cut = mw.Mesh(sizes), {"cp": mw.Shard(2)}
+    given = [drawn(2, 2, 8, 4, seed=s) for s in range(3)]
+    want = results(lambda q, k, v: dense(q, k, v, None, window=window), [x.clone().requires_grad_() for x in given])
+
+    def run() -> Any:
+        laid = ({**cut, "tp": mw.Shard(2)}, cut, cut)
+        own = [mw.shard_tensor(x, mesh, p).requires_grad_() for x, p in zip(given, laid, strict=True)]
+        return plain(results(lambda q, k, v: mw.attention(q, k, v, window=window), own))
+
+    for found in mw.simulate(run, mesh):
+        check_equal(found, plain(want))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("query", [{"dp": mw.Shard(0), "cp": mw.Shard(2)}, {"dp": mw.Shard(0)}, {"dp": mw.Shard(1)}])
+def test_ranks_without_a_sequence(query: dict[str, mw.Shard], causal: bool) -> None:
+    mesh, ids = mw.Mesh({"dp": 3, "cp": 2}), torch.stack([ids_of(3, 4), ids_of(1, 6)])
+    given = [drawn(2, 2, 7, 4, seed=s) for s in range(3)]
+    want = results(lambda q, k, v: dense(q, k, v, ids, causal), [x.clone().requires_grad_() for x in given])
+
+    def run() -> Any:
+        laid = (query, *[{"dp": mw.Shard(0), "cp": mw.Shard(2)}] * 2)
+        own = [mw.shard_tensor(x, mesh, p).requires_grad_() for x, p in zip(given, laid, strict=True)]
+        told = mw.shard_tensor(ids, mesh, {"dp": mw.Shard(0)})
+        return plain(results(lambda q, k, v: mw.attention(q, k, v, document_ids=told, is_causal=causal), own))
+
+    for found in mw.simulate(run, mesh):
+        check_equal(found, plain(want))

@@ -466,3 +466,20 @@ def test_a_router_that_reads_values_cannot_be_captured() -> None:
     mw.simulate(run, mesh)
     assert len(told) == 2
     assert all("test_experts.py" in text and "int(ids.max()) > COUNT" in text for text in told), told
+
+
+def test_one_expert_on_many_ranks() -> None:
+    mesh, ids = mw.Mesh({"ep": 3}), torch.zeros_like(IDS[:, :1])
+    given = [t.clone().requires_grad_() for t in (X, SCORES[:, :1], GATE_UP[:1], DOWN[:1])]
+
+    def fn(x: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor = ids) -> list[Tensor]:
+        made = mw.experts(x, ids, scores, gate_up, down)
+        return [made, *torch.autograd.grad(made.square().sum(), (x, scores, gate_up, down))]
+
+    def run() -> Any:
+        own = [mw.shard_tensor(t.detach(), mesh, {"ep": S}).requires_grad_() for t in given]
+        with mw.strategies({"experts": {"ep": "rows"}}):
+            return plain(fn(*own, mw.shard_tensor(ids, mesh, {"ep": S})))
+
+    for found in mw.simulate(run, mesh):
+        check_equal(found, plain(fn(*given)))

@@ -240,3 +240,32 @@ def test_calls_without_groups_are_refused_by_name() -> None:
         mw.strategies({"experts": {"cp": "rows:max_bytes=9"}}),
     ):
         pass
+
+
+@pytest.mark.parametrize("wish", ["heads:max_bytes=100000", "gather:max_bytes=100000"])
+@pytest.mark.parametrize("lengths", [(7, 12), (12, 7), (3, 12), (16, 1), (1, 8)])
+def test_queries_and_keys_of_other_lengths(lengths: tuple[int, int], wish: str) -> None:
+    mesh, given = mw.Mesh({"cp": 4}), [drawn(BATCH, 4, n, WIDTH) for n in (lengths[0], lengths[1], lengths[1])]
+    with sdpa_kernel(SDPBackend.MATH):
+        want = plain(results(everything, [x.clone().requires_grad_() for x in given]))
+
+    def run() -> Any:
+        own = [mw.shard_tensor(x, mesh, CP).requires_grad_() for x in given]
+        with mw.strategies({SDPA: {"cp": wish}}), sdpa_kernel(SDPBackend.MATH):
+            return plain(results(everything, own))
+
+    for found in mw.simulate(run, mesh):
+        check_equal(found, want)
+
+
+def test_queries_that_more_axes_split_are_refused() -> None:
+    mesh = mw.Mesh({"cp": 2, "tp": 2})
+
+    def run() -> None:
+        q, k, v = (mw.shard_tensor(drawn(BATCH, 4, 8, WIDTH), mesh, CP) for _ in range(3))
+        q = mw.shard_tensor(drawn(BATCH, 4, 8, WIDTH), mesh, {"cp": mw.Shard(2), "tp": mw.Shard(2)})
+        with mw.strategies({SDPA: {"cp": "heads:max_bytes=100000"}}):
+            with pytest.raises(DispatchError, match="queries are split over cp, tp, keys and values over cp: split all"):
+                sdpa(q, k, v)
+
+    mw.simulate(run, mesh)

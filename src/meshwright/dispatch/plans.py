@@ -308,6 +308,9 @@ class _Planner:
         smaller = len(outputs) > 1 or (bool(outputs) and outputs[0].shape.numel() < specs[0].shape.numel())
         pieces = len(specs) == 1 and stays and smaller and any(s.layout.partial for s in outputs) and self.views
         given = self._converted(conversions, choice.sources, outputs)
+        if op.inplace and rule.crossing and own and given["back"] is None and outputs[0].shape == specs[0].shape:
+            # The local function makes the new value, and may keep the old one for the backward: it gets a copy.
+            given["back"] = resharding.plan(outputs[0], outputs[0])
         replayed = not op.inplace and any(s.shape.numel() and 0 in s.local_shape(ctx.here) for s in outputs)
         falls = isinstance(fn, Native) and fn.otherwise is not None and conversions  # maybe a copy: the run says
         whole = (fn is None or self._is_native(fn)) and not (copies or pieces or replayed or falls)

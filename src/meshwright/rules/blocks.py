@@ -295,7 +295,7 @@ def seen(which: QueryRows, count: int, keys: int, device: torch.device) -> Tenso
         mask = mask & (at > rows - which.window)
     if which.documents is not None:
         ids = which.documents
-        lead = max(len(rows), len(ids))
+        lead = len(rows) if len(ids) == 1 else len(ids)  # none where this rank has no sequence
         own = ids.expand(lead, -1).gather(1, rows.squeeze(-1).expand(lead, -1).clamp(min=0))
         mask = mask & (own.unsqueeze(-1) == ids.unsqueeze(1))
     return mask.unsqueeze(1)

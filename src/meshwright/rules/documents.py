@@ -400,6 +400,8 @@ class Dealt(NamedTuple):
 def _deal(
     documents: Tensor, bounds: Sequence[int], position: int, causal: bool, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not len(documents):  # sequences are split too, and this rank has none
+        return _deal_fake(documents, bounds, position)
     ids = np.ascontiguousarray(documents.cpu().numpy())
     shares = deal(ids.tobytes(), ids.shape, tuple(bounds), causal, window)
     first, last = bounds[2 * position : 2 * position + 2]

@@ -178,7 +178,7 @@ def _joint(x: Arg, ids: Arg, weights: Arg, gate_up: Arg, down: Arg, *biases: Arg
     """
     tokens, held = (x, ids, weights), (gate_up, down, *biases)
     specs = [t.spec for t in (*tokens, *held) if t.spec is not None]
-    if len(specs) < len(tokens) + len(held) or 0 in x.shape:
+    if len(specs) < len(tokens) + len(held) or 0 in x.shape or gate_up.shape[0] == 1:  # one expert is not divided
         return
     mesh, wished = specs[0].mesh, runtime.RT.strategies.get("experts", {})
     by_token = [s.layout.dim_axes() for s in specs[:3]]

@@ -81,28 +81,32 @@ class HeadsSwapped:
     axes: tuple[int, ...]
     sizes: tuple[int, ...]
     why: str
+    rows: tuple[int, ...]  # of the query and of the result, which need not be as long as the keys
 
     def there(self, given: Sequence[Tensor], phase: str = "forward") -> tuple[Tensor, Tensor, Tensor]:
         """As :class:`GroupWay` has it."""
-        q, k, v = (self._moved(t, True, phase) for t in given)
+        q, k, v = (self._moved(t, of, True, phase) for t, of in zip(given, self._sizes(), strict=True))
         return q, k, v
 
     def home(self, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """As :class:`GroupWay` has it."""
-        q, k, v = (self._moved(t, False, "backward") for t in grads)
+        q, k, v = (self._moved(t, of, False, "backward") for t, of in zip(grads, self._sizes(), strict=True))
         return q, k, v
 
     def back(self, made: Tensor) -> Tensor:
         """As :class:`GroupWay` has it."""
-        return self._moved(made, False, "forward")
+        return self._moved(made, self.rows, False, "forward")
 
     def forth(self, made: Tensor) -> Tensor:
         """As :class:`GroupWay` has it."""
-        return self._moved(made, True, "backward")
+        return self._moved(made, self.rows, True, "backward")
 
-    def _moved(self, x: Tensor, there: bool, phase: str) -> Tensor:
-        n = len(self.sizes)
-        way = Swap(1, (x.shape[1] // (n if there else 1),) * n, 2, self.sizes)
+    def _sizes(self) -> tuple[tuple[int, ...], ...]:
+        return self.rows, self.sizes, self.sizes
+
+    def _moved(self, x: Tensor, sizes: tuple[int, ...], there: bool, phase: str) -> Tensor:
+        n = len(sizes)
+        way = Swap(1, (x.shape[1] // (n if there else 1),) * n, 2, sizes)
         way = way if there else way.back()
         why = self.why if phase == "forward" else f"its gradient: {self.why}"
         return cast(Tensor, self.ctx.sends.swap(x, self.axes, way, why, phase))
@@ -133,6 +137,8 @@ def bounded(
     wishes = {axis: Wish.of(text) for axis, text in wished.items()}
     specs = [t.spec for t in (query, key, value)]
     if all(w.max_bytes is None for w in wishes.values()) or any(s is None or 0 in s.shape for s in specs):
+        return None, []
+    if key.shape[-2] == 1:  # one position, of which there is no part to keep
         return None, []
     mesh, found = specs[0].mesh, {}  # type: ignore[union-attr]
     cut = tuple(Shard(s.ndim - 2) for s in specs)  # type: ignore[union-attr]
@@ -167,15 +173,24 @@ def in_groups(ctx: Local, bounds: Bounds | None) -> Attend | None:
     if bounds is None or not axes:
         return None
     sizes = tuple(stop - start for start, stop in ctx.spans("s"))
-    n, origin = len(sizes), (0,) * ctx.inputs[0].mesh.ndim
+    of_query, mesh = ctx.inputs[0], ctx.inputs[0].mesh
+    n, origin = len(sizes), (0,) * mesh.ndim
+    rows = tuple(of_query.local_shape(at)[-2] for at in ctx.group("s"))
+    if bounds.name == "heads" and of_query.layout.dim_axes().get(of_query.ndim - 2, ()) != axes:
+        of = of_query.layout.dim_axes().get(of_query.ndim - 2, ())
+        own, of_keys = (", ".join(mesh.axes[a] for a in which) for which in (of, axes))
+        raise DispatchError(
+            f"the strategy 'heads' with max_bytes={bounds.most}: queries are split over {own or 'no axis'}, keys and "
+            f"values over {of_keys}: split all three over the same axes, or leave out max_bytes"
+        )
     # Of the rank that has most of all else, so that all take as many groups.
     q, k, v = (spec.local_shape(origin) for spec in ctx.inputs[:3])
     item, heads = ctx.inputs[0].dtype.itemsize, k[-3] if len(k) > 2 else 1
     if bounds.name == "gather":
         units, each = heads, math.prod(k[:-3]) * sum(sizes) * (k[-1] + v[-1]) * item
     else:
-        per = (q[-3] // heads if len(q) > 2 else 1) * (q[-1] + v[-1]) + k[-1] + v[-1]
-        units, each = heads // n, math.prod(k[:-3]) * sum(sizes) * per * item
+        per = sum(rows) * (q[-3] // heads if len(q) > 2 else 1) * (q[-1] + v[-1]) + sum(sizes) * (k[-1] + v[-1])
+        units, each = heads // n, math.prod(k[:-3]) * per * item
     if bounds.most < each:
         raise DispatchError(
             f"max_bytes={bounds.most} is less than what one head of keys brings, {each} bytes: give at least that, or "
@@ -184,8 +199,10 @@ def in_groups(ctx: Local, bounds: Bounds | None) -> Attend | None:
     count, unit = -(-units // (bounds.most // each)), 1 if bounds.name == "gather" else n
     what, most = "keys and values" if unit == 1 else "queries, keys, values and results", -(-units // count)
     why = f"{what} of {most * unit} heads of keys at once, in {count} groups: {most * each} bytes of {bounds.most}"
-    way = (KeysGathered if unit == 1 else HeadsSwapped)(ctx, axes, sizes, why)
-    return partial(_attend, way, (count, unit), ", ".join(ctx.inputs[0].mesh.axes[a] for a in axes))
+    way: GroupWay = KeysGathered(ctx, axes, sizes, why)
+    if bounds.name == "heads":
+        way = HeadsSwapped(ctx, axes, sizes, why, rows)
+    return partial(_attend, way, (count, unit), ", ".join(mesh.axes[a] for a in axes))
 
 
 # ---------------------------------------------------------------------------------------------- one call

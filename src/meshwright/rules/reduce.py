@@ -334,8 +334,8 @@ def _product_of(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 def _cumprod(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     made = torch.cumprod(x, *args, **kwargs)
-    # Of one element, as along a dim of one, PyTorch's derivative is a constant.
-    return made + nothing((), x.exp()) if x.numel() <= 1 else made
+    # Of one element, as along a dim of one, PyTorch's derivative is a constant.  Whole numbers have none.
+    return made + nothing((), x.exp()) if x.numel() <= 1 and x.requires_grad else made
 
 
 @rule("cumprod")

@@ -93,15 +93,20 @@ class Local:
             found.append(part)
         return found
 
-    def spans(self, factor: str, size: int | None = None) -> list[tuple[int, int]]:
+    def spans(self, factor: str, size: int | None = None, among: str | None = None) -> list[tuple[int, int]]:
         """(start, stop) of a factor on each rank that shares all coordinates but those of its axes, in their order.
 
-        ``size``: of as many things as that, split as the factor is.
+        ``size``: of as many things as that, split as the factor is; ``among``: on each rank of the group of another
+        factor's axes, which may be others.
         """
         self._as_one(factor)
         n = self.rule.sizes[factor] if size is None else size
-        mesh, axes = self.inputs[0].mesh, self.axes(factor)
-        return [nested_bounds(n, mesh, axes, at) for at in self._places(factor)]
+        mesh, axes, here = self.inputs[0].mesh, self.axes(factor), dict(enumerate(self.here))
+        return [nested_bounds(n, mesh, axes, here | at) for at in self._places(among or factor)]
+
+    def group(self, factor: str) -> list[tuple[int, ...]]:
+        """Coordinates of the ranks that share all but those of a factor's axes, in their order."""
+        return [tuple(at.get(a, here) for a, here in enumerate(self.here)) for at in self._places(factor)]
 
     def place_in(self, factor: str) -> int:
         """The place of this rank among these."""

@@ -35,8 +35,11 @@ def near(query: Arg, key: Arg, value: Arg, moved: Mapping[str, str]) -> Iterator
 
 
 def reaching(ctx: Local, attended: Callable[..., Tensor]) -> LocalFn:
-    """Attention in windows of rows whose keys are split as they are: those before them come from other ranks."""
-    spans, place, held = ctx.spans("t"), ctx.place_in("t"), [[span] for span in ctx.spans("s")]
+    """Attention in windows of rows whose keys are split too: those before them come from other ranks.
+
+    Rows may be split over more axes than keys: a group of the keys' axes has the rows of its coordinate on the others.
+    """
+    spans, place, held = ctx.spans("t", among="s"), ctx.place_in("s"), [[span] for span in ctx.spans("s")]
     axes = ctx.axes("s")
 
     def run(
