@@ -447,7 +447,15 @@ def test_windows_of_rows_that_more_axes_split_than_keys(sizes: dict[str, int], w
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("query", [{"dp": mw.Shard(0), "cp": mw.Shard(2)}, {"dp": mw.Shard(0)}, {"dp": mw.Shard(1)}])
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"dp": mw.Shard(0), "cp": mw.Shard(2)},
+        {"dp": mw.Shard(0)},
+        {"dp": mw.Shard(1)},
+        {"dp": mw.Shard(1), "cp": mw.Shard(2)},
+    ],
+)
 def test_ranks_without_a_sequence(query: dict[str, mw.Shard], causal: bool) -> None:
     mesh, ids = mw.Mesh({"dp": 3, "cp": 2}), torch.stack([ids_of(3, 4), ids_of(1, 6)])
     given = [drawn(2, 2, 7, 4, seed=s) for s in range(3)]

@@ -264,8 +264,9 @@ def test_queries_that_more_axes_split_are_refused() -> None:
     def run() -> None:
         q, k, v = (mw.shard_tensor(drawn(BATCH, 4, 8, WIDTH), mesh, CP) for _ in range(3))
         q = mw.shard_tensor(drawn(BATCH, 4, 8, WIDTH), mesh, {"cp": mw.Shard(2), "tp": mw.Shard(2)})
-        with mw.strategies({SDPA: {"cp": "heads:max_bytes=100000"}}):
-            with pytest.raises(DispatchError, match="queries are split over cp, tp, keys and values over cp: split all"):
-                sdpa(q, k, v)
+        with mw.strategies({SDPA: {"cp": "heads:max_bytes=100000"}}), pytest.raises(
+            DispatchError, match="queries are split over cp, tp, keys and values over cp: split all"
+        ):
+            sdpa(q, k, v)
 
     mw.simulate(run, mesh)

@@ -18,6 +18,7 @@ import torch
 
 from .. import compat
 from ..operators import operator
+from .dims import nothing
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -169,7 +170,10 @@ def flat(query: Tensor, key: Tensor, value: Tensor, kept: int) -> tuple[Tensor, 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, which: QueryRows) -> Tensor:
     """Attention of rows, of tensors of four dims, each row seeing one key at least; heads of keys may serve several."""
-    if not in_blocks(query, key, value) or 0 in (*query.shape, *key.shape):
+    if 0 in query.shape:  # in the graph of the other ranks all the same, to any order
+        linked = nothing((), *(t.exp() for t in (query, key, value)))
+        return query.new_zeros((*query.shape[:-1], value.shape[-1])) + linked
+    if not in_blocks(query, key, value) or 0 in key.shape:
         mask = seen(which, query.shape[-2], key.shape[-2], query.device)
         return cast(
             Tensor, compat.C_NN.scaled_dot_product_attention(
