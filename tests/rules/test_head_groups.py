@@ -260,13 +260,12 @@ def test_queries_and_keys_of_other_lengths(lengths: tuple[int, int], wish: str) 
 
 def test_queries_that_more_axes_split_are_refused() -> None:
     mesh = mw.Mesh({"cp": 2, "tp": 2})
+    text = "queries are split over cp, tp, keys and values over cp: split all"
 
     def run() -> None:
-        q, k, v = (mw.shard_tensor(drawn(BATCH, 4, 8, WIDTH), mesh, CP) for _ in range(3))
-        q = mw.shard_tensor(drawn(BATCH, 4, 8, WIDTH), mesh, {"cp": mw.Shard(2), "tp": mw.Shard(2)})
-        with mw.strategies({SDPA: {"cp": "heads:max_bytes=100000"}}), pytest.raises(
-            DispatchError, match="queries are split over cp, tp, keys and values over cp: split all"
-        ):
-            sdpa(q, k, v)
+        laid = ({**CP, "tp": mw.Shard(2)}, CP, CP)
+        own = [mw.shard_tensor(drawn(BATCH, 4, 8, WIDTH), mesh, p) for p in laid]
+        with mw.strategies({SDPA: {"cp": "heads:max_bytes=100000"}}), pytest.raises(DispatchError, match=text):
+            sdpa(*own)
 
     mw.simulate(run, mesh)
