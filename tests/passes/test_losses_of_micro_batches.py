@@ -48,6 +48,9 @@ RIGHT: dict[str, Loss] = {
     "sum": lambda out, y: (out - y).square().sum(),
     "sum by a number": lambda out, y: (out - y).square().sum() / 21.0,
     "sum by rows": lambda out, y: (out - y).square().sum() / len(y),
+    "a mean over rows, summed": lambda out, y: ((out - y).square().mean(0) * torch.arange(4)).sum(),
+    "a number": lambda out, y: F.mse_loss(out, y) + 3,
+    "rows times ones": lambda out, y: out.mean(1) @ torch.ones(len(y), dtype=F64) / len(y),
     "sum of mse_loss": lambda out, y: F.mse_loss(out, y, reduction="sum"),
 }
 REFUSED: dict[str, tuple[Loss, str]] = {
@@ -63,6 +66,14 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "neighbours": (lambda out, y: (out * out.roll(1, 0)).mean(), "lie beside each other"),
     "other labels": (lambda out, y: F.triplet_margin_loss(out, y, y.flip(0)), "lie beside each other"),
     "scan": (lambda out, y: out.cumsum(0).sum(), "lie beside each other"),
+    "a root of rows": (lambda out, y: out.square().mean() * len(y) ** 0.5, "mul.Tensor takes the number 1.73205"),
+    "rows inside": (lambda out, y: (out / len(y)).square().sum(), "div.Tensor takes the number 3, and 6 for twice"),
+    "rows filled in": (lambda out, y: out.mean(1) @ torch.full((len(y),), 1 / len(y), dtype=F64), "full.default takes"),
+    "rows as a tensor": (lambda out, y: (out * torch.tensor(1 / len(y))).square().sum(), "takes the number 0.33"),
+    "rows added": (lambda out, y: out.mean() + len(y), "add.Tensor takes the number 3"),
+    "largest label": (lambda out, y: (out / (y > 0).long().max()).mean(), "max.default takes all rows of the batch"),
+    "number of labels": (lambda out, y: (out * (y > 0).sum(0)).mean(), "takes a sum over the rows of the batch"),
+    "a sum and a number": (lambda out, y: out.sum() + 3, "is the same for all rows, a penalty say, is added to a sum"),
     "places": (lambda out, y: (out.sum(1) * torch.arange(len(y))).mean(), "the places of rows"),
 }
 
@@ -99,3 +110,72 @@ def test_what_is_no_weighted_mean_is_refused(name: str) -> None:
     mesh = mw.Mesh({"pp": 2})
     with pytest.raises(PassError, match=message):
         mw.simulate(lambda: _step(loss, mesh), mesh)
+
+
+PENALTIES: dict[str, Callable[[nn.Module], Tensor]] = {
+    "all": lambda model: sum((p.square().sum() for p in model.parameters()), torch.zeros((), dtype=F64)),
+    "of the first stage": lambda model: model.get_parameter("layers.0.weight").norm(),
+    "of what only the last one has": lambda model: model.get_parameter("head").abs().sum(),
+}
+
+
+class Headed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.randn(4, 4, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.head
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "v"])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_penalty_on_weights(name: str, schedule: str) -> None:
+    """It is computed where the weights are, which stay where the model uses them."""
+    x, y = torch.randn(7, 4, dtype=F64), torch.randn(7, 4, dtype=F64)
+
+    def of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1]) + 0.1 * PENALTIES[name](model)
+
+    def run(mesh: mw.Mesh | None) -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(1)
+        model = Headed()
+        model.layers.extend(nn.Linear(4, 4, dtype=F64) for _ in range(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if mesh is None:
+            of(model, (x, y)).backward()
+            optimizer.step()
+            return of(model, (x, y)).detach(), {n: p.detach() for n, p in model.named_parameters()}
+        passes = [f"pipeline:micro_batches=3,schedule={schedule}"]
+        step = mw.compile_step(model, of, optimizer, (x, y), mesh=mesh, stages={"pp": "layers"}, passes=passes)
+        step((x, y))
+        assert model.head.placements[0] == mw.At(0 if schedule == "v" else 1)  # type: ignore[attr-defined]
+        return step.eval((x, y)), {n: mw.unshard(p.detach()) for n, p in model.named_parameters()}
+
+    mesh, want = mw.Mesh({"pp": 2}), run(None)
+    torch.testing.assert_close(mw.simulate(lambda: run(mesh), mesh)[0], want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_of_which_nothing_counts() -> None:
+    """Its loss is no number, its gradients are zeros, as of one device."""
+    x, y = torch.randn(5, 4, dtype=F64), torch.full((5,), -100)
+
+    def run(mesh: mw.Mesh | None) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+        if mesh is None:
+            loss = of(model, (x, y))
+            loss.backward()
+            optimizer.step()
+            return loss.detach(), model.layers[0].weight.detach()  # type: ignore[return-value]
+        passes = ["pipeline:micro_batches=2"]
+        step = mw.compile_step(model, of, optimizer, (x, y), mesh=mesh, stages={"pp": "layers"}, passes=passes)
+        return mw.unshard(step((x, y))), mw.unshard(model.layers[0].weight.detach())  # type: ignore[return-value, arg-type]
+
+    mesh, want = mw.Mesh({"pp": 2}), run(None)
+    torch.testing.assert_close(mw.simulate(lambda: run(mesh), mesh)[0], want, equal_nan=True)

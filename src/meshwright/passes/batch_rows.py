@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,17 +24,35 @@ from ..rules import RULES, Rule
 _OF_BATCH = {"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
 _BESIDE, _PLACES = "rows of the batch that lie beside each other, or some of them", "the places of rows in the batch"
 _NEVER = {_BESIDE, _PLACES}  # also where what is made so is summed
-_RANGES = {"aten::arange", "aten::linspace", "aten::range"}
+RANGES = {"aten::arange", "aten::linspace", "aten::range"}
 _TRAINING = 5  # the place of the argument that says whether they take statistics of the batch
 
 
-def mixing(program: Program, counted: Collection[fx.Node]) -> tuple[fx.Node, str] | None:
-    """The first op of the forward that mixes rows of a batch, and how; None if none is known to.
+@dataclass(frozen=True)
+class Followed:
+    """Where rows of a batch are, and what mixes them.
 
-    Args:
-        counted: nodes that sum rows to what the loss is, or is divided by.
+    Attributes:
+        rows: node to its dim whose major factor are the rows.
+        mixed: ops that mix rows, in order, and how.
     """
-    rows: dict[fx.Node, int] = {}  # node to its dim whose major factor are the rows
+
+    rows: dict[fx.Node, int] = field(default_factory=dict)
+    mixed: list[tuple[fx.Node, str]] = field(default_factory=list)
+
+    def but(self, counted: Collection[fx.Node]) -> tuple[fx.Node, str] | None:
+        """The first op of the forward that mixes rows of a batch, and how; None if none is known to.
+
+        Args:
+            counted: nodes that sum rows to what the loss is, or is divided by.
+        """
+        return next(((n, how) for n, how in self.mixed if n not in counted or how in _NEVER), None)
+
+
+def followed(program: Program) -> Followed:
+    """Follow the rows of a batch through a forward."""
+    made = Followed()
+    rows = made.rows
     for node, given in zip(program.placeholders, program.inputs, strict=True):
         value = value_of(node)
         if given.kind == "batch" and value is not None and value.shape and value.shape[0] > 1:
@@ -50,10 +69,9 @@ def mixing(program: Program, counted: Collection[fx.Node]) -> tuple[fx.Node, str
             continue
         if rows.keys().isdisjoint(node.all_input_nodes):
             continue
-        found = _mixes(node, rows)
-        if found and (node not in counted or found in _NEVER):
-            return node, found
-    return None
+        if found := _mixes(node, rows):
+            made.mixed.append((node, found))
+    return made
 
 
 def _mixes(node: fx.Node, rows: dict[fx.Node, int]) -> str:
@@ -75,8 +93,7 @@ def _mixes(node: fx.Node, rows: dict[fx.Node, int]) -> str:
     for i, n in enumerate(tensors):
         if n not in rows and any(dim[:1] == (f,) for dim in rule.inputs[i] for _, f in own) and _counts_rows(n):
             return _PLACES
-    floats = [(i, f) for i, f in own if _is_float(tensors[i])]
-    factors = {f for _, f in floats}
+    factors = {f for _, f in own}
     outputs = {f for dims in rule.outputs for dim in dims for f in dim}
     if len(factors & outputs) > 1:
         return "pairs of rows of the batch"
@@ -107,7 +124,7 @@ def _counts_rows(node: fx.Node) -> bool:
     while len(node.all_input_nodes) == 1 and (node.target in VIEWS or node.target is torch.ops.aten._to_copy.default):
         (node,) = node.all_input_nodes
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name in _RANGES
+    return schema is not None and schema.name in RANGES
 
 
 def _major(dims: Any, dim: int, rule: Rule) -> str:
@@ -115,9 +132,4 @@ def _major(dims: Any, dim: int, rule: Rule) -> str:
     return next((f for f in dims[dim] if rule.sizes[f] != 1), "") if dim < len(dims) else ""
 
 
-def _is_float(node: fx.Node) -> bool:
-    value = value_of(node)
-    return value is not None and value.dtype.is_floating_point
-
-
-__all__ = ["mixing"]
+__all__ = ["RANGES", "Followed", "followed"]

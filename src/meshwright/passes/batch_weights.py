@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -21,11 +21,21 @@ from ..collective import COLLECTIVES
 from ..collective.graph import KEEP_ONE
 from ..errors import PassError
 from ..program.ir.linear import linear_in, scale_of
-from ..program.ir.nodes import VIEWS, ancestors, annotate, call, checked_value, info_of, target_name, value_of
+from ..program.ir.nodes import (
+    VIEWS,
+    NodeInfo,
+    ancestors,
+    annotate,
+    call,
+    checked_value,
+    info_of,
+    target_name,
+    value_of,
+)
 from ..program.ir.program import WEIGHT, Program
 from ..program.ir.rows import of_twice_the_rows
 from ..program.ir.subgraphs import read_instead
-from .batch_rows import mixing
+from .batch_rows import RANGES, followed
 
 aten = torch.ops.aten
 
@@ -38,6 +48,7 @@ _STACKS = {*VIEWS, aten.stack.default, aten.cat.default} - {aten.expand.default}
 _DIVIDES = {aten.div.Tensor, aten.div.Scalar}
 # Keeps a divisor from zero: what is summed over micro-batches lies below it.
 _BOUNDS = {aten.clamp.default, aten.clamp_min.default, aten.add.Tensor, aten.add.Scalar}
+_NUMBERS = {"number", "float", "Scalar", "Optional[number]", "Optional[float]"}  # of a schema's arguments
 _HINT = "give weighted=False for the plain mean of the micro-steps, or take the step on the whole batch"
 
 
@@ -94,22 +105,24 @@ def weight_of(program: Program, hint: str = _HINT) -> Weight | None:
         return None
     of = _Loss(program, hint)
     found = of.of(loss)
-    if mixed := mixing(program, of.counted):
+    if mixed := of.followed.but(of.counted):
         node, how = mixed
         raise PassError(
             f"{_where(node)}: {target_name(node.target)} takes {how}, which micro-batches do not have: the loss is "
             f"no weighted mean of theirs; {hint}"
         )
+    of.check_numbers(program)
     return Weight() if found is None else found
 
 
 class _Loss:
     def __init__(self, program: Program, hint: str) -> None:
-        self.hint = hint
+        self.hint, self.followed = hint, followed(program)
         batch = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
         self.counted: set[fx.Node] = set()  # what was looked at: terms of the loss and what it is divided by
         self.rows = max((s[0] for n in batch if (s := _shape(n))), default=0)
         self.twice: dict[str, fx.Node] | None = None  # by name, of the step for twice as many rows
+        self.scaled: set[fx.Node] = set()  # by numbers that are known to be sizes, or not
         self.varies = batch  # what a batch decides
         for node in program.graph.nodes:
             if not self.varies.isdisjoint(node.all_input_nodes):
@@ -125,23 +138,30 @@ class _Loss:
         self.counted |= {node, loss}
         if node.target in _DIVIDES and isinstance(node.args[1], fx.Node) and node.args[1] in self.varies:
             return self._divided(node, node.args[0], node.args[1])
-        if node.target in _ADDS and len(node.all_input_nodes) == 2:
+        if node.target in _ADDS and (len(node.all_input_nodes) == 2 or single):
             return self._both(node, *(self.of(a) for a in node.args[:2]))
         by = scale_of(node)
         if by is not None:
             found = self.of(first)
-            return found if found is None or not single else self._scaled(node, found, by)
+            if found is None or single:
+                return found if found is None else self._scaled(node, found, by)
+            if node.target not in _DIVIDES or found.weighs or not self._over_rows(node):
+                return found
+            self.scaled.add(node)  # a mean over rows of each column
+            return Weight(1 / abs(by), mean=True)
         reduction = _argument(loss, "reduction")
         if single and reduction is not None:
             return self._reduced(loss, reduction)
         if node.target in _MEANS and single and not _are_terms(first, self.varies):
             return Weight(float(math.prod(_shape(first))), mean=True)
+        if node.target in _MEANS and self._over_rows(node):
+            return Weight(float(math.prod(_shape(first)) / math.prod(_shape(node))), mean=True)
         averaged = node.target in _MEANS and single
         if averaged or node.target in _MOVES or frozenset(given) in linear_in(node):
             found = reduce(partial(self._both, node), map(self.of, given))
             if averaged and found is not None and found.weighs:
                 return replace(found, number=found.number * math.prod(_shape(first)))
-            kept = found is None or single or _are_terms(node, self.varies)
+            kept = found is None or single or found.mean or _are_terms(node, self.varies)
             return found if kept else replace(found, number=1.0, mean=False)  # type: ignore[type-var]
         self.counted -= {node, loss}  # what it does with rows is no part of a sum
         if single and given:  # the rules tell what is a sum over rows: this is none
@@ -168,6 +188,7 @@ class _Loss:
             return self._times_rows(node, found) if self._may_grow(by) and self._grows(node, by, 2.0) else kept
         source = info_of(node).source
         if node.target in _DIVIDES and source and source == info_of(node.all_input_nodes[0]).source:
+            self.scaled.add(node)
             return replace(found, number=1 / abs(by), mean=True)  # a mean of PyTorch's: its rule divides a sum
         grows, count = self._grows(node, by, 0.5), 1 / abs(by)
         if grows is not None:
@@ -181,6 +202,16 @@ class _Loss:
                 f"there are: write .mean(), or divide by the number; {self.hint}"
             )
         return replace(found, number=float(round(count)), mean=True)
+
+    def _over_rows(self, node: fx.Node) -> bool:
+        """Whether a mean of the user's, of which this is the end, is one over rows."""
+        source, at, rows = info_of(node).source, node, self.followed.rows
+        while at is node or info_of(at).source == source:
+            given = [n for n in at.all_input_nodes if n in self.varies]
+            if not given:
+                return False
+            at = given[0]
+        return bool(source) and at in rows and node not in rows
 
     def _may_grow(self, by: float) -> bool:
         """Whether a number is a multiple of how many rows there are."""
@@ -199,6 +230,7 @@ class _Loss:
         if self.twice is None:
             made = of_twice_the_rows()
             self.twice = {} if made is None else {n.name: n for n in made.graph.nodes}
+        self.scaled.add(node)
         other = self.twice.get(node.name)
         more = None if other is None or other.target is not node.target else scale_of(other)
         if more is None:
@@ -208,6 +240,28 @@ class _Loss:
         raise PassError(
             f"{_where(node)}: a term of the loss is scaled by {abs(by):g}, and by {abs(more):g} for twice as many rows:"
             f" the loss is no weighted mean of those of micro-batches; {self.hint}"
+        )
+
+    def check_numbers(self, program: Program) -> None:
+        """Raises PassError for a number anywhere in the forward that depends on how many rows there are: micro-batches
+        have others.  Sizes of what is made and viewed may."""
+        made = of_twice_the_rows()
+        for name, there in {} if made is None else made.constants.items():
+            here = program.constants.get(name)
+            if here is not None and here.shape == there.shape and not torch.equal(here, there):
+                node = next((n for n in program.graph.nodes if n.target == name or n.name == name), None)
+                raise PassError(f"{'a tensor' if node is None else _where(node)}: {self._by_rows(here, there)}")
+        others = _numbers([] if made is None else made.graph.nodes)
+        for key, found in _numbers(program.graph.nodes).items():
+            for (at, mine), (_, other) in zip(found, others.get(key, []), strict=False):
+                if mine != other and at not in self.scaled:
+                    raise PassError(f"{_where(at)}: {target_name(at.target)} {self._by_rows(mine, other)}")
+
+    def _by_rows(self, here: Any, there: Any) -> str:
+        here, there = (", ".join(f"{x:g}" for x in n) if isinstance(n, tuple) else str(n) for n in (here, there))
+        return (
+            f"takes the number {here}, and {there} for twice as many rows, which micro-batches have others of: the "
+            f"loss is no weighted mean of theirs; {self.hint}"
         )
 
     def _times_rows(self, node: fx.Node, found: Weight) -> Weight:
@@ -250,7 +304,13 @@ class _Loss:
 
     def _both(self, node: fx.Node, a: Weight | None, b: Weight | None) -> Weight | None:
         if a is None or b is None:
-            return b if a is None else a
+            found = b if a is None else a
+            if found is not None and not found.weighs:
+                raise PassError(
+                    f"{_where(node)}: what is the same for all rows, a penalty say, is added to a sum over the batch, "
+                    f"which micro-batches would add each: the loss is no weighted mean of theirs; {self.hint}"
+                )
+            return found
         if a.divisor is None and b.divisor is None and a.mean is b.mean:
             ratio = {b.number / a.number, *(n * b.number / a.number for n in b.others)} - {1.0}
             return replace(a, others=frozenset(round(n, 9) for n in {*a.others, *ratio}))
@@ -265,6 +325,22 @@ class _Loss:
             f"{_where(node)}: two means over different numbers of things are added, of which the values of a batch say "
             f"how many: no one weight of a micro-batch is that of both; {self.hint}"
         )
+
+
+def _numbers(nodes: Iterable[fx.Node]) -> dict[Any, list[tuple[fx.Node, tuple[Any, ...]]]]:
+    """The numbers that ops of the forward compute with, by the op of the user's program that they serve."""
+    found: dict[Any, list[tuple[fx.Node, tuple[Any, ...]]]] = {}
+    for node in nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or info_of(node).role != "forward" or schema.name in RANGES:
+            continue
+        kinds = {a.name for a in schema.arguments if str(a.type) in _NUMBERS}
+        given = [*zip([a.name for a in schema.arguments], node.args, strict=False), *node.kwargs.items()]
+        numbers = tuple(v for k, v in given if isinstance(v, int | float) and k in kinds)
+        numbers += tuple(v for k, v in given if isinstance(v, int | float) and k == "other" and k not in kinds)
+        if numbers:
+            found.setdefault((info_of(node).source, node.target), []).append((node, numbers))
+    return found
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -307,15 +383,19 @@ def _where(node: fx.Node) -> str:
 
 def keep_from_zero(divisor: fx.Node, storage: int) -> None:
     """Let a backward divide by one in place of a zero: a micro-batch of which nothing counts has no gradient."""
-    graph, value = divisor.graph, checked_value(divisor)
     later = [u for u in divisor.users if info_of(u).role in ("backward", "recomputation")]
-    with graph.inserting_after(divisor):
-        zero = call(graph, aten.eq.Scalar, (divisor, 0), info_of(divisor).beside(value.fresh(storage, torch.bool)))
+    read_instead(later, {divisor: one_for_zero(divisor, storage, info_of(divisor))})
+
+
+def one_for_zero(node: fx.Node, storage: int, info: NodeInfo) -> fx.Node:
+    """A number, or 1 where it is zero; takes two storages."""
+    graph, value = node.graph, checked_value(node)
+    with graph.inserting_after(node):
+        zero = call(graph, aten.eq.Scalar, (node, 0), info.beside(value.fresh(storage, torch.bool)))
     with graph.inserting_after(zero):
-        args = (divisor, zero, 1)
-        made = call(graph, aten.masked_fill.Scalar, args, info_of(divisor).beside(value.fresh(storage + 1)))
-    annotate(made, role=info_of(divisor).role)
-    read_instead(later, {divisor: made})
+        made = call(graph, aten.masked_fill.Scalar, (node, zero, 1), info.beside(value.fresh(storage + 1)))
+    annotate(made, role=info.role)
+    return made
 
 
-__all__ = ["Weight", "keep_from_zero", "weight_of"]
+__all__ = ["Weight", "keep_from_zero", "one_for_zero", "weight_of"]

@@ -35,13 +35,12 @@ from ..program.ir.nodes import (
 )
 from ..program.ir.program import STEP, WHOLE, Input, Program
 from ..program.ir.subgraphs import copied, needed, new_storage, part_of, read_instead
-from .batch_weights import keep_from_zero, weight_of
+from .batch_weights import keep_from_zero, one_for_zero, weight_of
 from .pass_manager import Pass, PassRecord, register
 
 aten = torch.ops.aten
 
 UPDATE_WEIGHTS = NodeInfo("backward", source="weights of micro-batches")  # of what serves them
-_HALF = {torch.bfloat16, torch.float16}
 
 
 @register
@@ -236,8 +235,7 @@ class Merge:
 
     def _by_forward(self, node: fx.Node) -> bool:
         """Whether a node writes what a forward leaves behind: running statistics, parameters that it averages."""
-        wrote = info_of(node).role != "optimizer" and not self.kept.isdisjoint(written(node))
-        return wrote or info_of(node).writes
+        return info_of(node).writes or (info_of(node).role != "optimizer" and not self.kept.isdisjoint(written(node)))
 
     # -- sums -----------------------------------------------------------------------------------------
 
@@ -249,7 +247,7 @@ class Merge:
         """An input for the sum of a gradient."""
         named, dtype = _names(node), checked_value(node).dtype
         spec = next((s for _, s in info_of(node).grad_of), None)
-        dtype = torch.float32 if dtype in _HALF else dtype
+        dtype = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         place = self._place(f"sum_{named[0].replace('.', '_')}", self._value_like(node, dtype))
         return Sum(node, place, Input(named[0], "accumulator", None if spec is None else spec.with_(dtype=dtype)))
 
@@ -260,9 +258,8 @@ class Merge:
         return self.last
 
     def _list_inputs(self) -> None:
-        known = dict(self.places)
-        older = [n for n in self.program.placeholders if n not in known]
-        known.update(zip(older, self.program.inputs, strict=True))
+        older = [n for n in self.program.placeholders if n not in self.places]
+        known = {**dict(zip(older, self.program.inputs, strict=True)), **self.places}
         self.program = replace(self.program, inputs=tuple(known[n] for n in self.program.placeholders))
 
     def _added(self, graph: fx.Graph, gradient: fx.Node, place: fx.Node, end: fx.Node | None) -> fx.Node:
@@ -408,6 +405,9 @@ class Merge:
                 with graph.inserting_after(total):
                     info = UPDATE_WEIGHTS.beside(self._number(dtype))
                     total = call(graph, target, (total, *args), info, kwargs)
+        if self.weight.divisor is not None:  # of which nothing counts there is no gradient, as on one device
+            self.storage += 2
+            total = one_for_zero(total, self.storage - 1, UPDATE_WEIGHTS)
         with graph.inserting_after(total):
             return call(graph, aten._foreach_div_.Tensor, (places, total), UPDATE_WEIGHTS)
 

@@ -219,7 +219,9 @@ def _with_loss(step: Program, flush: Program, merge: Merge, last: int) -> tuple[
 def _returns(flush: Program, held: Input, out: Output) -> Program:
     graph, storage = flush.graph, new_storage(flush.graph)
     flush, place = _given(flush, held, "sum_loss", storage)
-    total = next((n.args[1] for n in graph.nodes if n.target is aten._foreach_div_.Tensor), 1)
+    total: Any = next((n.args[1] for n in graph.nodes if n.target is aten._foreach_div_.Tensor), 1)
+    if isinstance(total, fx.Node) and total.target is aten.masked_fill.Scalar:  # a mean over nothing is no number
+        total = total.args[0]
     (zero,) = (n for n in graph.nodes if n.target is aten._foreach_zero_.default)
     zero.args = ([*zero.args[0], place],)
     dtype = torch.float64 if out.spec is None else out.spec.dtype

@@ -7,7 +7,7 @@ an embedding in front of the first block is at the first stage, a head behind th
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,36 +65,79 @@ def stages_of(
     index = mesh.axis_index(axis)
     at = tuple(range(mesh.sizes[index])) if homes is None else homes(mesh.sizes[index])
     modules = _Modules(model, len(at), said)
-    nodes: dict[str, int] = {}
-    for node in captured.graph.nodes:
-        if node.op != "call_function":
-            continue
-        here, before = modules.stage(_path(node)), max((nodes.get(n.name, 0) for n in node.all_input_nodes), default=0)
-        if here is not None and before > here:
-            late = next(n for n in node.all_input_nodes if nodes.get(n.name, 0) == before)
-            raise CaptureError(
-                f"{line_of(node)}: {_path(node)} is at stage {here} of {axis!r} and takes a value of {_path(late)}, "
-                f"which is at stage {before}: values go from earlier stages to later ones; put it at stage {before}"
-            )
-        nodes[node.name] = before if here is None else here
-    return Stages(index, at, nodes, dict(_of_parameters(captured, modules, nodes)))
+    followed = _Followed(captured, modules)
+    nodes = followed.nodes(axis)
+    return Stages(index, at, nodes, followed.params)
 
 
-def _of_parameters(captured: Captured, modules: _Modules, nodes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """The stages of parameters: of one that several modules have, the first."""
-    names: dict[str, list[str]] = {}
-    for source in captured.sources:
-        if source.kind == "param":
-            names.setdefault(source.name, [source.name])
-    for other, first in captured.tied.items():
-        if first in names:
-            names[first].append(other)
-    placeholders = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
-    for source in captured.sources:
-        if source.kind == "param":
-            said = [s for n in names[source.name] if (s := modules.stage(n)) is not None]
-            used = [nodes[u.name] for u in placeholders[source.node].users if u.name in nodes]
-            yield source.name, min(said or used, default=0)
+class _Followed:
+    """Stages of what no module is said of: by the values that come from the batch.
+
+    What is made of parameters alone, a penalty say, is where they are; it says nothing of where they belong, unless
+    they have no other use.
+    """
+
+    def __init__(self, captured: Captured, modules: _Modules) -> None:
+        self.modules, self.calls = modules, [n for n in captured.graph.nodes if n.op == "call_function"]
+        named = {s.node: s.name for s in captured.sources if s.kind == "param"}
+        placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
+        batch = {s.node for s in captured.sources if s.kind not in ("param", "buffer", "constant")}
+        fed = {n for n in placeholders if n.name in batch}
+        self.lent: set[fx.Node] = set()  # what parameters alone give
+        params = {n for n in placeholders if n.name in named}
+        for node in self.calls:
+            if not fed.isdisjoint(node.all_input_nodes):
+                fed.add(node)
+            elif not (params | self.lent).isdisjoint(node.all_input_nodes):
+                self.lent.add(node)
+        self.at: dict[fx.Node, int] = {}
+        for node in self.calls:
+            if node not in self.lent:
+                self.at[node] = self._stage(node)
+        names: dict[str, list[str]] = {}
+        for name in named.values():
+            names.setdefault(name, [name])
+        for other, first in captured.tied.items():
+            if first in names:
+                names[first].append(other)
+        self.params: dict[str, int] = {}
+        for node in params:  # of one that several modules have, the first
+            said = [s for n in names[named[node.name]] if (s := modules.stage(n)) is not None]
+            users = [self.at[u] for u in node.users if u in self.at]
+            self.params[named[node.name]] = self.at[node] = min(said or users or self._taken(node), default=0)
+
+    def _stage(self, node: fx.Node) -> int:
+        here = self.modules.stage(_path(node))
+        return max((self.at.get(n, 0) for n in node.all_input_nodes), default=0) if here is None else here
+
+    def _taken(self, node: fx.Node) -> list[int]:
+        """Where what is made of a parameter alone is used."""
+        found, seen, ahead = list[int](), set[fx.Node](), [node]
+        while ahead:
+            for user in ahead.pop().users:
+                if user not in seen and user.op == "call_function":
+                    seen.add(user)
+                    here = self.at.get(user, self.modules.stage(_path(user)))
+                    if here is None:
+                        ahead.append(user)
+                    else:
+                        found.append(here)
+        return found
+
+    def nodes(self, axis: str) -> dict[str, int]:
+        """The stage of each node, by name; raises as :func:`stages_of`."""
+        for node in self.calls:
+            before = max((self.at[n] for n in node.all_input_nodes if n.op == "call_function"), default=0)
+            here = self._stage(node)
+            if before > here:
+                late = next(n for n in node.all_input_nodes if self.at.get(n, 0) == before)
+                raise CaptureError(
+                    f"{line_of(node)}: {_path(node)} is at stage {here} of {axis!r} and takes a value of "
+                    f"{_path(late)}, which is at stage {before}: values go from earlier stages to later ones; put it "
+                    f"at stage {before}"
+                )
+            self.at[node] = here
+        return {n.name: self.at[n] for n in self.calls}
 
 
 class _Modules:

@@ -56,6 +56,9 @@ def cut(program: Program, axis: str, stages: Sequence[int], split: bool) -> Stag
 class _Cut:
     def __init__(self, program: Program, axis: str) -> None:
         self.program, self.axis = program, axis
+        given = list(zip(program.placeholders, program.inputs, strict=True))
+        self.sums = {n: i for n, i in given if i.kind == "accumulator"}
+        self.at_stage = {i.name: s for n, i in given if i.kind == "param" and (s := info_of(n).stage) is not None}
         self._stored_where_used()
         self.nodes = [n for n in program.graph.nodes if n.op == "call_function"]
         self.at: dict[fx.Node, int | None] = {}
@@ -63,8 +66,8 @@ class _Cut:
         for node in self.nodes:
             self._place(node)
         for node in reversed(self.nodes):
-            if info_of(node).gather:
-                self._gather_where_used(node)
+            if info_of(node).gather or node.target is aten.expand.default:
+                self._made_where_used(node)
         self.nodes = [n for n in program.graph.nodes if n.op == "call_function"]
         self._check_writes()
 
@@ -127,10 +130,12 @@ class _Cut:
                 seen[source] = node
         follow(self.program.graph)
 
-    def _gather_where_used(self, node: fx.Node) -> None:
-        """Each stage that uses a parameter gathers it over other axes: what is stored crosses, and no whole."""
+    def _made_where_used(self, node: fx.Node) -> None:
+        """Each stage that uses a parameter gathers it over other axes: what is stored crosses, and no whole.  So does a
+        number that is repeated."""
         others = {s for u in node.users if (s := self.at.get(u)) is not None} - {self.at[node]}
-        for stage in sorted(others) if node.target in COLLECTIVES else ():
+        sent = node.target in COLLECTIVES or node.target is aten.expand.default
+        for stage in sorted(others) if sent and self.at[node] is not None else ():
             with self.program.graph.inserting_after(node):
                 made = self.program.graph.node_copy(node)
             annotate(made, stage=stage)
@@ -151,7 +156,13 @@ class _Cut:
         if info.stage is not None:
             self.at[node] = info.stage
         else:
+            known = known or self._summed_at(node)
             self.at[node] = None if not known else max(known) if self.forward[node] else min(known)
+
+    def _summed_at(self, node: fx.Node) -> list[int]:
+        """Where a gradient is added up that no value of a stage is part of: the same number for all batches."""
+        held = [self.sums[n] for n in node.all_input_nodes if n in self.sums] if is_mutating(node) else []
+        return [self.at_stage.get(given.name, 0) for given in held]
 
     def _check_writes(self) -> None:
         """Raises PassError for what is written at one stage and seen at another one."""
