@@ -49,12 +49,12 @@ RIGHT: dict[str, Loss] = {
     "sum by a number": lambda out, y: (out - y).square().sum() / 21.0,
     "sum by rows": lambda out, y: (out - y).square().sum() / len(y),
     "a mean over rows, summed": lambda out, y: ((out - y).square().mean(0) * torch.arange(4)).sum(),
+    "half of a sum": lambda out, y: 0.5 * (out - y).square().sum(),
     "a number": lambda out, y: F.mse_loss(out, y) + 3,
     "rows times ones": lambda out, y: out.mean(1) @ torch.ones(len(y), dtype=F64) / len(y),
     "sum of mse_loss": lambda out, y: F.mse_loss(out, y, reduction="sum"),
 }
 REFUSED: dict[str, tuple[Loss, str]] = {
-    "half of a sum": (lambda out, y: 0.5 * (out - y).square().sum(), "times 1/2"),
     "a sum and a mean": (lambda out, y: F.mse_loss(out, y, reduction="sum") + out.mean(), "a sum over the batch and"),
     "max": (lambda out, y: (out - y).abs().max(), "max.default over the batch"),
     "norm": (lambda out, y: (out - y).norm(), "over the batch"),

@@ -258,7 +258,9 @@ class _Loss:
                     raise PassError(f"{_where(at)}: {target_name(at.target)} {self._by_rows(mine, other)}")
 
     def _by_rows(self, here: Any, there: Any) -> str:
-        here, there = (", ".join(f"{x:g}" for x in n) if isinstance(n, tuple) else str(n) for n in (here, there))
+        here, there = (
+            ", ".join(f"{x:g}" for x in n) if isinstance(n, tuple) else str(n.tolist()) for n in (here, there)
+        )
         return (
             f"takes the number {here}, and {there} for twice as many rows, which micro-batches have others of: the "
             f"loss is no weighted mean of theirs; {self.hint}"
