@@ -279,3 +279,50 @@ def test_what_mixes_the_rows_of_a_batch_is_refused(make: Callable[[], nn.Module]
     optimizer = torch.optim.SGD(again.parameters())
     merge = GradientMerge(2, weighted=False)
     mw.compile_step(again, loss, optimizer, rows(4, 0, 0.2), mesh=mw.Mesh({"dp": 1}), passes=[merge])
+
+
+MEANS: dict[str, Any] = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "huber": F.huber_loss,
+    "bce": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "poisson": F.poisson_nll_loss,
+    "kl": lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+    "soft labels": lambda x, y: F.cross_entropy(x, y.softmax(1)),
+    "cosine": lambda x, y: F.cosine_embedding_loss(x, y, torch.ones(len(x))),
+}
+
+
+@pytest.mark.parametrize("loss", MEANS)
+@pytest.mark.parametrize("axes", [{"dp": 3}, {"dp": 7}, {"dp": 2, "tp": 2}], ids=str)
+def test_means_of_pytorchs_own_over_unequal_parts(axes: dict[str, int], loss: str) -> None:
+    """Each rank's part of the mean was weighed as if it were the rows of all: ranks weighed micro-steps differently."""
+    draw = torch.Generator().manual_seed(1)
+    batches = [tuple(torch.randn(n, k, generator=draw, dtype=torch.float64) for k in (6, 4)) for n in (8, 5)]
+
+    def made() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+
+    def value(model: nn.Module, batch: Any) -> torch.Tensor:
+        found: torch.Tensor = MEANS[loss](model(batch[0]), batch[1])
+        return found
+
+    def rank() -> list[torch.Tensor]:
+        model = made()
+        layouts = {"2.*": {"tp": mw.Shard(0)}} if "tp" in axes else {}
+        step = mw.compile_step(
+            model, value, torch.optim.SGD(model.parameters(), 0.1), batches[0], mesh=mw.Mesh(axes),
+            batch={"dp": mw.Shard(0)}, layouts=layouts, passes=["gradient-merge:k_steps=2"],
+        )  # fmt: skip
+        for batch in batches:
+            step(batch)
+        return [mw.unshard(p).detach() for p in model.parameters()]
+
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    value(model, [torch.cat(parts) for parts in zip(*batches, strict=True)]).backward()
+    optimizer.step()
+    for found in mw.simulate(rank, mw.Mesh(axes)):
+        for got, wanted in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(got, wanted.detach(), rtol=0, atol=1e-12)

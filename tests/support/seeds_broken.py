@@ -321,7 +321,7 @@ BROKEN = [
      "end if under_way and end is not None else gradient",
      "end if end is not None else gradient"),
     ("master_grad: sums in float32", "passes/gradient_merge.py",
-     "dtype = torch.float32 if dtype in _HALF else dtype",
+     "dtype = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype",
      "dtype = dtype"),
     ("Precision aligned with the large batch", "passes/gradient_merge.py",
      "aten.mul.Tensor, (end, by)",

@@ -53,6 +53,7 @@ def followed(program: Program) -> Followed:
     """Follow the rows of a batch through a forward."""
     made = Followed()
     rows = made.rows
+    counts: dict[fx.Node, tuple[fx.Node, str]] = {}  # whole numbers that mix rows, and what they are made in
     for node, given in zip(program.placeholders, program.inputs, strict=True):
         value = value_of(node)
         if given.kind == "batch" and value is not None and value.shape and value.shape[0] > 1:
@@ -67,10 +68,19 @@ def followed(program: Program) -> Followed:
             if d is not None and value is not None and len(value.shape) > d and value.shape[d] > 1:
                 rows[node] = d
             continue
-        if rows.keys().isdisjoint(node.all_input_nodes):
-            continue
-        if found := _mixes(node, rows):
-            made.mixed.append((node, found))
+        mixed = next((counts[n] for n in node.all_input_nodes if n in counts), None)
+        if not rows.keys().isdisjoint(node.all_input_nodes) and (found := _mixes(node, rows)):
+            if _is_float(node):
+                made.mixed.append((node, found))
+            else:
+                mixed = mixed or (node, found)
+        # Whole numbers may say where rows lie, as the order of tokens by their experts does: by that no row computes
+        # with another.  What computes with them does.
+        if mixed and _is_float(node):
+            if torch.Tag.pointwise in node.target.tags or node.target is torch.ops.aten._to_copy.default:
+                made.mixed.append(mixed)
+        elif mixed:
+            counts[node] = mixed
     return made
 
 
@@ -130,6 +140,10 @@ def _counts_rows(node: fx.Node) -> bool:
 def _major(dims: Any, dim: int, rule: Rule) -> str:
     """The factor that the rows are, of a dim."""
     return next((f for f in dims[dim] if rule.sizes[f] != 1), "") if dim < len(dims) else ""
+
+
+def _is_float(node: fx.Node) -> bool:
+    return any(v.dtype.is_floating_point for v in info_of(node).values)
 
 
 __all__ = ["RANGES", "Followed", "followed"]

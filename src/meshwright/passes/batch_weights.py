@@ -153,14 +153,14 @@ class _Loss:
         if single and reduction is not None:
             return self._reduced(loss, reduction)
         if node.target in _MEANS and single and not _are_terms(first, self.varies):
-            return Weight(float(math.prod(_shape(first))), mean=True)
+            return Weight(_count(first), mean=True)
         if node.target in _MEANS and self._over_rows(node):
-            return Weight(float(math.prod(_shape(first)) / math.prod(_shape(node))), mean=True)
+            return Weight(_count(first) / _count(node), mean=True)
         averaged = node.target in _MEANS and single
         if averaged or node.target in _MOVES or frozenset(given) in linear_in(node):
             found = reduce(partial(self._both, node), map(self.of, given))
             if averaged and found is not None and found.weighs:
-                return replace(found, number=found.number * math.prod(_shape(first)))
+                return replace(found, number=found.number * _count(first))
             kept = found is None or single or found.mean or _are_terms(node, self.varies)
             return found if kept else replace(found, number=1.0, mean=False)  # type: ignore[type-var]
         self.counted -= {node, loss}  # what it does with rows is no part of a sum
@@ -178,16 +178,19 @@ class _Loss:
         if loss.target in _NLL:
             weight = next((u for u in loss.users if u.target is operator.getitem and u.args[1] == 1), None)
             return Weight() if weight is None else Weight(divisor=weight, counted=weight)
-        shapes = [_shape(n) for n in loss.all_input_nodes if n in self.varies]
-        return Weight(float(max(math.prod(s) for s in shapes)), mean=True)
+        return Weight(max(_count(n) for n in loss.all_input_nodes if n in self.varies), mean=True)
 
     def _scaled(self, node: fx.Node, found: Weight, by: float) -> Weight:
         """A term times a number.  A sum that is divided by how many rows, or elements, it has is a mean."""
+        source = info_of(node).source
+        by_rule = bool(source) and source == info_of(node.all_input_nodes[0]).source
         if found.weighs:
             kept = replace(found, number=found.number / abs(by))
+            if by_rule:  # a mean over a rank's part of the rows, times what part of all they are
+                self.scaled.add(node)
+                return kept
             return self._times_rows(node, found) if self._may_grow(by) and self._grows(node, by, 2.0) else kept
-        source = info_of(node).source
-        if node.target in _DIVIDES and source and source == info_of(node.all_input_nodes[0]).source:
+        if node.target in _DIVIDES and by_rule:
             self.scaled.add(node)
             return replace(found, number=1 / abs(by), mean=True)  # a mean of PyTorch's: its rule divides a sum
         grows, count = self._grows(node, by, 0.5), 1 / abs(by)
@@ -336,6 +339,8 @@ def _numbers(nodes: Iterable[fx.Node]) -> dict[Any, list[tuple[fx.Node, tuple[An
         schema = getattr(node.target, "_schema", None)
         if schema is None or info_of(node).role != "forward" or schema.name in RANGES:
             continue
+        if not any(v.dtype.is_floating_point for v in info_of(node).values):  # places of rows, which a rule computes
+            continue
         kinds = {a.name for a in schema.arguments if str(a.type) in _NUMBERS}
         given = [*zip([a.name for a in schema.arguments], node.args, strict=False), *node.kwargs.items()]
         numbers = tuple(v for k, v in given if isinstance(v, int | float) and k in kinds)
@@ -343,6 +348,11 @@ def _numbers(nodes: Iterable[fx.Node]) -> dict[Any, list[tuple[fx.Node, tuple[An
         if numbers:
             found.setdefault((info_of(node).source, node.target), []).append((node, numbers))
     return found
+
+
+def _count(node: fx.Node) -> float:
+    """How many elements a value has on this rank, which are what it takes the mean over."""
+    return float(math.prod(checked_value(node).shape))
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

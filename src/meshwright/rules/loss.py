@@ -42,9 +42,9 @@ def weighed(fn: Callable[..., Any], ctx: Local, factors: Sequence[str], reductio
     def sum_of_nothing(*args: Any, **named: Any) -> Tensor:
         # The same graph as on the other ranks: a mean over nothing would be nan, and some kernels leave
         # their sum over nothing as they found it.
-        if len(args) > at:
-            return fn(*args[:at], NONE, *args[at + 1 :], **named).sum()
-        return fn(*args, **{**named, "reduction": NONE}).sum()
+        each = (*args[:at], NONE, *args[at + 1 :]) if len(args) > at else args
+        loss = fn(*each, **named if len(args) > at else {**named, "reduction": NONE}).sum()
+        return loss / everywhere if reduction == MEAN else loss  # that it is a mean can be read in programs
 
     return mean_of_part if here else sum_of_nothing
 
