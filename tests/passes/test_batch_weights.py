@@ -310,7 +310,7 @@ def test_means_of_pytorchs_own_over_unequal_parts(axes: dict[str, int], loss: st
 
     def rank() -> list[torch.Tensor]:
         model = made()
-        layouts = {"2.*": {"tp": mw.Shard(0)}} if "tp" in axes else {}
+        layouts = {"0.*": {"tp": mw.Shard(0)}, "2.weight": {"tp": mw.Shard(1)}} if "tp" in axes else {}
         step = mw.compile_step(
             model, value, torch.optim.SGD(model.parameters(), 0.1), batches[0], mesh=mw.Mesh(axes),
             batch={"dp": mw.Shard(0)}, layouts=layouts, passes=["gradient-merge:k_steps=2"],
