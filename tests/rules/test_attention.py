@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright import collective
 from meshwright.errors import DispatchError, RuleError
 from meshwright.ranks import runtime
-from meshwright.rules import blocks as rule
+from meshwright.rules import attention_blocks as rule
 from tests.support.compare import check_equal, plain
 
 torch.manual_seed(0)

@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright import collective
 from meshwright.errors import DesyncError, DispatchError
 from meshwright.ranks import runtime
-from meshwright.rules import blocks
+from meshwright.rules import attention_blocks as blocks
 from tests.support.compare import check_equal, plain
 
 GATHER = {"attention": {"cp": "gather"}}

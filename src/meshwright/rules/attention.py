@@ -18,8 +18,8 @@ from ..errors import DispatchError, ExplicitError
 from ..generator import dropout
 from ..layout import Shard
 from ..ranks import runtime
-from . import blocks
-from .blocks import QueryRows, flat, in_blocks
+from . import attention_blocks as blocks
+from .attention_blocks import QueryRows, flat, in_blocks
 from .dims import aligned
 from .factor_notation import BOUNDED, STRATEGIES, Arg, Local, LocalFn, Rule, Wish, notation, rule
 from .head_groups import Attend, Bounds, bounded, in_groups

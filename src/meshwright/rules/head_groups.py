@@ -18,7 +18,7 @@ import torch
 from ..errors import DispatchError, ExplicitError
 from ..layout import REPLICATE, Shard
 from ..ranks import runtime
-from .blocks import QueryRows, attend, attend_backward, attend_forward, dense_grads, in_blocks
+from .attention_blocks import QueryRows, attend, attend_backward, attend_forward, dense_grads, in_blocks
 from .factor_notation import Arg, Local, Wish
 from .strategies import Strategy, Swap
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from ..layout import Shard
-from .blocks import QueryRows
+from .attention_blocks import QueryRows
 from .factor_notation import Arg, Local, LocalFn
 from .strategies import Strategy
 
