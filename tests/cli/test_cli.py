@@ -121,10 +121,10 @@ for words, code in {lines!r}:
         assert end.code == code, (words, end.code)
     assert "torch" not in sys.modules, words
 import meshwright.resharding.executor, meshwright.rules, meshwright as mw
-assert "meshwright.autograd_functions" not in sys.modules
+assert "meshwright.tensor.autograd_functions" not in sys.modules
 missing = [name for name in mw.__all__ if not hasattr(mw, name)]
 assert not missing, missing
-assert "meshwright.autograd_functions" in sys.modules and callable(mw.reshard)
+assert "meshwright.tensor.autograd_functions" in sys.modules and callable(mw.reshard)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

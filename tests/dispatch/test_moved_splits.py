@@ -35,7 +35,7 @@ def test_a_view_that_cannot_keep_a_split_is_an_all_to_all():
 
 def test_only_where_it_is_cut_evenly_and_nothing_is_computed():
     assert asked("flatten", spec((6, 4, 6), S1), 0, 1)[1] == (R,)
-    assert asked("cumprod", spec((8, 16), S1), 1)[1] == (R,)
+    assert asked("cummax", spec((8, 16), S1), 1)[1] == (R,)
     assert asked("flatten", spec((7, 4, 6), S1, S2, mesh=GRID), 0, 1)[1] == (R, S1)
 
 

@@ -251,10 +251,12 @@ def test_queries_and_keys_of_other_lengths(lengths: tuple[int, int], wish: str) 
 
     def run() -> Any:
         own = [mw.shard_tensor(x, mesh, CP).requires_grad_() for x in given]
-        with mw.strategies({SDPA: {"cp": wish}}), sdpa_kernel(SDPBackend.MATH):
+        with mw.strategies({SDPA: {"cp": wish}}):
             return plain(results(everything, own))
 
-    for found in mw.simulate(run, mesh):
+    with sdpa_kernel(SDPBackend.MATH):  # of the process: not by each rank, which would leave it as another had it
+        ranks = mw.simulate(run, mesh)
+    for found in ranks:
         check_equal(found, want)
 
 

@@ -134,7 +134,7 @@ def test_safetensors(tmp_path):
             with pytest.raises(DispatchError, match=r"mw.unshard.* in model.state_dict"):
                 save(str(tmp_path / "no"))
         whole = {name: mw.unshard(t) for name, t in model.state_dict().items()}
-        file = str(tmp_path / f"{mw.api.runtime.RT.rank}")
+        file = str(tmp_path / f"{mw.ranks.runtime.RT.rank}")
         safe.save_file(whole, file)
         before = mw.unshard(model.weight).clone()
         with torch.no_grad():

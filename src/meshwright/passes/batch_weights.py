@@ -89,11 +89,12 @@ class Weight:
         return found[::-1]
 
 
-def weight_of(program: Program, hint: str = _HINT) -> Weight | None:
+def weight_of(program: Program, hint: str = _HINT, added_up: bool = False) -> Weight | None:
     """The weight of the micro-batch of a program; None where the loss is that of one rank.
 
     Args:
         hint: what to do about a loss that is no weighted mean.
+        added_up: sums of micro-batches are added up to that of the batch, and not averaged.
 
     Raises:
         PassError: the loss is no weighted mean over what micro-batches consist of.
@@ -103,7 +104,7 @@ def weight_of(program: Program, hint: str = _HINT) -> Weight | None:
     )
     if out is None or loss is None or out.spec is None:
         return None
-    of = _Loss(program, hint)
+    of = _Loss(program, hint, added_up)
     found = of.of(loss)
     if mixed := of.followed.but(of.counted):
         node, how = mixed
@@ -116,8 +117,8 @@ def weight_of(program: Program, hint: str = _HINT) -> Weight | None:
 
 
 class _Loss:
-    def __init__(self, program: Program, hint: str) -> None:
-        self.hint, self.followed = hint, followed(program)
+    def __init__(self, program: Program, hint: str, added_up: bool) -> None:
+        self.hint, self.followed, self.added_up = hint, followed(program), added_up
         batch = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
         self.counted: set[fx.Node] = set()  # what was looked at: terms of the loss and what it is divided by
         self.rows = max((s[0] for n in batch if (s := _shape(n))), default=0)
@@ -310,7 +311,7 @@ class _Loss:
     def _both(self, node: fx.Node, a: Weight | None, b: Weight | None) -> Weight | None:
         if a is None or b is None:
             found = b if a is None else a
-            if found is not None and not found.weighs:
+            if self.added_up and found is not None and not found.weighs:
                 raise PassError(
                     f"{_where(node)}: what is the same for all rows, a penalty say, is added to a sum over the batch, "
                     f"which micro-batches would add each: the loss is no weighted mean of theirs; {self.hint}"

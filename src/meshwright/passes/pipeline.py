@@ -131,7 +131,7 @@ class Pipeline(Pass):
                 "the loss function returns other values beside the loss, which micro-batches have each their own of: "
                 "return the loss alone"
             )
-        weight = weight_of(program, _WHOLE)
+        weight = weight_of(program, _WHOLE, added_up=True)
         counts = weight is not None and weight.weighs
         merge = Merge(copied(program), GradientMerge(self.micro_batches, avg=counts), seeded=True)
         made = merge.run()
