@@ -17,7 +17,7 @@ import meshwright as mw
 from .core import OURS, Benchmark, Effort, Row, Samples, ratio
 from .models import Batch, Make, SmallGPT, batches, maker
 from .peers import adamw
-from .precision import resident, trimmed
+from .precision import peaks
 from .steps import set_up, timed
 
 TORCH = "torch.distributed.pipelining"
@@ -131,25 +131,13 @@ def rows(samples: Samples) -> Iterator[Row]:
 
 def measure_memory(effort: Effort) -> Samples:
     """MiB, the most in a step above what the process held before the contender was there, of the rank with the most."""
-    make, data = problem(effort)
-    found: Samples = {"peak": {kind.name: [] for kind in KINDS}}
-    rng, order = effort.rng(), list(KINDS)
-    for turn in range(effort.pick(6, 2, 2)):
-        rng.shuffle(order)
-        for kind in order:
-            before, contender = trimmed(), kind()
-            contender.setup(make)
-            for _ in range(2):
-                contender.step(data)
-            trimmed()
-            for _ in range(2):
-                contender.step(data)
-            most = torch.tensor(resident("VmHWM") - before)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            if turn:  # the first brings what the process keeps: modules, caches of kernels
-                found["peak"][kind.name].append(most.item())
-            del contender
-    return found
+    return peaks(effort, KINDS, *problem(effort), told=_of_ranks)
+
+
+def _of_ranks(mib: float) -> float:
+    most = torch.tensor(mib)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
 
 
 def rows_memory(samples: Samples) -> Iterator[Row]:

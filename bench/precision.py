@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +131,15 @@ def trimmed() -> float:
 
 def measure_memory(effort: Effort) -> Samples:
     """MiB, the most in a step above what the process held before the contender was there."""
-    make, data = problem(effort)
-    found: Samples = {"peak": {kind.name: [] for kind in CONTENDERS}}
-    rng, order = effort.rng(), list(CONTENDERS)
+    return peaks(effort, CONTENDERS, *problem(effort))
+
+
+def peaks(
+    effort: Effort, contenders: Sequence[Any], make: Make, data: Any, told: Callable[[float], float] = float
+) -> Samples:
+    """Peaks of contenders in turn; ``told``: the figure of this process as it is told, that of several ranks say."""
+    found: Samples = {"peak": {kind.name: [] for kind in contenders}}
+    rng, order = effort.rng(), list(contenders)
     for turn in range(effort.pick(6, 2, 2)):
         rng.shuffle(order)
         for kind in order:
@@ -144,8 +150,9 @@ def measure_memory(effort: Effort) -> Samples:
             trimmed()
             for _ in range(2):
                 contender.step(data)
+            most = told(resident("VmHWM") - before)
             if turn:  # the first brings what the process keeps: modules, caches of kernels
-                found["peak"][kind.name].append(resident("VmHWM") - before)
+                found["peak"][kind.name].append(most)
             del contender
     return found
 

@@ -72,11 +72,12 @@ def trained(loss_fn: Callable[[Any, Any], Any], mesh: mw.Mesh | None) -> list[fl
 
 
 @pytest.mark.parametrize("loss_fn", [categorical, normal, independent, bernoulli, of_several, sampled])
-def test_equals_one_device(loss_fn: Callable[[Any, Any], Any]) -> None:
-    whole, mesh, before = trained(loss_fn, None), mw.Mesh({"dp": 3}), dist.Distribution._validate_args
+def test_equals_one_device(loss_fn: Callable[[Any, Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.Distribution, "_validate_args", __debug__)  # torch.compile leaves False
+    whole, mesh = trained(loss_fn, None), mw.Mesh({"dp": 3})
     for losses in mw.simulate(lambda: trained(loss_fn, mesh), mesh):
         assert losses == pytest.approx(whole, rel=1e-12)
-    assert dist.Distribution._validate_args is before
+    assert dist.Distribution._validate_args is __debug__  # as it was
 
 
 def test_validation_that_is_asked_for_is_refused() -> None:

@@ -48,6 +48,18 @@ class Net(nn.Module):
         return out
 
 
+class OwnScale(nn.Module):
+    """With a parameter of the root's own, which no unit spans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, 2))
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x) @ self.scale
+
+
 class Tokens(nn.Module):
     """Embedding, blocks, a norm and a head, which may be tied to the embedding."""
 

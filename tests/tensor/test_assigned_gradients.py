@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
+from tests.support.shard_networks import OwnScale
 
 Tensor = torch.Tensor
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -23,22 +24,12 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 SPLIT = {"layers.0.*": {"tp": mw.Shard(0)}, "layers.2.weight": {"tp": mw.Shard(1)}}
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6, 2))
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))
-
-    def forward(self, x: Any) -> Any:
-        return self.layers(x) @ self.scale
-
-
 class Run:
     """A model on one device, or laid on a mesh, and what is done with its gradients."""
 
     def __init__(self, case: str | None) -> None:
         torch.manual_seed(0)
-        self.model, data = Net().double(), [torch.randn(7, 4, dtype=torch.float64) for _ in range(3)]
+        self.model, data = OwnScale().double(), [torch.randn(7, 4, dtype=torch.float64) for _ in range(3)]
         self.on_mesh = case is not None
         if case is not None:
             axes, options = CASES[case]

@@ -11,21 +11,10 @@ import torch
 import torch.nn as nn
 
 import meshwright as mw
+from tests.support.shard_networks import OwnScale
 
 MESHES = [{"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}]
 OPTIONS: list[dict[str, Any]] = [{}, {"stored_over": "dp"}, {"stored_over": "dp", "regather": False}]
-
-
-class Net(nn.Module):
-    """With a parameter of the root's own, which no unit spans."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6, 2))
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))
-
-    def forward(self, x: Any) -> Any:
-        return self.layers(x) @ self.scale
 
 
 Loss = Callable[[int], Any]
@@ -116,7 +105,7 @@ def ways(axes: dict[str, int] | None, options: dict[str, Any]) -> list[Any]:
     found = []
     for way in WAYS:
         torch.manual_seed(0)
-        m, data = Net().double(), [torch.randn(7, 4, dtype=torch.float64) for _ in range(3)]
+        m, data = OwnScale().double(), [torch.randn(7, 4, dtype=torch.float64) for _ in range(3)]
         if axes is not None:
             mesh = mw.Mesh(axes)
             plan = {"layers.0.*": {"tp": mw.Shard(0)}, "layers.2.weight": {"tp": mw.Shard(1)}} if "tp" in axes else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..layout import wire_name
 from ..mesh import Mesh
 from ..ranks import runtime
 from ..resharding.record import Record
+from .sending import noted, transposed
 
 Tensor = torch.Tensor
 
@@ -38,8 +39,7 @@ class RowExchange:
         """All rows of all ranks, (own rows, columns), without a gradient: whole numbers, which say who wants what."""
         group = self._group()
         said = self._record("all_gather", x, x.shape[1])
-        _note(said)
-        with runtime.serving(said):
+        with noted(said):
             return collective.all_gather(x, 0, self.sizes, group)
 
     def gather(self, wanted: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
@@ -81,22 +81,6 @@ class RowExchange:
         )  # fmt: skip
 
 
-def _note(said: Record | None) -> None:
-    if said is not None and runtime.RT.records is not None:
-        runtime.RT.records.append(said)
-
-
-def _back(said: Record | None, kind: str) -> Record | None:
-    """The record of the transpose."""
-    if said is None:
-        return None
-    if said.phase == "forward":
-        said = replace(
-            said, bytes=said.backward_bytes, backward_bytes=0.0, reason=f"its gradient: {said.reason}", phase="backward"
-        )
-    return replace(said, kinds=(kind,))
-
-
 class _Rows(torch.autograd.Function):
     """Rows to those who want them, or summed by those who have them; each is the other's transpose."""
 
@@ -105,11 +89,10 @@ class _Rows(torch.autograd.Function):
         ctx: Any, summed: bool, wanted: Tensor, sizes: Sequence[int], group: collective.Group, said: Record | None,
         *given: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.summed, ctx.given = summed, (sizes, group, _back(said, "gather_rows" if summed else "scatter_rows"))
+        ctx.summed, ctx.given = summed, (sizes, group, transposed(said, "gather_rows" if summed else "scatter_rows"))
         ctx.save_for_backward(wanted)
-        _note(said)
         send = collective.scatter_rows if summed else collective.gather_rows
-        with runtime.serving(said):
+        with noted(said):
             made = send(given[0] if len(given) == 1 else torch.cat(given, 1), wanted, sizes, group)
         parts = made.split([t.shape[1] for t in given], 1) if len(given) > 1 else (made,)
         # Else all would have gradients that one has, and who computes them would compute those too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -116,23 +117,32 @@ def recorded(
     )  # fmt: skip
 
 
+def noted(said: Record | None) -> AbstractContextManager[None]:
+    """List a record, where there are records, of what is sent inside of what is returned."""
+    if said is not None and runtime.RT.records is not None:
+        runtime.RT.records.append(said)
+    return runtime.serving(said)
+
+
+def transposed(said: Record | None, kind: str) -> Record | None:
+    """The record of the transpose of what was sent, which is of this kind."""
+    if said is None:
+        return None
+    if said.phase == "forward":
+        said = replace(
+            said, bytes=said.backward_bytes, backward_bytes=0.0, reason=f"its gradient: {said.reason}", phase="backward"
+        )
+    return replace(said, kinds=(kind,))
+
+
 class _Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: Send, group: collective.Group, said: Record | None) -> Tensor:
         ctx.send, ctx.group, ctx.said = send, group, said
-        if said is not None and runtime.RT.records is not None:
-            runtime.RT.records.append(said)
-        with runtime.serving(said):
+        with noted(said):
             return _RUN[send.kind](x, group, *send.said)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        said, send = ctx.said, ctx.send.transpose()
-        if said is not None:
-            if said.phase == "forward":
-                said = replace(
-                    said, bytes=said.backward_bytes, backward_bytes=0.0, reason=f"its gradient: {said.reason}",
-                    phase="backward",
-                )  # fmt: skip
-            said = replace(said, kinds=(send.kind,))
-        return _Sent.apply(grad, send, ctx.group, said), None, None, None
+        send = ctx.send.transpose()
+        return _Sent.apply(grad, send, ctx.group, transposed(ctx.said, send.kind)), None, None, None
