@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -271,3 +273,35 @@ def test_a_number_between_index_tensors_is_no_gap(index: Any) -> None:
 
 
 WAYS = ("read", "write", "change")
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 4}], ids=str)
+@pytest.mark.parametrize("op", ["masked_fill_", "masked_fill_ of a view", "clamp_"])
+def test_gradients_of_a_write_that_is_made_elsewhere_and_brought_back(sizes: dict[str, int], op: str) -> None:
+    """Brought back by a plan from before the target had its types, gradients were of the first ranks' part alone."""
+    mesh, n = mw.Mesh(sizes), 16
+    mask = torch.arange(n) % 3 == 0
+    weights = torch.arange(1.0, n + 1, dtype=torch.float64)
+    whole, split = mw.Replicate(), mw.Shard(0)
+
+    def gradient(x: Any, mask: Any, by: Any) -> Any:
+        v = x.clone()
+        if op == "clamp_":
+            v.clamp_(-0.5, 0.5).mul_(by)
+        else:
+            (v[:] if "view" in op else v).masked_fill_(mask, 2.0)
+        (v * weights).sum().backward()
+        return x.grad
+
+    plain = torch.linspace(-1, 1, n, dtype=torch.float64)
+    wanted = gradient(plain.clone().requires_grad_(), mask, weights)
+
+    def run(laid: Any, masks: Any) -> Any:
+        x = mw.reshard(mw.shard_tensor(plain, mesh, {}), laid).detach().requires_grad_()
+        given = (mw.shard_tensor(t, mesh, masks) for t in (mask, weights))
+        return mw.unshard(gradient(x, *given))
+
+    for laid in itertools.product((whole, split, mw.Partial(), mw.Partial("avg")), repeat=2):
+        for masks in itertools.product((whole, split), repeat=2):
+            for found in mw.simulate(functools.partial(run, list(laid), list(masks)), mesh):
+                assert torch.allclose(found, wanted, rtol=0, atol=1e-12), (laid, masks)

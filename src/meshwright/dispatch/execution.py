@@ -306,8 +306,13 @@ class Execution:
                 whole, everywhere = Layout(old.mesh), old.mesh.everywhere
                 spec = old.with_(shape=new.shape, layout=whole, reduced=0, undecided=everywhere)
                 return cast(Tensor, self.wrap(target, marked(spec, replace(marks, copied=False))))
-        if plan.back is not None:
-            value = _convert_recorded(plan, 0, value, plan.back, _bring_back)
+        back = plan.back
+        if back is not None:
+            if back.steps and torch.is_grad_enabled() and (target.requires_grad or value.requires_grad):
+                # Its transpose is of the type that the target's gradient has by now, which the plan did not know.
+                spec = written_spec(old, made)
+                back = planner.plan(made.with_(undecided=spec.undecided), spec.with_(dtype=made.dtype))
+            value = _convert_recorded(plan, 0, value, back, _bring_back)
         if value is not target:
             with as_plain(target) as local, as_plain(value) as new:
                 local.copy_(new)
