@@ -201,3 +201,24 @@ def test_a_merge_that_is_saved_in_its_middle_goes_on_elsewhere(tmp_path: Path, f
     mw.simulate(lambda: run(MESHES[first], TABLE, 3), MESHES[first])
     for found in mw.simulate(lambda: run(MESHES[then], TABLE | OTHER, 4), MESHES[then]):
         torch.testing.assert_close(found, values(one))
+
+
+def test_a_rank_without_rows_of_indices_looks_up_in_a_table_of_blocks() -> None:
+    """One index more was made for it by asking which range of the columns it has: an error on that rank alone."""
+    mesh = mw.Mesh({"a": 3, "b": 3})
+    table, at = torch.arange(9.0, dtype=torch.float64).reshape(3, 3), torch.tensor([[0, 1], [2, 0]])
+    weights = torch.arange(36.0, dtype=torch.float64).reshape(2, 2, 9)
+
+    def run(table: Any, at: Any) -> Any:
+        made = F.embedding(at, torch.cat([table] * 3, -1))
+        (made * weights).sum().backward()
+        return mw.unshard(made).detach(), mw.unshard(table.grad)
+
+    wanted = run(table.clone().requires_grad_(), at)
+
+    def rank() -> Any:
+        rows = mw.shard_tensor(at, mesh, {"a": mw.Shard(0), "b": mw.Shard(1)})  # of two rows over three ranks
+        return run(mw.shard_tensor(table, mesh, {"a": mw.Shard(1)}).requires_grad_(), rows)
+
+    for found in mw.simulate(rank, mesh):
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
