@@ -104,6 +104,14 @@ def test_a_rank_that_ended_is_missed_by_those_that_wait_for_it() -> None:
     assert all("nobody waits for it" in run.said[rank] for rank in (0, 2, 3))
 
 
+@pytest.mark.parametrize("machines", [False, True])
+@pytest.mark.parametrize("place", ["ends unheard", "all end unheard"])
+def test_an_end_is_known_to_those_that_were_slow_to_call(place: str, machines: bool) -> None:
+    run = faulty.run("ends", place, 0, machines=machines, slow=True)
+    assert set(run.codes.values()) == {0}, run.said
+    assert list(run.said.values()) == ["", "done\n", "done\n", "done\n"]
+
+
 SCRIPT = """
 import sys, time, torch
 import torch.distributed as dist

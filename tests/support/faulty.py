@@ -26,6 +26,7 @@ import torch.nn as nn
 import meshwright as mw
 from meshwright import collective
 from meshwright.failures import process
+from meshwright.failures.watchdog import Watcher
 from meshwright.program.run import pipeline as run_pipeline
 from tests.support import stages
 from tests.support.processes import CONTEXT
@@ -180,6 +181,15 @@ def ends_first(trap: Trap, mesh: mw.Mesh) -> None:
     collective.all_reduce(torch.ones(1000), "sum", collective.group(mesh))
 
 
+def ends_unheard(trap: Trap, mesh: mw.Mesh) -> None:
+    """The victim comes to its end at once, while the others are slow to call those that they are connected to."""
+    trap.step = 2
+    trap.at(trap.place)
+    if trap.place == "ends unheard" or dist.get_rank() == 3:
+        time.sleep(3)
+    print("done")
+
+
 def pipelined(trap: Trap, mesh: mw.Mesh) -> None:
     """Stages, of which one fails in a part or before it sends; a checkpoint after each step."""
     step, model, optimizer = stages.captured(mesh, stages={"tp": "layers"}, passes=[PIPELINE])
@@ -209,6 +219,7 @@ PLACES: dict[str, Callable[[Trap, mw.Mesh], None]] = {
     "capture": captures, "own group": own_group, "other group": other_group,
     **dict.fromkeys(("F", "W", "edge"), pipelined),
     "first ended": first_ended, "with a child": with_a_child, "busy": busy, "ends first": ends_first,
+    "ends unheard": ends_unheard, "all end unheard": ends_unheard,
 }  # fmt: skip
 
 
@@ -219,6 +230,9 @@ def rank_main(case: str, place: str, victim: int, rank: int, world: int, folder:
     os.dup2(out, 2)
     if settings.pop("machines", False):  # two, as far as the ranks know
         process.machine = lambda: f"machine {rank // 2}"  # type: ignore[assignment]
+    if settings.pop("slow", False):
+        call = Watcher._call
+        Watcher._call = lambda *args: time.sleep(0.5) or call(*args)  # type: ignore[method-assign,func-returns-value]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     mesh = mw.init_mesh({"dp": world // 2, "tp": 2}, **settings)

@@ -5,8 +5,9 @@ a long call of C; a process that beats beside it shows that the host lives.  A c
 within milliseconds and whatever the process was doing; the state of a process on this machine says that it is stopped;
 the keepalive of TCP, which the kernel answers, says that a host lives.  So a rank may be busy for as long as it likes.
 
-Ranks of one machine are connected to the first of them, and those to the first of all.  Who comes to its end says so;
-then the next one takes its endpoint.  Nothing is sent while nothing happens.
+Ranks of one machine are connected to the first of them, and those to the first of all.  Who comes to its end says so,
+and stays until it is known: until the rank that it calls has passed it on, and those that are to call it have.  Then
+the next one takes its place.  Nothing is sent while nothing happens.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .report import Obituary
 
 LOOK = 0.5  # seconds between two looks at the processes of this machine
 GRACE = 0.7  # seconds for an error to come out of a collective, or for Python to end once nobody caught it
+STAY = 5.0  # seconds that a rank which comes to its end stays for the others to know, busy as they may be
 STOPPED = "was stopped (SIGSTOP, SIGTSTP)"
 LIMIT = 1 << 16  # bytes of a message, all that is kept of what a stranger sends
 
@@ -120,6 +122,7 @@ class Watcher:
         self.trains = threading.get_ident()
         self.lines: list[_Line] = []
         self.up: int | None = None  # the rank that this one calls
+        self.noted: set[int] = set()  # ranks that passed on that this one has come to its end, or cannot be reached
         self.stopped: dict[int, int] = {}  # rank to the number of looks, to the last one, that found it stopped
         self.ended: set[int] = set()  # ranks that a look found to have ended
         self.tries, self.over = 0, False
@@ -142,13 +145,18 @@ class Watcher:
     def _near(self, rank: int) -> bool:
         return self.endpoints[rank].machine == self.own.machine
 
-    def _caller(self) -> int | None:
-        """The rank to be connected to: the first on this machine, of its first one the first of all."""
-        left = [r for r in sorted(self.endpoints) if r not in self.gone]
-        first = next((r for r in left if self._near(r)), self.rank)
-        if first != self.rank:
-            return first
-        return left[0] if left and left[0] != self.rank else None
+    def _neighbours(self) -> tuple[int | None, list[int]]:
+        """The rank that this one calls, and those that call it.
+
+        The first on a machine is called by the others there, the first of all by the first of each machine.
+        """
+        left = [r for r in sorted(self.endpoints) if r not in self.gone or r == self.rank]
+        firsts: dict[str, int] = {}
+        for rank in left:
+            firsts.setdefault(self.endpoints[rank].machine, rank)
+        calls = {r: first if (first := firsts[self.endpoints[r].machine]) != r else left[0] for r in left}
+        up = calls.pop(self.rank)
+        return up if up != self.rank else None, [r for r, called in calls.items() if called == self.rank]
 
     def _looked_at(self) -> list[int]:
         """The ranks whose processes this one looks at: the one that looks at it; of the first here all others."""
@@ -160,8 +168,8 @@ class Watcher:
     def _run(self) -> None:
         next_look = time.monotonic()
         while not self.closed:
-            if self._caller() != self.up and self.fatal is None and self.rank not in self.gone:
-                self._call()
+            if self.fatal is None and (up := self._neighbours()[0]) != self.up:
+                self._call(up)
             wait = max(0.01, min(next_look, self.deadline) - time.monotonic())
             for key, _ in self.selector.select(wait):
                 if key.fileobj is self.server:
@@ -177,9 +185,8 @@ class Watcher:
                 self._end()
         self._shut()
 
-    def _call(self) -> None:
+    def _call(self, rank: int | None) -> None:
         """Connect to the rank that is to be called now."""
-        rank = self._caller()
         if rank is None:
             self.up = None
             return
@@ -193,7 +200,8 @@ class Watcher:
                 return
         self.tries += 1
         if self.tries > 5:  # it cannot be reached from here: then this rank is as without a watcher
-            self.up = rank
+            self.up, self.tries = rank, 0
+            self.noted.add(rank)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError), OPENING:
@@ -244,8 +252,13 @@ class Watcher:
                         raise ValueError
                     line.rank = rank
                     self._greet(line)
+                elif "noted" in said:
+                    self.noted.add(line.rank)
                 else:
-                    self._hear(Obituary(**said), line)
+                    self._hear(one := Obituary(**said), line)
+                    if one.rank == line.rank:
+                        with contextlib.suppress(OSError):
+                            line.sock.sendall(_text({"noted": one.rank}))
             except (ValueError, TypeError, KeyError):  # a stranger
                 self._drop(line)
                 return
@@ -364,6 +377,8 @@ class Watcher:
         if os.getpid() != self.pid or self.closed:
             return
         self.tell(sys.exc_info()[1], ending=_ending())
+        if threading.current_thread() is not self.thread:
+            self._stay()
         self.closed = True
         self.finalizer.cancel()
         if sys.excepthook == self._uncaught:
@@ -371,6 +386,17 @@ class Watcher:
         self._wake()
         if threading.current_thread() is not self.thread:
             self.thread.join(1.0)
+
+    def _stay(self) -> None:
+        """Wait until the neighbours know that this rank has come to its end: a connection without a word is a death."""
+        end = time.monotonic() + STAY
+        while self.thread.is_alive() and self.fatal is None and time.monotonic() < end:
+            with self.lock:
+                (up, callers), called = self._neighbours(), {line.rank for line in self.lines}
+            if (up is None or up in self.noted) and called.issuperset(callers):
+                return
+            self._wake()
+            time.sleep(0.002)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
