@@ -24,7 +24,7 @@ SMALL = {
     "resharding/planner.py": ("resharding", "conversions"),
     "rules/strategies.py": ("rule_strategies",),
     "rules/factor_notation.py": ("notation",),
-    "choose/choice.py": ("choice_types",),
+    "strategy_selection/choice.py": ("choice_types",),
 }
 
 CASES = 3  # of a test with many, taken evenly
@@ -50,7 +50,7 @@ _JUDGES = {
     "resharding/planner.py": _CONVERSIONS + " moved_splits",
     "rules/strategies.py": _RULES,
     "rules/factor_notation.py": _RULES,
-    "choose/": _CHOICE,
+    "strategy_selection/": _CHOICE,
     "dispatch/": _DISPATCH,
     "passes/": _PASSES,
     "program/check/": _CHECK,

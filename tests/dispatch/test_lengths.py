@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import meshwright as mw
-from meshwright.choose import choice, search
 from meshwright.dispatch import plan_call, results
 from meshwright.errors import MeshwrightError
 from meshwright.ranks import runtime
+from meshwright.strategy_selection import choice, search
 from tests.support.compare import S0, S1, R, on_ranks, same
 
 PAIR = mw.Mesh({"x": 2})

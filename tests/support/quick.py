@@ -14,7 +14,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "collective": ("collective/test_collective_counts.py", "collective/test_digests.py"),
     "failures": ("failures/test_agreement.py",),
     "rules": ("rules/test_notation.py", "rules/test_rule_strategies.py"),
-    "choose": ("choose/test_choice_types.py", "choose/test_choose.py"),
+    "strategy_selection": ("strategy_selection/test_choice_types.py", "strategy_selection/test_choose.py"),
     "dispatch": (
         "dispatch/test_call_counts.py",
         "dispatch/test_partial.py",

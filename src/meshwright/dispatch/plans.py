@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 
 import torch
 
-from ..choose import Choice, Search, Types, carries_grad, choose, sure_types
 from ..collective import BY_HAND, refuse_by_hand
 from ..compat import disable_current_modes
 from ..errors import DispatchError, MeshwrightError, RuleError
@@ -23,6 +22,7 @@ from ..resharding import planner as resharding
 from ..rules import Arg, Local, Native, Rule, Strategy
 from ..rules.dims import on_padded
 from ..rules.factor_notation import LocalFn
+from ..strategy_selection import Choice, Search, Types, carries_grad, choose, sure_types
 from . import autocast, results
 from .binding import Args, Kwargs
 from .calls import Op, disabled, map_tensors, mesh_of, resolve, spec_of, tensors_in

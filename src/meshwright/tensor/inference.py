@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ..choose import Choice, Wanted, carries_grad, choose, choose_for
 from ..collective import as_rank
 from ..compat import (
     DataDependentOutputException,
@@ -45,6 +44,7 @@ from ..resharding.planner import plan as conversion
 from ..resharding.record import Record
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.book import did_you_mean
+from ..strategy_selection import Choice, Wanted, carries_grad, choose, choose_for
 from .global_calls import GlobalCalls, tell
 
 Tensor = torch.Tensor

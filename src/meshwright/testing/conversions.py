@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 
 from .. import collective
-from ..choose import carries_grad
 from ..errors import ConversionError, takes
 from ..layout import Layout, Partial, Replicate, Spec
 from ..ranks import runtime
 from ..ranks.simulation import simulate
 from ..resharding import executor
 from ..resharding.planner import plan as conversion_plan
+from ..strategy_selection import carries_grad
 from .values import difference_of, local_part
 
 Tensor = torch.Tensor

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from .. import collective, compat
-from ..choose import carries_grad
 from ..dispatch import (
     disabled,
     execute,
@@ -28,6 +27,7 @@ from ..layout import REDUCE_OPS, REPLICATE, Layout, Partial, Placement, Shard, S
 from ..mesh import Mesh
 from ..ranks.simulation import simulate
 from ..rules import Rule, Strategy
+from ..strategy_selection import carries_grad
 from ..tensor import DistTensor, whole, wrap
 from .values import difference_of, local_part, tolerance_of
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..choose import carries_grad
 from ..layout import Partial, Spec
 from ..ranks import runtime
+from ..strategy_selection import carries_grad
 
 Tensor = torch.Tensor
 _TOLERANCE = {

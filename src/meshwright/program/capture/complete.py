@@ -17,13 +17,13 @@ import torch
 import torch.fx as fx
 
 from ... import compat
-from ...choose import Search, Wanted
 from ...dispatch import make_rule, map_tensors, resolve, tensors_in
 from ...errors import LayoutError
 from ...layout import REPLICATE, Layout, Placement, Shard, Spec, crowded
 from ...mesh import Mesh
 from ...resharding.cost import held_bytes
 from ...rules import Rule, Strategy
+from ...strategy_selection import Search, Wanted
 from ...tensor.graph_marks import CONSTRAIN, read_placements
 from ..ir.program import Origin
 from .export import Captured

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.choose import search
-from meshwright.choose.choice import Wanted
-from meshwright.choose.search import Search, choose
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.resharding.planner import plan
 from meshwright.rules.factor_notation import Arg, notation
+from meshwright.strategy_selection import search
+from meshwright.strategy_selection.choice import Wanted
+from meshwright.strategy_selection.search import Search, choose
 
 LINE, GRID = mw.Mesh({"a": 4}), mw.Mesh({"a": 2, "b": 3})
 F32, INT = torch.float32, torch.int64
