@@ -13,9 +13,9 @@ _CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_
 _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
 _DISPATCH += " inference gradient_types cut_graphs arguments call_counts check_mode lengths plain_tensors"
 _DISPATCH += " keys written_bases written_memory attention rows_of_shards zero_sizes calls_by_name"
-_DISPATCH += " functions modes copies_of_views"
+_DISPATCH += " functions modes copies_of_views operators autocast_weights calls leaves"
 _PASSES = "passes passes_by_hand program_passes data_parallel_optimization gradient_merge batch_weights"
-_PASSES += " gathers_on_wires program_recompute saved_split_captured captured_zero"
+_PASSES += " gathers_on_wires program_recompute saved_split_captured captured_zero buckets"
 _CHECK = "check_by_hand program_verify program_errors program_files agreement passes passes_by_hand"
 
 # What tests without ranks judge alone, in seconds: a sample of them is in ``make test``.
@@ -33,13 +33,14 @@ MANY = 12  # of one of a module's own
 # What judges a module first: more cases of it are run.
 _OWN = {
     "passes/batch_weights.py": "batch_weights",
-    "passes/buckets.py": "data_parallel_optimization",
+    "dispatch/autocast.py": "autocast autocast_weights",
+    "passes/buckets.py": "buckets data_parallel_optimization",
     "passes/fusing.py": "passes_by_hand",
     "passes/gradient_merge.py": "gradient_merge batch_weights",
     "passes/gradients.py": "passes_by_hand",
     "passes/scaling.py": "passes_by_hand",
     "dispatch/keys.py": "keys",
-    "dispatch/leaves.py": "written_memory",
+    "dispatch/leaves.py": "leaves written_memory",
     "dispatch/views.py": "written_bases views",
 }
 

@@ -32,7 +32,7 @@ _DUNDER = {
     "truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or",
     "xor": "bitwise_xor", "invert": "bitwise_not", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
     "rrshift": "__rrshift__", "rlshift": "__rlshift__", "radd": "add", "rmul": "mul", "rand": "bitwise_and",
-    "ror": "bitwise_or", "rxor": "bitwise_xor", "div": "div",
+    "ror": "bitwise_or", "rxor": "bitwise_xor",
 }  # fmt: skip
 _INPLACE_DUNDER = {"iadd", "isub", "imul", "idiv", "itruediv", "iand", "ior", "ixor", "ilshift", "irshift", "imod",
                    "ipow", "ifloordiv"}  # fmt: skip
@@ -103,7 +103,7 @@ def _resolve(func: Any) -> Op:
         bare = name[2:-2]
         if bare in _INPLACE_DUNDER:
             bare, inplace = bare[1:], True
-        name = bare if bare in ("setitem", "getitem") else _DUNDER.get(bare, bare)
+        name = _DUNDER.get(bare, bare)
         inplace = inplace or bare == "setitem"
     elif name.endswith("_") and not name.endswith("__"):
         inplace = True
