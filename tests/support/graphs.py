@@ -54,7 +54,7 @@ class Written:
 
     def op(self, target: Any, *args: Any, shape: Any = None, role: str = "backward", **info: Any) -> fx.Node:
         """A call of an operator; what it gives lies in memory of its own unless the operator says otherwise."""
-        node = self.graph.call_function(target, args)
+        node = self.graph.create_node("call_function", target, args, name=_named(target))
         first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
         of = value_of(first)
         assert of is not None

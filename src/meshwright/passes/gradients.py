@@ -160,7 +160,7 @@ class Gradients:
                 chain.append(user)
                 below = user
             readers = [u for u in below.users if info_of(u).role == "backward"]
-            if not chain or len(readers) < len(below.users):
+            if not chain or not readers or len(readers) < len(below.users):
                 continue
             reader = min(readers)
             end = self.place[reader]
