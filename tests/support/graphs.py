@@ -14,7 +14,7 @@ from meshwright.collective import OPERATORS
 from meshwright.collective.graph import mesh_text
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.program import Program
-from meshwright.program.ir.nodes import LINEAR_VIEWS, Value, annotate, info_of, is_mutating, value_of
+from meshwright.program.ir.nodes import LINEAR_VIEWS, Value, annotate, is_mutating, value_of
 from meshwright.program.ir.program import Input, Output
 from meshwright.resharding.record import Record
 
@@ -115,4 +115,4 @@ def _args(args: Any) -> str:
     return ", ".join(f"[{_args(a)}]" if isinstance(a, (list, tuple)) else str(a) for a in args)
 
 
-__all__ = ["Shard", "Written", "info_of", "lines"]
+__all__ = ["Shard", "Written", "lines"]

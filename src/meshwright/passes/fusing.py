@@ -116,7 +116,11 @@ class Fusing(Rewrite):
         options = {"dtype": value.dtype, "device": torch.device(self.program.mesh.device)}
         # What lies between gradients is encoded with them, where several elements are together.
         gaps = members[0].step > 1 and count != sum(_numel(r.gradient) for r in members)
-        return self._ahead(first, aten.zeros.default if gaps else aten.empty.memory_format, ([count],), options, made)
+        target = aten.zeros.default if gaps else aten.empty.memory_format
+        buffer = self._ahead(first, target, ([count],), options, made)
+        if at < self.gradients.inputs:  # an input is copied behind this, and not right behind the inputs
+            self.tail[self.gradients.inputs - 1] = buffer
+        return buffer
 
     def _write(self, r: SentGradient, buffer: fx.Node, offset: int, place: int) -> None:
         """Have a gradient written into its part of the buffer: by what makes it, or copied."""
