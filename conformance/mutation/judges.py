@@ -16,6 +16,7 @@ _DISPATCH += " keys written_bases written_memory attention rows_of_shards zero_s
 _DISPATCH += " functions modes copies_of_views operators autocast_weights calls leaves"
 _PASSES = "passes passes_by_hand program_passes data_parallel_optimization gradient_merge batch_weights"
 _PASSES += " gathers_on_wires program_recompute saved_split_captured captured_zero buckets"
+_PASSES += " levels gradients fused_graphs losses_of_micro_batches loss_scale_exact"
 _CHECK = "check_by_hand program_verify program_errors program_files agreement passes passes_by_hand"
 
 # What tests without ranks judge alone, in seconds: a sample of them is in ``make test``.
@@ -35,10 +36,14 @@ _OWN = {
     "passes/batch_weights.py": "batch_weights",
     "dispatch/autocast.py": "autocast autocast_weights",
     "passes/buckets.py": "buckets data_parallel_optimization",
-    "passes/fusing.py": "passes_by_hand",
+    "passes/data_parallel_optimization.py": "fused_graphs passes_by_hand",
+    "passes/fusing.py": "fused_graphs passes_by_hand",
     "passes/gradient_merge.py": "gradient_merge batch_weights",
-    "passes/gradients.py": "passes_by_hand",
+    "passes/gradients.py": "gradients passes_by_hand",
+    "passes/levels.py": "levels passes_by_hand",
     "passes/scaling.py": "passes_by_hand",
+    "passes/splitting.py": "fused_graphs",
+    "dispatch/calls.py": "calls operators",
     "dispatch/keys.py": "keys",
     "dispatch/leaves.py": "leaves written_memory",
     "dispatch/views.py": "written_bases views",

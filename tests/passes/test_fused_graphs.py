@@ -237,9 +237,9 @@ def test_what_is_scattered_alone_and_together() -> None:
     assert short(made)[2:] == [
         "buffer = empty([32])",
         "mm = mm(x, x)",
-        "pack_default = pack(buffer, mm, 0, 2, 0)",
+        "pack__default = pack_(buffer, mm, 0, 2, 0)",
         "mm_1 = mm(x, x)",
-        "pack_default_1 = pack(buffer, mm_1, 0, 2, 8)",
+        "pack__default_1 = pack_(buffer, mm_1, 0, 2, 8)",
         "sent = reduce_scatter_start(buffer, sum, 0, [16, 16], 0, a)",
         "sum = wait(sent)",
         "part = as_strided(sum, [2, 4], [4, 1], 0)",
