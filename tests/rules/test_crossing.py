@@ -108,6 +108,33 @@ def test_gradients_and_second_gradients_are_those_of_one_device(name: str, lengt
             torch.testing.assert_close(made, want, rtol=1e-10, atol=1e-10)
 
 
+SCANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "logcumsumexp of complex numbers": lambda x: torch.complex(x, x).logcumsumexp(1).real,
+    "cummax": lambda x: x.cummax(1)[0],
+    "cummin, squared": lambda x: x.cummin(1)[0].square(),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_of_an_empty_part_is_differentiated_twice_as_those_of_other_ranks(name: str) -> None:
+    """Of other dims than the scan's; PyTorch's derivatives leave early where there is nothing."""
+    values, weights, mesh = real(2, 3, 4), real(4, 3, 2).view(2, 3, 4), mw.Mesh({"a": 5})
+
+    def twice(x: Tensor) -> list[Tensor]:
+        (once,) = torch.autograd.grad((SCANS[name](x) * weights).sum(), x, create_graph=True)
+        return [once, *(torch.autograd.grad(once.square().sum(), x) if once.requires_grad else ())]
+
+    want = twice(values.clone().requires_grad_())
+
+    def run() -> list[Tensor]:
+        split = mw.shard_tensor(values, mesh, {"a": mw.Shard(2)})  # the last rank has nothing
+        return [mw.unshard(t.detach()) for t in twice(split.requires_grad_())]
+
+    for made in mw.simulate(run, mesh):
+        torch.testing.assert_close(made, [t.detach() for t in want], rtol=1e-10, atol=1e-10)
+
+
 def _first_row(x: Tensor) -> Tensor:
     made = x[:, 1:]
     made.mul_(2)

@@ -303,10 +303,13 @@ lines({
     ),
     "cumsum": lambda x, dim, **kwargs: crossing.scan(x, dim, crossing.sum_of, torch.add, torch.cumsum, linear=[x]),
     "logcumsumexp": lambda x, dim, **kwargs: (
-        _along(x, dim) if x.dtype.is_complex
-        else crossing.scan(x, dim, _logsumexp_of, _logaddexp, torch.logcumsumexp)
+        _along(x, dim, padded=True) if x.dtype.is_complex
+        else crossing.scan(
+            x, dim, _logsumexp_of, _logaddexp, _logcumsumexp, lambda ctx: _logcumsumexp if ctx.is_empty() else None
+        )
     ),
-    "cummax cummin": lambda x, dim, **kwargs: _along(x, dim, outputs=2),
+    # The derivative of an empty part is that part, which has another graph than a derivative.
+    "cummax cummin": lambda x, dim, **kwargs: _along(x, dim, outputs=2, padded=True),
     "sort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 2),
     "argsort": lambda x, dim=-1, *args, **kwargs: _sorted(x, dim, kwargs, 1),
     "msort": lambda x: _along(x, 0),
@@ -315,6 +318,11 @@ lines({
     # Of everything, or values and indices.
     "median nanmedian": lambda x, dim=None, keepdim=False: reduction(x, dim, keepdim, outputs=2 - (dim is None)),
 })  # fmt: skip
+
+
+def _logcumsumexp(x: Tensor, dim: int, **kwargs: Any) -> Tensor:
+    """PyTorch's gradient of an empty part is what it was given; here it has to be of the part, too, as elsewhere."""
+    return torch.logcumsumexp(x, dim, **kwargs) if x.numel() else torch.exp(x)
 
 
 def _logsumexp_of(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
