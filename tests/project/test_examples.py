@@ -71,6 +71,21 @@ def test_custom_op_on_two_processes() -> None:
     assert second == ""
 
 
+def compiled_blocks(*args: str) -> list[float]:
+    return [loss for _, loss in numbered_losses(said_by_a_rank("compiled_blocks.py", "--backend", "aot_eager", *args))]
+
+
+@pytest.mark.processes
+def test_blocks_that_are_compiled_eagerly_and_in_a_captured_step() -> None:
+    (expected,) = run_processes(compiled_blocks, 1)
+    assert len(expected) == 4
+    assert expected[3] < expected[0]
+    for more in ((), ("--captured",)):
+        found, *others = run_processes(compiled_blocks, 4, "--tp", "2", *more)
+        assert found == pytest.approx(expected, abs=1e-6)  # as many digits are printed
+        assert others == [[], [], []]
+
+
 def restarts(processes: int, folder: Path, steps: int) -> str:
     args = ("--folder", str(folder), "--steps", str(steps))
     told: str = run_processes(said_by_a_rank, processes, "restarts.py", *args)[0]

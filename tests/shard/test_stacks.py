@@ -122,6 +122,30 @@ def test_compiled_functions(what: str) -> None:
     mw.simulate(run, MESH)
 
 
+def test_compiled_functions_of_parts() -> None:
+    """Copies of parts are plain; of the parts themselves Dynamo would meet the DistTensor under them."""
+
+    def gate(x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x) * x
+
+    compiled = torch.compile(gate, backend="aot_eager")
+
+    def run() -> None:
+        x = split().requires_grad_()
+        with pytest.raises(Exception, match=r"is given x.to_local\(\).clone\(\), or is the kernel of a custom op"):
+            compiled(x.to_local())
+        torch._dynamo.reset()
+        for part in (x.to_local().clone(), split().to_local().detach()):
+            torch.testing.assert_close(compiled(part), gate(part))
+        mw.from_local(compiled(x.to_local().clone()), MESH, x.spec.layout, shape=x.shape).sum().backward()
+        y = X.clone().requires_grad_()
+        gate(y).sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(mw.unshard(x.grad), y.grad)
+
+    mw.simulate(run, MESH)
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -42,8 +42,9 @@ def global_values(a: Any) -> Any:
 
 TRACED = (
     "torch.compile and torch.export cannot trace what is done with DistTensors: mw.compile_step(..., "
-    'backend="inductor") captures a whole step and compiles what lies between collectives; what is exported, build on '
-    "one device, with values from mw.unshard"
+    'backend="inductor") captures a whole step and compiles what lies between collectives; a compiled function of a '
+    "rank's part is given x.to_local().clone(), or is the kernel of a custom op with a rule, which gives it "
+    "x.detach(); what is exported, build on one device, with values from mw.unshard"
 )
 
 
