@@ -46,7 +46,6 @@ class DataParallelOptimization(Pass):
     """
 
     name = "data-parallel-optimization"
-    after = ("gradient-merge",)
 
     bucket_bytes: int | Literal["auto"] = "auto"
     prune: bool = True

@@ -29,7 +29,6 @@ class Regather(Pass):
 
     name = "regather"
     before = ("gradient-merge", "data-parallel-optimization")
-    after = ("recompute", "split-checkpoints")
 
     def applies(self, program: Program) -> bool:
         """Whether a forward gathers parameters, and a backward may read them."""

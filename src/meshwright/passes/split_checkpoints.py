@@ -34,7 +34,6 @@ class SplitCheckpoints(Pass):
 
     name = "split-checkpoints"
     before = ("regather", "gradient-merge", "data-parallel-optimization")
-    after = ("recompute",)
 
     def applies(self, program: Program) -> bool:
         """Whether there are calls that ask for it, and run again already."""
