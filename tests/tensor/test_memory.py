@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.utils.checkpoint
 
 import meshwright as mw
 from meshwright.errors import DispatchError, LayoutError, ShardError
@@ -158,6 +159,24 @@ def test_storages_tell_tied_weights():
         assert a._cdata == b._cdata
         assert a.nbytes() == x.to_local().nbytes
         assert a == x.to_local().untyped_storage()
+
+    on_ranks(fn)
+
+
+def test_storages_are_there_in_code_that_dynamo_leaves_alone():
+    """``torch.utils.checkpoint`` runs its function below a frame of ``torch._dynamo``, which traces nothing there."""
+    import torch._dynamo
+
+    def fn():
+        x = mw.shard_tensor(values(6), MESH, {})
+        assert torch._dynamo.disable(lambda: x.untyped_storage())().nbytes() == x.nbytes
+        # A parameter whose ``.data`` is held is looked at by its storage when it is copied to the device.
+        model = mw.shard_module(nn.Linear(2, 6), MESH, stored_on="cpu")
+        held = [p.data for p in model.parameters()]
+        made = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        made.sum().backward()
+        assert torch.equal(mw.unshard(model.bias.grad), torch.full((6,), 6.0))
+        return len(held)
 
     on_ranks(fn)
 

@@ -49,11 +49,14 @@ TRACED = (
 
 
 def _compiling() -> bool:
-    """Whether Dynamo wants a stand-in for a tensor; one that an exported program holds may be a replicated one."""
+    """Whether Dynamo wants a stand-in for a tensor; one that an exported program holds may be a replicated one.
+
+    Other modules of Dynamo are on the stack of code that it leaves alone, too: of what ``torch.utils.checkpoint`` runs.
+    """
     if "torch._dynamo" not in sys.modules or torch.compiler.is_exporting():
         return False
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch._dynamo."):
+    while frame is not None and frame.f_globals.get("__name__") != "torch._dynamo.convert_frame":
         frame = frame.f_back
     return frame is not None
 
