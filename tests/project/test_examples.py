@@ -21,6 +21,7 @@ from tests.support.processes import run_processes
 
 TESTS = Path(__file__).parents[1]
 EXAMPLES = TESTS.parent / "examples"
+INTEGRATIONS = ("integrations/test_integrations.py", "integrations/test_logged_values.py")
 
 
 def said(script: str, *args: str) -> str:
@@ -154,7 +155,5 @@ def machine(folder: Path, said: Path) -> subprocess.Popen[str]:
 
 
 def test_every_example_is_run_here() -> None:
-    text = "".join(
-        (TESTS / file).read_text() for file in ("project/test_examples.py", "integrations/test_integrations.py")
-    )
+    text = "".join((TESTS / file).read_text() for file in ("project/test_examples.py", *INTEGRATIONS))
     assert [p.name for p in EXAMPLES.glob("*.py") if f'"{p.name}"' not in text] == []
