@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -284,3 +285,29 @@ def test_weights_that_are_split_against_their_use(layouts: str) -> None:
 
     for fused, plain in zip(*(mw.simulate(lambda p=p: train(p), BOTH) for p in ([DPO], [])), strict=True):  # type: ignore[misc]
         torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("over", [("dp", "tp"), ("tp", "dp"), ("r", "dp", "tp")], ids="+".join)
+def test_states_over_an_axis_that_sums_gradients_and_one_that_does_not(over: tuple[str, ...]) -> None:
+    """The batch is split over some of the axes alone: gradients are scattered over these, and cut over the other."""
+    mesh = mw.Mesh({"r": 2, "dp": 3, "tp": 2})
+    torch.manual_seed(0)
+    start, data = torch.nn.Linear(4, 7).double(), torch.randn(6, 4, dtype=torch.float64)
+
+    def trained(on_mesh: bool) -> torch.Tensor:
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if on_mesh:
+            step = mw.compile_step(
+                model, lambda m, x: m(x).square().mean(), optimizer, data, mesh=mesh, batch={"dp": mw.Shard(0)},
+                states_over=over,
+            )  # fmt: skip
+            step(data)
+            return mw.unshard(model.weight.detach())
+        model(data).square().mean().backward()
+        optimizer.step()
+        return model.weight.detach()
+
+    want = trained(False)
+    for made in mw.simulate(lambda: trained(True), mesh):
+        torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)

@@ -82,10 +82,10 @@ def _gathered(spec: Spec, axes: tuple[int, ...]) -> tuple[Steps, Spec]:
 
 def between(have: Spec, want: Spec) -> ConversionPlan:
     """The plan between two layouts, of which one cuts a dim further: over all axes that do at once, before anything
-    else is reduced, or after."""
+    else is reduced, or after.  Where some axes sum what they cut and others do not, no one step does both."""
     pairs = enumerate(zip(have.layout.placements, want.layout.placements, strict=True))
     axes = tuple(a for a, (p, q) in pairs if p != q and isinstance(q, Shard) != isinstance(p, Shard))
-    if len(axes) < 2:
+    if len(axes) < 2 or len({type(s.layout.placements[a]) for s in (have, want) for a in axes}) > 2:
         return planner.plan(have, want)
     layout = have.layout
     for a in axes:
