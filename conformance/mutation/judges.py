@@ -25,7 +25,7 @@ SMALL = {
     "resharding/planner.py": ("resharding", "conversions"),
     "rules/strategies.py": ("rule_strategies",),
     "rules/factor_notation.py": ("notation",),
-    "strategy_selection/choice.py": ("choice_types",),
+    "strategy_selection/types.py": ("choice_types",),
 }
 
 CASES = 3  # of a test with many, taken evenly

@@ -59,6 +59,9 @@ LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {
     "kept from zero twice": lambda m, b: (
         (each(m, b) * masked(b) * 0.01).sum() / ((masked(b) * 0.01).sum().clamp(min=1) + 0.5)
     ),
+    "mean by mean": lambda m, b: (each(m, b) * masked(b)).mean() / masked(b).double().mean(),
+    "by detached sums": lambda m, b: (each(m, b) * masked(b)).sum() / each(m, b).detach().sum(),
+    "by a count": lambda m, b: (each(m, b) * masked(b)).sum() / torch.count_nonzero(masked(b)),
     "divided first": lambda m, b: (each(m, b) * masked(b) / masked(b).sum()).sum() * 0.5,
     "and a penalty": lambda m, b: F.cross_entropy(*flat(m, b)) + 0.01 * m.up.weight.square().mean(),  # type: ignore[operator,union-attr]
     "two of one kind": lambda m, b: F.cross_entropy(*flat(m, b)) + 0.1 * F.nll_loss(*flat(m, b)),
@@ -125,6 +128,8 @@ def test_the_step_of_one_device_on_the_whole_batch(loss: str) -> None:
         ("ignored labels", {"dp": 3}, (3, 7, 4), {"passes": [DPO]}),  # uneven rows, other sizes
         ("mean", {"dp": 2}, (4, 2, 7), {}),
         ("two means", {"dp": 3}, (3, 6), {}),
+        ("mean by mean", {"dp": 2}, (4, 2, 7), {}),
+        ("by detached sums", {"dp": 3}, (3, 6), {}),
         ("three means", {"dp": 2}, (2, 6), {}),
         ("ignored labels", {"dp": 1}, (4, 2), {}),  # one op, with its division inside
         ("weighted classes", {"dp": 2, "tp": 2}, (4, 4), {"layouts": {"down.*": {"tp": mw.Shard(0)}}}),
@@ -186,6 +191,24 @@ def test_all_alike_where_it_is_asked_for() -> None:
                 (each(m, b) * masked(b)).sum() / masked(b).sum() + each(m, b).sum() / (b[0] > 2).sum().clamp(min=1)
             ),
             "two means over different numbers",
+        ),
+        (lambda m, b: each(m, b).sum() / m.embed(b[0]).detach().norm(), "over the batch"),
+        (lambda m, b: each(m, b).sum() / m.up(m.embed(b[0])).detach().max(), "aten.amax.default over the batch"),  # type: ignore[operator]
+        (lambda m, b: each(m, b).sum() / b[0].max(), "aten.amax.default over the batch"),
+        (lambda m, b: each(m, b).sum() / masked(b).sum().square(), "aten.pow.Tensor_Scalar over the batch"),
+        (lambda m, b: each(m, b).sum() / masked(b).any(), "aten.any.default over the batch"),
+        (lambda m, b: each(m, b).square().sum() / each(m, b).sum(), "the gradient goes through"),
+        (lambda m, b: each(m, b).mean() / masked(b).sum(), "divide a sum by a sum"),
+        (lambda m, b: m.up.weight.square().sum() / masked(b).sum(), "divide a sum by a sum"),  # type: ignore[operator,union-attr]
+        (lambda m, b: each(m, b).mean() / masked(b).double().mean().clamp(0.1), "kept from zero: divide sums"),
+        (lambda m, b: (m(b[0]).sum((1, 2)) * (b[0][:, :1] == b[0][:, 0]).sum(1)).mean(), "pairs of rows"),
+        (lambda m, b: (m(b[0]).sum((1, 2)) * torch.cdist(*[m.embed(b[0])[:, 0].detach()] * 2).sum(1)).mean(), "pairs"),  # type: ignore[operator]
+        (
+            lambda m, b: (
+                m(b[0]).sum((1, 2))
+                / b[0].new_zeros(99).scatter_add(0, b[0][:, 0], torch.ones_like(b[0][:, 0]))[b[0][:, 0]]
+            ).sum(),
+            "a sum over the rows",
         ),
     ],
 )

@@ -12,8 +12,8 @@ from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.resharding.planner import plan
 from meshwright.rules.factor_notation import Arg, notation
 from meshwright.strategy_selection import search
-from meshwright.strategy_selection.choice import Wanted
 from meshwright.strategy_selection.search import Search, choose
+from meshwright.strategy_selection.types import Wanted
 
 LINE, GRID = mw.Mesh({"a": 4}), mw.Mesh({"a": 2, "b": 3})
 F32, INT = torch.float32, torch.int64

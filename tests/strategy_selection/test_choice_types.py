@@ -8,7 +8,7 @@ import torch
 import meshwright as mw
 from meshwright.layout import Layout, Partial, Replicate, Shard, Spec
 from meshwright.rules.factor_notation import Arg, notation
-from meshwright.strategy_selection.choice import Choice, Operand, carries_grad, types
+from meshwright.strategy_selection.types import Choice, Operand, carries_grad, types
 
 MESH = mw.Mesh({"a": 2, "b": 3})
 F32, F64, INT, BOOL = torch.float32, torch.float64, torch.int64, torch.bool

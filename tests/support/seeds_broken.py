@@ -239,7 +239,7 @@ BROKEN = [
     ("Ties", "strategy_selection/search.py",
      "lazy * 1000 + index)",
      "lazy * 1000 - index)"),
-    ("One dim over several axes, in order", "strategy_selection/choice.py",
+    ("One dim over several axes, in order", "strategy_selection/types.py",
      "                found[d] = orders[f]\n",
      "                pass\n"),
     ("All axes chosen together", "strategy_selection/search.py",

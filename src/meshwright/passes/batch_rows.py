@@ -67,6 +67,8 @@ def followed(program: Program) -> Followed:
             value, d = value_of(node), rows.get(source)
             if d is not None and value is not None and len(value.shape) > d and value.shape[d] > 1:
                 rows[node] = d
+            if source in counts:
+                counts[node] = counts[source]
             continue
         mixed = next((counts[n] for n in node.all_input_nodes if n in counts), None)
         if not rows.keys().isdisjoint(node.all_input_nodes) and (found := _mixes(node, rows)):
@@ -90,7 +92,8 @@ def _mixes(node: fx.Node, rows: dict[fx.Node, int]) -> str:
     if name in _OF_BATCH:
         return "the statistics of the batch" if len(node.args) > _TRAINING and node.args[_TRAINING] is True else ""
     # A native op goes by the rule of what it is part of: ``_softmax`` has the arguments of ``softmax``.
-    rule, tensors = rule_of(node, name if name in RULES or name is None else name.removeprefix("_"))
+    part_of = name if name is None or name in RULES or name[0] != "_" else name[1:].removesuffix("_forward")
+    rule, tensors = rule_of(node, part_of)
     if rule is None:  # as far as one can see they are where they were
         first = next(n for n in node.all_input_nodes if n in rows)
         given, d = next(info_of(first).values), rows[first]

@@ -24,11 +24,12 @@ from ..program.ir.linear import linear_in, scale_of
 from ..program.ir.nodes import (
     VIEWS,
     NodeInfo,
-    ancestors,
     annotate,
     call,
     checked_value,
     info_of,
+    is_sum,
+    reduces,
     target_name,
     value_of,
 )
@@ -40,6 +41,7 @@ from .batch_rows import RANGES, followed
 aten = torch.ops.aten
 
 _MEANS = {aten.mean.default, aten.mean.dim}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default}  # of bools as well: no linear op
 _ADDS = {aten.add.Tensor, aten.sub.Tensor}
 _NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEAN = 1  # of the argument ``reduction`` of PyTorch's losses
@@ -57,7 +59,7 @@ class Weight:
     """What a loss is a mean over.
 
     Attributes:
-        number: how many, as the shapes say; 1 of a sum.
+        number: how many, as the shapes say; 1 of a sum.  With a divisor: of how many that is the mean.
         mean: shapes say it; else it is a sum, or ``divisor`` says it.
         others: of a loss of several means, of how many more each is, for one of the first.
         divisor: where values say it, the number that the loss is divided by.
@@ -158,7 +160,8 @@ class _Loss:
         if node.target in _MEANS and self._over_rows(node):
             return Weight(_count(first) / _count(node), mean=True)
         averaged = node.target in _MEANS and single
-        if averaged or node.target in _MOVES or frozenset(given) in linear_in(node):
+        moved = node.target in _MOVES and (is_sum(node) or not reduces(node))
+        if averaged or moved or node.target in _SUMS or frozenset(given) in linear_in(node):
             found = reduce(partial(self._both, node), map(self.of, given))
             if averaged and found is not None and found.weighs:
                 return replace(found, number=found.number * _count(first))
@@ -166,10 +169,9 @@ class _Loss:
             return found if kept else replace(found, number=1.0, mean=False)  # type: ignore[type-var]
         self.counted -= {node, loss}  # what it does with rows is no part of a sum
         if single and given:  # the rules tell what is a sum over rows: this is none
-            raise PassError(
-                f"{_where(node)}: {target_name(node.target)} over the batch: the loss is no weighted mean of those of "
-                f"micro-batches; {self.hint}"
-            )
+            while node.target in _MOVES:  # what of an op of the user's goes over ranks
+                (node,) = node.all_input_nodes
+            raise self._refused(node, f"{target_name(node.target)} over the batch")
         return Weight()
 
     def _reduced(self, loss: fx.Node, reduction: Any) -> Weight:
@@ -294,19 +296,32 @@ class _Loss:
 
     def _divided(self, node: fx.Node, x: Any, by: fx.Node) -> Weight | None:
         value, inner = checked_value(by), self.of(x)
-        self.counted |= ancestors([by])  # how many of the rows count may be found as it likes
         if value.shape and math.prod(value.shape) != 1:
             return Weight()  # each row by a number of its own
         if inner is not None and inner.divisor is not None:
-            raise PassError(
-                f"{_where(node)}: a mean over what the values of a batch say is divided by such a number again, so the "
-                f"loss is no weighted mean of those of micro-batches; {self.hint}"
-            )
+            raise self._refused(node, "a mean over what the values of a batch say is divided by such a number again")
         counted = at = by
         while at.target in _BOUNDS | VIEWS | {aten._to_copy.default} and len(at.all_input_nodes) == 1:
             bound, at = at.target in _BOUNDS, at.all_input_nodes[0]
+            self.counted.add(at)
             counted = at if bound else counted
-        return Weight(divisor=by, counted=counted)
+        below = self.of(at)
+        self.counted |= {by, at}
+        if inner is None or below is None or below.divisor is not None or below.mean is not inner.mean:
+            raise self._refused(node, "what is divided by a sum over the batch is none: divide a sum by a sum")
+        if any({x, node} & set(n.all_input_nodes) for n in self._backward_of(node)):
+            raise self._refused(node, "the gradient goes through what a sum over the batch is divided by, too")
+        if below.mean and counted is not by:
+            raise self._refused(node, "a mean over the batch is divided by one that is kept from zero: divide sums")
+        return Weight(number=below.number if below.mean else 1.0, divisor=by, counted=counted)
+
+    def _backward_of(self, node: fx.Node) -> list[fx.Node]:
+        """What an op of the forward does in the backward."""
+        source = info_of(node).source
+        return [n for n in node.graph.nodes if info_of(n).role == "backward" and source and info_of(n).source == source]
+
+    def _refused(self, node: fx.Node, why: str) -> PassError:
+        return PassError(f"{_where(node)}: {why}: the loss is no weighted mean of those of micro-batches; {self.hint}")
 
     def _both(self, node: fx.Node, a: Weight | None, b: Weight | None) -> Weight | None:
         if a is None or b is None:

@@ -344,9 +344,9 @@ class Merge:
     def _weights(self, graph: fx.Graph, named: Mapping[str, fx.Node]) -> tuple[Any, Any]:
         """How much a micro-step counts, and by what its gradients are multiplied before they are added up."""
         assert self.weight is not None
+        number: float = round(self.weight.number, 9)
+        number = int(number) if number.is_integer() else number  # programs for many sizes know how integers vary
         if self.weight.divisor is None or self.weight.counted is None:
-            number: float = round(self.weight.number, 9)
-            number = int(number) if number.is_integer() else number  # programs for many sizes know how integers vary
             return number, number
         made: list[fx.Node] = []
         for node in (named[self.weight.counted.name], named[self.weight.divisor.name]):
@@ -356,6 +356,9 @@ class Merge:
             with graph.inserting_after(one):
                 kwargs = {"dtype": torch.float64}
                 made.append(call(graph, aten._to_copy.default, (one,), info.beside(self._number()), kwargs))
+            if number != 1:  # a mean, times of how many it is
+                with graph.inserting_after(made[-1]):
+                    made[-1] = call(graph, aten.mul.Tensor, (made[-1], number), info.beside(self._number()))
         return made[0], made[1]
 
     def _from_seed(self, program: Program, by: fx.Node) -> float:

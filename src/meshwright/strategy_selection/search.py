@@ -23,7 +23,7 @@ from ..ranks.runtime import Recent
 from ..resharding.cost import held_bytes
 from ..resharding.planner import on_one_axis, plan
 from ..rules.strategies import Dims, Rule, Strategy
-from .choice import Choice, Like, Types, Wanted, carries_grad, types
+from .types import Choice, Like, Types, Wanted, carries_grad, types
 
 Price = tuple[float, float, int]
 _MOST = 128  # combinations of strategies and orders that are priced together

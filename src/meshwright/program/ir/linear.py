@@ -12,6 +12,7 @@ import torch.fx as fx
 from ... import compat
 from ...errors import RuleError
 from ...rules import RULES, Arg, Rule
+from ...rules.pointwise import is_pointwise, pointwise_rule
 from .nodes import LINEAR_VIEWS, draws, is_mutating, reduces, value_of
 
 aten = torch.ops.aten
@@ -51,7 +52,10 @@ def rule_of(node: fx.Node, name: str | None) -> tuple[Rule | None, list[fx.Node]
         name: of the op, as rules are listed by.
     """
     tensors: list[fx.Node] = []
-    if name is None or name not in RULES or is_mutating(node) or any(value_of(n) is None for n in node.all_input_nodes):
+    if name is None or is_mutating(node) or any(value_of(n) is None for n in node.all_input_nodes):
+        return None, tensors
+    rule = RULES.get(name) or (pointwise_rule if is_pointwise(name) else None)
+    if rule is None:
         return None, tensors
 
     def stand_in(n: fx.Node) -> Arg:
@@ -62,7 +66,7 @@ def rule_of(node: fx.Node, name: str | None) -> tuple[Rule | None, list[fx.Node]
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)  # type: ignore[arg-type]
     try:
-        return RULES[name](*args, **kwargs), tensors
+        return rule(*args, **kwargs), tensors
     except (RuleError, TypeError):  # asked as nobody calls the op
         return None, tensors
 
