@@ -71,6 +71,17 @@ class Round(Noted):
 
 
 @dataclass(frozen=True)
+class Thirds(Noted):
+    """Makes an update of three calls, by their sum, and cuts batches; a rank has neighbouring stages."""
+
+    name = "test-thirds"
+    calls_per_update, averages, splits = 3, False, 2  # type: ignore[assignment]
+
+    def homes(self, ranks: int) -> tuple[int, ...]:
+        return tuple(i // 2 for i in range(2 * ranks))
+
+
+@dataclass(frozen=True)
 class Breaks(Noted):
     """Leaves a reduction out."""
 
@@ -194,6 +205,29 @@ def test_declared_constraints_decide_the_order_then_the_list(program: Program) -
     ]
     kept = PassManager([First(), Second(2)], keep_order=True)
     assert [p.name for p in kept.passes] == ["test-first", "test-second"]
+
+
+@pytest.mark.parametrize("word", ["true", "yes", "1", "false", "no", "0", "Yes", "NO"])
+def test_words_of_options(word: str) -> None:
+    assert parse(f"test-first:quick={word}") == First(quick=word.lower() in ("true", "yes", "1"))
+
+
+def test_what_passes_say_together() -> None:
+    none, plain, all_ = PassManager([]), PassManager([First()]), PassManager([Second(1), Thirds()])
+    for manager in (none, plain):
+        assert (manager.calls_per_update, manager.averages, manager.splits) == (1, True, 1)
+        assert manager.homes(3) == (0, 1, 2)
+    assert (all_.calls_per_update, all_.averages, all_.splits) == (3, False, 2)
+    assert all_.homes(2) == (0, 0, 1, 1)
+
+
+def test_a_record_without_more() -> None:
+    plain = PassRecord("looked")
+    assert str(plain) == ": looked [0 ms]"
+    assert (plain.name, plain.options, plain.lines, plain.details) == ("", "", (), {})
+    assert (plain.nodes, plain.kinds, plain.seconds, plain.verify_seconds) == ((0, 0), ({}, {}), 0.0, 0.0)
+    full = PassRecord("looked", ("at a", "at b"), name="test-first", options="size=1", seconds=0.0125)
+    assert str(full) == "test-first(size=1): looked [12 ms]\n  at a\n  at b"
 
 
 def test_records_and_the_callback(program: Program) -> None:

@@ -225,9 +225,7 @@ def _wanted(hint: Any) -> str:
         return " or ".join(repr(a) for a in typing.get_args(hint))
     if origin in (Union, types.UnionType):
         return " or ".join(_wanted(part) for part in typing.get_args(hint))
-    return {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "none"}.get(
-        hint, str(hint)
-    )
+    return {int: "an integer", float: "a number", bool: "true or false", type(None): "none"}.get(hint, str(hint))
 
 
 # ---------------------------------------------------------------------------------------------- running
