@@ -426,3 +426,33 @@ def test_contexts_that_a_program_cannot_enter_are_refused() -> None:
 
     assert "saves or recomputes" in error(functools.partial(create_selective_checkpoint_contexts, offload))
     assert "gives no_grad, inference_mode: a captured" in error(lambda: (torch.no_grad(), torch.inference_mode()))
+
+
+class TwoCalls(nn.Module):
+    """Of the second one the backward needs what it reads, alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def part(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.b(torch.tanh(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = CALLS["new"](self.part, self.a(x))
+        return CALLS["new"](torch.sin, x)
+
+
+def test_what_is_said_of_what_runs_again() -> None:
+    """Three values of 3 x 4 in float32, and two views."""
+    model = TwoCalls().to("meta")
+    optimizer, plan = torch.optim.SGD(model.parameters()), Plan({}, {"dp": mw.Shard(0)})
+    program = build(model, squares, optimizer, torch.zeros(6, 4), TWO, plan).program
+    again = [n for n in program.graph.nodes if info_of(n).role == "recomputation"]
+    assert [str(n.target._overloadpacket).removeprefix("aten.") for n in again] == ["tanh", "t", "addmm", "tanh", "t"]
+    (record,) = (r for r in program.passes if r.name == "recompute")
+    assert record.summary == "5 nodes of 2 checkpointed calls run again for the backward"
+    assert record.lines == ("they make 144 bytes again on this rank",)
+    assert record.details == {"calls": 2, "nodes": 5, "bytes": 144}
+    behind = again[-1].next
+    assert (behind.target, info_of(behind).role) == (aten.tanh_backward.default, "backward")
