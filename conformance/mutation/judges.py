@@ -13,7 +13,7 @@ _CHOICE = "choice_types choice_prices choose moved_splits routes partial stored_
 _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_splits pieces tensor autocast"
 _DISPATCH += " inference gradient_types cut_graphs arguments call_counts check_mode lengths plain_tensors"
 _DISPATCH += " keys written_bases written_memory attention rows_of_shards zero_sizes calls_by_name"
-_DISPATCH += " functions modes copies_of_views operators autocast_weights calls leaves"
+_DISPATCH += " functions modes copies_of_views operators autocast_weights calls leaves casts"
 _PASSES = "passes passes_by_hand program_passes data_parallel_optimization gradient_merge batch_weights"
 _PASSES += " gathers_on_wires program_recompute saved_split_captured captured_zero buckets"
 _PASSES += " levels gradients fused_graphs losses_of_micro_batches loss_scale_exact regather"
@@ -34,7 +34,7 @@ MANY = 12  # of one of a module's own
 # What judges a module first: more cases of it are run.
 _OWN = {
     "passes/batch_weights.py": "batch_weights",
-    "dispatch/autocast.py": "autocast autocast_weights",
+    "dispatch/autocast.py": "casts autocast autocast_weights",
     "passes/buckets.py": "buckets data_parallel_optimization",
     "passes/data_parallel_optimization.py": "fused_graphs passes_by_hand",
     "passes/fusing.py": "fused_graphs passes_by_hand",
