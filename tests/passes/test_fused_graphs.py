@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from meshwright.collective import WAIT_OP
+from meshwright.collective import OPERATORS, WAIT_OP
 from meshwright.errors import PassError
 from meshwright.passes import DataParallelOptimization
 from meshwright.passes.splitting import split_updates
@@ -128,6 +128,27 @@ TWO = [
     "part_5 = as_strided(sum_1, [4, 4], [4, 1], 0)",
     "add__2 = add_(r, part_5)",
 ]
+
+
+def test_what_travels_otherwise() -> None:
+    """Gradients whose elements are encoded by eights, and the zeros between them with them."""
+
+    def made_of(*sizes: int, block: int = 8) -> list[str]:
+        w = Written(AXES, torch.float32)
+        x = w.given("x", 1, 4, kind="batch")
+        ps = [w.given(f"p{i}", 1, n) for i, n in enumerate(sizes)]
+        ys = [w.given(f"y{i}", 4, n, kind="batch") for i, n in enumerate(sizes)]
+        gs = [w.gradient(x, y, f"p{i}") for i, y in enumerate(ys)]
+        wired, wire = OPERATORS["wire_all_reduce"].default, f"float8/{block}"
+        w.update(*((p, w.op(wired, g, "sum", wire, "b", w.text, sync=p.name)) for p, g in zip(ps, gs, strict=True)))
+        made, record = of(w.program(), bucket_bytes=10000)
+        assert record.lines[0] == f"{len(sizes)} gradients over b, {4 * sum(sizes)} bytes: p0 ... p{len(sizes) - 1}"
+        return [line for line in short(made) if line.startswith(("empty", "buffer", "zeros"))]
+
+    assert made_of(64, 64) == ["buffer = empty([128])"]
+    assert made_of(64, 60) == ["buffer = empty([124])"]
+    assert made_of(60, 64) == ["zeros_default = zeros([128])"]
+    assert made_of(60, 64, block=2) == ["zeros_default = zeros([128])"]
 
 
 def test_two_are_started_as_soon_as_they_can_be() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from meshwright.collective import COLLECTIVES
+from meshwright.collective import COLLECTIVES, OPERATORS
 from meshwright.passes.levels import flattened
 from meshwright.program.ir.nodes import info_of, value_of
 from meshwright.program.ir.program import Program
@@ -75,6 +75,18 @@ def test_sums_and_means_stay_apart() -> None:
         made, count = flattened(with_sums(nothing, ("a", ops[0]), ("b", ops[1])))
         assert (len(sums(made)), count) == (want, 2 - want)
         assert {op for op, _ in sums(made)} == set(ops)
+
+
+def test_sums_that_travel_otherwise_stay_apart() -> None:
+    for wires, want in ((("bfloat16", "bfloat16"), ["a,b"]), (("bfloat16", "float16"), ["a", "b"])):
+        w = Written(AXES)
+        p, x = w.given("p", 4, 4), w.given("x", 4, 4, kind="batch")
+        at = w.gradient(x, x, "p")
+        for axis, wire in zip("ab", wires, strict=True):
+            at = w.op(OPERATORS["wire_all_reduce"].default, at, "sum", wire, axis, w.text, sync="p")
+        w.update((p, at))
+        made, _ = flattened(w.program())
+        assert [axes for _, axes in sums(made)] == want
 
 
 def test_a_gradient_as_autograd_gave_it_is_no_step_on_the_way() -> None:
