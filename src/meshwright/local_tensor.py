@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -80,6 +80,20 @@ def plain_of(t: Tensor) -> Tensor:
         if not torch.is_inference_mode_enabled():  # nobody could write to it outside
             t.__dict__[PLAIN] = found
     return found
+
+
+def plain_of_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`plain_of` each of a list that may be long, where these have been made of none yet."""
+    with compat.DisableTorchFunctionSubclass():
+        made = list(map(Tensor.detach, tensors))
+    if torch.is_inference_mode_enabled() or not _TENSOR.issuperset(map(type, made)):
+        return list(map(plain_of, tensors))
+    for t, alias in zip(tensors, made, strict=True):
+        t.__dict__[PLAIN] = alias
+    return made
+
+
+_TENSOR = {Tensor}
 
 
 def moved(t: Tensor) -> None:
@@ -175,6 +189,7 @@ __all__ = [
     "open_as",
     "open_tensors",
     "plain_of",
+    "plain_of_all",
     "set_grad",
     "share_memory",
     "shared_memory",

@@ -146,6 +146,37 @@ def change_options(run: Run) -> None:
     g["weight_decay"] = 0.1
 
 
+def maximize(run: Run) -> None:
+    run.opt.param_groups[0]["maximize"] = True
+
+
+def change_momenta(run: Run) -> None:
+    g = run.opt.param_groups[0]
+    g.update({"betas": (0.5, 0.9)} if "betas" in g else {"momentum": 0.0} if "momentum" in g else {"eps": 0.1})
+
+
+def change_kernels(run: Run) -> None:
+    run.opt.param_groups[0].update(foreach=False, fused=False)
+
+
+def reorder(run: Run) -> None:
+    run.opt.param_groups[0]["params"].reverse()
+
+
+def leave_one_out(run: Run) -> None:
+    run.backward()
+    run.params[1].grad = None
+    run.opt.step()
+    run.opt.zero_grad()
+
+
+def assign_gradient(run: Run) -> None:
+    run.backward()
+    run.params[1].grad = run.params[1].grad * 2
+    run.opt.step()
+    run.opt.zero_grad()
+
+
 def regroup(run: Run) -> None:
     g = run.opt.param_groups[0]
     run.opt.param_groups.append({**g, "lr": g["lr"] * 0.5, "params": [g["params"].pop()]})
@@ -166,7 +197,8 @@ def nothing(run: Run) -> None:
 BETWEEN = [
     nothing, replace_state, write_to_state, set_data_of_state, turn_state, set_state, swap_states, delete_states,
     clear_states, replace_entry, set_data, turn_data, turn, swap_parameters, write_to_parameter, freeze,
-    change_options, regroup, load, copied,
+    change_options, maximize, change_momenta, change_kernels, reorder, leave_one_out, assign_gradient, regroup, load,
+    copied,
 ]  # fmt: skip
 
 
@@ -175,7 +207,7 @@ def outcome(kind: str, way: str | None, between: Callable[[Run], None], set_to_n
     for _ in range(3):
         run.step(set_to_none)
     between(run)
-    for _ in range(2):
+    for _ in range(3):
         run.step(set_to_none)
     values = [*run.params, *(v for p in run.params for v in run.opt.state.get(p, {}).values() if v is not None)]
     return [(mw.unshard(v) if isinstance(v, mw.DistTensor) else v).detach().clone() for v in values]
@@ -229,6 +261,47 @@ def test_a_step_holds_no_gradient(kind: str) -> None:
             assert memory.expired()
 
     mw.simulate(run, MESH)
+
+
+def test_a_gradient_that_has_become_sparse_is_refused() -> None:
+    """What the first steps listed, of gradients that were not, is not taken for it."""
+
+    def run() -> None:
+        w: Any = mw.shard_tensor(torch.ones(6, 2), MESH, {}).requires_grad_()
+        ids: Any = mw.shard_tensor(torch.tensor([1, 2]), MESH, {})
+        opt = O.AdamW([w], foreach=True)
+        for step in range(5):
+            nn.functional.embedding(ids, w, sparse=step == 4).sum().backward()
+            if step == 4:
+                assert w.grad.is_sparse
+                with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+                    opt.step()
+            else:
+                opt.step()
+            opt.zero_grad()
+
+    mw.simulate(run, MESH)
+
+
+def test_lists_of_steps_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch collects them in Python, of each parameter: in the first two steps, whatever a scheduler does."""
+    own, called = O.Adam._init_group, []
+
+    def counted(*args: Any) -> Any:
+        called.append(None)
+        return own(*args)
+
+    monkeypatch.setattr(O.Adam, "_init_group", counted)
+
+    def run() -> None:
+        made = Run("foreach", "split")
+        schedule = O.lr_scheduler.ExponentialLR(made.opt, 0.9)
+        for _ in range(6):
+            made.step()
+            schedule.step()
+
+    mw.simulate(run, MESH)
+    assert len(called) == 2 * MESH.size
 
 
 @pytest.mark.parametrize("over", [None, "dp"])

@@ -34,9 +34,10 @@ from ..gradients.sync import sync_of
 from ..parameters.host import check_device
 from ..parameters.stored import Axes
 from .blocks import Apart
+from .collected import StateContents, same
 from .hyperparameters import is_fixed, numbers_of
 from .kinds import builtin, check_class, check_fused, counts_writes, hooks_of, mixes, reads_no_shapes
-from .shadow import Shadow, contents_of, same, still
+from .shadow import Shadow
 from .states import Chunks, check_state, held_state, own_spec, unfit
 
 Tensor = torch.Tensor
@@ -82,7 +83,7 @@ class OptimizerBinding:
         self.swapped: list[Tensor] = []
         self.states: list[Tensor] = []  # of one value per element
         self.laid: list[Any] = []  # the specs of these
-        self.seen: list[Any] = [None]  # all that a state had when it was looked through
+        self.seen = StateContents({})  # what the state had when it was looked through
         self.follow(opt)
         if _check_loaded not in opt._optimizer_load_state_dict_pre_hooks.values():
             opt.register_load_state_dict_pre_hook(_check_loaded)
@@ -150,11 +151,14 @@ class OptimizerBinding:
         self.swapped = []
         if opt is None:
             return
-        if not counts_writes(opt):
-            with disabled():  # one of PyTorch's leaves parameters without a gradient alone
-                written = [p for p in self.params if get_grad(p) is not None] if builtin(opt) else self.params
-            torch.autograd.graph.increment_version([*written, *self.states])
         shadow = self.shadow
+        if not counts_writes(opt):
+            if shadow is not None and shadow.lists.ready:  # aliases, which count for all that have the memory
+                written = shadow.aliases
+            else:
+                with disabled():  # one of PyTorch's leaves parameters without a gradient alone
+                    written = [*self.states, *(p for p in self.params if not builtin(opt) or get_grad(p) is not None)]
+            torch.autograd.graph.increment_version(written)
         if shadow is None:
             self._wrap_states(opt)
             return
@@ -229,7 +233,7 @@ class OptimizerBinding:
 
     def _hold_states(self, opt: Optimizer) -> None:
         """Note the states of one value per element, brought to how their parameters' states lie."""
-        if still(contents_of(opt.state), self.seen) and self._lie_as_before():
+        if self.seen.still(opt.state) and self._lie_as_before():
             return
         self.specs, self.wanted = [p._spec for p in self.every], [own_spec(p._spec) for p in self.params]
         for q in self.every:  # also those without a state: the next step may make one
@@ -253,7 +257,7 @@ class OptimizerBinding:
                     v = entry[k] = held_state(v, spec, k, p, opt)
                 if isinstance(v, DistTensor):
                     found.append(v)
-        self.states, self.laid, self.seen = found, list(map(_SPEC, found)), list(contents_of(opt.state))
+        self.states, self.laid, self.seen = found, list(map(_SPEC, found)), StateContents(opt.state)
 
     def _lie_as_before(self) -> bool:
         """Whether the parameters, and the states that there were, are what they were."""
@@ -265,7 +269,7 @@ class OptimizerBinding:
 
     def _wrap_states(self, opt: Optimizer) -> None:
         """States that a step has made become DistTensors."""
-        if still(contents_of(opt.state), self.seen):  # a step writes to what is there
+        if self.seen.still(opt.state):  # a step writes to what is there
             return
         self.apart.judge(opt, self.lies)
         for p, entry in opt.state.items():

@@ -10,54 +10,21 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice, repeat
+from functools import cache
+from itertools import islice, repeat
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ...local_tensor import PLAIN, plain_of, set_grad
+from ...local_tensor import PLAIN, plain_of, plain_of_all, set_grad
 from ...tensor import DistTensor
+from .collected import GroupLists, StateContents, still
 from .states import Chunks
 
 Tensor = torch.Tensor
-_OWN = ("param_groups", "state")
+_OWN = ("param_groups", "state", "_shadow", "_init_group")
 _PLAIN: Callable[[Any], Any] = operator.attrgetter(PLAIN)
-
-
-_END = (object(),)
-_VALUES = operator.methodcaller("values")
-
-
-def values_of(state: Mapping[Any, Any]) -> Iterable[Any]:
-    """All values that a state has at a moment, and an end."""
-    return chain(chain.from_iterable(map(_VALUES, _entries(state))), _END)
-
-
-def contents_of(state: Mapping[Any, Any]) -> Iterable[Any]:
-    """The same with whose they are, and under which names."""
-    return chain(state, chain.from_iterable(_entries(state)), values_of(state))
-
-
-def _entries(state: Mapping[Any, Any]) -> Iterable[Mapping[Any, Any]]:
-    """What a state has of each parameter; also what an optimizer keeps there that belongs to none."""
-    entries = state.values()
-    return (
-        entries if _DICTS.issuperset(map(type, entries)) else [e if isinstance(e, dict) else {"": e} for e in entries]
-    )
-
-
-_DICTS = {dict}
-
-
-def still(now: Iterable[Any], before: Sequence[Any]) -> bool:
-    """Whether these are the objects that a list has: of lists as long as each other, or that have an end."""
-    return all(map(operator.is_, now, before))
-
-
-def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether they hold the same objects."""
-    return len(a) == len(b) and still(a, b)
 
 
 def plain_ones(tensors: Sequence[Any]) -> list[Any]:
@@ -65,22 +32,50 @@ def plain_ones(tensors: Sequence[Any]) -> list[Any]:
     try:
         return list(map(_PLAIN, tensors))
     except AttributeError:
+        kinds = set(map(type, tensors))
+        if kinds == _PLAIN_KIND:  # as autograd has made them
+            return list(tensors)
+        if kinds == _KIND and not any(PLAIN in t.__dict__ for t in tensors):
+            return plain_of_all(tensors)
         return [plain_of(t) if isinstance(t, DistTensor) else t for t in tensors]
+
+
+_KIND, _PLAIN_KIND = {DistTensor}, {Tensor}
+
+
+class _Asking:
+    """Notes that a step asks for its states: what has not may have changed values there, and nothing else."""
+
+    _shadow: Shadow
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        self._shadow.asked = True
+        return self._shadow.state
+
+
+@cache
+def _asking(kind: Any) -> Any:
+    return type(kind.__name__, (_Asking, kind), {"__module__": kind.__module__})
 
 
 class Shadow:
     """The optimizer of a step, which is kept for the next one: what is the same objects there is not made again.
 
     Args:
-        opt: the real one.
+        opt: the real one, whose step takes elements one by one, or which has chunks.
         chunks: the parameters whose chunks stand in for them; None: there are none.
     """
 
     def __init__(self, opt: Optimizer, chunks: Chunks | None) -> None:
         self.opt, self.chunks = opt, chunks
-        self.made: Any = object.__new__(type(opt))
-        self.made.param_groups, self.made.state = [], defaultdict(dict)
+        kind: Any = type(opt)
+        self.made: Any = object.__new__(kind if chunks is not None else _asking(kind))
+        self.groups: list[dict[str, Any]] = []
+        self.state: dict[Any, Any] = defaultdict(dict)
         self.stale = True
+        self.asked = True  # whether the step may have put others in the place of states
         self.params: list[Tensor] = []  # all, in order
         self.stand_ins: list[Tensor] = []  # of each
         self.plain: list[Tensor] = []  # those that stand in for parameters with gradients to be laid
@@ -88,11 +83,12 @@ class Shadow:
         self.seen: list[DistTensor] = []
         self.aliases: list[Tensor] = []
         self.real: dict[int, DistTensor] = {}
-        self.before: list[Any] = []
-        self.after: list[Any] = [None]
+        self.before: Any = None
+        self.after = StateContents({})
+        self.lists = GroupLists()
 
     def load(
-        self, params: list[Tensor], contents: list[Any], whole: Sequence[DistTensor], grads: Sequence[Tensor | None]
+        self, params: list[Tensor], contents: StateContents, whole: Sequence[DistTensor], grads: Sequence[Tensor | None]
     ) -> None:
         """Take what the real optimizer has.  What is known stays the same object.
 
@@ -102,16 +98,24 @@ class Shadow:
             whole: the distributed ones of them that have no chunks.
             grads: of these.
         """
-        opt, made = self.opt, self.made
+        opt = self.opt
         if self.stale or self.chunks is not None or params is not self.params or contents is not self.before:
             self._make(params, whole)
-            self.before, self.after, self.stale = contents, list(values_of(made.state)), False
+            self.before, self.after, self.stale = contents, StateContents(self.state), False
+            self.lists.forget()
         stand_ins = iter(self.stand_ins)
-        groups, state = made.param_groups, made.state
         listed = [islice(stand_ins, len(g["params"])) for g in opt.param_groups]
-        groups[:] = [{**g, "params": list(own)} for g, own in zip(opt.param_groups, listed, strict=True)]
-        made.__dict__ = {**opt.__dict__, "param_groups": groups, "state": state}
-        _set_grads(self.plain, plain_ones(grads))
+        self.groups[:] = [{**g, "params": list(own)} for g, own in zip(opt.param_groups, listed, strict=True)]
+        own = {**opt.__dict__, "param_groups": self.groups, "state": self.state}
+        self.made.__dict__ = own
+        self.asked = self.chunks is not None
+        laid = plain_ones(grads)
+        if not self.asked:
+            own["_shadow"] = self
+            if len(self.plain) == len(self.stand_ins) and "_init_group" not in opt.__dict__:
+                own["_init_group"] = self.lists.taker(self.made, self.stand_ins, laid)
+        if not self.lists.ready:
+            _set_grads(self.plain, laid)
 
     def in_place(self) -> bool:
         """Whether all that is seen as plain has the memory that it had."""
@@ -125,11 +129,11 @@ class Shadow:
         own: dict[int, Tensor] = dict(zip(map(id, whole), self.plain, strict=True))
         self.stand_ins = [self._stand_in(p, own) for p in params]
         self.seen, self.aliases, self.real = list(whole), list(self.plain), {}
-        self.made.state.clear()
+        self.state.clear()
         of = dict(zip(map(id, params), self.stand_ins, strict=True))
         for p, entry in self.opt.state.items():
             stand_in = of.get(id(p), p)
-            self.made.state[stand_in] = entry if stand_in is p else {k: self._alias(v) for k, v in entry.items()}
+            self.state[stand_in] = entry if stand_in is p else {k: self._alias(v) for k, v in entry.items()}
 
     def _stand_in(self, p: Tensor, own: Mapping[int, Tensor]) -> Tensor:
         if id(p) in own:
@@ -150,16 +154,16 @@ class Shadow:
 
     def settle(self) -> bool:
         """After a step: what it left behind goes to the real optimizer; whether its state has other objects now."""
-        opt, made = self.opt, self.made
-        for group, shadowed in zip(opt.param_groups, made.param_groups, strict=True):
+        opt, left = self.opt, self.made.__dict__
+        for group, shadowed in zip(opt.param_groups, self.groups, strict=True):
             group.update({k: v for k, v in shadowed.items() if k != "params"})
-        for k in opt.__dict__.keys() - made.__dict__.keys():
+        for k in opt.__dict__.keys() - left.keys():
             del opt.__dict__[k]
-        opt.__dict__.update({k: v for k, v in made.__dict__.items() if k not in _OWN})
-        if still(values_of(made.state), self.after):
+        opt.__dict__.update({k: v for k, v in left.items() if k not in _OWN})
+        if not self.asked or self.after.still(self.state):
             return False
         of = dict(zip(map(id, self.stand_ins), self.params, strict=True))
-        for stand_in, entry in made.state.items():
+        for stand_in, entry in self.state.items():
             p = of.get(id(stand_in), stand_in)
             if p is stand_in:
                 opt.state[p] = entry
@@ -181,7 +185,9 @@ class Shadow:
 
     def release(self) -> None:
         """Gradients are nobody's but the parameters' again."""
-        _set_grads([*self.plain, *(own for _, own in self.chunked())], repeat(None))
+        self.made.__dict__.pop("_init_group", None)  # which has gradients
+        if not self.lists.ready:
+            _set_grads([*self.plain, *(own for _, own in self.chunked())], repeat(None))
 
     def chunked(self) -> list[tuple[DistTensor, Tensor]]:
         """Parameters and their own chunks, which the step is on."""
@@ -197,4 +203,4 @@ def _set_grads(tensors: Sequence[Tensor], grads: Iterable[Tensor | None]) -> Non
         pass
 
 
-__all__ = ["Shadow", "contents_of", "same", "still"]
+__all__ = ["Shadow"]
