@@ -74,6 +74,23 @@ def test_four_processes_log_what_one_logs(tmp_path: Path) -> None:
         assert a["first weight/values"] == b["first weight/values"]
 
 
+def read_of_one_shape() -> list[float]:
+    """The first rank reads a tensor, then both one of the same shape: the messages alone are alike."""
+    mesh = mw.init_mesh({"tp": 2}, timeout=20)
+    a, b = (mw.shard_tensor(torch.full((4, 64), x), mesh, {"tp": mw.Shard(0)}) for x in (0.0, 1.0))
+    if torch.distributed.get_rank() == 0:
+        mw.unshard(a)
+    found: list[float] = mw.unshard(b).sum(1).tolist()
+    raise AssertionError(f"read {found}")
+
+
+@pytest.mark.processes
+def test_what_one_rank_reads_does_not_meet_what_others_read_next() -> None:
+    with pytest.raises(ProcessError, match=r"DesyncError(?s:.*)to read what is read at test_logged_values.py:\d+") as e:
+        run_processes(read_of_one_shape, 2, timeout=60)
+    assert "AssertionError: read" not in str(e.value)
+
+
 def read_by_one(what: str) -> Any:
     """Only the first rank reads; then all go on with a step."""
     mesh = mw.init_mesh({"tp": 2}, timeout=20)

@@ -15,7 +15,7 @@ Once there are distributed tensors: ``autograd_functions`` is what becomes of ``
 """
 
 from . import methods as methods
-from .dist_tensor import DistTensor, GradientHook, call_enabled, whole, wrap
+from .dist_tensor import DistTensor, GradientHook, call_enabled, read, whole, wrap
 from .global_calls import GlobalCalls, tell
 from .gradients import Coming, accumulates, given_grad, held, hold, in_slot, in_spec, lay_aside
 from .inference import Inference, infer, of_rule
@@ -40,6 +40,7 @@ __all__ = [
     "infer",
     "lay_aside",
     "of_rule",
+    "read",
     "stands_in",
     "tell",
     "whole",

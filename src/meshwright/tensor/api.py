@@ -23,7 +23,7 @@ from ..ranks.launchers import launched
 from ..resharding import executor, planner
 from ..rules import Rule, checked_strategies
 from ..rules import rule as _rule
-from . import DistTensor, Inference, call_enabled, graph_marks, infer, whole, wrap
+from . import DistTensor, Inference, call_enabled, graph_marks, infer, read, wrap
 from . import autograd_functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
 
 Tensor = torch.Tensor
@@ -259,14 +259,14 @@ def reshard(x: DistTensor, placements: Placements, *, order: Any = None) -> Dist
 
 @takes(LayoutError, x=(Tensor, "of several, one at a time, e.g. {k: mw.unshard(t) for k, t in state.items()}"))
 def unshard(x: Tensor) -> Tensor:
-    """The global value as a plain tensor, on every rank; differentiable.  Every rank must call it.
+    """The global value as a plain tensor, on every rank; differentiable.  Every rank must call it, at one place.
 
     It is a copy, however ``x`` lies: what is kept of it stays as it is when ``x`` is written to.  A plain tensor is
     returned as it is.
     """
     if not isinstance(x, DistTensor):
         return x
-    made = whole(x)
+    made = read(x)
     with disabled():
         alias = made.untyped_storage()._cdata == x.untyped_storage()._cdata
     return made.clone() if alias else made

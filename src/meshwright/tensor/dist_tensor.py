@@ -450,15 +450,25 @@ def whole(t: DistTensor) -> Tensor:
 
 
 def seen(t: DistTensor) -> Tensor:
-    """The global value where the user's code looks at it: what ranks read together must be read at one place.
+    """The global value where the user's code looks at it."""
+    return read(t.detach())
 
-    Nothing else tells ``loss.item()`` on one rank from ``accuracy.item()`` on another.
+
+def read(t: DistTensor) -> Tensor:
+    """The global value that the user's code asks for; differentiable.  What ranks read together they read at one place.
+
+    Nothing else tells ``loss.item()`` on one rank from ``accuracy.item()`` on another, or the weights that the first
+    rank alone gathers for its log from those that all gather next, of the same shape: it would get a half of each.
     """
-    rt = runtime.RT
-    if t._spec.layout.is_replicated():
-        return whole(t.detach())
+    rt, spec = runtime.RT, t._spec
+    if spec.layout.is_replicated():
+        return whole(t)
     rt.tag = runtime.user_line(exactly=True)
     try:
-        return whole(t.detach())
+        if spec.ndim and rt.sim is None:  # scalars carry the place themselves, and simulated ranks compare all
+            for a, (n, p) in enumerate(zip(spec.mesh.sizes, spec.layout.placements, strict=True)):
+                if n > 1 and not isinstance(p, Replicate):
+                    collective.so_far((), collective.group(spec.mesh, (a,)), f"to read what is read at {rt.tag}")()
+        return whole(t)
     finally:
         rt.tag = ""

@@ -20,7 +20,7 @@ import torch
 from .. import compat, torch_changes
 from ..dispatch import Args, Kwargs, Special, call_disabled, disabled, map_tensors
 from ..errors import DispatchError
-from .dist_tensor import BASE, DistTensor, is_part, plain, seen, whole
+from .dist_tensor import BASE, DistTensor, is_part, plain, read, seen, whole
 
 Tensor = torch.Tensor
 _enabled = compat.is_torch_function_enabled
@@ -159,7 +159,7 @@ READERS: dict[str, Special] = {
 
 def _numpy(self: DistTensor, *, force: bool = False) -> Any:
     """The global values as an array, which cannot be written to where it is a copy.  Every rank must call it."""
-    made = whole(self.detach() if force else self).numpy(force=force)
+    made = read(self.detach() if force else self).numpy(force=force)
     if is_part(self._spec):
         made.flags.writeable = False
     return made
