@@ -11,7 +11,8 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import SimpleNamespace
+from operator import attrgetter
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ... import collective, compat, torch_changes
 from ...compat import foreach_utils
 from ...dispatch import count_write, disabled, map_tensors, refresh, tensors_in, write_through
 from ...layout import Partial, Replicate, Spec, cuts, marks_of
-from ...local_tensor import as_plain
+from ...local_tensor import as_plain, get_grad
 from ...mesh import Mesh
 from ...rules import COMPOSITES
 from ...tensor import DistTensor, OpenTensor, call_enabled, wrap
@@ -241,6 +242,21 @@ def _combined(local: Tensor, ord: float, group: collective.Group) -> Tensor:
     return collective.all_reduce(local.pow(ord), "sum", group).pow_(1.0 / ord)
 
 
+def _gradients(params: Sequence[Any]) -> list[Any]:
+    """Of each its ``.grad``: at once, where these lie in their slots as what they are."""
+    if _DISTRIBUTED.issuperset(map(type, params)) and not [
+        space for space in map(_SPACE, params) if "_held" in space or "_aside" in space
+    ]:
+        with disabled():
+            found = list(map(get_grad, params))
+        if _READ.issuperset(map(type, found)):
+            return found
+    return [p.grad for p in params]
+
+
+_READ, _SPACE = {DistTensor, NoneType}, attrgetter("__dict__")
+
+
 @torch_changes.replace(
     "torch.nn.utils.clip_grad_norm_",
     "torch.nn.utils.clip_grad.clip_grad_norm_",
@@ -254,7 +270,7 @@ def _reading_once(original: Any, name: str) -> Any:
         if not isinstance(parameters, Tensor):
             listed = list(parameters)
             if not _DISTRIBUTED.isdisjoint(map(type, listed)):
-                parameters = [SimpleNamespace(grad=p.grad) for p in listed]
+                parameters = [SimpleNamespace(grad=g) for g in _gradients(listed)]
             elif listed:  # else PyTorch says that a generator gave none
                 parameters = listed
         return original(parameters, *args, **kwargs)
