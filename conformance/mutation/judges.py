@@ -48,7 +48,7 @@ _OWN = {
     "dispatch/calls.py": "calls operators",
     "dispatch/keys.py": "keys",
     "dispatch/leaves.py": "leaves written_memory",
-    "dispatch/rows.py": "experts",
+    "dispatch/rows.py": "experts sending",
     "dispatch/sending.py": "sending",
     "dispatch/views.py": "written_bases views",
 }

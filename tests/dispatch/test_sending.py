@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.dispatch.rows import RowExchange
 from meshwright.dispatch.sending import Sending
 from meshwright.dispatch.written_arguments import into, written
 from meshwright.errors import DispatchError
@@ -145,6 +146,30 @@ def test_without_records_nothing_is_recorded() -> None:
     for made, grad in mw.simulate(rank, MESH):
         assert made.shape == (6, 2)
         assert grad.tolist() == [[3.0, 3.0]] * 2
+
+
+def test_rows_that_ranks_want() -> None:
+    """Two rows of three columns on each rank: a rank has at most all rows of the others, 2/3 of what there is."""
+    wanted = torch.ones(N, 2 * N, dtype=torch.bool)
+
+    def exchange(s: Sending) -> RowExchange:
+        return RowExchange(s.op, s.mesh, (0,), (2,) * N, "since")
+
+    whole = torch.cat([of_rank(i, 2, 3) for i in range(N)])
+    most = (N - 1) * 6 * 8 // N
+    for made, grad, records in ran(lambda s, x: exchange(s).all(x.detach()), 2, 3):
+        torch.testing.assert_close(made, whole)
+        assert grad is None
+        assert told(records) == [(("all_gather",), (2, 3), 3 * most, 0, "since", "forward")]
+    for i, (made, grad, records) in enumerate(ran(lambda s, x: exchange(s).gather(wanted, x)[0], 2, 3)):
+        torch.testing.assert_close(made, whole)
+        torch.testing.assert_close(grad, N * of_rank(i, 2, 3))
+        assert told(records) == [
+            (("gather_rows",), (2, 3), 3 * most, 3 * most, "since", "forward"),
+            (("scatter_rows",), (2, 3), 3 * most, 0.0, BACK, "backward"),
+        ]  # fmt: skip
+    for _, _, records in ran(lambda s, x: exchange(s).gather(wanted, x, x.detach())[0], 2, 3):
+        assert told(records)[0] == (("gather_rows",), (2, 6), 6 * most, 3 * most, "since", "forward")
 
 
 # -- arguments that are written to -----------------------------------------------------------------------
