@@ -1,6 +1,7 @@
 """Optimizers on distributed parameters.
 
 Read ``optimizer`` (``mw.shard_optimizer``), ``kinds`` (what is known of classes of optimizers), ``states`` (how
-states are held and split), ``blocks`` (states that are not one value per element), ``foreach`` (lists of tensors in
+states are held and split), ``shadow`` (what a step runs on), ``collected`` (what a step lists before it computes, kept
+while it is the same), ``blocks`` (states that are not one value per element), ``foreach`` (lists of tensors in
 one call), ``hyperparameters``.
 """
