@@ -24,7 +24,7 @@ import meshwright as mw
 from meshwright.dispatch import plan_call, results
 from meshwright.errors import MeshwrightError
 from meshwright.ranks import runtime
-from meshwright.strategy_selection import choice, search
+from meshwright.strategy_selection import Types, search
 from tests.support.compare import S0, S1, R, on_ranks, same
 
 PAIR = mw.Mesh({"x": 2})
@@ -109,7 +109,7 @@ def plan_in_many_sizes(op_db: list[Any], most: int, mesh: mw.Mesh, layouts: Any)
     taken for known."""
     known = chosen = 0
     wrong: list[AssertionError] = []
-    compare, of = results.compare, choice.Types.of
+    compare, of = results.compare, Types.of
 
     def sure(self: Any, ins: Any, outs: Any, *total: float) -> Any:
         nonlocal chosen
@@ -131,7 +131,7 @@ def plan_in_many_sizes(op_db: list[Any], most: int, mesh: mw.Mesh, layouts: Any)
         patch.setattr(results, "VERIFY", True)
         patch.setattr(results, "compare", counted)
         patch.setattr(search, "VERIFY", True)
-        patch.setattr(choice.Types, "of", sure)
+        patch.setattr(Types, "of", sure)
         mw.simulate(run, mesh, timeout=3500)
     assert not {str(error) for error in wrong}
     return known, chosen
