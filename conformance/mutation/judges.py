@@ -17,7 +17,7 @@ _DISPATCH += " functions modes copies_of_views operators autocast_weights calls 
 _PASSES = "passes passes_by_hand program_passes data_parallel_optimization gradient_merge batch_weights"
 _PASSES += " gathers_on_wires program_recompute saved_split_captured captured_zero buckets"
 _PASSES += " levels gradients fused_graphs losses_of_micro_batches loss_scale_exact regather"
-_PASSES += " recompute_by_hand"
+_PASSES += " recompute_by_hand gathers_by_hand split_checkpoints"
 _CHECK = "check_by_hand program_verify program_errors program_files agreement passes passes_by_hand"
 
 # What tests without ranks judge alone, in seconds: a sample of them is in ``make test``.
@@ -39,12 +39,14 @@ _OWN = {
     "passes/buckets.py": "buckets data_parallel_optimization",
     "passes/data_parallel_optimization.py": "fused_graphs passes_by_hand",
     "passes/fusing.py": "fused_graphs passes_by_hand",
+    "passes/gathers.py": "gathers_by_hand gathers_on_wires",
     "passes/gradient_merge.py": "gradient_merge batch_weights",
     "passes/gradients.py": "gradients passes_by_hand",
     "passes/levels.py": "levels passes_by_hand",
     "passes/scaling.py": "passes_by_hand",
     "passes/recompute.py": "recompute_by_hand program_recompute",
     "passes/regather.py": "regather program_recompute",
+    "passes/split_checkpoints.py": "split_checkpoints saved_split_captured",
     "passes/splitting.py": "fused_graphs",
     "dispatch/binding.py": "binding calls_by_name",
     "dispatch/calls.py": "calls operators",
