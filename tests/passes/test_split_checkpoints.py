@@ -103,7 +103,7 @@ def test_what_is_kept_as_it_is(why: str) -> None:
     w = Written(AXES)
     region = {"no such dim": Region(1, split={"a": mw.Shard(2)}), "asked for nothing": Region(1)}.get(why, FIRST)
     spec = w.spec((8, 4), a=mw.Shard(0)) if why == "split already" else None
-    y, z, g = step(w, region=region, spec=spec, **({"gather": "p"} if why == "a gather" else {}))
+    y, z, g = step(w, region=region, spec=spec, gather="p" if why == "a gather" else "")
     if why == "no spec":
         annotate(y, spec=None)
     if why == "read by none":
