@@ -256,3 +256,22 @@ def test_what_another_pass_needs_to_know_stays() -> None:
     assert [info_of(n).regions for n in made.graph.nodes if n.name == "sin"] == [(split,)]
     assert all(not info_of(n).saved for n in made.graph.nodes)
     assert [info_of(n).regions for n in program.graph.nodes if n.name == "sin"] == [(split, OUTER)], "a copy"
+
+
+def test_who_goes_first() -> None:
+    """What runs again is there for those that split it, gather it, merge it or send its gradients."""
+    assert set(Recompute.before) == {"split-checkpoints", "regather", "gradient-merge", "data-parallel-optimization"}
+
+
+def test_several_that_are_kept() -> None:
+    """What shares memory with any of them is kept, whichever was found first."""
+    w = Written({"a": 2})
+    x, state = w.given("x", 4, 4, kind="batch"), w.given("state", 4, 4, kind="buffer")
+    one = w.op(aten.mul.Tensor, x, state, **INSIDE)
+    two = w.op(aten.add.Tensor, x, state, **INSIDE)
+    turned = w.op(aten.t.default, one, **INSIDE)
+    y = w.op(aten.mul.Tensor, turned, two, role="forward")
+    w.op(aten.zero_.default, state, role="forward")
+    h = w.op(aten.mul.Tensor, y, turned, **BACK)
+    made, _ = of(w, w.op(aten.mul.Tensor, h, two, **BACK))
+    assert again(made) == []

@@ -149,14 +149,14 @@ def test_each_value_once() -> None:
 def test_strides_are_those_that_it_had() -> None:
     w = Written(AXES)
     x = w.given("x", 4, 4, kind="batch")
-    y = w.op(aten.sin.default, x, role="forward", spec=w.spec((4, 4)))
+    y = w.op(aten.sin.default, x, role="forward", spec=w.spec((4, 4)), line="model.py:5")
     annotate(y, value=replace(checked_value(y), given=(1, 4)))
     z = w.op(aten.exp.default, y, role="forward", regions=(FIRST,))
     made, record = of(w, w.op(aten.mul.Tensor, z, y))
     assert [line.partition(" = ")[2].partition("(")[0] for line in lines(made)][-3:-1][0] == "all_gather"
     (laid,) = [n for n in made.graph.nodes if n.args[1:] == ([1, 4],)]
     assert checked_value(laid).strides == (1, 4)
-    assert info_of(laid).role == "recomputation"
+    assert (info_of(laid).role, info_of(laid).line) == ("recomputation", "model.py:5")
     view = next(n for n in made.graph.nodes if n.name == "slice_tensor")
     assert checked_value(view).strides == (1, 4)
     assert record.details["inputs"] == 1
