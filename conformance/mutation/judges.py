@@ -14,7 +14,7 @@ _DISPATCH = "routes warm_plans errors api autograd writes views partial moved_sp
 _DISPATCH += " inference gradient_types cut_graphs arguments call_counts check_mode lengths plain_tensors"
 _DISPATCH += " keys written_bases written_memory attention rows_of_shards zero_sizes calls_by_name"
 _DISPATCH += " functions modes copies_of_views operators autocast_weights calls leaves casts binding experts sending"
-_DISPATCH += " views_by_hand"
+_DISPATCH += " views_by_hand runs_by_hand"
 _PASSES = "passes passes_by_hand program_passes data_parallel_optimization gradient_merge batch_weights"
 _PASSES += " gathers_on_wires program_recompute saved_split_captured captured_zero buckets"
 _PASSES += " levels gradients fused_graphs losses_of_micro_batches loss_scale_exact regather"
@@ -51,6 +51,7 @@ _OWN = {
     "passes/splitting.py": "fused_graphs",
     "dispatch/binding.py": "binding calls_by_name",
     "dispatch/calls.py": "calls operators",
+    "dispatch/execution.py": "runs_by_hand routes",
     "dispatch/keys.py": "keys",
     "dispatch/leaves.py": "leaves written_memory",
     "dispatch/rows.py": "experts sending",

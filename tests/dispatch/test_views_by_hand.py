@@ -24,7 +24,8 @@ INDEXED: dict[str, Callable[[Tensor], Tensor]] = {
 OTHER: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.transpose(0, 1), "flat": lambda x: x.view(-1), "flat rows": lambda x: x.flatten(0, 1),
     "expanded": lambda x: x[:1].expand(3, 3, 4), "diagonal": lambda x: x.diagonal(0, 1, 2), "empty": lambda x: x[:, :0],
-    "every other": lambda x: x.view(-1)[::2], "windows": lambda x: x.unfold(1, 2, 1),
+    "every other": lambda x: x.view(-1)[::2], "every other of few": lambda x: x.view(-1)[:7:2],
+    "windows": lambda x: x.unfold(1, 2, 1),
     "split": lambda x: x.view(3, 3, 2, 2),
     "across": lambda x: x.as_strided((3, 2), (12, 6)), "behind": lambda x: x.as_strided((2, 4), (4, 1), 8),
 }  # fmt: skip

@@ -258,11 +258,6 @@ def test_what_another_pass_needs_to_know_stays() -> None:
     assert [info_of(n).regions for n in program.graph.nodes if n.name == "sin"] == [(split, OUTER)], "a copy"
 
 
-def test_who_goes_first() -> None:
-    """What runs again is there for those that split it, gather it, merge it or send its gradients."""
-    assert set(Recompute.before) == {"split-checkpoints", "regather", "gradient-merge", "data-parallel-optimization"}
-
-
 def test_several_that_are_kept() -> None:
     """What shares memory with any of them is kept, whichever was found first."""
     w = Written({"a": 2})
