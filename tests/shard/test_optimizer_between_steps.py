@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshwright as mw
+from meshwright.errors import ShardError
 
 O = torch.optim  # noqa: E741
 MESH = mw.Mesh({"dp": 3})
@@ -190,6 +191,26 @@ def copied(run: Run) -> None:
     run.model, run.opt = copy.deepcopy((run.model, run.opt))
 
 
+def differentiate(run: Run) -> None:
+    """Its code then asks tensors what they are: the step runs on the parameters themselves."""
+    change_options(run)
+    run.opt.param_groups[0].update(foreach=False, fused=False, differentiable=True)
+
+
+def step_in_inference_mode(run: Run) -> None:
+    change_options(run)
+    run.backward()
+    with torch.inference_mode():
+        run.opt.step()
+    run.opt.zero_grad()
+
+
+def replace_collection(run: Run) -> None:
+    """Of this optimizer alone, by what asks it for the states of its own parameters."""
+    own = run.opt._init_group
+    run.opt._init_group = lambda group, *lists: own({**group, "params": group["params"][1:]}, *lists)
+
+
 def nothing(run: Run) -> None:
     pass
 
@@ -198,7 +219,7 @@ BETWEEN = [
     nothing, replace_state, write_to_state, set_data_of_state, turn_state, set_state, swap_states, delete_states,
     clear_states, replace_entry, set_data, turn_data, turn, swap_parameters, write_to_parameter, freeze,
     change_options, maximize, change_momenta, change_kernels, reorder, leave_one_out, assign_gradient, regroup, load,
-    copied,
+    copied, differentiate, step_in_inference_mode, replace_collection,
 ]  # fmt: skip
 
 
@@ -325,3 +346,60 @@ def test_what_is_said_for_one_step_is_forgotten(over: str | None) -> None:
     want = run(None)
     for got in mw.simulate(lambda: run("whole"), MESH):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+class Own(O.Optimizer):
+    """It has one of its methods under another name, which is bound to it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.update = self._with_momentum
+
+    def _with_momentum(self, p: torch.Tensor, lr: float) -> None:
+        state = self.state[p]
+        if "sum" not in state:
+            state["sum"] = torch.zeros_like(p)
+        state["sum"].mul_(0.9).add_(p.grad)  # type: ignore[arg-type]
+        p.add_(state["sum"], alpha=-lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for g in self.param_groups:
+            for p in g["params"]:
+                self.update(p, g["lr"])
+
+
+@pytest.mark.parametrize("options", [{}, {"states_over": "dp"}], ids=["whole", "over"])
+def test_methods_bound_to_the_optimizer_have_its_states(options: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.setitem(KINDS, "own", Own)
+
+    def run(way: str | None) -> list[torch.Tensor]:
+        made = Run("own", way)
+        if way is not None:
+            mw.shard_optimizer(made.opt, elementwise=True, **options)
+        for _ in range(3):
+            made.step()
+            assert made.opt.update.__self__ is made.opt
+        values = [*made.params, *(made.state(i)[1] for i in range(len(made.params)))]
+        return [(mw.unshard(v) if way is not None else v).detach().clone() for v in values]
+
+    want = run(None)
+    for got in mw.simulate(lambda: run("whole"), MESH):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_collection_that_asks_the_optimizer_itself_is_refused_where_states_are_split() -> None:
+    def run() -> None:
+        made = Run("foreach", "whole")
+        mw.shard_optimizer(made.opt, states_over="dp")
+        made.step()
+        before = [mw.unshard(p) for p in made.params]
+        replace_collection(made)
+        with pytest.raises(ShardError, match=r"_init_group of this AdamW was replaced on the object.*elementwise"):
+            made.step()
+        torch.testing.assert_close([mw.unshard(p) for p in made.params], before, rtol=0, atol=0)
+        made.opt.zero_grad()
+        del made.opt._init_group
+        made.step()
+
+    mw.simulate(run, MESH)

@@ -138,6 +138,7 @@ class OptimizerBinding:
                 shadow.load(self.known, self.seen, self.params, grads)
                 self.inside = opt
                 return shadow.made
+        self.shadow = None  # of a step before, whose options and attributes are not this one's
         opened = [t for t in (*grads, *self.params) if isinstance(t, DistTensor) and not mine(t)]
         swapped: list[Tensor] = [*opened, *self.states]
         open_tensors(swapped)
@@ -190,7 +191,8 @@ class OptimizerBinding:
         if self.chunks is not None:
             return True
         differentiable = any(g.get("differentiable") for g in opt.param_groups)
-        return reads_no_shapes(opt) and not differentiable and not torch.is_inference_mode_enabled()
+        plain = differentiable or "_init_group" in opt.__dict__ or torch.is_inference_mode_enabled()
+        return reads_no_shapes(opt) and not plain
 
     def _gradients(self) -> list[Tensor | None]:
         """Of each parameter the gradient in its layout.  Dispatch must be disabled."""

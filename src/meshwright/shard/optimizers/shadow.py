@@ -12,11 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import islice, repeat
+from types import MethodType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from ...errors import ShardError
 from ...local_tensor import PLAIN, plain_of, plain_of_all, set_grad
 from ...tensor import DistTensor
 from .collected import GroupLists, StateContents, still
@@ -83,6 +85,7 @@ class Shadow:
         self.seen: list[DistTensor] = []
         self.aliases: list[Tensor] = []
         self.real: dict[int, DistTensor] = {}
+        self.methods: dict[str, Any] = {}  # of the made one, in the place of the real one's
         self.before: Any = None
         self.after = StateContents({})
         self.lists = GroupLists()
@@ -106,7 +109,8 @@ class Shadow:
         stand_ins = iter(self.stand_ins)
         listed = [islice(stand_ins, len(g["params"])) for g in opt.param_groups]
         self.groups[:] = [{**g, "params": list(own)} for g, own in zip(opt.param_groups, listed, strict=True)]
-        own = {**opt.__dict__, "param_groups": self.groups, "state": self.state}
+        self.methods = {} if self.chunks is None else self._methods()  # PyTorch's own have none
+        own = {**opt.__dict__, **self.methods, "param_groups": self.groups, "state": self.state}
         self.made.__dict__ = own
         self.asked = self.chunks is not None
         laid = plain_ones(grads)
@@ -116,6 +120,21 @@ class Shadow:
                 own["_init_group"] = self.lists.taker(self.made, self.stand_ins, laid)
         if not self.lists.ready:
             _set_grads(self.plain, laid)
+
+    def _methods(self) -> dict[str, Any]:
+        """What an optimizer has of itself (``self.update = self._update_foreach``), asking this one for states."""
+        found = {
+            k: MethodType(v.__func__, self.made)
+            for k, v in self.opt.__dict__.items()
+            if v.__class__ is MethodType and v.__self__ is self.opt
+        }
+        if "_init_group" in self.opt.__dict__.keys() - found:
+            raise ShardError(
+                f"_init_group of this {type(self.opt).__name__} was replaced on the object, by what may ask the object "
+                "for its states; with states_over or states_on a step is on parts that another one has: override it in "
+                "a class of your own, with mw.shard_optimizer(..., elementwise=True)"
+            )
+        return found
 
     def in_place(self) -> bool:
         """Whether all that is seen as plain has the memory that it had."""
@@ -159,7 +178,8 @@ class Shadow:
             group.update({k: v for k, v in shadowed.items() if k != "params"})
         for k in opt.__dict__.keys() - left.keys():
             del opt.__dict__[k]
-        opt.__dict__.update({k: v for k, v in left.items() if k not in _OWN})
+        made = [k for k, v in self.methods.items() if left.get(k) is v]
+        opt.__dict__.update({k: v for k, v in left.items() if k not in _OWN and k not in made})
         if not self.asked or self.after.still(self.state):
             return False
         of = dict(zip(map(id, self.stand_ins), self.params, strict=True))
@@ -185,7 +205,7 @@ class Shadow:
 
     def release(self) -> None:
         """Gradients are nobody's but the parameters' again."""
-        self.made.__dict__.pop("_init_group", None)  # which has gradients
+        self.made.__dict__.clear()  # has gradients, and methods that have it
         if not self.lists.ready:
             _set_grads([*self.plain, *(own for _, own in self.chunked())], repeat(None))
 
