@@ -403,3 +403,47 @@ def test_a_collection_that_asks_the_optimizer_itself_is_refused_where_states_are
         made.step()
 
     mw.simulate(run, MESH)
+
+
+class Listing(torch.optim.AdamW):
+    """A class of one's own, whose step runs on the parameters themselves."""
+
+    def _init_group(self, *args: Any) -> Any:
+        return super()._init_group(*args)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Listing])
+@pytest.mark.parametrize("how", ["swapped", "resharded", "differentiable"])
+def test_a_gradient_that_lies_otherwise_is_stepped_with_and_stays(kind: Any, how: str) -> None:
+    """``p.grad`` assigned in another layout than the parameter's."""
+    mesh = mw.Mesh({"a": 3})
+    torch.manual_seed(0)
+    values = [torch.randn(7, 5, dtype=torch.float64) for _ in range(4)]
+
+    def run(on_mesh: bool) -> list[torch.Tensor]:
+        b, c = (nn.Parameter(v.clone()) for v in values[:2])
+        if on_mesh:
+            b, c = (
+                nn.Parameter(mw.shard_tensor(p.detach(), mesh, lies))
+                for p, lies in zip((b, c), ({"a": mw.Shard(1)}, {}), strict=True)
+            )
+        opt: Any = kind([b, c], lr=0.1)
+        if on_mesh:
+            opt = mw.shard_optimizer(opt, elementwise=True)
+        for i in range(3):
+            (b * values[2] + c * values[3] * (i + 1)).square().sum().backward()
+            if how == "differentiable" and i:
+                opt.param_groups[0]["weight_decay"] = 0.5
+            b.grad, c.grad = c.grad, b.grad
+            if how == "resharded" and on_mesh:
+                b.grad = mw.reshard(b.grad, {"a": mw.Shard(0)})
+            given = b.grad, c.grad
+            opt.step()
+            assert all(p.grad is g or p.grad.shape == g.shape for p, g in zip((b, c), given, strict=True))
+            if on_mesh and how == "resharded":
+                assert b.grad.layout == given[0].layout
+            opt.zero_grad()
+        return [mw.unshard(t.detach()) if on_mesh else t.detach() for t in (b, c, opt.state[b]["exp_avg"])]
+
+    for found, wanted in zip(mw.simulate(lambda: run(True), mesh)[0], run(False), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)

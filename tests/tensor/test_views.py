@@ -303,3 +303,22 @@ def test_a_view_that_is_a_view_where_the_part_allows_it_is_written() -> None:
             torch.testing.assert_close(mw.unshard(base), full.transpose(1, 2) * 1.5 + 1)
 
     mw.simulate(run, mesh)
+
+
+@pytest.mark.parametrize("turn", [lambda y: y.unsqueeze_(0), lambda y: y.t_(), lambda y: y.transpose_(0, 1)])
+def test_a_view_that_is_a_copy_is_not_turned_in_place(turn: Any) -> None:
+    """What is written to it afterwards would not reach its base."""
+    mesh = mw.Mesh({"a": 2})
+
+    def run() -> None:
+        x = mw.shard_tensor(torch.arange(8.0).reshape(2, 4), mesh, {"a": mw.Shard(1)})
+        with pytest.raises(DispatchError, match=r"of a view of .* that is a copy here.*Say y = y\."):
+            turn(x.view(4, 2))
+        x = mw.shard_tensor(torch.arange(8.0).reshape(2, 4), mesh, {"a": mw.Shard(1)})
+        y = x.view(-1)
+        turn(x)
+        x.mul_(2)
+        with pytest.raises(DispatchError, match="the tensor was then turned in place"):
+            y.sum()
+
+    mw.simulate(run, mesh)

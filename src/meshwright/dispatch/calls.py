@@ -73,7 +73,7 @@ class Op:
 
 @cache
 def _turns(name: str) -> bool:
-    packet = getattr(torch.ops.aten, f"{name}_", None)
+    packet = getattr(torch.ops.aten, name.removesuffix("_") + "_", None)
     return packet is not None and any(torch.Tag.inplace_view in getattr(packet, o).tags for o in packet.overloads())
 
 

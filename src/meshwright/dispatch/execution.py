@@ -294,6 +294,8 @@ class Execution:
         """Bring what was written to where its target lies, and say what the target is now."""
         plan, target, made = self.plan, self.tensors[0], self.plan.outputs[0]
         moved(target)
+        if plan.op.turns:  # copies of it are views of it as it was
+            target.__dict__["_turned"] = target.__dict__.get("_turned", 0) + 1
         old = spec_of(target, made.mesh)
         marks = marks_of(old).after_write()
         elsewhere = plan.back is not None or plan.fn is not None  # a local function may compute the new value

@@ -42,6 +42,8 @@ class View:
     ``pieces``: all that the call made, itself included: parts of the base that do not overlap.
     ``apart``: a copy on this rank alone, maybe, as its part does not lie in memory as a view needs.  To bring writes to
     its base could take communication, which the other ranks would know nothing of: they are refused.
+    ``turned``: how often the base was turned in place (``t_``, ``unsqueeze_``) when the copy was made: afterwards the
+    call makes another view of it.
     """
 
     base: Tensor
@@ -56,6 +58,7 @@ class View:
     writing: bool = False
     pieces: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     apart: bool = False
+    turned: int = 0
 
 
 def view_of(t: Tensor) -> View | None:
@@ -76,7 +79,7 @@ def remember(
         alias = view_of(base) is not None and t.untyped_storage()._cdata == base.untyped_storage()._cdata
         view = View(
             base, func, args, kwargs, i, _version(base), alias, torch.is_grad_enabled(),
-            pieces=pieces if len(made) > 1 else weakref.WeakSet(), apart=apart,
+            pieces=pieces if len(made) > 1 else weakref.WeakSet(), apart=apart, turned=base.__dict__.get("_turned", 0),
         )  # fmt: skip
         view.pieces.add(view)
         t.__dict__["_view"] = view
@@ -159,6 +162,16 @@ def before(plan: CallPlan, tensors: Sequence[Tensor], call: Call) -> None:
         refresh(t, call)
     if plan.op.inplace:
         refuse_leaf(tensors[0])
+        if plan.op.turns and (view := view_of(tensors[0])) is not None:
+            _refuse_turned(view, plan.op.name.removesuffix("_"))
+
+
+def _refuse_turned(view: View, name: str) -> None:
+    """Raises DispatchError for an op that changes in place how a copy lies in memory, and not its values."""
+    raise DispatchError(
+        f"{name}_ of a view of {view.base.__dict__['_spec']!r} that is a copy here, as making it needed communication: "
+        f"what is written to it afterwards would not reach its base. Say y = y.{name}(...)"
+    )
 
 
 def refuse_leaf(t: Tensor) -> None:
@@ -178,6 +191,12 @@ _PERHAPS = {"reshape", "flatten", "ravel"}  # views or copies, as the strides of
 def _refuse_unknown(view: View) -> None:
     """Raises DispatchError where nobody can say whether a write to a copy, or to its base, is to reach the other."""
     name, spec = op_name(view.func), view.base.__dict__["_spec"]
+    if view.turned != view.base.__dict__.get("_turned", 0):
+        raise DispatchError(
+            f"{name} of a tensor needed communication, so it is a copy here; the tensor was then turned in place "
+            f"(t_, unsqueeze_, ...), and it or the copy written to: which elements are the same is not known any more. "
+            f"Turn it by x = x.t(), or make the view afterwards: it is {spec!r} now"
+        )
     if view.apart:
         raise DispatchError(
             f"{name} of {spec!r} is a copy on this rank, whose part is not contiguous in memory, and was then "

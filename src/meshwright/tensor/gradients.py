@@ -68,6 +68,23 @@ def in_slot(p: DistTensor) -> DistTensor | None:
     return g
 
 
+class Laid:
+    """A gradient in the slot of a parameter for a while: what lay there, and beside it, comes back.
+
+    Dispatch must be disabled.
+    """
+
+    def __init__(self, p: DistTensor, g: Tensor) -> None:
+        self.p, self.g, self.before, self.beside = p, g, get_grad(p), p.__dict__.pop("_held", None)
+        set_grad(p, g)
+
+    def restore(self) -> None:
+        """Unless somebody has put another one there."""
+        if get_grad(self.p) is self.g:
+            set_grad(self.p, self.before)
+            hold(self.p, self.beside)
+
+
 def in_spec(g: Tensor, source: Spec, target: Spec) -> Tensor:
     """Local part of a gradient in another layout."""
     with torch.no_grad(), disabled():
@@ -276,4 +293,4 @@ def _delete(self: DistTensor) -> None:
 _DOC = "The gradient so far, in the layout that the backward gave it (Partial before it is synchronised)."
 DistTensor.grad = property(_get, _set, _delete, _DOC)  # type: ignore[assignment]
 
-__all__ = ["Coming", "accumulates", "bring", "given_grad", "held", "hold", "in_slot", "in_spec", "lay_aside"]
+__all__ = ["Coming", "Laid", "accumulates", "bring", "given_grad", "held", "hold", "in_slot", "in_spec", "lay_aside"]

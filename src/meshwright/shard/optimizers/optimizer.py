@@ -30,6 +30,7 @@ from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, call_enabled, given_grad, hold, in_slot, wrap
+from ...tensor.gradients import Laid
 from ..gradients.sync import sync_of
 from ..parameters.host import check_device
 from ..parameters.stored import Axes
@@ -81,6 +82,7 @@ class OptimizerBinding:
         self.numbers: list[dict[str, Any]] = []  # that were read
         self.kept = 0  # parameters with states, then
         self.swapped: list[Tensor] = []
+        self.lent: list[Laid] = []  # gradients in other layouts that users gave, as a step reads them
         self.states: list[Tensor] = []  # of one value per element
         self.laid: list[Any] = []  # the specs of these
         self.seen = StateContents({})  # what the state had when it was looked through
@@ -138,7 +140,9 @@ class OptimizerBinding:
                 shadow.load(self.known, self.seen, self.params, grads)
                 self.inside = opt
                 return shadow.made
-        self.shadow = None  # of a step before, whose options and attributes are not this one's
+            self.shadow = None  # of a step before, whose options and attributes are not this one's
+            pairs = zip(self.params, grads, strict=True)
+            self.lent = [Laid(p, g) for p, g in pairs if g is not None and get_grad(p) is not g and not mine(p)]
         opened = [t for t in (*grads, *self.params) if isinstance(t, DistTensor) and not mine(t)]
         swapped: list[Tensor] = [*opened, *self.states]
         open_tensors(swapped)
@@ -150,6 +154,9 @@ class OptimizerBinding:
         opt, self.inside = self.inside, None
         close_tensors(self.swapped)
         self.swapped = []
+        with disabled():
+            while self.lent:
+                self.lent.pop().restore()
         if opt is None:
             return
         shadow = self.shadow
