@@ -68,7 +68,7 @@ def in_slot(p: DistTensor) -> DistTensor | None:
     return g
 
 
-class Laid:
+class LentGradient:
     """A gradient in the slot of a parameter for a while: what lay there, and beside it, comes back.
 
     Dispatch must be disabled.
@@ -293,4 +293,15 @@ def _delete(self: DistTensor) -> None:
 _DOC = "The gradient so far, in the layout that the backward gave it (Partial before it is synchronised)."
 DistTensor.grad = property(_get, _set, _delete, _DOC)  # type: ignore[assignment]
 
-__all__ = ["Coming", "Laid", "accumulates", "bring", "given_grad", "held", "hold", "in_slot", "in_spec", "lay_aside"]
+__all__ = [
+    "Coming",
+    "LentGradient",
+    "accumulates",
+    "bring",
+    "given_grad",
+    "held",
+    "hold",
+    "in_slot",
+    "in_spec",
+    "lay_aside",
+]

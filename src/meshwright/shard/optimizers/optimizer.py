@@ -30,7 +30,7 @@ from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, call_enabled, given_grad, hold, in_slot, wrap
-from ...tensor.gradients import Laid
+from ...tensor.gradients import LentGradient
 from ..gradients.sync import sync_of
 from ..parameters.host import check_device
 from ..parameters.stored import Axes
@@ -82,7 +82,7 @@ class OptimizerBinding:
         self.numbers: list[dict[str, Any]] = []  # that were read
         self.kept = 0  # parameters with states, then
         self.swapped: list[Tensor] = []
-        self.lent: list[Laid] = []  # gradients in other layouts that users gave, as a step reads them
+        self.lent: list[LentGradient] = []  # gradients in other layouts that users gave, as a step reads them
         self.states: list[Tensor] = []  # of one value per element
         self.laid: list[Any] = []  # the specs of these
         self.seen = StateContents({})  # what the state had when it was looked through
@@ -142,7 +142,7 @@ class OptimizerBinding:
                 return shadow.made
             self.shadow = None  # of a step before, whose options and attributes are not this one's
             pairs = zip(self.params, grads, strict=True)
-            self.lent = [Laid(p, g) for p, g in pairs if g is not None and get_grad(p) is not g and not mine(p)]
+            self.lent = [LentGradient(p, g) for p, g in pairs if g is not None and get_grad(p) is not g and not mine(p)]
         opened = [t for t in (*grads, *self.params) if isinstance(t, DistTensor) and not mine(t)]
         swapped: list[Tensor] = [*opened, *self.states]
         open_tensors(swapped)
