@@ -243,9 +243,8 @@ class _Loss:
             return None
         if math.isclose(more, by) or math.isclose(more, ratio * by):
             return not math.isclose(more, by)
-        raise PassError(
-            f"{_where(node)}: a term of the loss is scaled by {abs(by):g}, and by {abs(more):g} for twice as many rows:"
-            f" the loss is no weighted mean of those of micro-batches; {self.hint}"
+        raise self._refused(
+            node, f"a term of the loss is scaled by {abs(by):g}, and by {abs(more):g} for twice as many rows"
         )
 
     def check_numbers(self, program: Program) -> None:
@@ -276,10 +275,7 @@ class _Loss:
         """A mean times how many rows it is over is a sum."""
         if found.divisor is None and not found.others:
             return Weight()
-        raise PassError(
-            f"{_where(node)}: a mean over what the values of a batch say is multiplied by how many rows there are: "
-            f"the loss is no weighted mean of those of micro-batches; {self.hint}"
-        )
+        raise self._refused(node, "a mean over what the values of a batch say is multiplied by how many rows there are")
 
     def _summed(self, node: fx.Node) -> tuple[int, int] | None:
         """How many rows, and elements, on all ranks, a sum is over that was scaled; None of one row, or none."""
@@ -295,7 +291,7 @@ class _Loss:
         return (shape[0], math.prod(shape)) if shape and shape[0] > 1 else None
 
     def _divided(self, node: fx.Node, x: Any, by: fx.Node) -> Weight | None:
-        value, inner = checked_value(by), self.of(x)
+        value, inner, source = checked_value(by), self.of(x), info_of(node).source
         if value.shape and math.prod(value.shape) != 1:
             return Weight()  # each row by a number of its own
         if inner is not None and inner.divisor is not None:
@@ -309,18 +305,15 @@ class _Loss:
         self.counted |= {by, at}
         if inner is None or below is None or below.divisor is not None or below.mean is not inner.mean:
             raise self._refused(node, "what is divided by a sum over the batch is none: divide a sum by a sum")
-        if any({x, node} & set(n.all_input_nodes) for n in self._backward_of(node)):
+        backward = [n for n in node.graph.nodes if info_of(n).role == "backward" and info_of(n).source == source]
+        if source and not {x, node}.isdisjoint(i for n in backward for i in n.all_input_nodes):
             raise self._refused(node, "the gradient goes through what a sum over the batch is divided by, too")
         if below.mean and counted is not by:
             raise self._refused(node, "a mean over the batch is divided by one that is kept from zero: divide sums")
         return Weight(number=below.number if below.mean else 1.0, divisor=by, counted=counted)
 
-    def _backward_of(self, node: fx.Node) -> list[fx.Node]:
-        """What an op of the forward does in the backward."""
-        source = info_of(node).source
-        return [n for n in node.graph.nodes if info_of(n).role == "backward" and source and info_of(n).source == source]
-
     def _refused(self, node: fx.Node, why: str) -> PassError:
+        """The error of a loss that is no weighted mean, with the line that makes it so."""
         return PassError(f"{_where(node)}: {why}: the loss is no weighted mean of those of micro-batches; {self.hint}")
 
     def _both(self, node: fx.Node, a: Weight | None, b: Weight | None) -> Weight | None:

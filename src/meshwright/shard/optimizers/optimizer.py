@@ -29,8 +29,7 @@ from ...local_tensor import OPEN, bare, close_tensors, get_grad, mine, open_tens
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, call_enabled, given_grad, hold, in_slot, wrap
-from ...tensor.gradients import LentGradient
+from ...tensor import DistTensor, LentGradient, call_enabled, given_grad, hold, in_slot, wrap
 from ..gradients.sync import sync_of
 from ..parameters.host import check_device
 from ..parameters.stored import Axes

@@ -208,7 +208,7 @@ class Shadow:
         # What has gradients, or has the made one, goes; the rest stays, for a step that calls that of its base.
         left = self.made.__dict__
         left.pop("_init_group", None)
-        left.update({k: self.opt.__dict__.get(k) for k in self.methods})
+        left.update({k: v for k, v in self.opt.__dict__.items() if k in self.methods})
         if not self.lists.ready:
             _set_grads([*self.plain, *(own for _, own in self.chunked())], repeat(None))
 
