@@ -485,7 +485,7 @@ def test_work_is_linear_in_the_layers() -> None:
             model, lambda m, b: loss_of(m, *b), torch.optim.AdamW(model.parameters()), batch, mesh, plan
         ).program
         with cProfile.Profile() as counted:
-            PassManager(["data-parallel-optimization"]).run(program)
+            PassManager(["data-parallel-optimization:bucket_bytes=20000"]).run(program)
         return int(pstats.Stats(counted).total_calls)  # type: ignore[attr-defined]
 
     few, many = calls(6), calls(24)

@@ -103,7 +103,7 @@ def verdict(folder: Path, test: str) -> str:
         for name in [n for n in sys.modules if n.partition(".")[0] == "tests"]:  # this very module: of the checkout
             del sys.modules[name]
         sys.dont_write_bytecode = True
-        os._exit(pytest.main([f"tests/{test}", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]))
+        os._exit(pytest.main([f"tests/{test}", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--whole"]))
     over = threading.Timer(PATIENCE, os.killpg, (child, signal.SIGTERM))  # a hang is red
     over.start()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
