@@ -49,6 +49,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "AllToAllOptions": ("torch._C._distributed_c10d.AllToAllOptions", "collectives"),
     "amp_foreach_non_finite_check_and_unscale_": ("torch._amp_foreach_non_finite_check_and_unscale_", "GradScaler"),
     "AutoDispatchBelowAutograd": ("torch._C._AutoDispatchBelowAutograd", "programs whose backward is written out"),
+    "autograd_profiler": ("torch.autograd.profiler", "whether somebody profiles"),
     "BarrierOptions": ("torch._C._distributed_c10d.BarrierOptions", "collectives"),
     "BroadcastOptions": ("torch._C._distributed_c10d.BroadcastOptions", "collectives"),
     "C_NN": ("torch._C._nn", "ops of torch.nn.functional"),
@@ -102,6 +103,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
         "torch._C._autograd._pop_saved_tensors_default_hooks",
         "saved tensors of stored parameters",
     ),
+    "RecordFunctionFast": ("torch._C._profiler._RecordFunctionFast", "profiles"),
     "profiler_enabled": ("torch._C._autograd._profiler_enabled", "profiles of simulated ranks"),
     "push_saved_tensors_default_hooks": (
         "torch._C._autograd._push_saved_tensors_default_hooks",

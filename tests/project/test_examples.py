@@ -87,6 +87,19 @@ def test_blocks_that_are_compiled_eagerly_and_in_a_captured_step() -> None:
         assert others == [[], [], []]
 
 
+@pytest.mark.processes
+def test_a_profile_has_every_collective_by_name(tmp_path: Path) -> None:
+    for more in ((), ("--captured",)):
+        trace = str(tmp_path / f"trace{len(more)}.json")
+        first, *others = run_processes(said_by_a_rank, 4, "profiled_step.py", "--tp", "2", "--trace", trace, *more)
+        assert set(others) == {""}
+        (sent,) = re.findall(r"(\d+) collectives in each step", first)
+        found = re.findall(r"(\d+) × meshwright::(\w+) over (\w+), \d+ bytes, (.*)", first)
+        assert sum(int(times) for times, *_ in found) == 2 * int(sent)  # two steps were active
+        assert any(kind == "all_reduce" and axis == "dp" and "gradient" in what for _, kind, axis, what in found)
+    assert "2 × meshwright::all_reduce over dp, 80 bytes, gradient of 0.weight\n" in first
+
+
 def restarts(processes: int, folder: Path, steps: int) -> str:
     args = ("--folder", str(folder), "--steps", str(steps))
     told: str = run_processes(said_by_a_rank, processes, "restarts.py", *args)[0]

@@ -181,3 +181,16 @@ def test_an_op_without_float64_is_said_with_what_to_do() -> None:
 
     with pytest.raises(VerifyError, match=r"in float64 on one device.* raised RuntimeError: .*\n*.*experts_implement"):
         mw.verify(nn.Linear(8, 8, bias=False), grouped, torch.randn(4, 8), MESH, {}, modes=["eager"])
+
+
+@pytest.mark.parametrize("ask", [lambda h: h.contiguous(), lambda h: h.to(h.dtype), lambda h: h.expand_as(h)])
+def test_a_value_that_an_op_gives_back_is_one_value_with_all_its_uses(ask: Any) -> None:
+    """Its gradient on one device is a sum over the uses of both; ranks may have made another value."""
+
+    def shared(model: Any, batch: Any) -> torch.Tensor:
+        h = model.down(model.up(model.table(batch[0])))  # a sum over ranks, which is known from the next line on
+        return (h.cos() + ask(h).sin()).square().mean()
+
+    report = verified(loss_fn=shared, modes=["eager"])
+    assert report.passed
+    assert not [n for n in report.notes if n.startswith("without consequence")], report

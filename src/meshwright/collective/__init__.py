@@ -62,6 +62,7 @@ from .quantized import (
     wire_all_reduce,
     wire_reduce_scatter,
 )
+from .ranges import OP, Served, op_range, profiler, serving, several, told
 from .rendezvous import meeting
 from .rows import gather_rows, scatter_rows
 from .sends import SEND, cut_off, lane, receive, send
@@ -87,6 +88,7 @@ __all__ = [
     "BY_HAND",
     "COLLECTIVES",
     "KINDS",
+    "OP",
     "OPERATORS",
     "REDUCE_SCATTER",
     "SEND",
@@ -100,6 +102,7 @@ __all__ = [
     "Kind",
     "Pending",
     "Post",
+    "Served",
     "all_gather",
     "all_gather_async",
     "all_gather_object",
@@ -130,8 +133,10 @@ __all__ = [
     "meeting",
     "mesh_of_text",
     "mesh_text",
+    "op_range",
     "override_group",
     "permute",
+    "profiler",
     "receive",
     "recording",
     "reduce_scatter",
@@ -144,10 +149,13 @@ __all__ = [
     "scatter_sum_async",
     "send",
     "sends_objects",
+    "serving",
+    "several",
     "silent",
     "so_far",
     "sum_async",
     "together",
+    "told",
     "travelled",
     "watch_over",
     "wire_all_gather",

@@ -14,6 +14,7 @@ from ..local_tensor import bare, mine
 from ..ranks import runtime
 from ..ranks.process_group import mark
 from ..ranks.simulation import Call
+from . import ranges
 from .claims import PLAIN, Row, Window, claim, verdict, window, word
 from .digest import digests
 from .groups import Group
@@ -176,7 +177,8 @@ def beside(group: Group, call: Call) -> None:
     """
     own: Window | None = window(group) if group.pg is not None else None
     if own is not None and own.due():
-        _exchanged((), group, call)()
+        with ranges.uncounted("what plain tensors were taken for, compared before it"):
+            _exchanged((), group, call)()
 
 
 def objects(obj: Any, group: Group, doing: str = "") -> list[Any]:

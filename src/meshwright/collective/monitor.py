@@ -21,8 +21,9 @@ from ..failures.report import failed
 from ..ranks import runtime
 from ..ranks.process_group import TIMEOUT, links, mark
 from ..ranks.simulation import Call
-from . import store_messages
+from . import ranges, store_messages
 from .groups import Group
+from .ranges import profiler
 from .store_messages import Word
 
 TICK = timedelta(seconds=0.5)  # between two looks, so that signals are handled while a rank waits
@@ -57,6 +58,9 @@ def started(group: Group, call: Call, start: Callable[..., Any], *args: Any) -> 
         raise DesyncError(f"{call}: this group of ranks is broken since an earlier collective failed: {link.broken}")
     number = link.began(call)
     try:
+        if profiler._is_profiler_enabled:
+            name = ranges.named(group, call)
+            return _Profiled(ranges.started_in(name, start, args), group, call, number, name)
         return Underway(start(*args), group, call, number)
     except RuntimeError as error:
         raise failure(group, call, number, first_line(error)) from error
@@ -105,6 +109,22 @@ class Underway:
         except BaseException as error:  # Ctrl-C
             _give_up(self.group, self.call, self.number, f"{type(error).__name__} on rank {runtime.RT.rank}")
             raise
+
+
+class _Profiled(Underway):
+    """One that was started while somebody profiles: the wait has a range too."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, work: Any, group: Group, call: Call, number: int, name: str) -> None:
+        super().__init__(work, group, call, number)
+        self.name = name
+
+    def wait(self) -> None:
+        if self.work is None:
+            return
+        with ranges.waiting_for(self.name):
+            super().wait()
 
 
 class _Watch:

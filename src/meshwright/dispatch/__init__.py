@@ -19,6 +19,7 @@ from .calls import (
     function_named,
     map_tensors,
     mesh_of,
+    op_name,
     resolve,
     spec_of,
     tensors_in,
@@ -28,10 +29,11 @@ from .keys import TensorBounds, key_of, key_part, with_numbers
 from .leaves import any_linked, link, resolve_types
 from .plans import AS_OP, casts_of, make_rule, naming, plan_call
 from .results import global_outputs
-from .routes import INTO_PLAIN, LISTED, Frontend, Known, Special, call, forget_ops
+from .routes import ASKED, INTO_PLAIN, LISTED, Frontend, Known, Special, call, forget_ops
 from .views import count_write, refresh, remember, remember_detached, write_through
 
 __all__ = [
+    "ASKED",
     "AS_OP",
     "BRING",
     "INTO_PLAIN",
@@ -65,6 +67,7 @@ __all__ = [
     "map_tensors",
     "mesh_of",
     "naming",
+    "op_name",
     "plan_call",
     "refresh",
     "relayout",

@@ -54,7 +54,7 @@ class Frontend:
 
 INTO_PLAIN = "into_plain"  # among what is special: an op that writes to a plain tensor
 # Of the object, or properties of it: no ops.
-_ASKED = {*QUESTIONS, "__get__", "__set__", "__delete__"}
+ASKED = {*QUESTIONS, "__get__", "__set__", "__delete__"}
 
 # ---------------------------------------------------------------------------------------------- the cache
 
@@ -108,7 +108,7 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
         plan = plans.find(own)
     if plan is None:
         name = op_name(func)
-        if name in _ASKED:
+        if name in ASKED:
             return call_disabled(func, (), args, kwargs)
         op = resolve(func)
         if op.inplace and not op.python and args and isinstance(args[0], Tensor) and "_spec" not in args[0].__dict__:

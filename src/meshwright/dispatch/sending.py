@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from ..resharding.record import Record
 from ..rules.strategies import Swap
 
 Tensor = torch.Tensor
+Said = Record | collective.Served | None
 
 
 class Send(NamedTuple):
@@ -50,7 +51,7 @@ _RUN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def sent(x: Tensor, send: Send, group: collective.Group, said: Record | None) -> Tensor:
+def sent(x: Tensor, send: Send, group: collective.Group, said: Said) -> Tensor:
     """What arrives; the gradient goes back by the transpose."""
     made: Tensor = _Sent.apply(x, send, group, said)
     return made
@@ -105,10 +106,13 @@ class Sending:
 
 def recorded(
     op: str, x: Tensor, send: Send, group: collective.Group, why: str, phase: str = "forward", back: float | None = None
-) -> Record | None:
-    """The record of a send, where there are records; ``back``: bytes of its transpose, where they are others."""
+) -> Said:
+    """The record of a send, where there are records, or what a profile calls it.
+
+    ``back``: bytes of its transpose, where they are others.
+    """
     if runtime.RT.records is None or group.size == 1:
-        return None
+        return cast(Said, runtime.RT.cause)
     there = send.bytes(x, group)
     again = (there if back is None else back) if x.requires_grad and phase == "forward" else 0.0
     return Record(
@@ -117,17 +121,17 @@ def recorded(
     )  # fmt: skip
 
 
-def noted(said: Record | None) -> AbstractContextManager[None]:
+def noted(said: Said) -> AbstractContextManager[None]:
     """List a record, where there are records, of what is sent inside of what is returned."""
-    if said is not None and runtime.RT.records is not None:
+    if isinstance(said, Record) and runtime.RT.records is not None:
         runtime.RT.records.append(said)
-    return runtime.serving(said)
+    return nullcontext() if said is None else runtime.serving(said)
 
 
-def transposed(said: Record | None, kind: str) -> Record | None:
+def transposed(said: Said, kind: str) -> Said:
     """The record of the transpose of what was sent, which is of this kind."""
-    if said is None:
-        return None
+    if not isinstance(said, Record):
+        return None if said is None else said.transposed()
     if said.phase == "forward":
         said = replace(
             said, bytes=said.backward_bytes, backward_bytes=0.0, reason=f"its gradient: {said.reason}", phase="backward"
@@ -137,7 +141,7 @@ def transposed(said: Record | None, kind: str) -> Record | None:
 
 class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, send: Send, group: collective.Group, said: Record | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, send: Send, group: collective.Group, said: Said) -> Tensor:
         ctx.send, ctx.group, ctx.said = send, group, said
         with noted(said):
             return _RUN[send.kind](x, group, *send.said)

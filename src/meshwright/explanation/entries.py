@@ -116,10 +116,9 @@ class Total:
 
 def recorded(number: int, r: Record) -> Collective:
     """A conversion of eager code."""
-    gradient = "gradient of " if r.phase == "backward" else ""
     lossy = [n for n, dtype in zip(r.sums, r.dtypes, strict=True) if n and rounds(dtype_from(dtype), n)]
     return Collective(
-        number, r.phase, " + ".join(r.kinds), r.op, r.argument, "", f"{gradient}{r.op} argument {r.argument}", r.shape,
+        number, r.phase, " + ".join(r.kinds), r.op, r.argument, "", r.tensor, r.shape,
         (), " + ".join(dict.fromkeys(r.dtypes)), r.src, r.dst, r.bytes, r.axes, (), r.line, r.reason, asked=r.asked,
         place=number, narrow=max(lossy, default=0),
     )  # fmt: skip

@@ -13,8 +13,9 @@ from ..layout import dtype_name, wire_name
 from ..program import Program, value_of
 from ..program.capture.ledger import Asked
 from ..program.ir.edges import Edge, edges
-from ..program.ir.nodes import NodeInfo, checked_value, info_of
+from ..program.ir.nodes import checked_value, info_of
 from ..program.ir.program import WHOLE, Message, Output, Staging, of_stages
+from ..program.ir.purposes import Purpose
 from ..ranks import runtime
 from ..resharding.copies import TO_DEVICE, TO_HOST
 from ..resharding.record import Record
@@ -153,38 +154,19 @@ def _collective(program: Program, number: int, node: fx.Node, names: dict[str, s
     given, info = checked_value(x), info_of(node)
     axes = tuple(str(options[-2]).split(","))
     cause = program.cause(node)
-    op, argument, parameter, tensor = _what(info, cause, names)
+    what = Purpose.of(program, node, names)
     nbytes = bytes_of(node.target, given.shape, given.dtype, options)
     mesh, ranks = program.mesh, math.prod(program.mesh.sizes[program.mesh.axis_index(a)] for a in axes)
     kind = COLLECTIVES[node.target]
     added = kind.reduces and not kind.wired and kind.named(options[:-2])["op"] in ADDS
     return Collective(
-        number, info.role, kind.name, op, argument, parameter, tensor,
+        number, info.role, kind.name, what.op, what.argument, what.parameter, what.tensor,
         given.shape if cause is None else cause.shape, given.shape, wire_name(kind.format(given.dtype, options[:-2])),
         "" if cause is None else cause.src, "" if cause is None else cause.dst, nbytes, axes,
         mesh.group_ranks(program.rank, [mesh.axis_index(a) for a in axes]), info.line,
         "" if cause is None else cause.reason, node.name, cause is not None and cause.asked, place,
         ranks if added and rounds(given.dtype, ranks) else 0,
     )  # fmt: skip
-
-
-def _what(info: NodeInfo, cause: Record | None, names: dict[str, str]) -> tuple[str, int, str, str]:
-    """The op served, which of its arguments, the parameter that moves, and what moves in words."""
-    if cause is None:
-        return info.source, 0, "", info.source
-    backward = cause.phase == "backward"
-    parameter = info.sync or names.get(cause.op, "")
-    if not parameter:
-        if cause.asked and not backward:
-            return cause.op, cause.argument, "", cause.op
-        gradient = "gradient of " if backward else ""
-        return cause.op, cause.argument, "", f"{gradient}{cause.op} argument {cause.argument}"
-    whole = info.gather or not (backward or info.sync)
-    return names.get(cause.op, cause.op), 0, parameter, parameter if whole else _gradients(parameter.split(", "))
-
-
-def _gradients(names: list[str]) -> str:
-    return f"gradient of {names[0]}" if len(names) == 1 else f"{len(names)} gradients: {names[0]} … {names[-1]}"
 
 
 def _laid(program: Program) -> tuple[Laid, ...]:

@@ -50,15 +50,17 @@ class Counts:
     for n ranks: all-gather and reduce-scatter (n-1)/n of the full tensor, all-reduce twice that, all-to-all
     (n-1)/n of the local tensor, broadcast the tensor.  ``narrow`` maps (kind, axis names, dtype, ranks) to the
     number of those that sum many ranks in few bits (``collective.rounds``).  ``copies`` maps ``"to_device"`` and
-    ``"to_host"`` to [count, bytes] of what is stored on the host; they are no collectives, and in no total.
+    ``"to_host"`` to [count, bytes] of what is stored on the host; they are no collectives, and in no total.  ``last``
+    has kind and bytes of the last one, until the range of a profile is named by them.
     """
 
-    __slots__ = ("copies", "narrow", "table")
+    __slots__ = ("copies", "last", "narrow", "table")
 
     def __init__(self) -> None:
         self.table: dict[tuple[str, tuple[str, ...]], list[int]] = {}
         self.narrow: dict[tuple[str, tuple[str, ...], str, int], int] = {}
         self.copies: dict[str, list[int]] = {}
+        self.last: tuple[str, int] | None = None
 
     def add(self, kind: str, axes: tuple[str, ...], nbytes: int) -> None:
         """Record one collective of ``kind`` over ``axes`` that moves ``nbytes`` bytes."""
@@ -68,6 +70,7 @@ class Counts:
             entry = self.table[kind, axes] = [0, 0]
         entry[0] += 1
         entry[1] += nbytes
+        self.last = kind, nbytes
 
     def add_copy(self, way: str, nbytes: int) -> None:
         """Record one copy between the host and the mesh's device."""
@@ -207,7 +210,8 @@ class Runtime:
         memo: scratch for the other layers.
         records: list that explain collects into, or None.
         told: what is told of each call that is executed in full, or None; with records, that is every call.
-        cause: the record that communication started now serves, or None; kept only while there are records.
+        cause: the record that communication started now serves, or None; kept only while there are records, and in
+            words while somebody profiles.
         line: the user's line that records are to show, where the call stack cannot tell, or None.
         explicit: whether communication must be asked for by name.
         budget: axes to bytes that may be sent, or None.

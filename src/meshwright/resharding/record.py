@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import collective
 from ..errors import ExplicitError
 from ..layout import Layout, wire_name
 from ..ranks import runtime
@@ -69,6 +70,16 @@ class Record:
         if moving and runtime.RT.records is not None:
             runtime.RT.records.append(made)
         return made
+
+    @property
+    def tensor(self) -> str:
+        """What moves, in words."""
+        return f"{'gradient of ' if self.phase == 'backward' else ''}{self.op} argument {self.argument}"
+
+    @property
+    def words(self) -> str:
+        """What it is for, as a profile says it."""
+        return f"{self.tensor} at {self.line}"
 
     def without(self, kind: str) -> Record:
         """The record of what is left where one of several collectives travels together with those of others."""
@@ -157,6 +168,8 @@ def implicit(op: str, argument: int, plan: planner.ConversionPlan, why: str, mov
 def asked(what: str, plan: planner.ConversionPlan, reason: str) -> AbstractContextManager[None]:
     """Note a conversion that somebody asked for by name, and that runs inside of what is returned."""
     if runtime.RT.records is None:
+        if collective.profiler._is_profiler_enabled:
+            return runtime.serving(collective.Served(f"{what} at {user_line()}"))
         return nullcontext()
     made = replace(make(what, 0, plan, reason), asked=True)
     if plan.moves:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from .. import collective
+from ..collective import OP, op_range, profiler
 from ..compat import python_dispatch as torchs
 from ..dispatch import (
+    ASKED,
     LISTED,
     NO,
     Args,
@@ -22,6 +24,7 @@ from ..dispatch import (
     key_of,
     key_part,
     mesh_of,
+    op_name,
     resolve,
     tensors_in,
     with_numbers,
@@ -60,6 +63,8 @@ def dispatch(
         made = modes.under(dispatch, func, types, args, kwargs)
         if made is not NotImplemented:
             return made
+    if profiler._is_profiler_enabled and OP.func is not func and op_name(func) not in ASKED:
+        return op_range(resolve(func).name, dispatch, func, types, args, kwargs, known)
     key: Any = None
     if known is None:
         if args and args[0].__class__ is list and func in LISTED:

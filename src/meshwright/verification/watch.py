@@ -92,6 +92,7 @@ class Watch(TorchFunctionMode):
         call = (name, line, self._counted[name, line])
         seen = Observed((), name, line, None)
         used = tuple(self._key(t, replace(seen, key=("forward", *call, "in", i))) for i, t in enumerate(given))
+        before = {id(t): t.grad_fn for t in given if t.requires_grad}
         try:
             out = func(*args, **kwargs)
         except Exception as error:
@@ -102,7 +103,13 @@ class Watch(TorchFunctionMode):
             self._counted[name, line] += 1
             self.calls.append((name, line, used))
             for i, t in enumerate(made if name not in _UNWRITTEN else ()):
-                self._see(t, replace(seen, key=("forward", *call, "out", i)))
+                own = replace(seen, key=("forward", *call, "out", i))
+                if t.requires_grad and id(t) in before and t.grad_fn is before[id(t)]:
+                    # It gave what it was given (contiguous, to): one value, whose gradient is a sum over all of its
+                    # uses, while ranks may have made a new one, whose gradient is that of its own uses.
+                    self.tell(held(t, own))
+                else:
+                    self._see(t, own)
             self.tell(replace(seen, key=("forward", *call, "random", 0), value=random_state()))
         return out
 

@@ -13,13 +13,14 @@ import torch
 import torch.fx as fx
 
 from ... import collective, compat
-from ...collective import COLLECTIVES, STARTS, WAIT_OP
+from ...collective import COLLECTIVES, STARTS, WAIT_OP, profiler, told
 from ...dispatch import autocast
 from ...errors import ProgramError
 from ...ranks.runtime import PROGRAM
 from ..ir.inplace import storages
 from ..ir.nodes import checked_value, is_mutating, value_of
 from ..ir.program import PASSED, Program
+from ..ir.purposes import Purpose
 from ..ir.sizes import Size, Variables
 from ..ir.strides import LAID, Strides, laid, same
 
@@ -46,7 +47,7 @@ class Compiled:
 
     def __init__(self, program: Program, variables: int = 0) -> None:
         self.program, self.variables = program, variables
-        self._bodies: dict[frozenset[str] | None, Callable[..., list[Tensor]]] = {}
+        self._bodies: dict[Any, Callable[..., list[Tensor]]] = {}
         self._odd: set[str] = set()  # nodes whose kernel gave other strides than its stand-in said
         self._body(None)
 
@@ -62,7 +63,7 @@ class Compiled:
                     return run(inputs)
             with torch.no_grad(), compat.AutoDispatchBelowAutograd():
                 if odd is not None:
-                    return self._bodies[odd](inputs, *variables)
+                    return self._body(odd)(inputs, *variables)
                 # Which kernels do so depends on strides and shapes only: what the first run has seen holds for all.
                 self._odd = set()
                 made = self._body(None)(inputs, *variables)
@@ -73,11 +74,12 @@ class Compiled:
         return run
 
     def _body(self, odd: frozenset[str] | None) -> Callable[..., list[Tensor]]:
-        """The code; without ``odd`` it finds out."""
-        found = self._bodies.get(odd)
+        """The code; without ``odd`` it finds out.  While somebody profiles, collectives in it say what they are for."""
+        key = odd, profiler._is_profiler_enabled
+        found = self._bodies.get(key)
         if found is None:
             watch = self._looked_at if odd is None else lambda n: self._laid(n) if n.name in odd else None
-            found = self._bodies[odd] = _compiled(self.program, watch, self.variables)
+            found = self._bodies[key] = _compiled(self.program, watch, self.variables, key[1])
         return found
 
     def _looked_at(self, node: fx.Node) -> tuple[Any, ...] | None:
@@ -97,8 +99,8 @@ class Compiled:
 Watch = Callable[[fx.Node], "tuple[Any, ...] | None"]
 
 
-def _compiled(program: Program, watch: Watch, variables: int) -> Callable[..., list[Tensor]]:
-    source, names = python_of(program, watch, variables)
+def _compiled(program: Program, watch: Watch, variables: int, profiled: bool) -> Callable[..., list[Tensor]]:
+    source, names = python_of(program, watch, variables, profiled)
     scope: dict[str, Any] = {}
     exec(compile(source, f"{PROGRAM}{program.rank}>", "exec"), names, scope)
     body: Callable[..., list[Tensor]] = scope["step"]
@@ -115,7 +117,9 @@ def _makes(node: fx.Node) -> bool:
     return not is_mutating(node) and all(value.storage not in storages(n) for n in node.all_input_nodes)
 
 
-def python_of(program: Program, watch: Watch = lambda node: None, variables: int = 0) -> tuple[str, dict[str, Any]]:
+def python_of(
+    program: Program, watch: Watch = lambda node: None, variables: int = 0, profiled: bool = False
+) -> tuple[str, dict[str, Any]]:
     """Source of ``step(inputs)``, or ``step(inputs, u0, u1)``, and the names that it uses.
 
     All names in it are made here: those of the nodes may come from a file.
@@ -123,11 +127,14 @@ def python_of(program: Program, watch: Watch = lambda node: None, variables: int
     Args:
         watch: of a node that makes memory, a function that its tensor goes through, and further arguments; or None.
         variables: of how many variables the sizes in it are.
+        profiled: its collectives say what they are for.
     """
     names: dict[str, Any] = {}
     nodes = {n: f"v{i}" for i, n in enumerate(program.graph.nodes)}
     bound: dict[Any, str] = {}
     last = last_uses(program.graph)
+    inputs = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
+    words = {n: Purpose.of(program, n, inputs).words for n in program.collectives()} if profiled else {}
     passed = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind in PASSED}
     lines = [f"def step({', '.join(['inputs', *(f'u{i}' for i in range(variables))])}):"]
     given = [nodes[n] for n in program.placeholders]
@@ -136,7 +143,7 @@ def python_of(program: Program, watch: Watch = lambda node: None, variables: int
     for node in program.graph.nodes:
         if node.op == "call_function":
             assigned = f"{nodes[node]} = " if node.users else ""
-            lines.append(f"    {assigned}{_call(node, nodes, names, bound)}")
+            lines.append(f"    {assigned}{_call(node, nodes, names, bound, words.get(node))}")
             through = watch(node) if _makes(node) else None
             if through is not None:
                 fn, *rest = [_text(a, nodes, names) for a in through]
@@ -164,12 +171,15 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _call(node: fx.Node, nodes: dict[fx.Node, str], names: dict[str, Any], bound: dict[Any, str]) -> str:
+def _call(
+    node: fx.Node, nodes: dict[fx.Node, str], names: dict[str, Any], bound: dict[Any, str], words: str | None
+) -> str:
     if node.target is operator.getitem:
         return f"{_text(node.args[0], nodes, names)}[{_text(node.args[1], nodes, names)}]"
     if node.target in COLLECTIVES:
         *given, axes, mesh = node.args
-        name = _bind(node.target, lambda: _collective(node.target), names, bound)
+        way = _collective(node.target)
+        name = _bind((node.target, words), lambda: way if words is None else told(way, words), names, bound)
         group = _bind(("group", axes), lambda: _group(str(axes), str(mesh)), names, bound)
         return f"{name}({', '.join([*(_text(a, nodes, names) for a in given), group])})"
     if node.target is LAID.default:

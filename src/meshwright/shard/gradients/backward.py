@@ -7,11 +7,13 @@ so a backward that raises leaves nothing behind that another one, or another thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from ... import collective, compat
+from ...collective import serving
 from ...dispatch import disabled
 from ...errors import ShardError
 from ...layout import Spec, block_of
@@ -20,6 +22,7 @@ from ...mesh import Mesh
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, held, hold, in_spec, lay_aside, wrap
+from ..parameters.names import names_of
 from ..parameters.packing import Packing, split_dim
 from ..parameters.stored import near, on_host, reduce_dtype
 from .buckets import Bucket, Buckets
@@ -181,7 +184,8 @@ class Backward:
                 # What comes later in this backward starts a new gradient and is added at the end.
                 set_grad(p, None)
             if grads:
-                self.in_flight.append(self._start(bucket, members, grads))
+                with serving("gradient", partial(names_of, [self.sync.params[i] for i in members])):
+                    self.in_flight.append(self._start(bucket, members, grads))
 
     def _advance_sums(self) -> None:
         """Start the second collective of reductions that have two, where all ranks do."""

@@ -11,6 +11,7 @@ from ...dispatch import disabled
 from ...layout import NO_MARKS, Partial, Spec, marked, marks_of
 from ...local_tensor import get_grad, set_grad
 from ...mesh import Mesh
+from ...ranks import runtime
 from ...tensor import Coming, DistTensor, held, hold, in_spec, wrap
 from ..parameters.host import Leaving
 from ..parameters.packing import Packing
@@ -25,6 +26,7 @@ class InFlight:
     pending: collective.Pending
 
     def __init__(self, params: Sequence[DistTensor], specs: Sequence[Spec]) -> None:
+        self.cause = runtime.RT.cause
         self.specs = {id(p): (k, spec) for k, (p, spec) in enumerate(zip(params, specs, strict=True))}
         for p in params:
             hold(p, _Seat(self, p.__dict__.get("_held")))
@@ -151,7 +153,8 @@ class Scattering(InFlight):
             return
         row = self.pending.wait()
         if self.others is not None:
-            collective.sum_async(row, self.others, self.wire).wait()
+            with runtime.serving(self.cause):
+                collective.sum_async(row, self.others, self.wire).wait()
         if self.to_host:
             self.leaving = Leaving(row.to(self.dtype), self.device)
         else:

@@ -21,7 +21,8 @@ from ...errors import ShardError
 from ...layout import Spec
 from ...ranks import runtime
 from ...tensor import DistTensor
-from .kinds import builtin, name_of
+from ..parameters.names import name_of
+from .kinds import builtin
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, nn.Parameter, DistTensor)

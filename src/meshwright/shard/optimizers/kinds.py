@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from ...errors import ShardError
 from ...tensor import DistTensor
+from ..parameters.names import name_of
 
 Tensor = torch.Tensor
 
@@ -25,12 +26,6 @@ MIXING = {
     "Adafactor": "averages over whole rows and columns",
     "SparseAdam": "expects sparse gradients",
 }
-
-
-def name_of(p: Tensor) -> str:
-    """Name of a parameter in its model, where known."""
-    name = p.__dict__.get("_param_name")
-    return f"{name}" if name else f"a parameter of shape {tuple(p.shape)}"
 
 
 def mixes(opt: Optimizer) -> bool:
@@ -167,6 +162,5 @@ __all__ = [
     "forgets",
     "hooks_of",
     "mixes",
-    "name_of",
     "own_work",
 ]

@@ -7,12 +7,14 @@ reduced, the optimizer sees chunks only, and after its step the updated chunks a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from ... import collective
+from ...collective import serving
 from ...dispatch import disabled, refresh
 from ...errors import ShardError
 from ...layout import Layout, Partial, Replicate, Spec
@@ -22,9 +24,10 @@ from ...resharding.copies import TO_DEVICE, TO_HOST
 from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, call_enabled, in_spec, wrap
 from ..gradients.sync import BUCKET_BYTES, sync_of
+from ..parameters.names import name_of, names_of
 from ..parameters.packing import Packing, axes_of, cut, cut_axes, own_part, split_dim
 from ..parameters.stored import Axes, on_host
-from .kinds import ELEMENTWISE, name_of
+from .kinds import ELEMENTWISE
 
 T = TypeVar("T")
 
@@ -125,7 +128,8 @@ class Chunks:
                 if self._leaves(members[0]):
                     row = TO_DEVICE(row, mesh.device)
                 group = collective.group(mesh, axes)
-                in_flight.append((packing, members, collective.all_gather_async(row, 0, packing.sizes, group)))
+                with serving("", partial(names_of, members)):
+                    in_flight.append((packing, members, collective.all_gather_async(row, 0, packing.sizes, group)))
             for packing, members, pending in in_flight:
                 packing.unpack(pending.wait(), [bare(p) for p in members])
 

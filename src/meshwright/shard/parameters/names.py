@@ -18,6 +18,17 @@ Tensor = torch.Tensor
 Globs = Mapping[str, Placements]
 
 
+def name_of(p: Tensor) -> str:
+    """Name of a parameter in its model, where known."""
+    name = p.__dict__.get("_param_name")
+    return f"{name}" if name else f"a parameter of shape {tuple(p.shape)}"
+
+
+def names_of(params: Iterable[Tensor]) -> list[str]:
+    """Names of parameters in their model."""
+    return [name_of(p) for p in params]
+
+
 class Names:
     """Parameters and buffers of a model by name; a tied one has several names and is one object."""
 

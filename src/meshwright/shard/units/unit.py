@@ -7,12 +7,14 @@ import math
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
 from ... import collective, compat
+from ...collective import serving
 from ...dispatch import disabled
 from ...errors import ShardError
 from ...layout import Marks, Spec, block_of, marked
@@ -27,6 +29,7 @@ from ..gradients.reductions import InFlight, Reduction, Scattering, partial_axes
 from ..gradients.sync import GradSync
 from ..parameters.chain import Chain, chain
 from ..parameters.host import HOST, Lane, check_place
+from ..parameters.names import names_of
 from ..parameters.packing import Packing, split_dim, whole_over
 from ..parameters.precision import check_autocast
 from ..parameters.stored import STORED, Stored, compute_dtype, on_host, stored
@@ -150,7 +153,7 @@ class Zero:
             for p in members:
                 hold(p, None)
             specs = [p._spec.invariant() for p in members]
-            with torch.no_grad(), disabled():
+            with torch.no_grad(), disabled(), serving("gradient", partial(names_of, members)):
                 if not own:
                     started.append(self._sum(members, grads, specs, axes))
                     continue
@@ -316,7 +319,8 @@ class Unit:
         packing = self.zero.packing(step.axes, members, block_of(step.src.wire))
         row = packing.pack_row([near[id(p)] for p in members], step.src.dtype)
         group = collective.group(self.zero.mesh, step.axes)
-        return members, packing, collective.gather_async(row, packing.sizes, group, step.src.wire)
+        with serving("", partial(names_of, members)):
+            return members, packing, collective.gather_async(row, packing.sizes, group, step.src.wire)
 
     def check_autocast(self) -> None:
         """Raises ShardError where autocast would compute in another dtype than the parameters' precision says."""
