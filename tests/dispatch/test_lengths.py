@@ -274,14 +274,14 @@ def test_ranks_that_forget_at_different_times_stay_together() -> None:
 
 def test_a_conversion_is_known_by_its_ends() -> None:
     """A value is reduced once, also by a rank that forgot the plan of it in between."""
-    from meshwright.resharding.planner import plan
+    from meshwright.resharding import planner
 
     def run() -> int:
         x = mw.from_local(torch.ones(4), PAIR, [mw.Partial()]).requires_grad_()
         y = x * 2
         _ = y.relu()
         if runtime.RT.rank:
-            plan.cache_clear()
+            planner._plan.cache_clear()
             runtime.RT.plans.clear()
             runtime.RT.fast.clear()
         before = runtime.RT.counts.total

@@ -8,6 +8,7 @@ import torch
 import meshwright as mw
 from meshwright.errors import ConversionError
 from meshwright.layout import Layout, Marks, Partial, Replicate, Shard, Spec, marked
+from meshwright.ranks import runtime
 from meshwright.resharding.conversions import gathered_as
 from meshwright.resharding.cost import bytes_of
 from meshwright.resharding.planner import in_dtype, on_one_axis, plan
@@ -195,6 +196,14 @@ def test_what_is_undecided_is_left_alone():
     for other in (spec(I, I), spec(I, R), spec(I, S0)):  # undecided in one of the two: of a value, as if invariant
         for a, b in ((src, other), (other, src)):
             assert plan(a, b).ends == plan(a.decided(), b.decided()).ends
+
+
+def test_axes_that_are_spared_are_touched_where_they_change_alone():
+    with runtime.preferring({}, 0b01):
+        assert told(plan(spec(R, P), spec(R, R))) == ("all_reduce b", 768, 768)
+        assert told(plan(spec(S0, P), spec(I, R)))[0] == "all_reduce b, all_gather a"  # a changes
+    with runtime.preferring({}, 0b10):
+        assert told(plan(spec(R, P), spec(R, R)))[0] == "slice a, all_reduce b, all_gather a"
 
 
 def test_only_the_minor_axis_of_a_dim_leaves_it():

@@ -49,6 +49,12 @@ def test_an_operand_costs_what_its_plan_does(graded):
         0,
     ]
     assert search._axis_bytes(leaf, 0, R, False, 1, 1) == 0
+    # Of a part of it, too: as much as of the whole, so that what is decided changes no order of candidates.
+    assert [search._axis_bytes(leaf, 0, S0, d, g, w) for d, g, w in ((True, 1, 1), (True, 1, 2), (True, 0, 1))] == [
+        2,
+        4,
+        0,
+    ]
     second = spec(S0, R, reduced=2)
     assert [search._axis_bytes(second, a, R, True, 1, 1) for a in (0, 1)] == [2, 0]
     assert [search._axis_bytes(spec(P, S0), a, R, True, 1, 2) for a in (0, 1)] == [8, 3]

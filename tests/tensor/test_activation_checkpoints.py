@@ -100,6 +100,26 @@ def test_reproducible_random_reaches_the_second_run(back: Callable[[Any], None],
     torch.testing.assert_close(gradient(False), gradient(True))
 
 
+def test_the_second_run_chooses_as_the_first_though_leaves_were_decided_by_that() -> None:
+    """Of whole weights each rank uses its own part, or all of them for its own rows."""
+    mesh, sizes = mw.Mesh({"ep": 2}), ((8, 10, 16), (8, 16, 5))
+
+    def gradient(split: bool) -> Any:
+        torch.manual_seed(0)
+        weights: Any = [nn.Parameter(torch.randn(*size)) for size in sizes]
+        x, scores = torch.randn(36, 16), torch.rand(36, 1)
+        ids = torch.randint(8, (36, 1))
+        if split:
+            x, ids, scores = (mw.shard_tensor(t, mesh, {"ep": mw.Shard(0)}) for t in (x, ids, scores))
+            places = ({}, {"ep": mw.Shard(0)})
+            weights = [mw.shard_tensor(w, mesh, p).requires_grad_() for w, p in zip(weights, places, strict=True)]
+        again(mw.experts, x, ids, scores, *weights).square().mean().backward()
+        return [mw.unshard(w.grad) if split else w.grad for w in weights]
+
+    for got in mw.simulate(lambda: gradient(True), mesh):
+        torch.testing.assert_close(got, gradient(False))
+
+
 class Inside(nn.Module):
     """A unit whose own forward checkpoints parts of itself, as transformers' layers do."""
 

@@ -181,7 +181,7 @@ def as_rank(mesh: Mesh, rank: int) -> Iterator[None]:
     """Inside, this is ``rank`` of the mesh, which emits collectives instead of meeting others."""
     outer = runtime.RT
     inner = runtime.Runtime(rank, mesh.size, Emitter(mesh, rank))
-    inner.records, inner.strategies = [], outer.strategies
+    inner.records, inner.strategies, inner.spared = [], outer.strategies, outer.spared
     runtime.RT = inner
     try:
         yield

@@ -60,7 +60,8 @@ class _OfDevice(CaptureSource):
         if not again:
             check_hooks(self.model)
         wished = self.plan.strategies
-        with runtime.preferring(runtime.RT.strategies if wished is None else wished):
+        staged = sum(1 << a for a, name in enumerate(self.mesh.axes) if name in (self.plan.stages or ()))
+        with runtime.preferring(runtime.RT.strategies if wished is None else wished, staged):
             made = build(
                 self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
                 rank=runtime.RT.rank, train=train, again=again, homes=self.homes,

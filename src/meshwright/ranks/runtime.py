@@ -216,6 +216,7 @@ class Runtime:
         explicit: whether communication must be asked for by name.
         budget: axes to bytes that may be sent, or None.
         strategies: of ops that have several, which one an axis is to take: op to axis to name.
+        spared: axes, as bits, that no conversion takes on its way which does not change them itself.
         counts: the collectives that ran.
         timeout: seconds that a collective may take, or None for the default.
         check: whether every collective compares first what the ranks are about to do (``init_mesh(check=True)``).
@@ -248,6 +249,7 @@ class Runtime:
         self.explicit = False
         self.budget: Mapping[str, Any] | None = None
         self.strategies: Mapping[str, Mapping[str, str]] = {}
+        self.spared = 0
         self.counts = Counts()
         self.timeout: float | None = None
         self.check = False
@@ -288,18 +290,18 @@ def serving(cause: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preferring(strategies: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
-    """Inside, ops take these strategies; plans that were made for others are forgotten."""
+def preferring(strategies: Mapping[str, Mapping[str, str]], spared: int = 0) -> Iterator[None]:
+    """Inside, ops take these strategies, and conversions spare these axes; plans of others are forgotten."""
     rt = RT
-    before = rt.strategies
+    before = rt.strategies, rt.spared
 
-    def change(to: Mapping[str, Mapping[str, str]]) -> None:
-        if rt.strategies != to:
-            rt.strategies = to
+    def change(to: tuple[Mapping[str, Mapping[str, str]], int]) -> None:
+        if (rt.strategies, rt.spared) != to:
+            rt.strategies, rt.spared = to
             rt.plans.clear()
             rt.fast.clear()
 
-    change(strategies)
+    change((strategies, spared))
     try:
         yield
     finally:

@@ -34,6 +34,7 @@ from ..layout import (
     dual,
     widest,
 )
+from ..ranks import runtime
 from . import conversions
 from .conversions import ConversionStep
 from .cost import bytes_of, passes
@@ -72,14 +73,20 @@ class ConversionPlan:
         return self.forward_bytes + self.backward_bytes
 
 
-@lru_cache(maxsize=2048)
 def plan(src: Spec, dst: Spec) -> ConversionPlan:
     """The cheapest plan from ``src`` to ``dst``.  No step touches an axis that is undecided in both.
 
     One that is undecided in one of them alone counts as invariant there: of values whose gradient nobody asks for.
+    Nor does a step touch an axis that is the same in both and spared (``runtime.RT.spared``): of a step with stages
+    that of these, whose ranks compute other things once it is cut.
 
     Raises ConversionError for different shapes or meshes, or where no sequence of steps exists.
     """
+    return _plan(src, dst, runtime.RT.spared)
+
+
+@lru_cache(maxsize=2048)
+def _plan(src: Spec, dst: Spec, spared: int) -> ConversionPlan:
     if src.shape != dst.shape or src.mesh != dst.mesh:
         raise ConversionError(f"cannot convert {src!r} on {src.mesh!r} into {dst!r} on {dst.mesh!r}")
     sums, wires, open_ = widest((src, dst)), src.wires, src.undecided & dst.undecided
@@ -88,7 +95,7 @@ def plan(src: Spec, dst: Spec) -> ConversionPlan:
         return ConversionPlan(src, dst, (), 0.0, 0.0)
     steps: list[ConversionStep] = []
     here = src
-    for axes, (placement, reduced) in _moves(src, dst):
+    for axes, (placement, reduced) in _moves(src, dst, spared):
         layout, mask = here.layout, here.reduced
         for a in axes:
             layout, mask = layout.replace(a, placement), mask & ~(1 << a) | (reduced << a)
@@ -119,8 +126,8 @@ _ORDERS = 16
 _SPARE = 2  # dims that neither side splits and that may be split on the way
 
 
-def _moves(src: Spec, dst: Spec) -> list[Move]:
-    """The cheapest way.  Raises ConversionError where there is none."""
+def _moves(src: Spec, dst: Spec, spared: int) -> list[Move]:
+    """The cheapest way, which spares these axes where it can.  Raises ConversionError where there is none."""
     # A dim shorter than the mesh would put more on some ranks than bytes on average tell.
     used = {*src.layout.dim_axes(), *dst.layout.dim_axes()}
     spare = tuple([d for d, n in enumerate(src.shape) if n >= src.mesh.size and d not in used][:_SPARE])
@@ -128,7 +135,7 @@ def _moves(src: Spec, dst: Spec) -> list[Move]:
     sent = (src.summed.itemsize if w is None else max(bytes_each(w), src.dtype.itemsize) for w in src.wires)
     there, back = (n / src.dtype.itemsize for n in sent)
     try:
-        return _between((src.layout, _types(src)), (dst.layout, _types(dst)), spare, (there, back))
+        return _between((src.layout, _types(src)), (dst.layout, _types(dst)), spare, (there, back), spared)
     except ConversionError:
         raise ConversionError(f"no sequence of conversions leads from {src!r} to {dst!r}") from None
 
@@ -139,7 +146,11 @@ def _types(spec: Spec) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _between(
-    src: tuple[Layout, tuple[int, ...]], dst: tuple[Layout, tuple[int, ...]], spare: tuple[int, ...], wide: Wide
+    src: tuple[Layout, tuple[int, ...]],
+    dst: tuple[Layout, tuple[int, ...]],
+    spare: tuple[int, ...],
+    wide: Wide,
+    spared: int,
 ) -> list[Move]:
     """The cheapest way, found for dims by number of appearance: shapes do not matter to it."""
     dims = [*sorted({*src[0].dim_axes(), *dst[0].dim_axes()}), *spare]
@@ -150,7 +161,7 @@ def _between(
         )
         for layout, types in (src, dst)
     )
-    found = _cheapest(src[0].mesh.sizes, *ends, len(dims), wide)
+    found = _cheapest(src[0].mesh.sizes, *ends, len(dims), wide, spared)
     return [(axes, (p.on(dims[p.dim]) if isinstance(p, Shard) else p, r)) for axes, (p, r) in found]
 
 
@@ -159,11 +170,13 @@ End = tuple[tuple[Placement, int, int], ...]
 
 
 @lru_cache(maxsize=16384)
-def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide) -> list[Move]:
+def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide, spared: int = 0) -> list[Move]:
     """Dijkstra over all layouts of ``ndim`` dims, with the reductions that occur at the ends, by bytes of both ways.
 
-    ``wide``: bytes that are sent in a sum for each byte of tensor, forward and backward.
+    ``wide``: bytes that are sent in a sum for each byte of tensor, forward and backward; ``spared``: axes that no step
+    touches where both ends are the same.
     """
+    still = {a for a, (here, there) in enumerate(zip(src, dst, strict=True)) if spared >> a & 1 and here == there}
     ends = dict.fromkeys((p, r) for p, r, _ in (*dst, *src))
     others: list[Type] = [(REPLICATE, _INVARIANT), (REPLICATE, _REDUCED), (Partial(), _INVARIANT)]
     types: list[Type] = list(dict.fromkeys([*ends, *others, *((Shard(d), _INVARIANT) for d in range(ndim))]))
@@ -184,6 +197,8 @@ def _cheapest(sizes: tuple[int, ...], src: End, dst: End, ndim: int, wide: Wide)
         for axes, to, price in _steps(here, sizes, types, table):
             if isinstance(types[to][0], At) and any(last[a] // _ORDERS != to for a in axes):
                 continue  # no way leads over a single rank
+            if not still.isdisjoint(axes):
+                continue
             state = _moved(here, axes, to, types)
             if mixed and not commute(*(types[code // _ORDERS][0] for code in state)):
                 continue
