@@ -29,8 +29,14 @@ def batches(rows: int) -> list[Any]:
 CASES: list[tuple[dict[str, int], int, int, dict[str, Any]]] = [
     ({"pp": 2}, 7, 17, {"clip": None}),  # of 3 and of 2 rows
     ({"pp": 3}, 2, 8, {"tie": True}),  # fewer than stages; a weight at both ends
-    ({"pp": 2, "dp": 2}, 2, 8, {"batch": DP, "stored_over": "dp", "tie": True}),
     ({"pp": 2}, 1, 3, {}),
+    # Of gradients that are cut in `W` some come from `I`.
+    (
+        {"pp": 2, "dp": 2},
+        2,
+        8,
+        {"batch": DP, "stored_over": "dp", "tie": True, "passes": ["data-parallel-optimization"]},
+    ),
     ({"pp": 2, "tp": 2}, 4, 8, {"layouts": TP}),
     ({"pp": 4}, 2, 8, {"blocks": (stages.Block,) * 4}),
     ({"dp": 2, "pp": 2}, 4, 11, {"batch": DP, "states_over": "dp"}),

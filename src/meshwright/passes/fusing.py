@@ -130,7 +130,7 @@ class Fusing(Rewrite):
             shape = checked_value(r.gradient).shape
             part = self._part(buffer, shape, offset)
             # Behind the last write to the gradient; its own memory is free from there on.
-            copied = self._behind(r.ready, aten.copy_.default, (part, r.gradient), checked_value(part), r.gradient)
+            copied = self._behind(r.ready, aten.copy_.default, (part, r.gradient), checked_value(part), r.node)
             copied.prepend(part)
             return
         part = self._part(buffer, checked_value(origin).shape, offset)
@@ -213,7 +213,7 @@ class Fusing(Rewrite):
         buffer = self._buffer(members, n * packing.row)
         for r, dim, offset in zip(members, dims, packing.offsets, strict=True):
             args = (buffer, r.gradient, dim, n, offset)
-            self._behind(r.ready, PACK.default, args, checked_value(buffer), r.gradient)
+            self._behind(r.ready, PACK.default, args, checked_value(buffer), r.node)
         row = self.value((packing.row,), checked_value(buffer).dtype)
         started = self._behind(place, STARTS[first.target], (buffer, op, 0, packing.sizes, index, *rest), row, first)
         annotate(started, sync=", ".join(r.name for r in members), cause=self._cause(members, started))

@@ -457,7 +457,7 @@ def _axis_bytes(spec: Spec, axis: int, want: Placement, dependent: bool, grad: f
     """Forward and backward bytes to bring one axis to ``want``, in units of (n-1)/n of the gathered bytes; ``wide`` of
     these where they are summed."""
     have = spec.layout.placements[axis]
-    # An undecided leaf that becomes reduced has its gradient summed once, at the leaf, whichever part of it a rank uses:
+    # An undecided leaf that becomes reduced has its gradient summed once, at the leaf, whatever part a rank uses of it:
     # so a checkpointed block, which runs again when that is decided, finds the same strategy the cheapest.
     if spec.undecided >> axis & 1 and isinstance(want, Shard):
         return 2 * wide * grad
