@@ -103,6 +103,26 @@ def moved(model: Net) -> Made:
     return loss_fn, between
 
 
+def others_modules(model: Net) -> Made:
+    """A module that leads to tensors, and one that has none, are replaced, switched and hooked."""
+    old = nn.Sequential(copy.deepcopy(model), nn.Identity()).requires_grad_(False)
+    held = {"olds": [old], "drop": nn.Dropout(1.0).eval()}
+
+    def loss_fn(model: Any, x: Tensor) -> Any:
+        return F.mse_loss(model(x), held["drop"](held["olds"][0](x)) + 1)
+
+    def between(i: int) -> None:
+        if i == 0:
+            old[1] = nn.ReLU()
+        elif i == 1:
+            held["olds"] = [nn.Linear(3, 4).requires_grad_(False)]
+            held["olds"][0].register_forward_hook(lambda module, args, made: made * 2)
+        elif i == 2:
+            held["drop"].train()
+
+    return loss_fn, between
+
+
 def attribute_in_place(model: Net) -> Made:
     return lambda m, x: (m(x) * m.scale).square().mean(), lambda i: model.scale.mul_(0.5)
 
@@ -173,8 +193,8 @@ def attribute_within(model: Net) -> Made:
 @pytest.mark.parametrize(
     "make",
     [
-        teacher, assigned_teacher, moved, attribute_in_place, attribute_replaced, closed_over_replaced, with_gaps,
-        sharded_by_use, written, parameters_closed_over, buffer_assigned, attribute_within,
+        teacher, assigned_teacher, moved, others_modules, attribute_in_place, attribute_replaced, closed_over_replaced,
+        with_gaps, sharded_by_use, written, parameters_closed_over, buffer_assigned, attribute_within,
     ],
 )  # fmt: skip
 def test_as_on_one_device(make: Callable[[Net], Made]) -> None:

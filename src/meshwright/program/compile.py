@@ -115,7 +115,8 @@ class _ByHand(CaptureSource):
         made = HandWritten(self.step_fn, self.mesh, runtime.RT.rank, model, optimizer, batch, update)
         program, tree = record_step(made)
         leaves = {i.name: int(i.name.partition(".")[2]) for i in program.inputs if i.kind == "batch"}
-        return Recorded(program, leaves, tree, places=places([self.step_fn, model], program.constants.values()))
+        found = places([self.step_fn, model], program.constants.values(), model)
+        return Recorded(program, leaves, tree, places=found)
 
 
 _MODEL = (nn.Module, "give the nn.Module that is trained")

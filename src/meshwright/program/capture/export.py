@@ -230,8 +230,8 @@ def export(
 
 def _places(loss_fn: LossFn | None, model: nn.Module, sources: Sequence[Source]) -> tuple[Place, ...]:
     """Where the step has its constants; those that would get a gradient are told by their fakes."""
-    found = places([loss_fn, model], [s.value for s in sources if s.value is not None])
-    learnt = {p.tensor.data_ptr() for p in found if p.tensor.requires_grad}
+    found = places([loss_fn, model], [s.value for s in sources if s.value is not None], model)
+    learnt = {p.value.data_ptr() for p in found if isinstance(p.value, Tensor) and p.value.requires_grad}
     for s in sources:
         if s.value is not None and s.value.data_ptr() in learnt:
             s.fake.requires_grad_()  # partition refuses what would get a gradient

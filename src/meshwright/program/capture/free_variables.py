@@ -24,25 +24,26 @@ from ...ranks import runtime
 from .fakes import replaced
 
 Tensor = torch.Tensor
-LIMIT = 20000  # objects to look at
+LIMIT = 100000  # objects to look at
+_LEAVES = (bool, int, float, complex, str, bytes, type, types.ModuleType, type(None))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step finds a tensor: the cell, dict or list, the key in it, and what was there."""
+    """Where a step finds a tensor, or what leads to one: the cell, dict or list, the key in it, and what was there."""
 
     table: Any
     key: Any
-    tensor: Tensor
-    memory: tuple[Any, ...]
+    value: Any
+    state: tuple[Any, ...]
 
     def same(self) -> bool:
-        """Whether the same tensor is there, in the same memory."""
+        """Whether the same is there: of a tensor with the same memory, of a module in the same mode."""
         try:
             found = self.table.cell_contents if isinstance(self.table, types.CellType) else self.table[self.key]
         except (LookupError, ValueError):
             return False
-        return found is self.tensor and _memory(found) == self.memory
+        return found is self.value and (not self.state or _state(found) == self.state)
 
 
 def _memory(t: Tensor) -> tuple[Any, ...]:
@@ -50,20 +51,48 @@ def _memory(t: Tensor) -> tuple[Any, ...]:
         return Tensor.data_ptr(t), tuple(t.shape), Tensor.stride(t)
 
 
-def places(roots: Iterable[Any], wanted: Iterable[Tensor]) -> tuple[Place, ...]:
-    """Where the functions and modules of a step have these tensors."""
-    keys = {_memory(t) for t in wanted if t.numel()}
-    found, seen, stack = [], set[int](), list(roots)
-    while stack and keys and len(seen) < LIMIT:
+def _state(held: Any) -> tuple[Any, ...]:
+    """What of a tensor, or of a module that is none of the model's, a program is made for."""
+    if isinstance(held, Tensor):
+        return (*_memory(held), held.requires_grad)
+    if isinstance(held, nn.Module):
+        own = held.__dict__
+        return held.training, *own["_forward_pre_hooks"], *own["_forward_hooks"]
+    return ()
+
+
+def places(roots: Iterable[Any], wanted: Iterable[Tensor], model: nn.Module) -> tuple[Place, ...]:
+    """Where a step has these tensors, and modules besides the model's, with what leads there."""
+    keys, modules = {_memory(t) for t in wanted if t.numel()}, set(model.modules())
+    found: list[Place] = []
+    ways: dict[int, list[tuple[Any, Any, Any]]] = {}  # into each object, by its id: the object that refers to it, how
+    seen, stack, reached = set[int](), [list(roots)], list[Any]()
+    while stack and len(seen) < LIMIT:
         held = stack.pop()
         if id(held) in seen:
             continue
         seen.add(id(held))
         for table, key, value in _inside(held):
             if not isinstance(value, Tensor):
-                stack.append(value)
+                if not isinstance(value, _LEAVES):
+                    ways.setdefault(id(value), []).append((held, table, key))
+                    stack.append(value)
+                    if isinstance(value, nn.Module) and value not in modules:
+                        reached.append(value)
             elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and _memory(value) in keys:
-                found.append(Place(table, key, value, _memory(value)))
+                found.append(Place(table, key, value, _state(value)))
+                reached.append(held)
+    followed = set[int]()
+    while reached:
+        held = reached.pop()
+        if id(held) in followed:
+            continue
+        followed.add(id(held))
+        for parent, table, key in ways.get(id(held), ()):
+            if table is not None:
+                foreign = isinstance(held, nn.Module) and held not in modules  # of the model's the guard knows the mode
+                found.append(Place(table, key, held, _state(held) if foreign else ()))
+            reached.append(parent)
     return tuple(found)
 
 
@@ -76,7 +105,7 @@ def _inside(held: Any) -> Iterator[tuple[Any, Any, Any]]:
         for name in sorted(_names(held.__code__)):
             if name in held.__globals__:
                 yield held.__globals__, name, held.__globals__[name]
-        yield from ((held.__dict__, k, v) for k, v in ((0, held.__defaults__), (1, held.__kwdefaults__)) if v)
+        yield from ((None, 0, v) for v in (held.__defaults__, held.__kwdefaults__) if v)
     elif isinstance(held, types.MethodType):
         yield from ((None, 0, x) for x in (held.__self__, held.__func__))
     elif isinstance(held, functools.partial):
