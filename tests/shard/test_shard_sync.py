@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -381,3 +382,28 @@ def test_swapped_parameters_are_reduced_where_they_are(with_what: str, to_none: 
     want = run(False)
     for made in mw.simulate(lambda: run(True), DP):
         torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("split", "placements", "unused"),
+    [
+        ({"dp": mw.Shard(0)}, {}, "tp"),
+        ({}, {"0.*": {"tp": mw.Shard(0)}, "1.weight": {"tp": mw.Shard(1)}}, "dp"),
+        ({"dp": mw.Shard(0), "tp": mw.Shard(1)}, {}, ""),
+    ],
+)
+def test_an_axis_that_nothing_is_split_over_is_said_once(split: Any, placements: Any, unused: str) -> None:
+    mesh = mw.Mesh({"dp": 2, "tp": 2})
+
+    def run() -> None:
+        model = mw.shard_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, placements)
+        for _ in range(2):
+            model(mw.shard_tensor(torch.ones(4, 4), mesh, split)).sum().backward()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        mw.simulate(run, mesh)
+    assert [str(w.message).split("'")[1] for w in told if "nothing is split" in str(w.message)] == [unused] * bool(
+        unused
+    )
+    assert all(w.filename == __file__ for w in told)

@@ -322,3 +322,35 @@ def test_a_view_that_is_a_copy_is_not_turned_in_place(turn: Any) -> None:
             y.sum()
 
     mw.simulate(run, mesh)
+
+
+@pytest.mark.parametrize("written", ["", "data", "counted"])
+def test_a_base_whose_writes_nobody_counts_leaves_what_was_saved_of_its_copy(written: str) -> None:
+    """``base.data`` may be written to without a word, so the copy is made anew at each use: of the same values, it was
+    not written to."""
+
+    def grads(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        base = x * 2
+        v = base.view(-1)
+        alias = base.data
+        y = v * 3.0 if written else v.sin()
+        if written == "data":
+            alias.mul_(2.0)
+        elif written:
+            base.mul_(w)  # by ones: the history is another one, and the values are not
+        z = v * v
+        return list(torch.autograd.grad((y.sum() + z.sum()).sum(), [x, w], allow_unused=True))
+
+    whole = torch.arange(24.0, dtype=torch.float64).view(4, 6), torch.ones(4, 6, dtype=torch.float64)
+    want = grads(*(t.clone().requires_grad_() for t in whole))
+
+    def run() -> list[Any]:
+        mine = (mw.shard_tensor(t, mesh, {"tp": mw.Shard(1)}).requires_grad_() for t in whole)
+        return [g if g is None else mw.unshard(g) for g in grads(*mine)]
+
+    mesh = mw.Mesh({"tp": 2})
+    for made in mw.simulate(run, mesh):
+        for got, expected in zip(made, want, strict=True):
+            assert (got is None) == (expected is None)
+            if got is not None:
+                torch.testing.assert_close(got, expected)

@@ -36,7 +36,8 @@ Call = Callable[[Any, Args, Kwargs], Any]
 class View:
     """How a copy was made: output ``index`` of ``func(*args, **kwargs)``, whose first tensor is ``base``.
 
-    ``version``: of the base, when the copy last held what the base holds; None where it does not count its writes.
+    ``version``: of the base, when the copy last held what the base holds; None where it does not count its writes, of
+    which ``counted`` is then what it does count: those that have a history.
     ``alias``: it is the memory of the base, which is a copy itself.  ``recorded``: made with gradients on.
     ``detached``: writes to it have no history.  ``writing``: what is written is on its way to the base.
     ``pieces``: all that the call made, itself included: parts of the base that do not overlap.
@@ -54,6 +55,7 @@ class View:
     version: Any
     alias: bool
     recorded: bool
+    counted: int = 0
     detached: bool = False
     writing: bool = False
     pieces: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -79,6 +81,7 @@ def remember(
         alias = view_of(base) is not None and t.untyped_storage()._cdata == base.untyped_storage()._cdata
         view = View(
             base, func, args, kwargs, i, _version(base), alias, torch.is_grad_enabled(),
+            counted=_counted(base),
             pieces=pieces if len(made) > 1 else weakref.WeakSet(), apart=apart, turned=base.__dict__.get("_turned", 0),
         )  # fmt: skip
         view.pieces.add(view)
@@ -142,6 +145,11 @@ def _version(t: Tensor) -> Any:
         writes = runtime.RT.writes
         return writes.get(None, 0), writes.get(t.untyped_storage()._cdata, 0)
     return t._version
+
+
+def _counted(t: Tensor) -> int:
+    """How many writes to a tensor autograd has counted."""
+    return 0 if t.is_inference() else t._version
 
 
 def count_write(t: Tensor | None) -> None:
@@ -223,7 +231,10 @@ def refresh(t: Tensor, call: Call) -> None:
     with torch.set_grad_enabled(view.recorded and not (t.is_leaf and t.requires_grad)), _unseen():
         made = tensors_in(call(view.func, view.args, view.kwargs))[view.index]
         with disabled():
-            _replace(t, made)
+            # Where nobody counts writes to the base, it is made anew at each use; but what autograd has saved of it is
+            # not to count as written to where it was not.
+            _replace(t, made, perhaps=now is None and view.counted == _counted(view.base))
+            view.counted = _counted(view.base)
     view.version = now
 
 
@@ -267,8 +278,11 @@ def _stale(view: View | None) -> bool:
     return _stale(view_of(view.base)) or not (view.alias or (now is not None and now == view.version))
 
 
-def _replace(t: Tensor, made: Tensor) -> None:
-    """Give ``t`` the value, and the history, of ``made``."""
+def _replace(t: Tensor, made: Tensor, perhaps: bool = False) -> None:
+    """Give ``t`` the value, and the history, of ``made``.
+
+    ``perhaps``: it has that history, and maybe that value: nothing is written then on a rank whose part is the same.
+    """
     if made.requires_grad:
         resolve_types(made, made.__dict__["_spec"].decided())
     source = made.__dict__["_spec"]
@@ -276,7 +290,8 @@ def _replace(t: Tensor, made: Tensor) -> None:
     spec = written_spec(old, source)
     local = executor.apply(planner.plan(source, spec.with_(dtype=source.dtype)).steps, made)
     with as_plain(t, local):
-        t.copy_(local)
+        if not (perhaps and torch.equal(t, local)):
+            t.copy_(local)
     if torch.is_grad_enabled() and t.requires_grad:
         t.__dict__["_spec"] = marked(spec, marks_of(old).after_write())
         lead_root(t, [t])

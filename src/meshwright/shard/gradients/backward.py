@@ -52,6 +52,9 @@ class Synced(Protocol):
         """Divide by this order from now on."""
         ...
 
+    def say_unused(self) -> None:
+        """Warn of axes that nothing uses."""
+
     def compare(self) -> list[Callable[[], None]]:
         """Start to compare what the ranks have done so far; the answers raise."""
         ...
@@ -284,6 +287,7 @@ class Backward:
         self._serve(sorted(self.hooked))
         if sync.order is None:
             sync.follow(self.order)
+            sync.say_unused()
 
     def _is_partial(self, i: int, g: Tensor) -> bool:
         """Whether a gradient still waits for its reduction."""

@@ -235,6 +235,20 @@ class GradSync:
         if any(not isinstance(p._spec.layout.placements[a], Replicate) for p in self.params for a in over):
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
+    def say_unused(self) -> None:
+        """Warn, after the first backward, of axes over which no parameter is split and nothing was sent."""
+        sent = {name for _, axes in runtime.RT.counts.table for name in axes}
+        for a, (name, size) in enumerate(zip(self.mesh.axes, self.mesh.sizes, strict=True)):
+            if size == 1 or name in sent or runtime.RT.rank != self.mesh.ranks[0]:
+                continue
+            if all(isinstance(p._spec.layout.placements[a], Replicate) for p in self.params):
+                warnings.warn(
+                    f"nothing is split over the axis {name!r} of the mesh: its {size} ranks do the same work. Split "
+                    f"the batch over it (mw.shard_tensor(x, mesh, {{{name!r}: mw.Shard(0)}})) or parameters "
+                    "(mw.layouts finds how), or leave it out of the mesh",
+                    RuntimeWarning, stacklevel=runtime.users_level(),
+                )  # fmt: skip
+
     # -- copies of the model --------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
