@@ -256,6 +256,7 @@ BAD: list[tuple[Any, type[MeshwrightError], str]] = [
     ({"model": Statistics}, PassError, r"statistics of the batch, .* take the step on the whole batch"),
     ({"model": Counted}, PassError, r"test_pipeline.py:\d+ writes to the buffer seen: in a pipeline"),
     ({"batch_of": lambda x, y: (x, y[:3])}, ProgramError, "tensor 0 has 8 of them, tensor 1 has 3"),
+    ({"passes": ["pipeline:micro_batches=4,gather=never"]}, PassError, "gather='never': 'run' or 'step' or"),
 ]  # fmt: skip
 
 
@@ -314,6 +315,10 @@ SCALED: dict[str, Any] = {
     "rows": lambda model, batch: _sum(model, batch) / len(batch[1]),
     "tokens": lambda model, batch: _sum(model, batch) * (1 / batch[1].numel()),
     "a number that is the tokens of a micro-batch": lambda model, batch: _sum(model, batch) / 10,
+    "smoothed": lambda model, batch: F.cross_entropy(
+        model(batch[0]).flatten(0, 1), batch[1].flatten(), label_smoothing=0.1
+    ),
+    "one minus a mean": lambda model, batch: 1 - model(batch[0]).square().mean(),
     "a mean times rows": lambda model, batch: model(batch[0]).square().mean() * len(batch[1]),
 }
 

@@ -333,7 +333,7 @@ BROKEN = [
      "isinstance(self.k_steps, bool) or self.k_steps < 1",
      "isinstance(self.k_steps, bool) or self.k_steps < -9"),
     ("Shared parameters", "passes/gradient_merge.py",
-     "            if name in seen:\n",
+     "            if (name, stage) in seen:\n",
      "            if False:\n"),
     ("A number of batches that k does not divide", "passes/gradient_merge.py",
      "return self._leftover(made) if self.avg else made",

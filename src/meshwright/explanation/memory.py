@@ -20,7 +20,10 @@ from ..program.ir.nodes import info_of
 
 CATEGORIES = ("parameters", "states", "gradients", "activations", "temporaries", "inputs")
 
-_OF_INPUT = {"param": "parameters", "state": "states", "accumulator": "gradients"}
+_OF_INPUT = {
+    "param": "parameters", "state": "states", "accumulator": "gradients", "reduced": "gradients",
+    "gathered": "parameters",
+}  # fmt: skip
 _OF_ROLE = {
     "forward": "activations",
     "recomputation": "activations",

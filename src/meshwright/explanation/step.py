@@ -33,8 +33,8 @@ def explain_program(program: Program, ledger: tuple[Asked, ...] = ()) -> Explana
     served: dict[Record, None] = {}
     runs = {WHOLE: (program, 1)}
     if how is not None:
-        parts = program.parts.items()
-        runs = {name: (part, 1 if name == "flush" else how.schedule.micro_batches) for name, part in parts}
+        here = program.mesh.coordinate(program.rank)[how.axis]
+        runs = {name: (part, how.times(name, here)) for name, part in program.parts.items()}
     for part, times in runs.values():
         _one(part, times, counts, listed, served)
     memory = memory_of(program) if how is None else _of_stage(program, how, counts)
@@ -69,7 +69,7 @@ def _of_stage(program: Program, how: Staging, counts: runtime.Counts) -> Memory:
     homes = how.schedule.homes
     for message, size in _sent(program, how):
         if homes[message.src] == here != homes[message.dst]:
-            for _ in range(how.schedule.micro_batches):
+            for _ in range(1 if message.once else how.schedule.micro_batches):
                 counts.add(SEND, (axis,), size)
     most = max((memory_of(part) for part in program.parts.values()), key=lambda m: m.peak)
     held = {checked_value(n).storage: checked_value(n).nbytes for n, o in _passed(program) if o.kind == "held"}
@@ -122,12 +122,13 @@ def _scheduled(program: Program, how: Staging) -> Iterator[str]:
         yield from lines[:-1]
     whose = "stages" if order.stages == len(order.orders) else "ranks, each stage by itself"
     yield f"micro-batches held by the {whose}: {', '.join(str(order.held(r)) for r in range(len(order.orders)))}"
-    ways: dict[tuple[int, int], list[int]] = {}
+    ways: dict[tuple[bool, int, int], list[int]] = {}
     for message, size in _sent(program, how):
-        ways.setdefault((message.src, message.dst), []).append(size)
-    for (src, dst), sizes in sorted(ways.items()):
+        ways.setdefault((message.once, message.src, message.dst), []).append(size)
+    for (once, src, dst), sizes in sorted(ways.items()):
         values = f"{len(sizes)} value{'s' if len(sizes) > 1 else ''}"
-        yield f"from stage {src} to stage {dst}: {values}, {sum(sizes)} bytes for each micro-batch"
+        often = "once for all micro-batches" if once else "for each micro-batch"
+        yield f"from stage {src} to stage {dst}: {values}, {sum(sizes)} bytes {often}"
 
 
 def _crossings(program: Program) -> Iterator[str]:

@@ -298,6 +298,8 @@ def _per_axis(mesh: Mesh, placements: Placements) -> list[Placement]:
         return made
     if not isinstance(placements, Iterable):
         placements = [placements]
+    if isinstance(placements, str):
+        raise LayoutError(f"{placements!r} does not say what an axis does: give {{{placements!r}: mw.Shard(0)}}, say")
     listed = [as_placement(p) for p in placements]
     if listed and len(listed) != mesh.ndim:
         raise LayoutError(

@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 _MEANS = {aten.mean.default, aten.mean.dim}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default}  # of bools as well: no linear op
-_ADDS = {aten.add.Tensor, aten.sub.Tensor}
+_ADDS = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _MEAN = 1  # of the argument ``reduction`` of PyTorch's losses
 _MOVES = {*VIEWS, *COLLECTIVES, KEEP_ONE.default}
@@ -328,7 +328,11 @@ class _Loss:
         if a.divisor is None and b.divisor is None and a.mean is b.mean:
             ratio = {b.number / a.number, *(n * b.number / a.number for n in b.others)} - {1.0}
             return replace(a, others=frozenset(round(n, 9) for n in {*a.others, *ratio}))
-        if a.divisor is not None and b.divisor is not None and _same(a.divisor, b.divisor):
+        if (
+            a.divisor is not None
+            and b.divisor is not None
+            and (_same(a.divisor, b.divisor) or _labels(a.divisor) == (_labels(b.divisor) or ()))
+        ):
             return a
         if a.weighs is not b.weighs:
             raise PassError(
@@ -387,6 +391,31 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a.target, str) or a.target is not b.target or a.kwargs != b.kwargs or len(a.args) != len(b.args):
         return False
     return all(_same(x, y) for x, y in zip(a.args, b.args, strict=True))
+
+
+def _labels(node: fx.Node) -> tuple[fx.Node, Any] | None:
+    """The labels of which a node counts those that are not ignored, and which are; None of any other node.
+
+    PyTorch's smoothed loss counts them twice: in the kernel of its one term, and by a mask for the other.
+    """
+    if node.target is operator.getitem:
+        loss: Any = node.args[0]
+        counts = loss.target in _NLL and node.args[1] == 1 and _argument(loss, "weight") is None
+        return (_seen(loss.args[1]), _argument(loss, "ignore_index")) if counts else None
+    if node.target not in _SUMS:
+        return None
+    at, kept = _seen(node.all_input_nodes[0]), aten.ne.Scalar
+    if at.target in (aten.bitwise_not.default, aten.logical_not.default):
+        at, kept = at.all_input_nodes[0], aten.eq.Scalar
+    return (_seen(at.args[0]), at.args[1]) if at.target is kept else None
+
+
+def _seen(node: Any) -> fx.Node:
+    """What a node is a view or a cast of."""
+    while node.op == "call_function" and node.target in VIEWS | {aten._to_copy.default}:
+        node = node.all_input_nodes[0]
+    found: fx.Node = node
+    return found
 
 
 def _argument(node: fx.Node, name: str) -> Any:

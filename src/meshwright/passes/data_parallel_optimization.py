@@ -69,19 +69,25 @@ class DataParallelOptimization(Pass):
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         """The program with fewer reductions of gradients, which run beside the backward."""
-        made, record = self._one(program)
-        parts, ends = {}, {runs[-1] for runs in made.schedules.values()}
+        made, record = self._one(program, [])
+        parts, ends, reduced = {}, {runs[-1] for runs in made.schedules.values()}, list[FusedBucket]()
         for name, part in made.parts.items():
             # What adds to sums adds to them as the part does that uses them.
-            parts[name], other = replace(self, prune=self.prune and name in ends)._one(part)
+            buckets = reduced if program.pipeline is not None else []
+            parts[name], other = replace(self, prune=self.prune and name in ends)._one(part, buckets)
             record = replace(record, lines=(*record.lines, f"the part {name}: {other.summary}"))
         return replace(made, parts=parts), record
 
-    def _one(self, program: Program) -> tuple[Program, PassRecord]:
+    def _one(self, program: Program, buckets: list[FusedBucket]) -> tuple[Program, PassRecord]:
+        """One of the programs of a step.
+
+        Args:
+            buckets: those of other parts, to which it adds its own.
+        """
         made, joined = flattened(copied(program))
         pruned = prune(made) if self.prune else Pruned()
         reductions: list[SentGradient] = []
-        buckets: list[FusedBucket] = []
+        before = len(buckets)
         in_place, later = 0, True
         while later:
             gradients = Gradients(made)
@@ -95,7 +101,7 @@ class DataParallelOptimization(Pass):
             buckets += cut
             in_place, later = in_place + fusing.in_place, gradients.later
         made, gathers = gathered(made, buckets, self.fuse, self.overlap)
-        return made, _record(reductions, buckets, pruned, in_place, joined, gathers)
+        return made, _record(reductions, buckets[before:], pruned, in_place, joined, gathers)
 
     def _buckets(self, gradients: Gradients) -> list[FusedBucket]:
         reductions = gradients.reductions

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.fx as fx
 
 from ..collective import COLLECTIVES, STARTS
 from ..errors import PassError
-from ..layout import Layout, Spec
+from ..layout import At, Layout, Partial, Replicate, Spec
 from ..program.ir.inplace import follow, returned, storages, written
 from ..program.ir.linear import is_linear
 from ..program.ir.nodes import (
@@ -40,6 +41,7 @@ from .pass_manager import Pass, PassRecord, register
 
 aten = torch.ops.aten
 
+Contributions = Mapping[fx.Node, Mapping[int, fx.Node]]  # of a gradient, by stage
 UPDATE_WEIGHTS = NodeInfo("backward", source="weights of micro-batches")  # of what serves them
 
 
@@ -137,9 +139,16 @@ class Merge:
 
     Args:
         seeded: the backward starts from a micro-batch's weight, where values say it; sums are then of gradients alone.
+        contributions: of gradients that are not summed as one, what is: what each stage contributes.
     """
 
-    def __init__(self, program: Program, how: GradientMerge, seeded: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        how: GradientMerge,
+        seeded: bool = False,
+        contributions: Contributions = MappingProxyType({}),
+    ) -> None:
         if program.parts:
             raise PassError(f"the program merges {len(program.step)} micro-steps already")
         self.program, self.graph, self.k_steps, self.avg = program, program.graph, how.k_steps, how.avg
@@ -150,6 +159,8 @@ class Merge:
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
         self.alpha: float | fx.Node = 1 / self.k_steps if self.avg else 1.0
         self.seeded = seeded
+        self.contributions = contributions
+        self.stage_of = {n: s for of in contributions.values() for s, n in of.items()}
         self.counted: tuple[Any, Any] = (1, 1)  # of a micro-step: how much it counts, and what its loss is divided by
         self.storage = new_storage(program.graph)
         if self.weight is not None and self.weight.divisor is not None:
@@ -198,18 +209,19 @@ class Merge:
         found: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
             if info_of(node).grad_of:
-                found.setdefault(_unsent(node, self.whole_sums))
+                at = unsent(node, self.whole_sums)
+                found.update(dict.fromkeys(self.contributions[at].values() if at in self.contributions else (at,)))
         yield from found
 
     def _one_sum_each(self, cuts: list[fx.Node]) -> None:
-        seen = set[str]()
-        for name in (n for cut in cuts for n in _names(cut)):
-            if name in seen:
+        seen = set[tuple[str, int | None]]()
+        for name, stage in ((n, self.stage_of.get(cut)) for cut in cuts for n in _names(cut)):
+            if (name, stage) in seen:
                 raise PassError(
                     f"the step sums several gradients of {name} over ranks, each on its own, and adds them afterwards: "
                     "add them first and sum once, so that there is one gradient to merge"
                 )
-            seen.add(name)
+            seen.add((name, stage))
 
     def _independent(self, outputs: dict[str, fx.Node], cuts: list[fx.Node]) -> None:
         for name, node in outputs.items():
@@ -245,11 +257,28 @@ class Merge:
 
     def _sum(self, node: fx.Node) -> Sum:
         """An input for the sum of a gradient."""
-        named, dtype = _names(node), checked_value(node).dtype
-        spec = next((s for _, s in info_of(node).grad_of), None)
+        (param, *_), dtype, stage = _names(node), checked_value(node).dtype, self.stage_of.get(node)
+        spec = self._lies(node) if self.seeded else next((s for _, s in info_of(node).grad_of), None)
         dtype = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-        place = self._place(f"sum_{named[0].replace('.', '_')}", self._value_like(node, dtype))
-        return Sum(node, place, Input(named[0], "accumulator", None if spec is None else spec.with_(dtype=dtype)))
+        place = self._place(f"sum_{param.replace('.', '_')}", self._value_like(node, dtype))
+        name, spec = param if stage is None else f"{param} at stage {stage}", spec and spec.with_(dtype=dtype)
+        return Sum(node, place, Input(name, "accumulator", spec, param))
+
+    def _lies(self, node: fx.Node) -> Spec | None:
+        """How a gradient lies where micro-steps add it up: Partial where it is summed over ranks behind that."""
+        axes, at = set[str](), node
+        while not info_of(at).grad_of:
+            (at,) = at.users
+            axes |= set(str(at.args[-2]).split(",")) if is_sum(at) else set()
+        spec, mesh = info_of(at).grad_of[0][1], self.program.mesh
+        layout = spec.layout
+        for name in axes:
+            layout = layout.replace(mesh.axis_index(name), Partial())
+        for axis, p in enumerate(layout.placements):
+            if isinstance(p, At) and node is not at:  # cut to a stage's own behind it
+                layout = layout.replace(axis, Replicate())
+        made = spec.with_(layout=layout)
+        return made if made.local_shape(mesh.coordinate(self.program.rank)) == checked_value(node).shape else None
 
     def _place(self, name: str, value: Value) -> fx.Node:
         with self.graph.inserting_after(self.last):
@@ -480,7 +509,7 @@ def _names(node: fx.Node) -> list[str]:
     return [name for name, _ in info_of(node).grad_of]
 
 
-def _unsent(node: fx.Node, whole_sums: bool) -> fx.Node:
+def unsent(node: fx.Node, whole_sums: bool) -> fx.Node:
     """Where the value of a gradient was before anything, or an all-reduce without ``whole_sums``, was sent.
 
     Sums over ranks and over micro-steps may change places, as long as all in between is linear and serves this gradient
@@ -500,4 +529,4 @@ def _unsent(node: fx.Node, whole_sums: bool) -> fx.Node:
     return found
 
 
-__all__ = ["GradientMerge"]
+__all__ = ["Contributions", "GradientMerge", "Merge", "unsent"]

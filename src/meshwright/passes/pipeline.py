@@ -6,16 +6,16 @@ A micro-step's program is made as gradient merge makes it, then cut where values
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import torch.fx as fx
 
 from ..collective import OPERATORS, mesh_text
 from ..errors import PassError, ProgramError
-from ..layout import At, Partial, Replicate, Spec
+from ..layout import Partial, Replicate
 from ..program.ir.cut import cut
 from ..program.ir.nodes import NodeInfo, Value, annotate, call, checked_value, info_of, is_mutating
 from ..program.ir.program import PIPELINE, STEP, Input, Output, Program, Staging
@@ -24,6 +24,7 @@ from ..program.ir.subgraphs import copied, new_storage
 from .batch_weights import weight_of
 from .gradient_merge import UPDATE_WEIGHTS, GradientMerge, Merge
 from .pass_manager import Pass, PassRecord, register
+from .stage_sums import contributions, divided_behind, stages_of, taken_out
 
 aten = torch.ops.aten
 
@@ -50,6 +51,10 @@ class Pipeline(Pass):
         chunks: how many stages a rank has: of ``"looped"`` 2 or more, of ``"v"`` 2; None: as few as the schedule takes,
             or as a table of your own says.
         limit: the most micro-batches of which a rank holds what their backward needs; None: as the schedule is made.
+        gather: for how long a rank keeps what it gathers of parameters that are stored split (ZeRO-3), and casts: a
+            ``"run"`` of a stage, parts of it one after the other, which with one stage on a rank is the whole step; the
+            ``"step"``, where it has several; or one part of one ``"micro-batch"``, which sends most and needs least
+            memory: gradients then are scattered for each micro-batch, too, and not summed whole.
 
     Raises:
         PassError: options out of range; in :meth:`apply` a step without ``stages=``, whose loss is no weighted mean of
@@ -64,6 +69,7 @@ class Pipeline(Pass):
     schedule: str | Schedule | Orders = "1f1b"
     limit: int | None = None
     chunks: int | None = None
+    gather: Literal["run", "step", "micro-batch"] = "run"
 
     def __post_init__(self) -> None:
         m = self.micro_batches
@@ -74,6 +80,8 @@ class Pipeline(Pass):
             raise PassError(
                 f"pipeline: schedule={self.schedule!r}: one of {', '.join(named)}, or a Schedule, was expected"
             )
+        if self.gather not in (known := get_args(get_type_hints(type(self))["gather"])):
+            raise PassError(f"pipeline: gather={self.gather!r}: one of {', '.join(known)} was expected")
         if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 1):
             raise PassError(f"pipeline: limit={self.limit!r}: a whole number of at least 1 was expected")
 
@@ -133,20 +141,31 @@ class Pipeline(Pass):
             )
         weight = weight_of(program, _WHOLE, added_up=True)
         counts = weight is not None and weight.weighs
-        merge = Merge(copied(program), GradientMerge(self.micro_batches, avg=counts), seeded=True)
+        program, stages, often = copied(program), stages_of(program), self.gather == "micro-batch"
+        apart = contributions(program, whole_sums=not often)
+        how = GradientMerge(self.micro_batches, avg=counts, whole_sums=not often)
+        merge = Merge(program, how, seeded=True, contributions=apart)
         made = merge.run()
         step, flush = made.parts["accumulate"], made.parts["flush"]
         step, flush = _with_loss(step, flush, merge, order.stages - 1)
+        sums = divided_behind(flush, stages, self._unit(program))
         if self.schedule == UNCUT:
             return self._uncut(made, step, flush, order, axis)
         here = program.mesh.coordinate(program.rank)[axis]
-        found = cut(step, program.stages, [s for s, home in enumerate(order.homes) if home == here], order.split)
-        flush = _over_stages(flush, program.stages)
-        pipeline = Staging(axis, order, found.messages)
+        mine = [s for s, home in enumerate(order.homes) if home == here]
+        found = cut(step, program.stages, mine, order.split, gathers=not often)
+        flush, ends, back = taken_out(flush, sums, mine)
+        flush = _over_stages(flush, program.stages, stages)
+        pipeline = Staging(axis, order, (*found.messages, *back), self.gather)
         of = {pipeline.name(n, s): part for s, parts in found.parts.items() for n, part in parts.items()}
-        parts = {**of, "flush": flush}
-        made = replace(made, parts=parts, schedules={STEP: (PIPELINE,)}, pipeline=pipeline)
+        of.update((pipeline.name("R", s), part) for s, part in ends.items())
+        made = replace(made, parts={**of, "flush": flush}, schedules={STEP: (PIPELINE,)}, pipeline=pipeline)
         return made, _record(made, order, here)
+
+    def _unit(self, program: Program) -> float:
+        """About one over how many things the loss of a batch may be a mean over."""
+        sizes = [i.spec.shape.numel() for i in program.inputs if i.kind == "batch" and i.spec is not None]
+        return 2.0 ** -int(math.log2(max(1, *sizes) * self.micro_batches))
 
     def _uncut(
         self, made: Program, step: Program, flush: Program, order: Schedule, axis: int
@@ -159,13 +178,20 @@ class Pipeline(Pass):
 def _record(made: Program, order: Schedule, here: int) -> PassRecord:
     assert made.pipeline is not None
     mine = [s for s, home in enumerate(order.homes) if home == here]
-    sent = sum(order.homes[m.src] == here != order.homes[m.dst] for m in made.pipeline.messages)
+    crossing = [m for m in made.pipeline.messages if order.homes[m.src] == here != order.homes[m.dst]]
+    sent, once = sum(not m.once for m in crossing), sum(m.once for m in crossing)
+    gathered = [n for part, p in made.parts.items() if part[0] == "G" for n in p.results]
+    sums = {i.name: checked_value(n).size for p in made.parts.values()
+            for n, i in zip(p.placeholders, p.inputs, strict=True) if i.kind == "accumulator"}  # fmt: skip
     held = [order.held(rank) for rank in range(len(order.orders))]
     what = f"{order.micro_batches} micro-batches through {order.stages} stages by {order.name}"
     return PassRecord(
         f"{what}, bubble {order.bubble():.1%}",
         (
-            f"this rank has stage {' and '.join(map(str, mine))}, and sends {sent} values for each micro-batch",
+            f"this rank has stage {' and '.join(map(str, mine))}, and sends {sent} values for each micro-batch"
+            + (f", {once} once" if once else ""),
+            f"gathered and cast parameters: {sum(checked_value(n).size for n in gathered)} bytes on this rank, kept "
+            f"for a {made.pipeline.gather}; sums of gradients: {sum(sums.values())} bytes",
             f"micro-batches held by the stages: {', '.join(map(str, held))}",
         ),
         {"bubble": order.bubble(), "held": held, "messages": len(made.pipeline.messages)},
@@ -246,12 +272,16 @@ def _given(program: Program, held: Input, name: str, storage: int) -> tuple[Prog
 # ---------------------------------------------------------------------------------------------- over stages
 
 
-def _over_stages(flush: Program, axis: str) -> Program:
+def _over_stages(flush: Program, axis: str, stages: Collection[str]) -> Program:
     """What one stage alone has added up, and all use, is summed over the stages first: weights, losses, gradients of
-    parameters that are on all ranks."""
-    graph, number = flush.graph, flush.mesh.axis_index(axis)
+    parameters that are on all ranks.
+
+    Args:
+        stages: names of parameters that are not.
+    """
+    graph = flush.graph
     pairs = zip(flush.placeholders, flush.inputs, strict=True)
-    places = [n for n, i in pairs if i.kind == "accumulator" and not _at_stage(i.spec, number)]
+    places = [n for n, i in pairs if i.kind == "accumulator" and i.owner not in stages]
     if not places:
         return flush
     storage, at = new_storage(graph), flush.placeholders[-1]
@@ -284,10 +314,6 @@ def _over_stages(flush: Program, axis: str) -> Program:
         emit(aten.copy_.default, (n, part), checked_value(n))
         start += size
     return flush
-
-
-def _at_stage(spec: Spec | None, axis: int) -> bool:
-    return spec is not None and isinstance(spec.layout.placements[axis], At)
 
 
 __all__ = ["Pipeline"]

@@ -318,8 +318,9 @@ class CompiledStep:
                 raise ValueError
             return leaves
         except ValueError:
+            given, wanted = (_structure(pytree.tree_unflatten(["_"] * t.num_leaves, t)) for t in (tree, self._tree))
             raise ProgramError(
-                f"the batch is {tree}, the step was captured for {self._tree}: give it what it was captured for"
+                f"the batch is {given}, the step was captured for {wanted}: give it what it was captured for"
             ) from None
 
     def _micro_batches(self, leaves: list[Any]) -> list[list[Any]]:
@@ -483,6 +484,15 @@ class CompiledStep:
 def _shapes(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """Of the tensors of a batch."""
     return tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
+
+
+def _structure(batch: Any) -> str:
+    """What a batch consists of, in words."""
+    if isinstance(batch, dict):
+        return f"a dict of {', '.join(f'{k}: {_structure(v)}' for k, v in batch.items())}"
+    if isinstance(batch, (tuple, list)):
+        return f"a {type(batch).__name__} of {', '.join(map(_structure, batch)) or 'nothing'}"
+    return "a tensor"
 
 
 def _tuples(batch: Any) -> Any:

@@ -28,7 +28,7 @@ from ...ranks.runtime import is_users
 
 Tensor = torch.Tensor
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n *(?P<text>.*)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n *(?!File ")(?P<text>.*))?')
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
 
 
@@ -48,7 +48,7 @@ class Frame:
 def _frames_of(node: fx.Node) -> list[Frame]:
     """Where a node came from, the innermost last; empty where torch did not say."""
     found = _FRAME.finditer(node.meta.get("stack_trace") or "")
-    return [Frame(m["file"], int(m["line"]), m["function"], m["text"]) for m in found]
+    return [Frame(m["file"], int(m["line"]), m["function"], m["text"] or "") for m in found]
 
 
 def files_of(model: nn.Module) -> frozenset[str]:
@@ -264,6 +264,9 @@ def check_returned(loss_fn: Callable[..., Any], model: nn.Module, made: Any) -> 
     shape = f" that begins with one of shape {tuple(flat[0].shape)}" if flat and isinstance(flat[0], Tensor) else ""
     kind = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"{type(made).__name__}{shape}"
     fix = "return its mean, say"
+    if made is not None and not isinstance(made, Tensor) and (not flat or not isinstance(flat[0], Tensor)):
+        kind = "a number" if type(made).__name__ in ("SymFloat", "SymInt", "float", "int") else kind
+        fix = "return the tensor, without .item() or float(): a step computes its gradient"
     if loss_fn is own_loss:
         fix = (
             f"without a loss_fn {type(model).__name__} itself must return the loss (models of transformers do where "

@@ -162,7 +162,7 @@ class _Modules:
     def _list(self, model: nn.Module, stages: int, said: str) -> None:
         if said not in self.known:
             raise LayoutError(f"stages: the model has no module {said!r}{near(said, self.known)}")
-        blocks = [name for name, _ in model.get_submodule(said).named_children()]
+        blocks = [n for n, m in model.get_submodule(said)._modules.items() if m is not None]  # shared ones, too
         if len(blocks) < stages:
             raise LayoutError(
                 f"stages: {said} has {len(blocks)} modules for {stages} stages: give a list of at least as many"

@@ -45,9 +45,9 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
         lead = program.mesh.group_ranks(program.rank, along)[0]
         found.append(Fact(f"{kind}{[*fixed, axes]} of {dtype}", str(sizes), lead))
     # What a rank holds for a backward its own kernels decide.
-    found += [Fact(f"output {o.kind} {o.name}") for o in program.outputs if o.kind != "held"]
+    found += [Fact(f"output {o.kind} {o.name}") for o in program.outputs if o.kind not in ("held", "gathered")]
     for name, part in program.parts.items():
-        if program.pipeline is not None and of_stages(name):
+        if program.pipeline is not None and any(map(of_stages, program.parts)):
             continue  # of this rank's stage
         found += [Fact(f"the part {name}"), *program_facts(part, inputs=False)]
     if program.parts:
@@ -61,8 +61,13 @@ def _of_stages(program: Program, how: Staging) -> Iterator[Fact]:
     """The schedule, what crosses, and what the ranks of a stage have alike: parts differ from stage to stage."""
     yield Fact(f"the schedule {how.schedule.name}", zlib.crc32(repr(how.schedule.orders).encode()))
     yield Fact(f"messages between stages {[m.name for m in how.messages]}")
-    of = [f for name, part in program.parts.items() if of_stages(name) for f in program_facts(part, inputs=False)]
-    here = program.mesh.coordinate(program.rank)[how.axis]
+    if not any(map(of_stages, program.parts)):
+        return
+    of = [f for part in program.parts.values() for f in program_facts(part, inputs=False)]
+    here, axis = program.mesh.coordinate(program.rank)[how.axis], program.mesh.axes[how.axis]
+    for node in program.parts["flush"].collectives():
+        if axis in str(node.args[-2]).split(","):
+            yield Fact(f"the update: {COLLECTIVES[node.target]} over {node.args[-2]}")
     yield Fact("the parts of a stage", [str(f[:2]) for f in of], ("stage", here))
 
 

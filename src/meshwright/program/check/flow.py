@@ -72,9 +72,10 @@ class _Flow:
                     where = f"{described(node)}, the update of {name},"
                     yield name, gradient, frozenset(), self._in(gradient, self.order[node]), where
         for out, node in zip(self.program.outputs, self.program.results, strict=True):
-            if out.kind == "grad":
+            if out.kind in ("grad", "reduced"):
                 left = _partial(out.spec) if out.spec is not None else frozenset()
-                yield out.name, node, left, self._in(node, len(self.order)), f"output grad {out.name} (%{node.name})"
+                where = f"output {out.kind} {out.name} (%{node.name})"
+                yield out.name, node, left, self._in(node, len(self.order)), where
 
     def _in(self, gradient: fx.Node, at: int) -> Owed:
         return _made(gradient, [self._owed(s) for s in self._latest(gradient, at)], sums=False)
@@ -97,8 +98,11 @@ class _Flow:
     def _seeds(self) -> None:
         for node in self.program.graph.nodes:
             given = self.inputs.get(node)
-            if given is not None and given.kind == "accumulator":
-                self.found[node, None] = {given.name: _partial(given.spec) if given.spec is not None else frozenset()}
+            if given is not None and (
+                given.kind in ("accumulator", "reduced") or (given.kind == "edge" and given.owner)
+            ):
+                left = _partial(given.spec) if given.spec is not None else frozenset()
+                self.found[node, None] = {given.owner or given.name: left}
             pairs = info_of(node).grad_of
             if pairs:
                 declared = {name: self._declared(node, name, spec) for name, spec in pairs}

@@ -23,13 +23,13 @@ from ...mesh import Mesh
 from ...resharding.record import Record
 from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of, is_mutating, value_of
-from ..ir.program import PIPELINE, WHOLE, Program
+from ..ir.program import PASSED, PIPELINE, WHOLE, Program
 from .derive import check_values, described
 from .facts import CAPTURED, program_facts
 from .flow import check_gradients
 
 ROLES = ("forward", "recomputation", "backward", "optimizer")
-KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator", "scale", "held", "edge")
+KINDS = ("param", "buffer", "batch", "constant", "state", "hyper", "accumulator", "scale", *PASSED)
 # Who may write to an input of which kind.
 _WRITERS = {
     "param": {"optimizer"},  # and, noted of its nodes, the forward of the user
@@ -37,6 +37,7 @@ _WRITERS = {
     "scale": {"optimizer"},
     "buffer": set(ROLES),
     "accumulator": set(ROLES),
+    "reduced": set(ROLES),
     "batch": {"forward"},  # a model that writes to what it is given
 }
 

@@ -1,7 +1,8 @@
 """The cut: a micro-step of all stages becomes the parts that one stage runs, and what they send each other.
 
-What needs no parameter (masks, positions, the seed of the backward) belongs to no stage: each runs it by itself.  All
-else has one stage, and is part of the forward or of the backward.  What a backward needs of its forward is held.
+What needs no parameter (masks, positions, the seed of the backward) belongs to no stage: each runs it by itself.  What
+is made of stored parameters alone (gathers, casts) is the same for all micro-batches.  All else has one stage, and is
+part of the forward or of the backward.  What a backward needs of its forward is held.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch.fx as fx
 
 from ...collective import ALL_GATHER, COLLECTIVES
 from ...errors import PassError
+from ...layout import At
 from .inplace import follow, storages, written
-from .nodes import NodeInfo, annotate, checked_value, draws, info_of, is_mutating, target_name, value_of
+from .nodes import VIEWS, NodeInfo, annotate, checked_value, draws, info_of, is_mutating, target_name, value_of
 from .program import Input, Message, Output, Program
 
 aten = torch.ops.aten
@@ -36,7 +38,7 @@ class StageParts:
     messages: tuple[Message, ...]
 
 
-def cut(program: Program, axis: str, stages: Sequence[int], split: bool) -> StageParts:
+def cut(program: Program, axis: str, stages: Sequence[int], split: bool, gathers: bool = True) -> StageParts:
     """Cut the program of a micro-step, which adds up gradients.
 
     Args:
@@ -44,17 +46,39 @@ def cut(program: Program, axis: str, stages: Sequence[int], split: bool) -> Stag
         axis: over which the stages are.
         stages: whose parts are made.
         split: whether the backward is cut into ``I``, what is sent on needs, and ``W``, the rest.
+        gathers: whether gathers of stored parameters are taken out of the parts that each micro-batch runs.
 
     Raises:
         PassError: what cannot be cut, with the user's line.
     """
-    made = _Cut(program, axis)
+    made = _Cut(program, axis, gathers)
     sent = list(made.messages())
-    return StageParts({s: made.run(s, split, sent) for s in stages}, tuple(m for m, _ in sent))
+    parts = {s: made.run(s, split, sent) for s in stages}
+    return StageParts(parts, (*made.stored_sent, *(m for m, _ in sent)))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What was made of a stored parameter alone: nodes of which this is the same make the same.
+
+    Attributes:
+        name: the parameter, and what was done to it.
+        home: the stage that has the parameter; None: all of them.
+        way: the nodes, from the placeholder on.
+    """
+
+    name: str
+    home: int | None
+    way: tuple[fx.Node, ...]
+
+    @property
+    def made(self) -> bool:
+        """Whether anything was done to it."""
+        return any(n.target is not aten.alias.default for n in self.way[1:])
 
 
 class _Cut:
-    def __init__(self, program: Program, axis: str) -> None:
+    def __init__(self, program: Program, axis: str, gathers: bool) -> None:
         self.program, self.axis = program, axis
         given = list(zip(program.placeholders, program.inputs, strict=True))
         self.sums = {n: i for n, i in given if i.kind == "accumulator"}
@@ -65,11 +89,25 @@ class _Cut:
         self.forward: dict[fx.Node, bool] = {}
         for node in self.nodes:
             self._place(node)
+        views = self._views()
         for node in reversed(self.nodes):
-            if info_of(node).gather or node.target is aten.expand.default:
+            sends = node.target in COLLECTIVES and bool(info_of(node).gather) and not gathers
+            if sends or node in views or node.target is aten.expand.default:
                 self._made_where_used(node)
-        self.nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+        self.stored = self._stored(gathers)
+        self.nodes = [n for n in program.graph.nodes if n.op == "call_function" and n not in self.stored]
+        self.wanted = self._wanted()
+        # Of a parameter that goes to another stage, by that and by what goes there.
+        self.sent = dict[tuple[int, str], tuple[Message, _Stored]]()
+        for stage, wanted in self.wanted.items():
+            for one in wanted.values():
+                self._send(one, stage)
         self._check_writes()
+
+    @property
+    def stored_sent(self) -> list[Message]:
+        """Parameters that stages send to others, once for all micro-batches."""
+        return [m for m, _ in self.sent.values()]
 
     def run(self, stage: int, split: bool, sent: Sequence[tuple[Message, fx.Node]]) -> dict[str, Program]:
         """The parts of a stage."""
@@ -86,16 +124,16 @@ class _Cut:
             {n for n in free if self.forward[n]}, ahead,
         )  # fmt: skip
         held = self._held(first | came.keys(), self._read(later, behind))
-        made = {"F": self._part(first, came, [*ahead, *_outputs(held)])}
+        made = {**self._once(stage), "F": self._part(stage, first, came, [*ahead, *_outputs(held)])}
         if not split:
-            made["B"] = self._part(later, {**held, **back}, behind)
+            made["B"] = self._part(stage, later, {**held, **back}, behind)
             return made
         sending = self._live([], later, behind)
         sending |= {n for n in later if n.target is operator.getitem and n.args[0] in sending}
         rest = later - sending
         kept = self._held(sending | back.keys(), self._read(rest, ()))
-        made["I"] = self._part(sending, {**held, **back}, [*behind, *_outputs(kept)])
-        made["W"] = self._part(rest, {**held, **kept}, [])
+        made["I"] = self._part(stage, sending, {**held, **back}, [*behind, *_outputs(kept)])
+        made["W"] = self._part(stage, rest, {**held, **kept}, [])
         return made
 
     # -- which stage ----------------------------------------------------------------------------------
@@ -130,12 +168,22 @@ class _Cut:
                 seen[source] = node
         follow(self.program.graph)
 
+    def _views(self) -> set[fx.Node]:
+        """Views of what is made of stored parameters."""
+        params = {n for n, i in zip(self.program.placeholders, self.program.inputs, strict=True) if i.kind == "param"}
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            (source, *more) = node.all_input_nodes or [node]
+            stored = source in found or source in params or info_of(source).gather
+            if stored and not more and node.target in VIEWS and not info_of(node).gather:
+                found.add(node)
+        return found
+
     def _made_where_used(self, node: fx.Node) -> None:
-        """Each stage that uses a parameter gathers it over other axes: what is stored crosses, and no whole.  So does a
-        number that is repeated."""
+        """Each stage that uses a parameter gathers it over other axes, and looks at it: what is stored crosses, and no
+        whole.  So does a number that is repeated."""
         others = {s for u in node.users if (s := self.at.get(u)) is not None} - {self.at[node]}
-        sent = node.target in COLLECTIVES or node.target is aten.expand.default
-        for stage in sorted(others) if sent and self.at[node] is not None else ():
+        for stage in sorted(others) if self.at[node] is not None else ():
             with self.program.graph.inserting_after(node):
                 made = self.program.graph.node_copy(node)
             annotate(made, stage=stage)
@@ -162,7 +210,7 @@ class _Cut:
     def _summed_at(self, node: fx.Node) -> list[int]:
         """Where a gradient is added up that no value of a stage is part of: the same number for all batches."""
         held = [self.sums[n] for n in node.all_input_nodes if n in self.sums] if is_mutating(node) else []
-        return [self.at_stage.get(given.name, 0) for given in held]
+        return [self.at_stage.get(given.owner or given.name, 0) for given in held]
 
     def _check_writes(self) -> None:
         """Raises PassError for what is written at one stage and seen at another one."""
@@ -186,6 +234,95 @@ class _Cut:
                         f"{_where(node)} writes to a value that stages {sorted(seen[s])} share: a write does not cross "
                         "a border; compute a new value there"
                     )
+
+    # -- stored parameters ----------------------------------------------------------------------------
+
+    def _stored(self, gathers: bool) -> dict[fx.Node, _Stored]:
+        """What is made of stored parameters alone; without ``gathers`` in front of what other ranks have part in."""
+        made: dict[fx.Node, _Stored] = {}
+        for node, given in zip(self.program.placeholders, self.program.inputs, strict=True):
+            if given.kind == "param":
+                at = self.program.mesh.axis_index(self.axis)
+                everywhere = given.spec is None or not isinstance(given.spec.layout.placements[at], At)
+                made[node] = _Stored(given.name, None if everywhere else info_of(node).stage, (node,))
+        for node in self.program.graph.nodes:
+            (source, *more) = node.all_input_nodes or [None]
+            if more or source not in made or not info_of(node).gather or is_mutating(node):
+                continue
+            before = made[source]
+            if node.target is aten.alias.default:
+                made[node] = replace(before, way=(*before.way, node))
+            elif gathers or node.target not in COLLECTIVES:
+                said = target_name(node.target), fx.map_arg((node.args, node.kwargs), lambda n: "")
+                made[node] = _Stored(f"{before.name} {said}", before.home, (*before.way, node))
+        return {n: one for n, one in made.items() if n.op == "call_function"}
+
+    def _wanted(self) -> dict[int, dict[str, _Stored]]:
+        """What of stored parameters each stage uses, by name."""
+        found: dict[int, dict[str, _Stored]] = {}
+        for node, one in self.stored.items():
+            users = [u for u in node.users if u not in self.stored]
+            stages = {s for u in users if (s := self.at.get(u)) is not None}
+            if not node.users and node.target in COLLECTIVES:  # others of the stage may have a use for it
+                stages = {s for s in (self.at[node],) if s is not None}
+            for stage in sorted(stages):
+                found.setdefault(stage, {}).setdefault(one.name, one)
+        return found
+
+    def _crossing(self, one: _Stored, stage: int) -> _Stored | None:
+        """What of it comes to a stage from another one: what is there in front of a gather; None where it is made of
+        the stage's own."""
+        if one.home is None or one.home == stage:
+            return None
+        way = one.way  # behind the alias it is whole along the axis of the stages
+        seen = next(i for i, n in enumerate(way) if n.target is aten.alias.default)
+        gathered = next((i for i, n in enumerate(way) if n.target in COLLECTIVES), len(way))
+        return self.stored[way[max(seen, gathered - 1)]]
+
+    def _send(self, one: _Stored, stage: int) -> None:
+        what = self._crossing(one, stage)
+        if what is not None and what.home is not None and (stage, what.name) not in self.sent:
+            number = sum((m.src, m.dst) == (what.home, stage) for m, _ in self.sent.values())
+            self.sent[stage, what.name] = Message(f"P {what.home}>{stage}.{number}", "P", what.home, stage), what
+
+    def _source(self, node: fx.Node, stage: int) -> fx.Node | Input:
+        """What a part of a stage reads in place of what is made of a stored parameter: the parameter, or an input."""
+        one = self.stored[node]
+        came = self.sent.get((stage, one.name))
+        if came is not None:
+            return Input(came[0].name, "gathered")
+        return Input(one.name, "gathered") if one.made else one.way[0]
+
+    def _once(self, stage: int) -> dict[str, Program]:
+        """The parts that a stage runs for all micro-batches together."""
+        wanted = self.wanted.get(stage, {}).values()
+        made = [(Output(w.name, "gathered"), w) for w in wanted if w.made and (stage, w.name) not in self.sent]
+        sent = [(Output(m.name, "edge"), what) for m, what in self.sent.values() if m.src == stage]
+        return {part: self._of_stored(stage, of) for part, of in (("P", sent), ("G", made)) if of}
+
+    def _of_stored(self, stage: int, wanted: Sequence[tuple[Output, _Stored]]) -> Program:
+        """Some of what is made of stored parameters, as a program."""
+        graph, inputs, made = fx.Graph(), list[Input](), dict[str, fx.Node]()
+        own = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+        ways: list[tuple[str, tuple[fx.Node, ...]]] = []
+        for _, one in wanted:
+            came = self._crossing(one, stage)
+            start = one.way[0] if came is None else came.way[-1]
+            given = own[start] if came is None else Input(self.sent[stage, came.name][0].name, "gathered")
+            if given.name not in made:
+                made[given.name] = graph.placeholder(start.name)
+                annotate(made[given.name], role="input", value=checked_value(start))
+                inputs.append(given)
+            ways.append((given.name, one.way[one.way.index(start) + 1 :]))
+        for (out, _), (name, way) in zip(wanted, ways, strict=True):
+            for node in way:
+                source, name = made[name], name if node.target is aten.alias.default else self.stored[node].name
+                if name not in made:
+                    copies = dict.fromkeys(node.all_input_nodes, source)
+                    made[name] = graph.node_copy(node, copies.__getitem__)
+            made[out.name] = made[name]
+        graph.output(tuple(made[out.name] for out, _ in wanted))
+        return replace(self.program, graph=graph, inputs=tuple(inputs), outputs=tuple(out for out, _ in wanted))
 
     # -- what crosses ---------------------------------------------------------------------------------
 
@@ -237,7 +374,11 @@ class _Cut:
     # -- parts ----------------------------------------------------------------------------------------
 
     def _part(
-        self, nodes: set[fx.Node], given: Mapping[fx.Node, Input], outputs: Sequence[tuple[Output, fx.Node]]
+        self,
+        stage: int,
+        nodes: set[fx.Node],
+        given: Mapping[fx.Node, Input],
+        outputs: Sequence[tuple[Output, fx.Node]],
     ) -> Program:
         """Some nodes as a program.
 
@@ -246,12 +387,19 @@ class _Cut:
         """
         program, graph, inputs, made = self.program, fx.Graph(), list[Input](), dict[fx.Node, fx.Node]()
         read = {u for n in nodes for u in n.all_input_nodes} | {n for _, n in outputs}
-        own = dict(zip(program.placeholders, program.inputs, strict=True))
-        for node, one in {**own, **given}.items():
+        own: dict[fx.Node, Input] = dict(zip(program.placeholders, program.inputs, strict=True))
+        stored = {n: self._source(n, stage) for n in self.stored if n in read}
+        read.update(n for n in stored.values() if isinstance(n, fx.Node))
+        places: dict[Input, fx.Node] = {}
+        gathered = {n: one for n, one in stored.items() if isinstance(one, Input)}
+        for node, one in {**own, **given, **gathered}.items():
             if node in read and node not in nodes:
-                made[node] = graph.placeholder(node.name)
-                annotate(made[node], role="input", value=checked_value(node))
-                inputs.append(one)
+                if one not in places:
+                    places[one] = graph.placeholder(node.name)
+                    annotate(places[one], role="input", value=checked_value(node))
+                    inputs.append(one)
+                made[node] = places[one]
+        made.update((n, made[one]) for n, one in stored.items() if isinstance(one, fx.Node))
         for node in program.graph.nodes:
             if node in nodes:
                 made[node] = graph.node_copy(node, made.__getitem__)

@@ -15,7 +15,7 @@ from ...layout import Layout, Spec
 from ...mesh import Mesh
 from ...resharding.record import Record
 from .nodes import Value, info_of, target_name
-from .schedules import Schedule
+from .schedules import Action, Schedule
 
 Tensor = torch.Tensor
 
@@ -28,10 +28,11 @@ class Input:
         name: ``"blocks.0.weight"``, ``"batch.0"``, ``"blocks.0.weight.exp_avg"``, ``"lr.0"``.
         kind: ``"param"``, ``"buffer"``, ``"batch"``, ``"constant"``, ``"state"``, ``"hyper"`` (a number that may
             change from step to step, as a tensor), ``"scale"`` (the loss scale), ``"accumulator"``; of a part of a
-            pipeline ``"held"`` (what an earlier part of the same micro-batch left) or ``"edge"`` (what another stage
-            sent).
+            pipeline ``"held"`` (what an earlier part of the same micro-batch left), ``"edge"`` (what another stage
+            sent), ``"gathered"`` (what was made of stored parameters, for several micro-batches) or ``"reduced"`` (a
+            gradient, summed over ranks).
         spec: how it lies on the mesh; None for what is not distributed.
-        owner: of a state, the parameter.
+        owner: of a state, of a sum of gradients and of a reduced one, the parameter.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One output: ``"loss"``, ``"aux"``, ``"grad"``, ``"held"`` or ``"edge"``, its name and how it lies on the mesh."""
+    """One output: its name, how it lies, and its kind: ``"loss"``, ``"aux"``, ``"grad"``, or as of inputs of parts."""
 
     name: str
     kind: str
@@ -70,11 +71,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class Message:
-    """A value that one stage sends to another one, once for each micro-batch.
+    """A value that one stage sends to another one.
 
     Attributes:
         name: the same at both ends: the output of one part and the input of the other one.
-        part: with which part it comes and goes, ``"F"`` or ``"B"`` (of a backward that is cut ``"I"``).
+        part: with which part it comes and goes, for each micro-batch ``"F"`` or ``"B"`` (of a backward that is cut
+            ``"I"``); once for all of them ``"P"``, a parameter, and ``"R"``, a sum of gradients of one.
         src, dst: the stages.
     """
 
@@ -83,26 +85,69 @@ class Message:
     src: int
     dst: int
 
+    @property
+    def once(self) -> bool:
+        """Whether it goes once for all micro-batches."""
+        return self.part in ONCE
+
 
 @dataclass(frozen=True)
 class Staging:
     """How a step that is cut runs: the parts ``F``, ``B`` (or ``I`` and ``W``) of a rank's stage, then ``flush``.
 
-    Of several stages of a rank the parts are ``F0``, ``F2`` and so on, by their numbers.
+    Where a stage has something to do for all micro-batches together it has more parts: ``P``, which sends parameters
+    to other stages that use them, ``G``, which gathers and casts those that the stage uses, and ``R``, which sums
+    gradients over ranks.  Of several stages of a rank the parts are ``F0``, ``F2`` and so on, by their numbers.
 
     Attributes:
         axis: of the mesh, that of the stages.
         schedule: what each rank runs, in order.
         messages: between all stages, in the order in which parts send them.
+        gather: for how long what ``G`` made is kept: ``"run"``, while a rank runs parts of the stage one after the
+            other, ``"step"`` or ``"micro-batch"``, for one part.
     """
 
     axis: int
     schedule: Schedule
     messages: tuple[Message, ...]
+    gather: str = "run"
 
     def name(self, part: str, stage: int) -> str:
         """Of a part of a stage."""
         return part if self.schedule.stages == len(self.schedule.orders) else f"{part}{stage}"
+
+    def times(self, name: str, rank: int) -> int:
+        """How often a rank of the axis runs a part in a step."""
+        part = name.rstrip("0123456789")
+        if part in ONCE or name == "flush":
+            return 1
+        if part != "G":
+            return self.schedule.micro_batches
+        stage = int(name[1:]) if name[1:] else self.schedule.homes.index(rank)
+        return sum(self.ends(rank, i) for i, a in enumerate(self.schedule.orders[rank]) if a.stage == stage)
+
+    def ends(self, rank: int, place: int) -> bool:
+        """Whether what ``G`` made is let go behind this action of a rank."""
+        order = self.schedule.orders[rank]
+        here, rest = order[place].stage, order[place + 1 :]
+        if self.gather == "micro-batch":
+            return True
+        return all(a.stage != here for a in (rest if self.gather == "step" else rest[:1]))
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """All that a rank of the axis runs, in order, but ``G``: ``P`` first, ``R`` behind the last part of its stage,
+        and of what other stages of the rank contribute to it."""
+        order = self.schedule.orders[rank]
+        last = {a.stage: i for i, a in enumerate(order)}
+        yield from (Action("P", stage, 0) for stage in last)
+        left = set(last)
+        for i, a in enumerate(order):
+            yield a
+            for stage in sorted(left, reverse=True):
+                sources = {m.src for m in self.messages if m.part == "R" and m.dst == stage}
+                if last[stage] <= i and left.isdisjoint(sources):
+                    left.remove(stage)
+                    yield Action("R", stage, 0)
 
     def sent(self, src: int, dst: int) -> Iterator[Message]:
         """What goes from one rank to another one."""
@@ -112,10 +157,11 @@ class Staging:
 
 def of_stages(name: str) -> bool:
     """Whether a part differs from stage to stage."""
-    return name.rstrip("0123456789") in ("F", "B", "I", "W")
+    return name.rstrip("0123456789") in ("P", "G", "F", "B", "I", "W", "R")
 
 
-PASSED = ("held", "edge")  # kinds of what parts of a micro-batch hand on
+ONCE = ("P", "R")  # parts that run once for all micro-batches
+PASSED = ("held", "edge", "gathered", "reduced")  # kinds of what parts hand on
 STEP, WHOLE, PIPELINE = "step", "whole", "pipeline"
 WEIGHT = "weight of micro-batches"  # how the names of the sums of what losses are means over begin
 

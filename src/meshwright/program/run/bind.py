@@ -179,6 +179,11 @@ class Bound:
         if key not in sums:
             self.carrier.lie[key] = given.spec
             sums[key] = zeros(value, self.program.mesh.device)
+        if sums[key].shape != value.shape:
+            raise ProgramError(
+                f"the gradient of {given.name} has shape {list(value.shape)} in one micro-batch and "
+                f"{list(sums[key].shape)} in another: give batches that are cut evenly"
+            )
         return sums[key]
 
     def sums(self) -> dict[str, Tensor]:
@@ -250,9 +255,13 @@ class Bound:
         """How often what it owns was written to or replaced."""
         return sum([self.inputs[o.place]._version for o in self.owned]) + self.bound_anew
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Run it on the leaves of a batch; the loss and what comes with it, None for a program that returns neither."""
-        made = self.values(leaves, {})
+    def __call__(self, leaves: Sequence[Any], given: dict[str, Tensor] | None = None) -> Any:
+        """Run it on the leaves of a batch; the loss and what comes with it, None for a program that returns neither.
+
+        Args:
+            given: as of :meth:`values`.
+        """
+        made = self.values(leaves, {} if given is None else given)
         if self.grads:
             self._give_gradients(made)
         out = [made[k] if spec is None else wrap(made[k], spec) for k, spec in self.returned]
@@ -264,7 +273,7 @@ class Bound:
         """Run it on the leaves of a batch; the values of its outputs.
 
         Args:
-            given: what other parts of the micro-batch made, by name: what is used is taken out.
+            given: what other parts made, by name: what is used is taken out.
         """
         inputs, optimizer = self.inputs, self.carrier.optimizer
         if self.batch:
@@ -372,7 +381,7 @@ class Ready:
         self.program, self.carrier, self.how, self.places = program, carrier, how, places
         self.many = many is not None
         self.given: list[Any] = []
-        inputs = program.parts["flush"].inputs if program.pipeline else program.inputs
+        inputs = [i for p in program.parts.values() for i in p.inputs] if program.pipeline else program.inputs
         self.sums = {i.name: i.spec for i in inputs if i.kind == "accumulator"}
         whole = {} if program.pipeline else {WHOLE: program}
         self.parts = {
@@ -388,14 +397,26 @@ class Ready:
         """The same for other sizes, by a program for many."""
         return Ready(program, self.carrier, self.how, self.places, (code, variables))
 
-    def fold(self, into: Ready) -> None:
-        """Of sums that lie otherwise than another's are: add them to those, and leave none here."""
-        if self.sums == into.sums:
+    def fold(self, into: Ready, part: str) -> None:
+        """Of sums that lie otherwise than those that another's part reads: add them to those, and leave none here.
+
+        Raises:
+            ProgramError: nobody knows how they lie.
+        """
+        if self is into or part not in into.parts:
             return
-        held, theirs = self.parts["flush"].sums(), into.parts["flush"].sums()
-        for name, spec in self.sums.items():
-            other = into.sums[name]
-            if spec is not None and other is not None and spec != other and held[name] is not theirs[name]:
+        held: dict[str, Tensor] = {}
+        for bound in self.parts.values():
+            held.update(bound.sums())
+        theirs = into.parts[part].sums()
+        for name in theirs:
+            if held[name] is not theirs[name]:
+                spec, other = self.sums[name], into.sums[name]
+                if spec is None or other is None:
+                    if not theirs[name].numel():
+                        continue  # of another stage's parameter
+                    why = "lie otherwise in some micro-batches: give batches that are cut evenly"
+                    raise ProgramError(f"the gradients of {name} {why}")
                 with torch.no_grad():
                     theirs[name].add_(apply(plan_conversion(spec, other).steps, held[name]))
                 held[name].zero_()

@@ -19,10 +19,10 @@ from ...tensor import DistTensor, wrap
 from ..capture.export_caches import forgotten
 from ..capture.interrupts import interrupts_deferred
 from ..ir.nodes import Value, checked_value
-from ..ir.program import Message, Program, Staging
+from ..ir.program import ONCE, Message, Program, Staging
 from ..ir.rows import known_by
 from ..ir.schedules import Action
-from .bind import Ready
+from .bind import Bound, Ready
 
 Tensor = torch.Tensor
 _AHEAD = 2  # messages of a lane that are received before they are asked for
@@ -69,6 +69,11 @@ class Pipelined:
         """As of the update."""
         return self.flush.writes()
 
+    def fold(self, part: str) -> None:
+        """Bring together what a part reads of sums to which micro-batches of other sizes added."""
+        for ready in dict.fromkeys(self.readies[1:]):
+            ready.fold(self.readies[0], part)
+
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run the step; the loss of the whole batch."""
         run = _Run(self)
@@ -78,9 +83,8 @@ class Pipelined:
                     ready.parts["accumulate"].values(micro, {})
             else:
                 run.every()
-            for ready in dict.fromkeys(self.readies[1:]):
-                ready.fold(self.readies[0])
-            return self.flush(leaves)
+            self.fold("flush")
+            return self.flush(leaves, run.reduced)
         except BaseException as error:
             for t in self.flush.carrier.sums.values():
                 t.zero_()
@@ -95,16 +99,23 @@ class _Run:
     def __init__(self, of: Pipelined) -> None:
         self.of = of
         self.held: dict[tuple[int, int], dict[str, Tensor]] = {}  # by stage and micro-batch
+        self.gathered: dict[int, dict[str, Tensor]] = {}  # by stage
+        self.came: dict[int, dict[str, Tensor]] = {}  # parameters of other stages, by stage that uses them
+        self.reduced: dict[str, Tensor] = {}
         self.sent: deque[Pending] = deque()
         self.due: dict[tuple[int, int], deque[tuple[Message, int]]] = {}  # lane to what is to come
         self.coming: dict[tuple[int, int], deque[tuple[tuple[str, int], Pending]]] = {}
         self.here: dict[tuple[str, int], Tensor] = {}
-        orders = of.how.schedule.orders
         for src, dst in of.lanes:
             if dst == of.here:
                 along = set(of.how.sent(src, dst))
-                listed = ((m, a.micro) for a in orders[src] for m in self._of(a) if m.src == a.stage and m in along)
+                listed = ((m, micro) for m, micro in self._sends(src) if m in along)
                 self.due[src, dst], self.coming[src, dst] = deque(listed), deque()
+
+    def _sends(self, rank: int) -> Iterator[tuple[Message, int]]:
+        """What a rank sends, in order."""
+        for a in self.of.how.actions(rank):
+            yield from ((m, a.micro) for m in self._of(a) if m.src == a.stage)
 
     def _of(self, a: Action) -> list[Message]:
         """What goes and comes with an action."""
@@ -113,10 +124,35 @@ class _Run:
 
     def every(self) -> None:
         """Run the actions of this rank."""
-        for action in self.of.how.schedule.orders[self.of.here]:
-            self._one(action)
+        how, here, place = self.of.how, self.of.here, 0
+        for a in how.actions(here):
+            if a.part in ONCE:
+                self._once(a)
+                continue
+            self._one(a)
+            if how.ends(here, place):
+                self.gathered.pop(a.stage, None)
+            place += 1
         while self.sent:
             self.sent.popleft().wait()
+
+    def _once(self, a: Action) -> None:
+        """Run a part that runs once for all micro-batches, where a stage has it."""
+        name = self.of.how.name(a.part, a.stage)
+        if a.part == "R":
+            self.came.pop(a.stage, None)
+            self.of.fold(name)
+        bound = self.of.readies[0].parts.get(name)
+        if bound is None:
+            return
+        crossing = self._of(a)
+        came = [m for m in crossing if m.dst == a.stage and a.part == "R"]
+        made = bound.values([], {m.name: self._received(m, 0) for m in came})
+        named = {(o.kind, o.name): t for o, t in zip(bound.program.outputs, made, strict=True)}
+        self.reduced.update((name, t) for (kind, name), t in named.items() if kind == "reduced")
+        for m in crossing:
+            if m.src == a.stage:
+                self._send(m, 0, named["edge", m.name])
 
     def _one(self, a: Action) -> None:
         bound = self.of.readies[a.micro].parts[self.of.how.name(a.part, a.stage)]
@@ -125,21 +161,45 @@ class _Run:
             if m.dst == a.stage:
                 given[m.name] = self._received(m, a.micro)
         last = a.part in "BW"
-        made = bound.values(self.of.micros[a.micro], self.held.pop((a.stage, a.micro)) if last else dict(given))
+        passed = self.held.pop((a.stage, a.micro)) if last else dict(given)
+        passed.update(self._gathered(bound, a))
+        made = bound.values(self.of.micros[a.micro], passed)
         outputs = list(zip(bound.program.outputs, made, strict=True))
         if not last:
             given.update((o.name, t) for o, t in outputs if o.kind == "held")
         named = {o.name: t for o, t in outputs if o.kind == "edge"}
-        del made, outputs, given
-        homes = self.of.how.schedule.homes
+        del made, outputs, given, passed
         for m in self._of(a):
-            lane = self.of.lanes.get((homes[m.src], homes[m.dst]))
-            if m.src == a.stage and lane is None:  # to another stage of this rank
-                self.here[m.name, a.micro] = named[m.name]
-            elif m.src == a.stage and lane is not None:
-                self.sent.append(collective.send(named[m.name], f"{m.name} of {a.micro}", lane))
+            if m.src == a.stage:
+                self._send(m, a.micro, named[m.name])
         while self.sent and self.sent[0].done():
             self.sent.popleft().wait()
+
+    def _gathered(self, bound: Bound, a: Action) -> dict[str, Tensor]:
+        """What was made of stored parameters, of what a part of this stage reads: made if it is not there."""
+        wanted = [given.name for _, given, _ in bound.passed if given.kind == "gathered"]
+        if not wanted:
+            return {}
+        came, made = self.came.get(a.stage), self.gathered.setdefault(a.stage, {})
+        if came is None:
+            of = [m for m in self.of.how.messages if m.part == "P" and m.dst == a.stage]
+            came = self.came[a.stage] = {m.name: self._received(m, 0) for m in of}
+        if any(name not in made and name not in came for name in wanted):
+            g = self.of.readies[a.micro].parts[self.of.how.name("G", a.stage)]
+            made.update(zip([o.name for o in g.program.outputs], g.values([], dict(came)), strict=True))
+        return {name: came[name] if name in came else made[name] for name in wanted}
+
+    def _send(self, m: Message, micro: int, t: Tensor) -> None:
+        homes = self.of.how.schedule.homes
+        lane = self.of.lanes.get((homes[m.src], homes[m.dst]))
+        if lane is None:  # to another stage of this rank
+            self.here[m.name, micro] = t
+        else:
+            self.sent.append(collective.send(t, self._called(m, micro), lane))
+
+    def _called(self, m: Message, micro: int) -> str:
+        """A message as both ends know it: of another step it is another one, which may have ended in the middle."""
+        return f"{m.name} of {micro}, update {runtime.RT.updates}"
 
     def _received(self, m: Message, micro: int) -> Tensor:
         homes = self.of.how.schedule.homes
@@ -158,15 +218,16 @@ class _Run:
         while due and len(coming) < _AHEAD:
             m, micro = due.popleft()
             value = self._value(m, micro)
-            pending = collective.receive(f"{m.name} of {micro}", value.shape, value.dtype, self.of.lanes[lane])
+            called = self._called(m, micro)
+            pending = collective.receive(called, value.shape, value.dtype, self.of.lanes[lane])
             coming.append(((m.name, micro), pending))
 
     def _value(self, m: Message, micro: int) -> Value:
         bounds = self.of.readies[micro].parts
-        for part in (m.part,) if m.part == "F" else ("B", "I", "W"):
+        for part in {"F": "F", "P": "GFBIW", "R": "R"}.get(m.part, "BIW"):
             name = self.of.how.name(part, m.dst)
             for _, given, value in bounds[name].passed if name in bounds else ():
-                if given.kind == "edge" and given.name == m.name:
+                if given.name == m.name:
                     return value
         raise ProgramError(f"{m.name} goes to no part of stage {m.dst}")
 

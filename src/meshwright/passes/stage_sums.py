@@ -1,0 +1,341 @@
+"""Sums of gradients of a pipeline: what each stage contributes, and what it reduces behind its last backward.
+
+A parameter that several stages use (a tied weight) has a sum at each of them, of what that stage contributes; they are
+brought together once.  What reduces the gradients of a stage's parameters over ranks is a part of its own, ``R``: it
+runs when the stage has done its last backward, while others still compute.  The update divides what was reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.fx as fx
+
+from ..collective import COLLECTIVES
+from ..layout import At
+from ..program.ir.inplace import storages
+from ..program.ir.nodes import UPDATE, NodeInfo, annotate, call, checked_value, info_of, is_mutating, is_sum
+from ..program.ir.program import Input, Message, Output, Program
+from ..program.ir.subgraphs import new_storage, read_instead
+from .gradient_merge import UPDATE_WEIGHTS, Contributions, unsent
+
+aten = torch.ops.aten
+# What is done to a gradient as autograd gave it: it is cast, and cut to what its stage has.
+_KEPT = {aten._to_copy.default, aten.slice.Tensor, aten.clone.default}
+
+
+# ---------------------------------------------------------------------------------------------- contributions
+
+
+def stages_of(program: Program) -> dict[str, int]:
+    """The stages of parameters that lie at one: all but numbers, which are on all ranks."""
+    axis = program.mesh.axis_index(program.stages)
+    pairs = zip(program.placeholders, program.inputs, strict=True)
+    lie = [(i.name, info_of(n).stage) for n, i in pairs if i.kind == "param" and i.spec is not None
+           and isinstance(i.spec.layout.placements[axis], At)]  # fmt: skip
+    return {name: stage for name, stage in lie if stage is not None}
+
+
+def contributions(program: Program, whole_sums: bool) -> Contributions:
+    """Let the gradient of a parameter to which other stages contribute than the one that has it be the sum of what each
+    stage contributes, and say which nodes these are.
+
+    Args:
+        program: whose graph is changed.
+        whole_sums: whether gradients are summed over micro-batches before they are scattered.
+    """
+    homes = stages_of(program)
+    stages, made = _stages(program), dict[fx.Node, Mapping[int, fx.Node]]()
+    for node in [n for n in program.graph.nodes if info_of(n).grad_of]:
+        home = homes.get(info_of(node).grad_of[0][0])
+        if home is None:
+            continue
+        behind, root = _joined(unsent(node, whole_sums), whole_sums)
+        terms = list(_terms(root))
+        of: dict[int, list[fx.Node]] = {}
+        for term in terms:
+            found = stages.get(term)
+            of.setdefault(home if found is None else found, []).append(term)
+        if set(of) == {home}:
+            continue
+        each = {stage: _added(of[stage], stage) for stage in sorted(of, reverse=True)}
+        for one in behind:
+            each = {stage: _again(one, term, stage) for stage, term in each.items()}
+        for stage, term in each.items():
+            annotate(term, stage=stage)
+        end = behind[-1] if behind else root
+        total = _added(list(each.values()), home)
+        if total is not end:
+            read_instead(list(end.users), {end: total})
+            annotate(total, grad_of=info_of(end).grad_of, gradient_at=info_of(end).gradient_at)
+            annotate(end, grad_of=())
+        for one in (end, *behind[::-1], root):
+            _erase(one)
+        made[unsent(node if info_of(node).grad_of else total, whole_sums)] = each
+    return made
+
+
+def _erase(node: fx.Node) -> None:
+    """Remove a node that nobody uses, and sums that only it used."""
+    if not node.users and not node._erased:
+        given = node.all_input_nodes
+        node.graph.erase_node(node)
+        for n in given:
+            if n.target is aten.add.Tensor:
+                _erase(n)
+
+
+def _stages(program: Program) -> dict[fx.Node, int]:
+    """The stage of each node of the backward that has one: of what no module is said of, the first of its operands."""
+    made: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        stage = info_of(node).stage
+        known = [made[n] for n in node.all_input_nodes if n in made]
+        if node.op == "call_function" and (stage is not None or known):
+            made[node] = stage if stage is not None else max(known) if info_of(node).role == "forward" else min(known)
+    return made
+
+
+def _joined(node: fx.Node, whole_sums: bool) -> tuple[list[fx.Node], fx.Node]:
+    """The sum of contributions in front of a gradient, and the casts and sums over ranks right behind it, in order."""
+    way, at = list[fx.Node](), node
+    while at.op == "call_function" and len(at.all_input_nodes) == 1:
+        before = at.all_input_nodes[0]
+        if len(before.users) > 1 or not (at.target in _KEPT or (is_sum(at) and not whole_sums)):
+            break
+        way.append(at)
+        at = before
+    way.reverse()
+    kept = next((i for i, n in enumerate(way) if n.target is not aten._to_copy.default and not is_sum(n)), len(way))
+    return way[:kept], at
+
+
+def _terms(node: fx.Node) -> Iterator[fx.Node]:
+    """What is added up to a node."""
+    if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs and len(node.all_input_nodes) == 2:
+        for term in node.all_input_nodes:
+            yield from _terms(term) if len(term.users) == 1 else (term,)
+    else:
+        yield node
+
+
+def _added(terms: Sequence[fx.Node], stage: int) -> fx.Node:
+    (total, *rest), graph = terms, terms[0].graph
+    for term in rest:
+        with graph.inserting_after(max(total, term)):
+            info = replace(info_of(total).beside(checked_value(total).fresh(new_storage(graph))), stage=stage)
+            total = call(graph, aten.add.Tensor, (total, term), info)
+    return total
+
+
+def _again(node: fx.Node, term: fx.Node, stage: int) -> fx.Node:
+    """What a node does, done to a term of its input."""
+    graph = node.graph
+    with graph.inserting_after(term):
+        made = graph.node_copy(node, lambda _: term)
+    annotate(made, stage=stage, value=checked_value(node).fresh(new_storage(graph)), grad_of=(), gradient_at=())
+    return made
+
+
+# ---------------------------------------------------------------------------------------------- reductions
+
+
+@dataclass
+class StageSums:
+    """What of an update reduces gradients, by the stage whose parameters they are.
+
+    Attributes:
+        places: sums of gradients of parameters that lie at a stage: what they are, where the parameter is, and which
+            stage adds to them.
+        nodes: what reduces them, with the stage that has the parameter.
+        ends: of these, what the update reads, with the parameter.
+        read: the places that they read.
+        unit: by what sums are multiplied first.
+    """
+
+    places: dict[fx.Node, tuple[Input, int, int]] = field(default_factory=dict)
+    nodes: dict[fx.Node, int] = field(default_factory=dict)
+    ends: dict[fx.Node, str] = field(default_factory=dict)
+    read: list[fx.Node] = field(default_factory=list)
+    unit: float = 1.0
+
+
+def divided_behind(flush: Program, stages: Mapping[str, int], unit: float) -> StageSums:
+    """Let an update divide gradients after they were reduced, not before, and say what reduces them.
+
+    Args:
+        flush: the update, whose graph is changed.
+        stages: of parameters that lie at one.
+        unit: by what sums are multiplied where they are reduced in half precision.
+    """
+    made, graph = StageSums(), flush.graph
+    for node, given in zip(flush.placeholders, flush.inputs, strict=True):
+        if given.kind == "accumulator" and given.owner in stages:
+            _, _, at = given.name.rpartition(" at stage ")
+            home = stages[given.owner]
+            made.places[node] = given, home, int(at) if at.isdigit() and given.name != given.owner else home
+    memory = {s for n in made.places for s in storages(n)}
+    for node in graph.nodes:
+        if node.op != "call_function" or info_of(node).role != "backward" or is_mutating(node):
+            continue
+        homes = [made.nodes[n] if n in made.nodes else made.places[n][1] if n in made.places else None
+                 for n in node.all_input_nodes]  # fmt: skip
+        if homes and homes[0] is not None and None not in homes:
+            made.nodes[node] = homes[0]
+    seen = [n for n in (*made.places, *made.nodes) if not memory.isdisjoint(storages(n))]
+    # What the update reads as it was added up needs no reduction: copies of it are those that leave the program.
+    own = (aten._foreach_div_.Tensor, aten._foreach_zero_.default)
+    kept = {s for n in seen for u in n.users if u not in made.nodes and u.target not in own for s in storages(n)}
+    for node in made.places:
+        if not kept.isdisjoint(storages(node)):
+            _forget(node, made)
+    made.nodes = {n: s for n, s in made.nodes.items() if _sends(n, made.nodes, memory)}
+    for node in made.nodes:
+        if not memory.isdisjoint(storages(node)):
+            continue
+        if any(u not in made.nodes for u in node.users):
+            made.ends[node] = _owner(node, made)
+    end = flush.placeholders[-1]
+    for node in made.nodes:
+        end.append(node)
+        end = node
+    made.read = list(dict.fromkeys(n for node in made.nodes for n in node.all_input_nodes if n in made.places))
+    _divide(flush, made, unit)
+    return made
+
+
+def _forget(node: fx.Node, made: StageSums) -> None:
+    for user in node.users:
+        if user in made.nodes:
+            del made.nodes[user]
+            _forget(user, made)
+
+
+def _sends(node: fx.Node, nodes: Mapping[fx.Node, int], memory: set[int]) -> bool:
+    """Whether a node makes something of sums, or what it gives is made to something: other views stay in the update."""
+    if memory.isdisjoint(storages(node)):
+        return True
+    return any(u in nodes and _sends(u, nodes, memory) for u in node.users)
+
+
+def _owner(node: fx.Node, made: StageSums) -> str:
+    while node not in made.places:
+        node = node.all_input_nodes[0]
+    return made.places[node][0].owner
+
+
+def _divide(flush: Program, made: StageSums, unit: float) -> None:
+    graph = flush.graph
+    div = next((n for n in graph.nodes if n.target is aten._foreach_div_.Tensor), None)
+    if div is None or not made.nodes:
+        return
+    places, total = div.args
+    assert isinstance(total, fx.Node)
+    kept = [n for n in places if n not in made.read]
+    ends = list({storages(n): n for n in reversed(made.ends)}.values())[::-1]
+    if not any(torch.float16 in (checked_value(n).dtype, *n.args) for n in made.nodes):
+        div.args = ([*kept, *ends], total)
+        return
+    # Sums of what was multiplied by weights are larger than half precision goes.
+    made.unit = unit
+    with graph.inserting_before(next(iter(made.nodes))):
+        call(graph, aten._foreach_mul_.Scalar, (made.read, unit), UPDATE_WEIGHTS)
+    with graph.inserting_before(div):
+        info = UPDATE_WEIGHTS.beside(checked_value(total).fresh(new_storage(graph)))
+        scaled = call(graph, aten.mul.Tensor, (total, unit), info)
+        if kept:
+            call(graph, aten._foreach_div_.Tensor, (kept, total), UPDATE_WEIGHTS)
+    div.args = (ends, scaled)
+
+
+Taken = tuple[Program, dict[int, Program], list[Message]]
+
+
+def taken_out(flush: Program, made: StageSums, here: Sequence[int]) -> Taken:
+    """The update without what reduces gradients, the part ``R`` of the stages that a rank has, and what goes between
+    them.
+
+    Args:
+        flush: is changed.
+        here: the stages of this rank.
+    """
+    counts: dict[tuple[int, int], int] = {}
+    sent: dict[fx.Node, Message] = {}
+    for place, (_, home, at) in made.places.items():
+        if at != home:
+            number = counts[at, home] = counts.get((at, home), -1) + 1
+            sent[place] = Message(f"R {at}>{home}.{number}", "R", at, home)
+    parts = {stage: part for stage in here if (part := _part(flush, made, stage, sent)) is not None}
+    _ungathered(flush, {place.owner for place, home, _ in made.places.values() if home not in here})
+    return _without(flush, made, here), parts, list(sent.values())
+
+
+def _ungathered(flush: Program, others: set[str]) -> None:
+    """Of parameters of other stages this rank has no elements, and its group none to gather: what the update left."""
+    graph = flush.graph
+    for node in list(graph.nodes):
+        if node.target in COLLECTIVES and info_of(node).gather in others and info_of(node).role == "optimizer":
+            with graph.inserting_before(node):
+                info = replace(info_of(node), cause=None, gather="")
+                made = call(graph, aten.new_zeros.default, (node.args[0], list(checked_value(node).shape)), info)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+
+
+def _part(flush: Program, made: StageSums, stage: int, sent: Mapping[fx.Node, Message]) -> Program | None:
+    """What a stage does with its sums behind its last backward."""
+    nodes = [n for n, s in made.nodes.items() if s == stage]
+    read = {n for node in nodes for n in node.all_input_nodes}
+    graph, inputs, places, own = fx.Graph(), list[Input](), dict[fx.Node, fx.Node](), list[fx.Node]()
+    outputs: list[tuple[Output, fx.Node]] = []
+    for place, (given, _, at) in made.places.items():
+        if place not in read and not (at == stage and place in sent):
+            continue
+        places[place] = graph.placeholder(place.name)
+        annotate(places[place], role="input", value=checked_value(place))
+        inputs.append(given if at == stage else replace(given, name=sent[place].name, kind="edge"))
+        own += [places[place]] if at == stage else []
+    if not places:
+        return None
+    if made.unit != 1:
+        call(graph, aten._foreach_mul_.Scalar, (own, made.unit), UPDATE_WEIGHTS)
+    storage = new_storage(flush.graph)
+    for place, message in sent.items():
+        if message.src == stage:
+            info = NodeInfo("backward", source="sums of stages", value=checked_value(place).fresh(storage))
+            outputs.append((Output(message.name, "edge"), call(graph, aten.clone.default, (places[place],), info)))
+            storage += 1
+    for node in nodes:
+        places[node] = graph.node_copy(node, places.__getitem__)
+    outputs += [(Output(name, "reduced"), places[n]) for n, name in made.ends.items() if made.nodes[n] == stage]
+    call(graph, aten._foreach_zero_.default, (own,), UPDATE)
+    graph.output(tuple(n for _, n in outputs))
+    return replace(flush, graph=graph, inputs=tuple(inputs), outputs=tuple(o for o, _ in outputs))
+
+
+def _without(flush: Program, made: StageSums, here: Sequence[int]) -> Program:
+    """The update, which is given reduced gradients; none of those of other stages has elements."""
+    graph = flush.graph
+    given = dict(zip(flush.placeholders, flush.inputs, strict=True))
+    for end, name in made.ends.items():
+        with graph.inserting_after(flush.placeholders[-1]):
+            place = graph.placeholder(f"reduced_{name.replace('.', '_')}")
+        annotate(place, role="input", value=checked_value(end))
+        given[place] = Input(name, "reduced" if made.nodes[end] in here else "accumulator", owner=name)
+        end.replace_all_uses_with(place)
+    for node in list(graph.nodes):
+        if node.target is aten._foreach_mul_.Scalar and node.args[0] == made.read and made.unit != 1:
+            graph.erase_node(node)
+        if node.target is aten._foreach_zero_.default:
+            node.args = ([n for n in node.args[0] if n not in made.read],)
+    for node in reversed(made.nodes):
+        graph.erase_node(node)
+    for place in made.places:
+        if not place.users:
+            graph.erase_node(place)
+    return replace(flush, inputs=tuple(given[n] for n in flush.placeholders))
+
+
+__all__ = ["StageSums", "contributions", "divided_behind", "stages_of", "taken_out"]
