@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from meshwright import collective
+from meshwright.collective.monitor import disagreement
 from meshwright.errors import CollectiveError
 from meshwright.mesh import Mesh
 from meshwright.ranks import runtime
-from meshwright.ranks.simulation import simulate
+from meshwright.ranks.process_group import Link
+from meshwright.ranks.simulation import Call, simulate
 from tests.support.processes import ProcessError, run_processes
 
 SQUARE = Mesh({"dp": 2, "tp": 2})
@@ -454,3 +457,14 @@ def fails_on_rank_one() -> None:
 def test_the_launcher_names_the_rank_that_failed() -> None:
     with pytest.raises(ProcessError, match=r"rank 1 of 2 failed:\n(.|\n)*ValueError: here"):
         run_processes(fails_on_rank_one, 2)
+
+
+def test_threads_that_share_a_group_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Link, "callers", {})
+    link = Link(None, (0, 1), gloo=True)
+    link.began(Call("barrier"))
+    assert "thread" not in disagreement((0, 1), {0: "a", 1: "b"}, 1)
+    other = threading.Thread(target=link.began, args=(Call("barrier"),), name="evaluation")
+    other.start()
+    other.join()
+    assert "several threads communicate (MainThread, evaluation)" in disagreement((0, 1), {0: "a", 1: "b"}, 2)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 
 import meshwright as mw
 from meshwright.tensor import autograd_functions
@@ -53,6 +54,23 @@ def test_it_is_named_once():
 
     with pytest.warns(UserWarning, match=r"Scaled has no rule: its inputs are gathered on every rank.*custom op"):
         mw.simulate(run, MESH)
+
+
+def test_the_one_of_backward_hooks_says_what_to_write_instead():
+    autograd_functions._warned.discard("BackwardHookFunction")
+
+    def run(hooked):
+        torch.manual_seed(0)
+        linear = mw.shard_module(nn.Linear(3, 2), MESH, {})
+        if hooked:
+            linear.register_full_backward_hook(lambda module, gradients, out: None)
+        else:
+            linear.register_forward_hook(lambda module, args, out: out.register_hook(lambda g: g * 1) and None)
+        return linear(mw.shard_tensor(torch.ones(6, 3).requires_grad_(), MESH, [mw.Shard(0)])).placements
+
+    with pytest.warns(UserWarning, match=r"register_full_backward_hook.*output.register_hook"):
+        assert mw.simulate(lambda: run(True), MESH)[0] == (mw.Replicate(),)
+    assert mw.simulate(lambda: run(False), MESH)[0] == (mw.Shard(0),)
 
 
 def test_plain_tensors_pass_through():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DesyncError, MeshwrightError
 from ..mesh import Mesh
+from ..ranks.process_group import by_threads
 from .claims import listed
 from .groups import Group, group
 from .ops import all_gather_object
@@ -104,7 +105,7 @@ def together(
         found, own = difference(everyone, facts)
         if found:
             end = f"; {own or fix}" if own or fix else ""
-            raise DesyncError((said or f"{what}: the ranks disagree: {{}}").format(found) + end)
+            raise DesyncError((said or f"{what}: the ranks disagree: {{}}").format(found) + end + by_threads())
 
 
 __all__ = ["Fact", "difference", "differing", "together"]

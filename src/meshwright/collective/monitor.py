@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import CollectiveError, DesyncError, RankFailedError
 from ..failures.report import failed
 from ..ranks import runtime
-from ..ranks.process_group import TIMEOUT, links, mark
+from ..ranks.process_group import TIMEOUT, by_threads, links, mark
 from ..ranks.simulation import Call
 from . import ranges, store_messages
 from .groups import Group
@@ -55,7 +55,11 @@ def started(group: Group, call: Call, start: Callable[..., Any], *args: Any) -> 
     if link.broken:
         if (lost := _lost(group, call)) is not None:
             raise lost
-        raise DesyncError(f"{call}: this group of ranks is broken since an earlier collective failed: {link.broken}")
+        raise DesyncError(
+            f"{call}: this group of ranks is broken since an earlier collective failed: {link.broken}. Start the "
+            "processes again, from the last checkpoint, or make new groups on all ranks (destroy_process_group, "
+            "init_process_group, mw.init_mesh)"
+        )
     number = link.began(call)
     try:
         if profiler._is_profiler_enabled:
@@ -250,7 +254,7 @@ def disagreement(ranks: Sequence[int], calls: dict[int, str], number: int) -> st
     table = "".join(f"\n  rank {r}: {calls[r]}" for r in sorted(calls))
     return (
         f"ranks {tuple(ranks)} disagree in one collective (number {number} of their group){table}\n"
-        "every rank must run the same ops in the same order; .item(), print and mw.unshard count too"
+        f"every rank must run the same ops in the same order; .item(), print and mw.unshard count too{by_threads()}"
     )
 
 

@@ -33,10 +33,12 @@ class Link:
         telling: whether the ranks know that they differ, and tell each other.
         broken: why nothing more can be sent, or empty.
         lane: what tells it from other groups of the same ranks.
+        callers: threads of this process that began a collective of any group, with their names.
     """
 
     __slots__ = ("broken", "count", "gloo", "lane", "pg", "ranks", "recent", "sockets", "telling", "trace")
     latest: ClassVar[deque[tuple[int, Call]] | None] = None  # ``recent`` of the link that was used last
+    callers: ClassVar[dict[int, str]] = {}
 
     def __init__(
         self, pg: Any, ranks: tuple[int, ...], gloo: bool, sockets: dict[int, str] | None = None, lane: str = ""
@@ -54,6 +56,8 @@ class Link:
         self.trace = (self.trace * 1000003 + mark(call)) & 0x7FFFFFFFFFFFFFFF
         self.recent.append((self.count, call))
         Link.latest = self.recent
+        if (thread := threading.get_ident()) not in Link.callers:
+            Link.callers[thread] = threading.current_thread().name
         return self.count
 
     def leave(self, why: str) -> None:
@@ -65,6 +69,17 @@ class Link:
                     with socket.socket(fileno=os.dup(fd)) as own:
                         own.getpeername()  # raises for one that listens
                         own.shutdown(socket.SHUT_RDWR)
+
+
+def by_threads() -> str:
+    """What to say of ranks that disagree where several threads of this one began collectives; empty where one did."""
+    names = sorted({name for name in Link.callers.values() if not name.startswith("Dummy-")})  # autograd has these
+    if len(names) < 2:
+        return ""
+    return (
+        f"; on this rank several threads communicate ({', '.join(names)}), which take turns otherwise on each rank: "
+        "let one thread do all that does, or have the others wait for it"
+    )
 
 
 def links(groups: Iterable[Any]) -> list[Link]:

@@ -38,6 +38,13 @@ from .split_checkpoints import KeptInputs, asked_again, check_reentrant
 _enabled = compat.is_torch_function_enabled
 _APPLY_IN_C = inspect.getattr_static(compat.function_base, "apply").__get__
 _warned: set[str] = set()
+_INSTEAD = {
+    "BackwardHookFunction": (
+        "It is PyTorch's, around modules with register_full_backward_hook (or _pre_hook): what goes in "
+        "and comes out of such a module is whole on each rank, and so is the work behind it. A hook of the tensor "
+        "(output.register_hook, in a forward hook) gathers nothing"
+    )
+}
 
 
 def _is_dist(a: Any) -> bool:
@@ -62,8 +69,9 @@ def _gathered(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     split = any(not isinstance(p, Replicate) for t in tensors if isinstance(t, DistTensor) for p in t.placements)
     if split and cls.__name__ not in _warned:
         _warned.add(cls.__name__)
+        fix = _INSTEAD.get(cls.__name__, AS_OP)
         warnings.warn(
-            f"the autograd.Function {cls.__name__} has no rule: its inputs are gathered on every rank. {AS_OP}",
+            f"the autograd.Function {cls.__name__} has no rule: its inputs are gathered on every rank. {fix}",
             stacklevel=3,
         )
     args, kwargs = map_tensors((args, kwargs), lambda t: whole(t) if isinstance(t, DistTensor) else t)
