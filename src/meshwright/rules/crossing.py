@@ -168,12 +168,12 @@ def windows(d: int, size: int, span: int, step: int, op: Callable[[Tensor], Tens
     return Along(size, lambda a, b: [(a * step, (b - 1) * step + span)], part, op)
 
 
-def in_reach(d: int, n: int, size: int, span: int, step: int, ends: Span) -> Along:
-    """The rows around which a window of ``span`` moves by ``step``, with zeros at the ends; op is left to the caller.
+def in_reach(d: int, n: int, size: int, span: int, step: int, ends: Span, value: Any = 0) -> Along:
+    """The rows around which a window of ``span`` moves by ``step``, with a value at the ends; op is left to the caller.
 
     Where a rank has no window, its rows are those of one, of zeros.
     """
-    wide = padded(d, n, *ends, 0)
+    wide = padded(d, n, *ends, value)
 
     def part(x: Tensor, start: int, stop: int) -> Tensor:
         if start == stop:
