@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -319,6 +320,51 @@ def test_a_strategy_that_is_asked_for() -> None:
     one_way = pytest.raises(RuleError, match="'softmax' is computed in one way")
     with one_way, mw.strategies({"softmax": {"cp": "heads"}}):
         pass
+
+
+SDPA = "scaled_dot_product_attention"
+
+
+def test_a_wish_that_no_call_could_take_is_told_at_the_end() -> None:
+    mesh = mw.Mesh({"cp": 2, "dp": 2})
+
+    def run(axis: str, wish: str) -> None:
+        laid = {"cp": mw.Shard(2), "dp": mw.Shard(0)}
+        with mw.strategies({SDPA: {axis: wish}}):
+            q = mw.shard_tensor(drawn(2, 4, 8, 4), mesh, laid)
+            F.scaled_dot_product_attention(q, q, q)
+            with mw.strategies({}):  # what is wished inside is another matter
+                F.scaled_dot_product_attention(q, q, q)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mw.simulate(lambda: run("cp", "heads"), mesh)
+    for axis in ("dp", "pc"):
+        told = f"no {SDPA} inside had the sequences of q, k and v split over {axis!r}, so none took 'gather'"
+        with pytest.warns(UserWarning, match=told) as found:
+            mw.simulate(lambda axis=axis: run(axis, "gather"), mesh)
+        assert found[0].filename == __file__
+
+
+def test_what_is_inferred_to_be_sent_is_what_is_sent() -> None:
+    """Queries that are traded, too, beside keys that are gathered; and groups of heads."""
+    mesh = mw.Mesh({"cp": 4})
+    q, k = ((2, 6, 16, 4), (2, 3, 16, 4))
+    specs = [mw.Spec(s, torch.float64, mw.Layout(mesh, {"cp": mw.Shard(2)})) for s in (q, k, k)]
+
+    def run(wish: str) -> tuple[float, float, float]:
+        with mw.strategies({SDPA: {"cp": wish}}):
+            found = mw.infer_forward("scaled_dot_product_attention", *specs, is_causal=True, enable_gqa=True)
+            own = [mw.shard_tensor(drawn(*s), mesh, {"cp": mw.Shard(2)}).requires_grad_() for s in (q, k, k)]
+            with collective.counting() as counts:
+                F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True).sum().backward()
+        return found.bytes, found.sent, counts.total_bytes
+
+    for inferred, sent, counted in mw.simulate(lambda: run("gather"), mesh):
+        assert (inferred, sent) == (counted, 4 * 2 * 6 * 2 * 4 * 8)
+    for inferred, sent, counted in mw.simulate(lambda: run("gather:max_bytes=4096"), mesh):
+        again = 2 * 2 * 3 * 3 * 4 * 4 * 8  # in the backward keys and values are brought once more
+        assert (inferred, sent) == (counted - again, counted - again)
 
 
 @pytest.mark.parametrize("wish", ["gather", "heads"])

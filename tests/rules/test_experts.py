@@ -468,6 +468,39 @@ def test_a_router_that_reads_values_cannot_be_captured() -> None:
     assert all("test_experts.py" in text and "int(ids.max()) > COUNT" in text for text in told), told
 
 
+def test_rows_that_cannot_be_sent_are_told() -> None:
+    mesh = mw.Mesh({"ep": 2})
+
+    def run(tokens: Any, experts: Any) -> None:
+        given = [mw.shard_tensor(t, mesh, tokens) for t in (X, IDS, SCORES)]
+        held = [mw.shard_tensor(t, mesh, experts) for t in (GATE_UP, DOWN)]
+        with mw.strategies({"experts": {"ep": "rows"}}):
+            mw.experts(*given, *held)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mw.simulate(lambda: run({"ep": S}, {"ep": S}), mesh)
+    for laid in (({"ep": S}, {}), ({}, {"ep": S})):
+        with pytest.warns(UserWarning, match=r"no experts inside had both tokens and experts split over 'ep'.*'rows'"):
+            mw.simulate(lambda laid=laid: run(*laid), mesh)
+
+
+def test_rows_are_inferred_as_they_are_explained() -> None:
+    mesh = mw.Mesh({"ep": 2})
+
+    def run() -> tuple[float, float]:
+        halves = GATE_UP.unflatten(1, (2, -1))
+        given = [mw.shard_tensor(t, mesh, {"ep": S}) for t in (X, IDS, SCORES, halves, DOWN)]
+        with mw.strategies({"experts": {"ep": "rows"}}):
+            found = mw.infer_forward("meshwright::experts", *[t.spec for t in given], None, None, "silu", True)
+            with mw.explain() as why:
+                mw.experts(*[t.requires_grad_() if t.is_floating_point() else t for t in given])
+        return found.sent, sum(r.bytes + r.backward_bytes for r in why.records)
+
+    for sent, told in mw.simulate(run, mesh):
+        assert sent == told > 0
+
+
 def test_one_expert_on_many_ranks() -> None:
     mesh, ids = mw.Mesh({"ep": 3}), torch.zeros_like(IDS[:, :1])
     given = [t.clone().requires_grad_() for t in (X, SCORES[:, :1], GATE_UP[:1], DOWN[:1])]

@@ -182,6 +182,7 @@ def as_rank(mesh: Mesh, rank: int) -> Iterator[None]:
     outer = runtime.RT
     inner = runtime.Runtime(rank, mesh.size, Emitter(mesh, rank))
     inner.records, inner.strategies, inner.spared = [], outer.strategies, outer.spared
+    inner.met = outer.met
     runtime.RT = inner
     try:
         yield

@@ -55,9 +55,10 @@ class Exchange:
         if sum(table):
             given = torch.cat([x.narrow(dim, start, length) for start, length in give] or [x.narrow(dim, 0, 0)], dim)
             n = group.size
-            back = tuple([table[j * n + i] for i in range(n) for j in range(n)])
-            send = Send("exchange_rows", (dim, table), "exchange_rows", (dim, back))
-            said = recorded(self.op, given, send, group, why, back=_got(given, dim, table, group))
+            turned = tuple([table[j * n + i] for i in range(n) for j in range(n)])
+            send = Send("exchange_rows", (dim, table), "exchange_rows", (dim, turned))
+            back = _got(given, dim, table, group)
+            said = recorded(self.op, send.kind, given, given.shape, group, why, send.bytes(given, group), back)
             got = sent(given, send, group, said)
         else:
             got = x.narrow(dim, 0, 0)

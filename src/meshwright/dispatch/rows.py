@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from .. import collective
-from ..layout import wire_name
 from ..mesh import Mesh
-from ..ranks import runtime
-from ..resharding.record import Record
-from .sending import Said, noted, transposed
+from .sending import Said, noted, recorded, transposed
 
 Tensor = torch.Tensor
 
@@ -38,7 +35,7 @@ class RowExchange:
     def all(self, x: Tensor) -> Tensor:
         """All rows of all ranks, (own rows, columns), without a gradient: whole numbers, which say who wants what."""
         group = self._group()
-        said = self._record("all_gather", x, x.shape[1])
+        said = self._record("all_gather", x.shape[1], 0, x)
         with noted(said):
             return collective.all_gather(x, 0, self.sizes, group)
 
@@ -62,23 +59,19 @@ class RowExchange:
 
     def _sent(self, summed: bool, wanted: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         of_all, of_grads = (sum(t.shape[1] for t in given if not g or t.requires_grad) for g in (False, True))
-        said = self._record("scatter_rows" if summed else "gather_rows", given[0], of_all, of_grads)
+        said = self._record("scatter_rows" if summed else "gather_rows", of_all, of_grads, *given)
         made: tuple[Tensor, ...] = _Rows.apply(summed, wanted, self.sizes, self._group(), said, *given)
         return made
 
     def _group(self) -> collective.Group:
         return collective.group(self.mesh, self.axes)
 
-    def _record(self, kind: str, x: Tensor, columns: int, back: int = 0) -> Said:
+    def _record(self, kind: str, columns: int, back: int, *given: Tensor) -> Said:
         """What is sent at most, of rows of so many columns; of their gradients ``back``."""
-        if runtime.RT.records is None:
-            return cast(Said, runtime.RT.cause)
-        n = len(self.sizes)
+        n, group, x = len(self.sizes), self._group(), next((t for t in given if t.requires_grad), given[0])
         each = (n - 1) * sum(self.sizes) * x.element_size()
-        return Record(
-            self.op, 0, (kind,), self._group().axes, (x.shape[0], columns), "local", "local", each * columns // n,
-            each * back // n, runtime.user_line(), self.why, dtypes=(wire_name(x.dtype),), sums=(0,),
-        )  # fmt: skip
+        sent = each * columns // n, each * back // n
+        return recorded(self.op, kind, x, (x.shape[0], columns), group, self.why, *sent)
 
 
 class _Rows(torch.autograd.Function):

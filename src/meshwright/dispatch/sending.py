@@ -13,7 +13,7 @@ from .. import collective
 from ..layout import wire_name
 from ..mesh import Mesh
 from ..ranks import runtime
-from ..resharding.record import Record
+from ..resharding.record import LOCAL, Record
 from ..rules.strategies import Swap
 
 Tensor = torch.Tensor
@@ -101,23 +101,24 @@ class Sending:
 
     def _sent(self, x: Tensor, axes: tuple[int, ...], send: Send, why: str, phase: str = "forward") -> Tensor:
         group = collective.group(self.mesh, axes)
-        return sent(x, send, group, recorded(self.op, x, send, group, why, phase))
+        there = send.bytes(x, group)
+        return sent(x, send, group, recorded(self.op, send.kind, x, x.shape, group, why, there, there, phase))
 
 
 def recorded(
-    op: str, x: Tensor, send: Send, group: collective.Group, why: str, phase: str = "forward", back: float | None = None
-) -> Said:
-    """The record of a send, where there are records, or what a profile calls it.
+    op: str, kind: str, x: Tensor, shape: Sequence[int], group: collective.Group, why: str, there: float, back: float,
+    phase: str = "forward",
+) -> Said:  # fmt: skip
+    """The record of what is sent of ``x``, where there are records, or what a profile calls it.
 
-    ``back``: bytes of its transpose, where they are others.
+    ``shape``: of what is sent; ``there``, ``back``: bytes of it, and of its transpose where there is a gradient.
     """
     if runtime.RT.records is None or group.size == 1:
         return cast(Said, runtime.RT.cause)
-    there = send.bytes(x, group)
-    again = (there if back is None else back) if x.requires_grad and phase == "forward" else 0.0
+    again = back if x.requires_grad and phase == "forward" else 0.0
     return Record(
-        op, 0, (send.kind,), group.axes, tuple(x.shape), "local", "local", there, again, runtime.user_line(), why,
-        phase=phase, dtypes=(wire_name(x.dtype),), sums=(0,),
+        op, 0, (kind,), group.axes, tuple(shape), LOCAL, LOCAL, there, again, runtime.user_line(), why, phase=phase,
+        dtypes=(wire_name(x.dtype),), sums=(0,),
     )  # fmt: skip
 
 

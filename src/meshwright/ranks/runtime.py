@@ -217,6 +217,7 @@ class Runtime:
         budget: axes to bytes that may be sent, or None.
         strategies: of ops that have several, which one an axis is to take: op to axis to name.
         spared: axes, as bits, that no conversion takes on its way which does not change them itself.
+        met: ops and axes of calls in which there was such a choice, since these are asked for.
         counts: the collectives that ran.
         timeout: seconds that a collective may take, or None for the default.
         check: whether every collective compares first what the ranks are about to do (``init_mesh(check=True)``).
@@ -250,6 +251,7 @@ class Runtime:
         self.budget: Mapping[str, Any] | None = None
         self.strategies: Mapping[str, Mapping[str, str]] = {}
         self.spared = 0
+        self.met: set[tuple[str, str]] = set()
         self.counts = Counts()
         self.timeout: float | None = None
         self.check = False

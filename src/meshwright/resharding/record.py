@@ -22,6 +22,7 @@ from . import planner
 from .conversions import ConversionStep, lowered
 from .cost import step_bytes
 
+LOCAL = "local"  # the layouts of what a local function sends by itself
 SINCE = "; it is Partial since "
 _USED = "each rank uses the value for its own part of "
 

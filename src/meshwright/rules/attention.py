@@ -21,8 +21,8 @@ from ..ranks import runtime
 from . import attention_blocks as blocks
 from .attention_blocks import QueryRows, flat, in_blocks
 from .dims import aligned
-from .factor_notation import BOUNDED, STRATEGIES, Arg, Local, LocalFn, Rule, Wish, notation, rule
-from .head_groups import Attend, Bounds, bounded, in_groups
+from .factor_notation import BOUNDED, STRATEGIES, TAKEN_WHERE, Arg, Local, LocalFn, Rule, Wish, notation, rule
+from .head_groups import Attend, Bounds, bounded, in_groups, sequence_axes
 
 Tensor = torch.Tensor
 
@@ -69,6 +69,7 @@ def attention(
 # ---------------------------------------------------------------------------------------------- strategies
 
 STRATEGIES["scaled_dot_product_attention"] = ("gather", "heads")
+TAKEN_WHERE |= dict.fromkeys(("scaled_dot_product_attention", "attention"), "the sequences of q, k and v")
 BOUNDED |= {"scaled_dot_product_attention", "attention"}
 
 
@@ -89,9 +90,9 @@ def moved_to_heads(
     wished = runtime.RT.strategies.get(op, {})
     q, k, v = (s.nbytes / math.prod(mesh.sizes[a] for d in s.layout.dim_axes().values() for a in d) for s in specs)
     out = q / max(query.shape[-1], 1) * value.shape[-1]
-    for a, (axis, n) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)):
-        if n == 1 or any(s.layout.placements[a] != Shard(s.ndim - 2) for s in specs):
-            continue
+    for a, _ in sequence_axes(query, key, value):
+        axis, n = mesh.axes[a], mesh.sizes[a]
+        runtime.RT.met.add((op, axis))
         cuts = [n * math.prod(mesh.sizes[b] for b in s.layout.dim_axes().get(s.ndim - 3, ())) for s in specs]
         cuts = [cut * math.prod(mesh.axis_size(b) for b in found) for cut in cuts]
         wrong = next((s for s, cut in zip(specs, cuts, strict=True) if s.shape[-3] % cut or not s.nbytes), None)

@@ -22,7 +22,7 @@ from ..layout import Shard
 from ..operators import GIVEN, internal, kept_whole, operator
 from ..ranks import runtime
 from .expert_kernels import DERIVATIVES, ExpertRows, acted
-from .factor_notation import STRATEGIES, Arg, Local, LocalFn, Rule, composite, notation, rule
+from .factor_notation import STRATEGIES, TAKEN_WHERE, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .strategies import Strategy, nested_bounds
 
 Tensor = torch.Tensor
@@ -163,6 +163,7 @@ def _laid_rule(y: Arg, x: Arg) -> Rule:
 # ---------------------------------------------------------------------------------------------- rows
 
 STRATEGIES["experts"] = ("rows", "whole")
+TAKEN_WHERE["experts"] = "both tokens and experts"
 
 
 def fraction(count: int, held: int, k: int) -> float:
@@ -191,7 +192,10 @@ def _joint(x: Arg, ids: Arg, weights: Arg, gate_up: Arg, down: Arg, *biases: Arg
     for a, (axis, n) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)):
         placed = [s.layout.placements[a] for s in specs]
         split = isinstance(placed[0], Shard) and placed[0].dim < x.ndim - 1 and placed[1:3] == [placed[0]] * 2
-        if n == 1 or not split or placed[3:] != [Shard(0)] * len(held) or wished.get(axis) == "whole":
+        if n == 1 or not split or placed[3:] != [Shard(0)] * len(held):
+            continue
+        runtime.RT.met.add(("experts", axis))
+        if wished.get(axis) == "whole":
             continue
         each = 2 * x.shape[-1] * x.dtype.itemsize + k * weights.dtype.itemsize
         sent, all_rows = (n - 1) * rows * need * each, (n - 1) * rows * each

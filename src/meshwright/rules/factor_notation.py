@@ -387,6 +387,7 @@ class Wish(NamedTuple):
 
 
 STRATEGIES: dict[str, tuple[str, ...]] = {}  # of ops that can be computed in several ways, the names of these
+TAKEN_WHERE: dict[str, str] = {}  # of these, what an axis must split for there to be a choice
 BOUNDED: set[str] = set()  # of these, the ones that take a bound of memory
 
 
@@ -419,6 +420,6 @@ def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 __all__ = [
-    "BOUNDED", "COMPOSITES", "RULES", "STRATEGIES", "Arg", "Letters", "Local", "LocalFn", "Native", "Rule", "RuleFn",
-    "Wish", "args_in", "checked_strategies", "composite", "lines", "notation", "rule",
+    "BOUNDED", "COMPOSITES", "RULES", "STRATEGIES", "TAKEN_WHERE", "Arg", "Letters", "Local", "LocalFn", "Native",
+    "Rule", "RuleFn", "Wish", "args_in", "checked_strategies", "composite", "lines", "notation", "rule",
 ]  # fmt: skip

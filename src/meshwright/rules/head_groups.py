@@ -123,6 +123,15 @@ class Bounds(NamedTuple):
     most: int
 
 
+def sequence_axes(query: Arg, key: Arg, value: Arg) -> Iterator[tuple[int, tuple[Shard, ...]]]:
+    """The axes, of more than one rank, that split the sequence of all three; and how each of them lies there."""
+    specs = [s for s in (query.spec, key.spec, value.spec) if s is not None]
+    cut = tuple(Shard(s.ndim - 2) for s in specs)
+    for a, n in enumerate(specs[0].mesh.sizes if len(specs) == 3 else ()):
+        if n > 1 and tuple(s.layout.placements[a] for s in specs) == cut:
+            yield a, cut
+
+
 def bounded(
     op: str, query: Arg, key: Arg, value: Arg, moved: dict[str, str], without: str = "", more: int = 0
 ) -> tuple[Bounds | None, list[tuple[int, Strategy]]]:
@@ -141,11 +150,9 @@ def bounded(
     if key.shape[-2] == 1:  # one position, of which there is no part to keep
         return None, []
     mesh, found = specs[0].mesh, {}  # type: ignore[union-attr]
-    cut = tuple(Shard(s.ndim - 2) for s in specs)  # type: ignore[union-attr]
-    for a, axis in enumerate(mesh.axes):
-        split = tuple(s.layout.placements[a] for s in specs) == cut and mesh.sizes[a] > 1  # type: ignore[union-attr]
-        if split:
-            found[a] = wishes.get(axis, Wish(""))._replace(name="heads" if axis in moved else "gather")
+    for a, cut in sequence_axes(query, key, value):  # noqa: B007  (the same for each)
+        axis = mesh.axes[a]
+        found[a] = wishes.get(axis, Wish(""))._replace(name="heads" if axis in moved else "gather")
     asked = {a: w for a, w in found.items() if w.max_bytes is not None}
     if not asked:
         return None, []
@@ -279,4 +286,4 @@ class _Groups(torch.autograd.Function):
         return *(torch.cat(of, 1) for of in zip(*found, strict=True)), None, None, None, None
 
 
-__all__ = ["Bounds", "bounded", "in_groups"]
+__all__ = ["Bounds", "bounded", "in_groups", "sequence_axes"]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from ..layout import Shard
 from .attention_blocks import QueryRows
 from .factor_notation import Arg, Local, LocalFn
+from .head_groups import sequence_axes
 from .strategies import Strategy
 
 Tensor = torch.Tensor
@@ -24,12 +24,10 @@ def reached(reach: int, key: Arg, value: Arg) -> int:
 
 def near(query: Arg, key: Arg, value: Arg, moved: Mapping[str, str]) -> Iterator[tuple[int, Strategy]]:
     """The axes over which each rank gets only the keys that its rows' windows reach."""
-    specs = [s for s in (query.spec, key.spec, value.spec) if s is not None]
-    if len(specs) < 3 or any(0 in s.shape for s in specs):
+    if 0 in (*query.shape, *key.shape, *value.shape):
         return
-    mesh, cut = specs[0].mesh, tuple(Shard(s.ndim - 2) for s in specs)
-    for a, axis in enumerate(mesh.axes):
-        if mesh.sizes[a] > 1 and axis not in moved and tuple(s.layout.placements[a] for s in specs) == cut:
+    for a, cut in sequence_axes(query, key, value):
+        if key.spec is not None and key.spec.mesh.axes[a] not in moved:
             yield a, Strategy(cut, cut[:1], "t")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,7 @@ from ..ranks.launchers import launched
 from ..resharding import executor, planner
 from ..rules import Rule, checked_strategies
 from ..rules import rule as _rule
+from ..rules.factor_notation import TAKEN_WHERE
 from . import DistTensor, Inference, call_enabled, graph_marks, infer, read, wrap
 from . import autograd_functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
 
@@ -291,14 +293,30 @@ def strategies(wished: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
         wished: op to axis to strategy: ``{"scaled_dot_product_attention": {"cp": "heads"}}`` (or ``"gather"``). With
             ``"gather:max_bytes=1000000"`` attention goes in groups of heads, which bring at most so many bytes each.
 
-    A change makes all plans anew: once around the training, not around each step.
+    A change makes all plans anew: once around the training, not around each step.  What no call inside could take, as
+    the axis does not split what it is about, is a warning at the end.
 
     Raises:
         RuleError: an op or a strategy that does not exist.
     """
     checked_strategies(wished)
-    with runtime.preferring(wished):
+    rt = runtime.RT
+    if rt.strategies == wished:  # nothing is planned anew
         yield
+        return
+    before, rt.met = rt.met, set()
+    try:
+        with runtime.preferring(wished):
+            yield
+        for op, axis, name in [(op, axis, name) for op, axes in wished.items() for axis, name in axes.items()]:
+            if (op, axis) not in rt.met:
+                warnings.warn(
+                    f"strategies: no {op} inside had {TAKEN_WHERE[op]} split over {axis!r}, so none took {name!r}: lay "
+                    "them so, or leave it out",
+                    stacklevel=runtime.users_level(),
+                )
+    finally:
+        rt.met = before
 
 
 @takes(LayoutError, x=_DIST)

@@ -41,7 +41,7 @@ from ..errors import MeshwrightError, RuleError
 from ..layout import Layout, Partial, Shard, Spec, crowded
 from ..ranks import runtime
 from ..resharding.planner import plan as conversion
-from ..resharding.record import Record
+from ..resharding.record import LOCAL, Record
 from ..rules import COMPOSITES, RULES, Rule
 from ..rules.book import did_you_mean
 from ..strategy_selection import Choice, Wanted, carries_grad, choose, choose_for
@@ -59,7 +59,7 @@ class Inference:
     ``"gathered"`` where there is none (the op runs on every rank, on whole inputs); ``"composite"`` where it is
     computed as other ops: then the inputs are as the first of these that takes each wants it, the bytes are those of
     all of them, and ``strategy``, which has the factor that each axis splits, is empty.  ``sent``: of the bytes those
-    of rows that a function of the rule exchanges by itself: halos, the totals of scans.
+    that a function of the rule sends by itself: halos, totals of scans, queries that are traded, rows of tokens.
     """
 
     inputs: tuple[Spec, ...]
@@ -179,14 +179,14 @@ class _Asked:
         return replace(found, kind="composite") if composed else found
 
     def sent(self) -> float:
-        """Bytes of rows that functions of rules exchanged: by the first rank, or one in the middle if that sends more.
+        """Bytes that functions of rules sent by themselves: the first rank, or one in the middle if that sends more.
 
         The totals of a scan go from the first rank to all, halos from those in the middle both ways.
         """
         mesh = self.specs[0].mesh
         mine = _sent(self.records)
         middle = mesh.rank_at([n // 2 for n in mesh.sizes])
-        if any("exchange_rows" in r.kinds for r in self.records) and middle != mesh.ranks[0]:
+        if any(r.src == LOCAL for r in self.records) and middle != mesh.ranks[0]:
             other = _Asked(self.name, self.func, self.args, self.kwargs, self.specs)
             other.run(graded=self.graded, rank=middle)
             mine = max(mine, _sent(other.records))
@@ -320,7 +320,7 @@ def _answer(rule: Rule, choice: Choice) -> Inference:
 
 
 def _sent(records: Sequence[Record]) -> float:
-    return sum((r.bytes + r.backward_bytes for r in records if "exchange_rows" in r.kinds), 0.0)
+    return sum((r.bytes + r.backward_bytes for r in records if r.src == LOCAL and r.phase == "forward"), 0.0)
 
 
 def _named(choice: Choice) -> tuple[str, ...]:
