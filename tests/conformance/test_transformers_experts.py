@@ -9,27 +9,11 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from conformance.decoders import EXPERTS, decoder, loss_of
 
-transformers = pytest.importorskip("transformers", reason="the oracle is the transformers library")
+pytest.importorskip("transformers", reason="the oracle is the transformers library")
 pytest.importorskip("meshwright.integrations.transformers")
 
-SMALL = {
-    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "head_dim": 8, "intermediate_size": 12, "num_experts_per_tok": 2, "max_position_embeddings": 32,
-}  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 5, "output_router_logits": True}),
-    "qwen3-moe": ("Qwen3Moe", {"num_experts": 5, "moe_intermediate_size": 12, "output_router_logits": True}),
-    "deepseek-v3": (
-        "DeepseekV3",
-        {
-            "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 12,
-            "first_k_dense_replace": 0, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4,
-        },
-    ),
-    "gpt-oss": ("GptOss", {"num_local_experts": 5, "layer_types": ["full_attention"]}),
-}  # fmt: skip
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "dp": ({"dp": 2}, {"dp": mw.Shard(0)}, {"dp": mw.Shard(0)}),
     "dp and ep": ({"dp": 2, "ep": 2}, {"dp": mw.Shard(0), "ep": mw.Shard(0)}, {"ep": mw.Shard(0)}),
@@ -37,17 +21,9 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 
 
 def made(name: str, implementation: str) -> Any:
-    family, more = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL | more, experts_implementation=implementation)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
-    for p in model.parameters():  # some are made without values
-        p.data.normal_(0, 0.2)
-    return model
-
-
-def loss_of(model: Any, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids).loss
+    return decoder(
+        EXPERTS, name, num_hidden_layers=1, max_position_embeddings=32, experts_implementation=implementation
+    )
 
 
 @pytest.mark.parametrize(

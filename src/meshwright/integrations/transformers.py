@@ -2,6 +2,7 @@
 
     config._experts_implementation = "meshwright"      # or model.set_experts_implementation("meshwright")
     model.set_attn_implementation("meshwright")        # or attn_implementation="meshwright" where it is made
+    set_recurrences(model)                             # of gated delta rules (Qwen3-Next and its kind)
 
 From then on an expert layer of theirs with experts split, ``{"*.experts.*": {"ep": mw.Shard(0)}}``, computes on each
 rank the tokens of its own experts (:func:`meshwright.experts`); and attention of a split sequence makes no mask, nor
@@ -11,6 +12,8 @@ does that of packed documents, which ``position_ids`` that start again tell, or 
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +22,7 @@ import torch
 from ..errors import DispatchError, extra
 from ..rules.documents import attention
 from ..rules.experts import experts
+from ..rules.recurrence import gated_delta_rule
 
 Tensor = torch.Tensor
 
@@ -156,3 +160,62 @@ def attention_forward(
 
 _models.ALL_ATTENTION_FUNCTIONS.register("meshwright", attention_forward)
 _masks.ALL_MASK_ATTENTION_FUNCTIONS.register("meshwright", attention_mask)
+
+
+# ---------------------------------------------------------------------------------------------- recurrences
+
+_RULE = "torch_chunk_gated_delta_rule"
+
+
+def set_recurrences(model: Any) -> None:
+    """Let layers with a gated delta rule compute a split sequence part by part, at once.
+
+    Their library's own loop goes from chunk to chunk, each of which comes whole to all ranks.  The function is one of
+    the module that a layer's class is in, so this goes for all models of the family; what is neither distributed nor
+    captured takes the library's own as before, and so does a call with a state to begin with or to be kept (train with
+    ``use_cache=False``).
+
+    Raises:
+        DispatchError: the model has no such layer.
+    """
+    modules = [sys.modules[type(m).__module__] for m in model.modules()]
+    having = [m for m in dict.fromkeys(modules) if hasattr(m, _RULE)]
+    if not having:
+        raise DispatchError(f"{type(model).__name__} has no gated delta rule that is known here: leave it as it is")
+    for module in having:
+        theirs = getattr(module, _RULE)
+        if not hasattr(theirs, "_of_library"):
+            setattr(module, _RULE, _delta_rule(theirs))
+
+
+def _delta_rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def ours(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        plain = not torch.compiler.is_exporting() and not any(hasattr(x, "_spec") for x in (query, key, value, g, beta))
+        if plain or initial_state is not None or output_final_state or more.get("cu_seqlens") is not None:
+            made: tuple[Tensor, Tensor | None] = theirs(
+                query, key, value, g, beta, chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                **more,
+            )  # fmt: skip
+            return made
+        serves, wide = value.shape[2] // key.shape[2], torch.promote_types(query.dtype, torch.float32)
+        query, key = (x.repeat_interleave(serves, dim=2) if serves > 1 else x for x in (query, key))
+        q, k = query.to(wide), key.to(wide)
+        if use_qk_l2norm_in_kernel:
+            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        y = gated_delta_rule(q * q.shape[-1] ** -0.5, k, value.to(wide), g.to(wide), beta.to(wide), chunk_size)
+        return y.to(query.dtype), None
+
+    ours._of_library = theirs  # type: ignore[attr-defined]
+    return ours

@@ -89,6 +89,15 @@ lines({
 })  # fmt: skip
 
 
+@rule("linalg_solve_triangular")
+def solve_triangular(a: Arg, b: Arg, *, left: bool = True, **kwargs: Any) -> Rule | None:
+    """Systems of a batch are free, and so is what each is solved for."""
+    if min(a.ndim, b.ndim) < 2:
+        return None
+    known = "... n k" if left else "... k n"
+    return notation(f"... n m, {known} -> {known}", a, b, whole="n m", linear=[b], heavy=True)
+
+
 @rule("linalg_vecdot")
 def vecdot(x: Arg, y: Arg, *, dim: int = -1, **kwargs: Any) -> Rule | None:
     """Dot products along one dim, the others broadcast."""
