@@ -167,12 +167,11 @@ class _Asked:
                     paid.add((id(t), steps[i].dst))
                     moved += steps[i].bytes
         only = self.told[0].plan if len(self.told) == 1 else None
-        composed = only is None or resolve(self.func).composite is not None
+        composed, sent = only is None or resolve(self.func).composite is not None, self.sent()
         if only is None or only.choice is None:
             kind = "composite" if composed else "gathered"
             strategy = () if composed else ("replicate",) * self.specs[0].mesh.ndim
-            return Inference(tuple(inputs), tuple(self.made), strategy, moved, not composed, kind)
-        sent = self.sent()
+            return Inference(tuple(inputs), tuple(self.made), strategy, moved + sent, not composed, kind, sent)
         found = Inference(
             tuple(inputs), tuple(self.made), _named(only.choice), moved + sent, only.fn is None, sent=sent
         )
