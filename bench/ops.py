@@ -6,6 +6,10 @@ Contenders wrap the same local tensors: DTensor, ours, and none at all.
 from __future__ import annotations
 
 import functools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -171,13 +175,68 @@ def rows(samples: Samples, *, mesh: str, backward: bool) -> Iterator[Row]:
     yield Row(f"one op, {what}, {mesh} mesh: geometric mean / plain local", ours, None if backward else 2.3, means)
 
 
+# ---------------------------------------------------------------------------------------------- plain numbers
+
+# In a process that has never seen the package, and in one that trains with it.
+READING = """
+import json, time, torch
+numbers = [torch.tensor(float(i)) for i in range(100)]
+def taken():
+    start = time.thread_time()
+    for _ in range(20):
+        for number in numbers:
+            number.item()
+    return (time.thread_time() - start) / 2e-3
+"""
+ALONE, IMPORTED, TRAINING = "torch alone", "imported", "training"
+TRAINED = """
+import meshwright as mw
+model = mw.shard_module(torch.nn.Linear(4, 4), mw.init_mesh({"dp": 8}))
+x = mw.shard_tensor(torch.ones(8, 4), model.weight.mesh, {"dp": mw.Shard(0)}, check=False)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    loss = torch.nn.functional.cross_entropy(model(x), x)
+    loss.backward()
+    optimizer.step()
+"""
+OF_EIGHT = """
+from bench.core import fake_group
+of_eight = fake_group(8)
+of_eight.__enter__()
+"""
+PROCESSES = {ALONE: "", IMPORTED: "import meshwright\n", TRAINING: OF_EIGHT + TRAINED}
+
+
+def reading(effort: Effort) -> Samples:
+    """What ``.item()`` of a plain tensor takes, in processes that are measured one after the other."""
+    found: dict[str, list[float]] = {name: [] for name in PROCESSES}
+    count = effort.pick(40, 10, 2)
+    for _ in range(effort.pick(5, 2, 1)):
+        for name, before in PROCESSES.items():
+            code = f"{READING}{before}taken()\nprint(json.dumps(min(taken() for _ in range({count}))))"
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=os.environ)
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+    return {".item()": found}
+
+
+def of_plain_numbers(samples: Samples) -> Iterator[Row]:
+    """Beside a process without the package."""
+    yield Row(
+        ".item() of a plain tensor beside training / without the package",
+        ratio(samples, ".item()", TRAINING, ALONE), 1.05, {IMPORTED: ratio(samples, ".item()", IMPORTED, ALONE)},
+    )  # fmt: skip
+
+
 BENCHMARKS = [
-    Benchmark(
-        f"ops-{mesh}-{'fwdbwd' if backward else 'fwd'}",
-        "us",
-        functools.partial(measure, mesh=mesh, backward=backward),
-        functools.partial(rows, mesh=mesh, backward=backward),
-    )
-    for mesh in MESHES
-    for backward in (False, True)
+    *(
+        Benchmark(
+            f"ops-{mesh}-{'fwdbwd' if backward else 'fwd'}",
+            "us",
+            functools.partial(measure, mesh=mesh, backward=backward),
+            functools.partial(rows, mesh=mesh, backward=backward),
+        )
+        for mesh in MESHES
+        for backward in (False, True)
+    ),
+    Benchmark("ops-item", "us", reading, of_plain_numbers),
 ]

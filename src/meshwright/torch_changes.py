@@ -66,6 +66,24 @@ def install(*targets: str, why: str) -> Callable[[Callable[[], None]], Callable[
     return waits
 
 
+def install_when(since: str, *targets: str, why: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A decorator for a function that changes ``targets`` at a later moment: what is called then, once or again."""
+
+    def later(change: Callable[[], None]) -> Callable[[], None]:
+        note(*targets, why=why, since=since, until=NEVER)
+        left = [change]
+
+        def now() -> None:
+            with _LOCK:
+                while left:
+                    left[0]()
+                    left.clear()
+
+        return now
+
+    return later
+
+
 def replace(*targets: str, why: str) -> Callable[[Make], Make]:
     """A decorator for a function of an original and its name: what it makes takes the place at each of ``targets``."""
 

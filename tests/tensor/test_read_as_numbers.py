@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.errors import DispatchError, LayoutError
+from meshwright.tensor.dist_tensor import Numbers
 from tests.support.compare import S0, R, on_ranks, plain
 
 THREE = mw.Mesh({"x": 3})
@@ -47,6 +49,49 @@ READ: dict[str, Callable[[Any, Any], Any]] = {
     "numpy": lambda x, s: [np.asarray(s).tolist(), np.array([s, s]).tolist(), float(np.float64(s))],
     "sizes": lambda x, s: [torch.zeros(s.long()), list(range(s.long())), X[: s.long()], math.sqrt(s)],
 }
+
+
+def test_the_first_part_that_could_be_read_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on the kernel that reads numbers asks whose they are."""
+    noticed: list[int] = []
+
+    def x() -> Any:
+        return mw.shard_tensor(torch.ones(3, 2), THREE, [S0])
+
+    def recorded() -> Any:
+        return x().requires_grad_().sum()
+
+    part = mw.from_local(torch.tensor(1.0), THREE, [mw.Partial()], check=False)
+
+    def assigned() -> None:
+        made = mw.shard_tensor(torch.tensor(1.0), THREE, [R])
+        made.data = recorded()
+
+    def counted(rows: Any) -> Any:
+        return F.cross_entropy(rows, torch.zeros(3, dtype=torch.long))
+
+    made: dict[str, tuple[Callable[[], Any], bool]] = {
+        "recorded": (recorded, False),
+        "recorded, known": (lambda: [recorded() * 2.0 for _ in range(3)], False),
+        "read": (lambda: [recorded().item(), str(recorded()), bool(recorded())], False),
+        "mean of rows": (lambda: [counted(x().requires_grad_()) for _ in range(3)], False),
+        "mean of rows without history": (lambda: counted(x()), True),
+        "sum": (lambda: x().sum(), True),
+        "detached": (lambda: recorded().detach(), True),
+        "detached in place": (lambda: recorded().detach_(), True),
+        "data": (lambda: recorded().data, True),
+        "assigned data": (assigned, True),
+        "copied": (lambda: copy.deepcopy(part), True),
+        "of locals": (lambda: mw.from_local(torch.tensor(1.0), THREE, [mw.Partial()], check=False), True),
+        "maximum": (lambda: x().max(), True),
+        "row": (lambda: x()[1, 1], True),
+    }
+    for name, (make, expected) in made.items():
+        for _ in range(2):  # of a plan that is made, and of one that is known
+            noticed.clear()
+            monkeypatch.setattr(Numbers, "to_be_read", lambda: noticed.append(1))
+            on_ranks(make, THREE)
+            assert bool(noticed) == expected, name
 
 
 CASES = [(name, layout) for name in READ for layout in (None, R, S0) if layout is None or name != "norm p"]

@@ -39,6 +39,7 @@ class Frontend:
     """Whose tensors a call is on: eager ones, or the fakes of a step that is captured.
 
     ``wrap`` gives a local tensor its spec.  ``call`` calls a function on such tensors, where dispatch is disabled too.
+    ``compute`` does so of a function that computes an op by other calls, whose values nobody sees on the way.
     ``special`` has, for names of functions that are no ops, what to call in their place with them and their arguments:
     NotImplemented where they are ops after all.
     ``claim`` is told of plain tensors among the arguments, which stand for what all ranks have.
@@ -47,12 +48,14 @@ class Frontend:
 
     wrap: Wrap
     call: Call
+    compute: Call
     special: Mapping[str, Special]
     stand_ins: Callable[[Any, Args, Kwargs], tuple[Any, Any] | None]
     claim: Callable[[Any, Args, Kwargs], None]
 
 
 INTO_PLAIN = "into_plain"  # among what is special: an op that writes to a plain tensor
+_OWN = __name__.partition(".")[0]
 # Of the object, or properties of it: no ops.
 ASKED = {*QUESTIONS, "__get__", "__set__", "__delete__"}
 
@@ -144,7 +147,9 @@ def call(front: Frontend, key: Any, func: Any, args: Args, kwargs: Kwargs) -> An
     if route is CAST and plan.casts is not None:
         return front.call(plan.casts.first, (func, front.wrap, args, kwargs), NO)
     if route is FUNCTION:
-        return front.call(plan.fn, args, kwargs)
+        by = plan.op.composite or plan.op.rule  # of others somebody may read as numbers what they make on the way
+        ours = by is not None and str(by.__module__).startswith(_OWN)
+        return (front.compute if ours else front.call)(plan.fn, args, kwargs)
     if route is REDISPATCH:
         return front.call(redispatch_function, (func, (), args, kwargs), NO)
     return _execute(front, own, plan, func, args, kwargs)
@@ -166,6 +171,7 @@ def known_call(plan: CallPlan, func: Any, front: Frontend, tensors: Sequence[Ten
     fn, route, untyped = cast("Native | None", plan.fn), plan.route, plan.untyped
     shared = shared and not plan.plain
     several = len(plan.outputs) > 1
+    wraps = several or not plan.outputs[0].shape  # numbers are looked at when they are wrapped
     specs = [t.__dict__["_spec"] for t in tensors if "_spec" in t.__dict__]
     decides = bool(untyped) or (bool(plan.known) and any(s.undecided for s in specs))
 
@@ -186,7 +192,7 @@ def known_call(plan: CallPlan, func: Any, front: Frontend, tensors: Sequence[Ten
         if untyped and True in [t.requires_grad for t in (out if several else (out,)) if t.__class__ is Tensor]:
             with disabled():  # leaves get their types now
                 return Execution(plan, func, args, kwargs, front.wrap).resolve_after(out)
-        return _wrapped(plan, out, front.wrap) if several else out
+        return _wrapped(plan, out, front.wrap) if wraps else out
 
     def on_locals(*args: Any, **kwargs: Any) -> Any:
         given = list(args)
@@ -200,15 +206,17 @@ def known_call(plan: CallPlan, func: Any, front: Frontend, tensors: Sequence[Ten
         if plan.mixed:
             front.claim(func, args, kwargs)
         out = call_disabled(on_locals, (), args, kwargs)
-        return _wrapped(plan, out, front.wrap) if several else out
+        return _wrapped(plan, out, front.wrap) if wraps else out
 
     if route in (RETYPE_THEN_NATIVE, CONVERT_THEN_NATIVE):
         return plan.outputs[0], converting
-    simple = route is NATIVE and fn is None and not (untyped or several or plan.mixed)
+    simple = route is NATIVE and fn is None and not (untyped or wraps or plan.mixed)
     return plan.outputs[0], None if simple else native
 
 
 def _wrapped(plan: CallPlan, out: Any, wrap: Wrap) -> Any:
+    if len(plan.outputs) == 1:
+        return wrap(out, plan.outputs[0]) if out.__class__ is Tensor else out
     for t, spec in zip(out, plan.outputs, strict=True):
         wrap(t, still(t, spec))
     return out

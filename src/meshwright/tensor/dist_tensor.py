@@ -6,15 +6,16 @@ What it *does* is put in place by the modules beside this one, one for each conc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from .. import collective, compat
 from ..collective import refuse_by_hand, sends_objects, silent
-from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types
+from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types, tensors_in
 from ..errors import LayoutError
 from ..layout import (
     NO_MARKS,
@@ -43,6 +44,7 @@ GLOBAL_PROPERTIES = ("shape", "ndim", "T", "mT", "H", "mH", "real", "imag")
 BASE: Any = Tensor  # its properties as descriptors, to be called with dispatch disabled
 _DETACH = Tensor.detach
 _GET_REQUIRES = BASE.requires_grad.__get__
+_GET_GRAD_FN = BASE.grad_fn.__get__
 _GET_DATA = BASE.data.__get__
 _SET_DATA = BASE.data.__set__
 
@@ -248,6 +250,8 @@ class DistTensor(torch.Tensor):
         share_memory(self)
         typed = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
         self._spec = marked(typed, Marks(stored=marks_of(old).stored))  # other memory: a view of nothing any more
+        if not typed.shape:
+            number_made(self)
 
     def detach(self) -> DistTensor:
         """The tensor without its history, sharing memory.
@@ -255,11 +259,9 @@ class DistTensor(torch.Tensor):
         It has no type yet: what is made a leaf of it starts undecided.  A method and not an op, because code that
         runs inside native ops (checkpoints) detaches what they save and compares the shapes.
         """
-        itself(self)
-        spec = self._spec
-        marks = Marks(copied=marks_of(spec).copied)
-        made = wrap(call_disabled(_DETACH, (), (self,), NO), marked(spec.untyped(), marks))
-        remember_detached(self, made)
+        made = _detached(self)
+        if not made._spec.shape:
+            number_made(made)
         return made
 
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
@@ -350,11 +352,60 @@ def call_enabled(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def wrap(local: Tensor, spec: Spec) -> DistTensor:
     """Make ``local`` the DistTensor of ``spec``, in place: the object stays the same."""
+    made = _laid(local, spec)
+    if not spec.shape:
+        number_made(made)
+    return made
+
+
+def _laid(local: Tensor, spec: Spec) -> DistTensor:
     if local.dtype is not spec.dtype and type(local) is Tensor:
         spec = marked(spec.with_(dtype=local.dtype), marks_of(spec))
     local.__class__ = DistTensor
     made = cast(DistTensor, local)
     made._spec = spec
+    return made
+
+
+def _detached(t: DistTensor) -> DistTensor:
+    itself(t)
+    marks = Marks(copied=marks_of(t._spec).copied)
+    made = _laid(call_disabled(_DETACH, (), (t,), NO), marked(t._spec.untyped(), marks))
+    remember_detached(t, made)
+    return made
+
+
+class Numbers(threading.local):
+    """What PyTorch's C code may take for a number: a tensor of no dims without history."""
+
+    to_be_read: ClassVar[Callable[[], None] | None] = None  # told of the first part of one, before anybody has it
+    unseen = False  # what this thread makes is on the way to what is given
+
+
+_NUMBERS = Numbers()
+
+
+def number_made(t: DistTensor) -> None:
+    """A tensor of no dims was made, or has lost its history."""
+    told = Numbers.to_be_read
+    if told is None or _NUMBERS.unseen or not is_part(t._spec) or call_disabled(_GET_GRAD_FN, (), (t,), NO) is not None:
+        return
+    told()
+    Numbers.to_be_read = None
+
+
+def compute(fn: Any, args: Args, kwargs: Kwargs) -> Any:
+    """:func:`call_enabled` of what computes an op by other calls."""
+    if Numbers.to_be_read is None or _NUMBERS.unseen:
+        return call_enabled(fn, args, kwargs)
+    _NUMBERS.unseen = True
+    try:
+        made = call_enabled(fn, args, kwargs)
+    finally:
+        _NUMBERS.unseen = False
+    for t in tensors_in(made):
+        if isinstance(t, DistTensor) and not t._spec.shape:
+            number_made(t)
     return made
 
 
@@ -451,7 +502,7 @@ def whole(t: DistTensor) -> Tensor:
 
 def seen(t: DistTensor) -> Tensor:
     """The global value where the user's code looks at it."""
-    return read(t.detach())
+    return read(_detached(t))
 
 
 def read(t: DistTensor) -> Tensor:

@@ -46,7 +46,7 @@ class GlobalCalls:
 
     def __init__(self) -> None:
         self.mode = _Global(self)
-        self.front = Frontend(tell, self.enabled, _SPECIAL, lambda *_: None, lambda *_: None)
+        self.front = Frontend(tell, self.enabled, self.enabled, _SPECIAL, lambda *_: None, lambda *_: None)
 
     def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """One call, as eager dispatch would run it."""

@@ -47,8 +47,7 @@ def _detach_in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not x.requires_grad and x.is_leaf:  # such as a gradient, which may lie in memory that it shares with others
         return x
     call_disabled(func, (), args, kwargs)
-    x._spec = marked(x._spec.untyped(), marks_of(x._spec).after_write())
-    return x
+    return wrap(x, marked(x._spec.untyped(), marks_of(x._spec).after_write()))
 
 
 def _set(func: Any, args: Args, kwargs: Kwargs) -> Any:

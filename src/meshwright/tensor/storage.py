@@ -20,7 +20,7 @@ import torch
 from .. import compat, torch_changes
 from ..dispatch import Args, Kwargs, Special, call_disabled, disabled, map_tensors
 from ..errors import DispatchError
-from .dist_tensor import BASE, DistTensor, is_part, plain, read, seen, whole
+from .dist_tensor import BASE, DistTensor, Numbers, is_part, plain, read, seen, whole
 
 Tensor = torch.Tensor
 _enabled = compat.is_torch_function_enabled
@@ -250,7 +250,8 @@ _READ = "aten::_local_scalar_dense"
 _KERNELS: list[Any] = []  # what holds the kernel, which goes with it
 
 
-@torch_changes.install(
+@torch_changes.install_when(
+    "the first Partial of no dims that has no history",
     "torch.ops.aten._local_scalar_dense",
     why="a DistTensor in the place of a number (alpha=) is read in C: a Partial gives the global number",
 )
@@ -264,6 +265,11 @@ def _read_numbers() -> None:
                 keys = compat.DispatchKeySet(getattr(compat.DispatchKey, device))
                 reader = _number_of(torch.library.get_kernel(_READ, device), keys)
                 aten.impl(_READ.removeprefix("aten::"), reader, device, allow_override=True)
+
+
+# Not with the first mesh: a kernel in Python costs each read of a plain number a microsecond.  What has a history (a
+# loss) the parser refuses by itself.
+Numbers.to_be_read = _read_numbers
 
 
 def _set_data(self: Tensor, value: Any) -> None:

@@ -31,7 +31,7 @@ from ..dispatch import (
 )
 from ..ranks import runtime
 from . import modes
-from .dist_tensor import DistTensor, call_enabled, wrap
+from .dist_tensor import DistTensor, call_enabled, compute, wrap
 from .non_ops import SPECIAL
 from .substitutes import with_stand_ins
 
@@ -49,7 +49,7 @@ def claim_plain(func: Any, args: Args, kwargs: Kwargs) -> None:
     collective.claim_all(name, plain, lambda: collective.group(mesh_of(given, name)))
 
 
-EAGER = Frontend(wrap, call_enabled, SPECIAL, with_stand_ins, claim_plain)
+EAGER = Frontend(wrap, call_enabled, compute, SPECIAL, with_stand_ins, claim_plain)
 
 
 def dispatch(
