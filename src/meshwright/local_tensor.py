@@ -14,6 +14,7 @@ from . import compat
 Tensor = torch.Tensor
 
 _slot: Any = Tensor.grad
+is_sparse: Callable[[Tensor], bool] = Tensor.is_sparse.__get__  # type: ignore[attr-defined]  # of a plain tensor
 # Below ``DistTensor.grad``; to be called with dispatch disabled.
 get_grad = cast("Callable[[Tensor], Tensor | None]", _slot.__get__)
 set_grad = cast("Callable[[Tensor, Tensor | None], None]", _slot.__set__)
@@ -77,7 +78,8 @@ def plain_of(t: Tensor) -> Tensor:
     found: Tensor | None = t.__dict__.get(PLAIN)
     if found is None:
         found = bare(t)
-        if not torch.is_inference_mode_enabled():  # nobody could write to it outside
+        # Under inference mode nobody could write to it outside; of a sparse one it is not the memory that counts.
+        if not torch.is_inference_mode_enabled() and not is_sparse(found):
             t.__dict__[PLAIN] = found
     return found
 
@@ -86,7 +88,7 @@ def plain_of_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     """:func:`plain_of` each of a list that may be long, where these have been made of none yet."""
     with compat.DisableTorchFunctionSubclass():
         made = list(map(Tensor.detach, tensors))
-    if torch.is_inference_mode_enabled() or not _TENSOR.issuperset(map(type, made)):
+    if torch.is_inference_mode_enabled() or not _TENSOR.issuperset(map(type, made)) or any(map(is_sparse, made)):
         return list(map(plain_of, tensors))
     for t, alias in zip(tensors, made, strict=True):
         t.__dict__[PLAIN] = alias
@@ -96,9 +98,16 @@ def plain_of_all(tensors: Sequence[Tensor]) -> list[Tensor]:
 _TENSOR = {Tensor}
 
 
+class Aliases:
+    """What :func:`plain_of` keeps: another object once one of them is of no use, so that nobody asks each tensor."""
+
+    now = object()
+
+
 def moved(t: Tensor) -> None:
     """A tensor has other memory, or is of another shape there."""
-    t.__dict__.pop(PLAIN, None)
+    if t.__dict__.pop(PLAIN, None) is not None:
+        Aliases.now = object()
 
 
 class as_plain:
@@ -177,6 +186,7 @@ def bare(t: Tensor) -> Tensor:
 
 __all__ = [
     "PLAIN",
+    "Aliases",
     "SharedMemory",
     "Sharing",
     "as_plain",
@@ -184,6 +194,7 @@ __all__ = [
     "close_tensors",
     "distributed",
     "get_grad",
+    "is_sparse",
     "mine",
     "moved",
     "open_as",

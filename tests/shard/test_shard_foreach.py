@@ -246,6 +246,46 @@ def test_clipping_with_gradients_that_are_not_there(norm_type: float, foreach: b
         torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [2.0, 3.0, math.inf, -math.inf])
+def test_clipping_at_once_is_clipping_in_two_calls(kind: float) -> None:
+    """Whether all norms fit into one vector or not: the same bits, and the norm of one device."""
+    cuts: list[Any] = [
+        {}, {"tp": mw.Shard(0)}, {"dp": mw.Shard(1)}, {"dp": mw.Shard(0), "tp": mw.Shard(0)}, {"tp": mw.Partial()}
+    ]  # fmt: skip
+    one, two = [torch.float32], [torch.float32, torch.bfloat16]
+    sets = [(cuts[:4], one), (cuts[1:2] * 4, one), (cuts[:1] * 4, one), (cuts[:4], [torch.bfloat16]), (cuts, one),
+            (cuts[:4], two)]  # fmt: skip
+
+    def made(cuts: list[Any], dtypes: list[torch.dtype]) -> list[nn.Parameter]:
+        params = []
+        for i, cut in enumerate(cuts):
+            values = torch.linspace(-i, 4, 15).view(3, 5).to(dtypes[i % len(dtypes)])
+            partial = mw.Partial() in cut.values()
+            p = nn.Parameter(mw.shard_tensor(torch.zeros_like(values), BOTH, {} if partial else cut))
+            g = mw.shard_tensor(values, BOTH, {} if partial else cut)
+            p.grad = mw.reshard(g, cut) if partial else g
+            params.append(p)
+        return params
+
+    def fn() -> None:
+        for cuts, dtypes in sets:
+            params, again = made(cuts, dtypes), made(cuts, dtypes)
+            local = [nn.Parameter(mw.unshard(p.detach())) for p in params]
+            for p, q in zip(params, local, strict=True):
+                q.grad = mw.unshard(p.grad)  # type: ignore[arg-type]
+            got = clip(params, 1.5, kind)
+            norm = nn.utils.get_total_norm([p.grad for p in again], kind)  # type: ignore[misc]
+            nn.utils.clip_grads_with_norm_(again, 1.5, norm)
+            assert torch.equal(got, norm)
+            torch.testing.assert_close(
+                got, clip(local, 1.5, kind), rtol=1e-2 if torch.bfloat16 in dtypes else 1e-5, atol=0
+            )
+            for p, q in zip(params, again, strict=True):
+                assert torch.equal(mw.unshard(p.grad), mw.unshard(q.grad))  # type: ignore[arg-type]
+
+    mw.simulate(fn, BOTH)
+
+
 def test_clipping_of_nothing() -> None:
     with pytest.warns(UserWarning, match="empty generator"):
         assert torch.nn.utils.clip_grad_norm_((p for p in []), 1.0) == 0

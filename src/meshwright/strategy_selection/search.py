@@ -28,6 +28,8 @@ from .types import Choice, Like, Types, Wanted, carries_grad, types
 Price = tuple[float, float, int]
 _MOST = 128  # combinations of strategies and orders that are priced together
 _SURE = Recent(1024)  # choices than which none is better, whatever the sizes
+# Bytes per element of a sum that are the same but for rounding; that differ by more than prices are rounded to.
+_SAME, _TOLD_APART = 1e-9, 2e-3
 VERIFY = False  # search all the same, and compare: of tests
 
 
@@ -62,10 +64,10 @@ def choose(
     if known is not None and not VERIFY:
         return cast(Types, known).of(ins, outs)
     best, thrown, sure = search.by_axis()
+    if search.mesh.ndim > 1 and any(s.layout != t.layout for s, t in zip(best.sources, best.inputs, strict=True)):
+        best, sure = search.together(best, thrown, sure)
     if known is not None and best != known.of(ins, outs):
         raise AssertionError(f"{known} was taken for known, the search gives {best}")
-    if search.mesh.ndim > 1 and any(s.layout != t.layout for s, t in zip(best.sources, best.inputs, strict=True)):
-        return search.together(best, thrown)
     factors = [c.factor for c in best.strategies if c.factor]
     if sure and kind is not None and len(factors) == len(set(factors)) and not any(c.blocked for c in best.strategies):
         _SURE.keep(kind, search.types(best.strategies, {}))
@@ -162,7 +164,10 @@ class Search:
             sizes += [0 if uneven.isdisjoint(dim) else tuple([rule.sizes[f] for f in dim]) for dim in dims]
             if rule.moves:
                 sizes += [size % p == 0 for size in rule.sizes.values() for p in _parts(self.mesh.sizes)]
-        ins = [(s.layout, s.reduced, s.undecided, s.dtype, self.wide(s.dtype)) for s in self.ins]
+        if self.mesh.ndim > 1:  # on the way a plan may split a dim that is long enough for that
+            dims = [dim for t in (*rule.inputs, *rule.outputs) for dim in t]
+            sizes += [math.prod([rule.sizes[f] for f in dim]) >= n for dim in dims]
+        ins = [(s.layout, s.reduced, s.undecided, s.dtype, s.sums, s.wires, self.wide(s.dtype)) for s in self.ins]
         outs = [(dtype, self.wide(dtype)) for _, dtype in self.outs]
         reduced = tuple(rule.reduced.items())
         says = (
@@ -337,12 +342,24 @@ class Search:
             if n:
                 total = totals.setdefault(factors, [0.0, 0.0])
                 total[:] = [t + s * nbytes / n for t, s in zip(total, both, strict=True)]
+        # What a tensor of few factors costs more, one that has others too may cost less, of as many elements or more.
+        for few, less in totals.items():
+            for many, total in totals.items():
+                if less[0] > less[1] and total[0] < total[1] and set(few) < set(many):
+                    times = math.prod(self._least(f) for f in set(many).difference(few))
+                    spared = min(less[0] - less[1], (total[1] - total[0]) * times)
+                    less[0], total[0] = less[0] - spared, total[0] + spared / times
         pairs = [tuple(map(_rounded, total)) for total in totals.values()]
         if any(s > t for s, t in pairs):
             return False
         # Of equals the one that moves least is taken, and of these the first.
         large, larger = ({(sizes[i], held[i] / elements[i]) for i in some if elements[i]} for some in (moved, move))
         return any(s < t for s, t in pairs) or large == larger or not large
+
+    def _least(self, factor: str) -> int:
+        """The least size that a factor has where :meth:`kind` is the same."""
+        size, n = self.rule.sizes[factor], self.mesh.size
+        return n if size and not any(s % n for s in self.rule.sizes.values()) else min(size, 2)
 
     def _moves(self, c: Strategy, axis: int) -> bool:
         """Whether a strategy sends data in the forward: only what is replicated changes its placement for nothing."""
@@ -378,26 +395,64 @@ class Search:
 
     # -- all axes together ----------------------------------------------------------------------------
 
-    def together(self, best: Choice, thrown: Sequence[bool]) -> Choice:
-        """All axes together, where data has to move: a choice that is cheaper by the plans of its conversions.
+    def together(self, best: Choice, thrown: Sequence[bool], sure: bool) -> tuple[Choice, bool]:
+        """All axes together, where data has to move: a choice that is cheaper by the plans of its conversions, and
+        whether it is the best in all sizes.
 
         Axis by axis, an axis does not see that another one could take a dim, or take it first.  Of equals, what was
         found axis by axis stays; so does an axis whose split is there already, and all where there are too many
         combinations.
+
+        Args:
+            best, thrown, sure: as :meth:`by_axis` gives them.
         """
         options = [[c] if self._stays(a, c) else self.suggested(a) for a, c in enumerate(best.strategies)]
         if self.mesh.ndim > 3 or math.prod(map(len, options)) * math.factorial(self.mesh.ndim) > _MOST:
-            return best
+            return best, False
         price = self._exact(best)
+        tried = [best]
         for picks in product(*options):
             if any(t and not c.factor for t, c in zip(thrown, picks, strict=True)) or not self.fit_together(picks):
                 continue
             for orders in self._all_orders(picks):
                 made = self.typed(picks, orders)
                 cost = self._exact(made)
+                tried.append(made)
+                sure = sure and not orders  # which hang on what is largest
                 if cost < price:
                     best, price = made, cost
-        return best
+        return best, sure and self._never_worse(best, tried)
+
+    def _never_worse(self, best: Choice, others: Sequence[Choice]) -> bool:
+        """Whether none of these is taken in its place whatever the sizes, as :meth:`_in_all_sizes`."""
+        shapes = [*(s.shape for s in self.ins), *(shape for shape, _ in self.outs)]
+        sizes = [tuple(sorted(f for dim in dims for f in dim)) for dims in (*self.rule.inputs, *self.rule.outputs)]
+        elements = list(map(math.prod, shapes))
+
+        def by_size(choice: Choice) -> tuple[dict[Any, float], tuple[float, ...]]:
+            totals: dict[Any, float] = {}
+            sent, moved = self._terms(choice)
+            for factors, n, nbytes in zip(sizes, elements, sent, strict=True):
+                if n:
+                    totals[factors] = totals.get(factors, 0.0) + nbytes / n
+            ties = tuple([_rounded(m / n) if n else 0.0 for m, n in zip(moved, elements, strict=False)])
+            return totals, (0.0,) * len(ties) if self.rule.moves else ties
+
+        least, ties = by_size(best)
+        for other in others:
+            if other is best:
+                continue
+            totals, moved = by_size(other)
+            more = [totals[factors] - nbytes for factors, nbytes in least.items()]
+            if min(more, default=0.0) < -_SAME or any(_SAME < m < _TOLD_APART for m in more):
+                return False
+            if max(more, default=0.0) <= _SAME and _crowd(other) == _crowd(best):
+                # Of equals what moves decides: alike in all sizes where that is of one size.
+                apart = [abs(a - b) for a, b in zip(ties, moved, strict=True)]
+                scales = {sizes[i] for i, (a, b) in enumerate(zip(ties, moved, strict=True)) if a or b}
+                if any(_SAME < d < _TOLD_APART for d in apart) or (max(apart, default=0.0) > _SAME and len(scales) > 1):
+                    return False
+        return True
 
     def _stays(self, axis: int, c: Strategy) -> bool:
         now = [s.layout.placements[axis] for s in self.ins]
@@ -409,28 +464,37 @@ class Search:
         Of equals, fewer axes share a dim; then the largest operand moves least, then the leftmost.  Where elements
         only move no operand is more than another: then the outermost dims are split.
         """
-        cost = 0.0
-        moved = []
+        sent, moved = self._terms(choice)
+        cost, moved = round(sum(sent), 3), [round(m, 3) for m in moved]
+        if self.rule.moves:
+            dims = [p.dim + 1 if isinstance(p, Shard) else 0 for p in choice.outputs[0].layout.placements]
+            return cost, _crowd(choice), *dims
+        return cost, _crowd(choice), max(moved, default=0.0), *moved
+
+    def _terms(self, choice: Choice) -> tuple[list[float], list[float]]:
+        """Bytes of the plans of each operand, and of what each result still has to pay; those of operands forward."""
+        sent, moved = [], []
         for i, (given, src, dst) in enumerate(zip(self.ins, choice.sources, choice.inputs, strict=True)):
             # As if invariant where nothing is decided: a checkpointed block that runs again, when more is, then chooses
             # as it did, though the plans of its conversions may be others.
             steps = plan(src.decided(), dst.decided())
             graded = carries_grad(src.dtype) and i not in self.constants
-            cost += steps.bytes if graded else steps.forward_bytes
-            moved.append(round(steps.forward_bytes, 3))
+            cost = steps.bytes if graded else steps.forward_bytes
+            moved.append(steps.forward_bytes)
             for a, n in enumerate(self.mesh.sizes):
                 if graded and given.undecided & ~src.undecided & src.reduced & 1 << a:  # reduced at the leaf
                     cost += 2 * (n - 1) / n * held_bytes(src, without=(a,))
+            sent.append(cost)
         for spec in choice.outputs:
-            if spec.layout.partial:
-                whole = spec.with_(layout=spec.layout.without_partial(), undecided=0)
-                cost += plan(spec.decided(), whole).forward_bytes
-        factors = [c.factor for c in choice.strategies if c.factor]
-        crowd = len(factors) - len(set(factors))
-        if self.rule.moves:
-            dims = [p.dim + 1 if isinstance(p, Shard) else 0 for p in choice.outputs[0].layout.placements]
-            return round(cost, 3), crowd, *dims
-        return round(cost, 3), crowd, max(moved, default=0.0), *moved
+            whole = spec.with_(layout=spec.layout.without_partial(), undecided=0) if spec.layout.partial else None
+            sent.append(0.0 if whole is None else plan(spec.decided(), whole).forward_bytes)
+        return sent, moved
+
+
+def _crowd(choice: Choice) -> int:
+    """How many axes share a factor with another one."""
+    factors = [c.factor for c in choice.strategies if c.factor]
+    return len(factors) - len(set(factors))
 
 
 @lru_cache(maxsize=256)

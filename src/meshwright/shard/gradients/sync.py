@@ -34,7 +34,7 @@ from ... import collective, compat, torch_changes
 from ...dispatch import disabled
 from ...errors import DesyncError, ShardError, takes
 from ...layout import Replicate
-from ...local_tensor import bare, get_grad, set_grad
+from ...local_tensor import Aliases, bare, get_grad, set_grad
 from ...mesh import Mesh
 from ...ranks import runtime
 from ...resharding import executor
@@ -379,6 +379,7 @@ def _keep_places(original: Any, name: str) -> Any:
         with disabled():
             hooks = t2._backward_hooks, t1._backward_hooks
         original(t1, t2)
+        Aliases.now = object()
         if members == [None, None]:
             return
         with disabled():  # PyTorch leaves them with the object, where no hook reaches what that is now

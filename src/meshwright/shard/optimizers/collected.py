@@ -6,13 +6,11 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
-from types import NoneType
 from typing import Any
 
 import torch
 
 Tensor = torch.Tensor
-_SPARSE: Any = Tensor.is_sparse
 _DICTS, _STRINGS = {dict}, {str}
 _VALUES: Callable[[Any], Iterable[Any]] = operator.methodcaller("values")
 
@@ -33,11 +31,12 @@ class StateContents:
     Where all entries have the same names these are not looked at one by one.
     """
 
-    __slots__ = ("keys", "names", "pick", "size", "values")
+    __slots__ = ("kept", "keys", "names", "pick", "size", "values")
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
         entries = _entries(state)
         self.keys, first = list(state), next(iter(entries), {})
+        self.kept = sum(map(bool, state.values()))  # parameters with states
         self.pick: Callable[[Any], Any] | None = None
         if len(first) > 1 and _STRINGS.issuperset(map(type, first)) and all(e.keys() == first.keys() for e in entries):
             self.pick, self.size = operator.itemgetter(*first), len(first) * len(self.keys)
@@ -47,7 +46,7 @@ class StateContents:
 
     def still(self, state: Mapping[Any, Any]) -> bool:
         """Whether a state has the same, and no more."""
-        if not same(list(state), self.keys):
+        if len(state) != len(self.keys) or not still(state, self.keys):
             return False
         entries = _entries(state)
         if self.pick is None:
@@ -90,12 +89,15 @@ class GroupLists:
         """Parameters or states are others now."""
         self.known, self.ready = {}, False
 
-    def taker(self, made: Any, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Callable[..., Any]:
+    def taker(
+        self, made: Any, params: Sequence[Tensor], grads: Sequence[Tensor | None], dense: bool
+    ) -> Callable[..., Any]:
         """What a step calls in the place of ``_init_group``.
 
         Args:
             made: what that is called of, whose parameters and states are what they were since :meth:`forget`.
             params, grads: all of its groups, in order.
+            dense: all gradients are there, and dense.
         """
         groups, own = made.param_groups, type(made)._init_group
         # Of an option it matters which it is; of a number, which a scheduler may change each time, its sign alone.
@@ -108,7 +110,6 @@ class GroupLists:
         place = {id(g): i for i, g in enumerate(groups)}
         rest = iter(grads)
         of = [list(islice(rest, len(g["params"]))) for g in groups]
-        dense = NoneType not in set(map(type, grads)) and not any(map(_SPARSE.__get__, grads))
         self.ready = dense and len(self.known) == len(groups)
 
         def known(group: dict[str, Any], *lists: list[Any]) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from types import NoneType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -174,9 +174,7 @@ def norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = N
         made = _local_norms(tensors, ord, dtype)
         for (mesh, axes), members in groups:
             group = collective.group(mesh, axes)
-            wide = torch.stack([made[i] for i in members])
-            kind = wide.dtype
-            total = _combined(wide.to(torch.promote_types(kind, torch.float32)), ord, group).to(kind)
+            total = _of_wholes(torch.stack([made[i] for i in members]), ord, group)
             for i, value in zip(members, total.unbind(), strict=True):
                 made[i] = value
     return made
@@ -231,8 +229,12 @@ def _local_norms(tensors: list[Tensor], ord: float, dtype: torch.dtype | None) -
     return list(torch._foreach_norm(full, ord, **typed))
 
 
+def _of_wholes(parts: Tensor, ord: float, group: collective.Group) -> Tensor:
+    """Norms of parts to norms of wholes, which are summed in single precision at least."""
+    return _combined(parts.to(torch.promote_types(parts.dtype, torch.float32)), ord, group).to(parts.dtype)
+
+
 def _combined(local: Tensor, ord: float, group: collective.Group) -> Tensor:
-    """Norms of parts to norms of wholes."""
     if math.isinf(ord):
         return collective.all_reduce(local, "max" if ord > 0 else "min", group)
     if ord in (0, 1):
@@ -257,6 +259,46 @@ def _gradients(params: Sequence[Any]) -> list[Any]:
 _READ, _SPACE = {DistTensor, NoneType}, attrgetter("__dict__")
 
 
+@lru_cache(maxsize=1024)
+def _places(specs: Specs, device: torch.device) -> list[tuple[Mesh, tuple[int, ...], Tensor | None]] | None:
+    """Over which axes parts of norms that lie in one vector are combined, and which of them (None: all).
+
+    None where the tensors must be brought otherwise first, or have several dtypes.
+    """
+    if _copies(specs) or None in specs or len({s.dtype for s in specs if s is not None}) > 1:
+        return None
+    groups = _groups(specs)
+    if groups is None:
+        return None
+    every = len(specs)
+    return [(*way, None if len(of) == every else torch.tensor(of, device=device)) for way, of in groups]
+
+
+def _clipped(grads: list[Tensor], max_norm: float, ord: float) -> Tensor | None:
+    """As PyTorch's own computes and scales, on the parts, with all norms in one vector; None where that cannot be."""
+    specs: Specs = tuple(map(_SPEC, grads))
+    with torch.no_grad(), disabled():
+        devices = set(map(_DEVICE, grads))
+        places = _places(specs, *devices) if len(devices) == 1 else None
+        if places is None:
+            return None
+        made = torch.stack(_local_norms(grads, ord, None))
+        for mesh, axes, at in places:
+            total = _of_wholes(made if at is None else made[at], ord, collective.group(mesh, axes))
+            made = total if at is None else made.index_copy_(0, at, total)
+        norm = torch.linalg.vector_norm(made, ord)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        mesh = specs[0].mesh  # type: ignore[union-attr]
+        collective.claim_all("_foreach_mul_", [scale], lambda: collective.group(mesh))
+        torch._foreach_mul_(grads, scale)
+    if torch.is_inference_mode_enabled():
+        count_write(None)
+    return norm
+
+
+_SPEC, _DEVICE = attrgetter("_spec"), cast("Callable[[Tensor], torch.device]", Tensor.device.__get__)  # type: ignore[attr-defined]
+
+
 @torch_changes.replace(
     "torch.nn.utils.clip_grad_norm_",
     "torch.nn.utils.clip_grad.clip_grad_norm_",
@@ -266,14 +308,31 @@ def _reading_once(original: Any, name: str) -> Any:
     """PyTorch's own, which asks parameters for their gradients and nothing else: for what has these."""
 
     @functools.wraps(original)
-    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def clip_grad_norm_(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
         if not isinstance(parameters, Tensor):
             listed = list(parameters)
             if not _DISTRIBUTED.isdisjoint(map(type, listed)):
-                parameters = [SimpleNamespace(grad=g) for g in _gradients(listed)]
+                found = _gradients(listed)
+                grads = [g for g in found if g is not None]
+                if (
+                    grads
+                    and foreach is not False
+                    and not error_if_nonfinite
+                    and _DISTRIBUTED.issuperset(map(type, grads))
+                ):
+                    norm = _clipped(grads, float(max_norm), float(norm_type))
+                    if norm is not None:
+                        return norm
+                parameters = [SimpleNamespace(grad=g) for g in found]
             elif listed:  # else PyTorch says that a generator gave none
                 parameters = listed
-        return original(parameters, *args, **kwargs)
+        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     return clip_grad_norm_
 

@@ -35,7 +35,12 @@ def mixes(opt: Optimizer) -> bool:
 
 def builtin(opt: Optimizer) -> bool:
     """Whether it is one of PyTorch's."""
-    return type(opt).__module__.startswith("torch.optim")
+    return _builtin(type(opt))
+
+
+@cache
+def _builtin(kind: Any) -> bool:
+    return kind.__module__.startswith("torch.optim")  # type: ignore[no-any-return]
 
 
 def reads_no_shapes(opt: Optimizer) -> bool:

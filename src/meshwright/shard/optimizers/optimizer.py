@@ -112,7 +112,7 @@ class OptimizerBinding:
 
     def tell(self, opt: Optimizer) -> None:
         """Note what the parameters are updated with: ranks compare it after their next backward."""
-        groups, kept = opt.param_groups, sum(map(bool, opt.state.values()))
+        groups, kept = opt.param_groups, self.seen.kept
         options = [*chain.from_iterable(groups), *chain.from_iterable(map(_VALUES, groups))]
         if kept != self.kept or not same(options, self.told):
             fixed = all(is_fixed(v) for g in groups for k, v in g.items() if k != "params")
@@ -353,13 +353,13 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
         if binding is None:
             return own(opt, *args, **kwargs)
         binding.follow(opt)
-        binding.tell(opt)
         for p in binding.copies:
             refresh(p, call_enabled)
         losses: list[Any] = []
         args, kwargs = _with_closure(opt, binding, args, kwargs, losses)
         try:
             plain = binding.open(opt)
+            binding.tell(opt)
             with disabled():
                 made = own(plain, *args, **kwargs)
             return losses[0] if losses and mixes(opt) else made  # what it was given there are numbers
@@ -368,9 +368,10 @@ def _on_locals(own: Callable[..., Any]) -> Callable[..., Any]:
             binding.close()
             if binding.chunks is not None:
                 binding.shadow = None  # copies that it has of parameters may be large
-            with torch.no_grad():
-                for p in binding.copies:
-                    write_through(p, call_enabled)
+            if binding.copies:
+                with torch.no_grad():
+                    for p in binding.copies:
+                        write_through(p, call_enabled)
 
     return step
 

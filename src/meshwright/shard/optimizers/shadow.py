@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import islice, repeat
-from types import MethodType
+from types import MethodType, NoneType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from ...errors import ShardError
-from ...local_tensor import PLAIN, plain_of, plain_of_all, set_grad
+from ...local_tensor import PLAIN, Aliases, is_sparse, plain_of, plain_of_all, set_grad
 from ...tensor import DistTensor
 from .collected import GroupLists, StateContents, still
 from .states import Chunks
@@ -31,15 +31,12 @@ _PLAIN: Callable[[Any], Any] = operator.attrgetter(PLAIN)
 
 def plain_ones(tensors: Sequence[Any]) -> list[Any]:
     """Distributed tensors among others as the plain ones that they are."""
-    try:
-        return list(map(_PLAIN, tensors))
-    except AttributeError:
-        kinds = set(map(type, tensors))
-        if kinds == _PLAIN_KIND:  # as autograd has made them
-            return list(tensors)
-        if kinds == _KIND and not any(PLAIN in t.__dict__ for t in tensors):
-            return plain_of_all(tensors)
-        return [plain_of(t) if isinstance(t, DistTensor) else t for t in tensors]
+    kinds = set(map(type, tensors))
+    if kinds == _PLAIN_KIND:  # as autograd has made them
+        return list(tensors)
+    if kinds == _KIND and not any(PLAIN in t.__dict__ for t in tensors):
+        return plain_of_all(tensors)
+    return [plain_of(t) if isinstance(t, DistTensor) else t for t in tensors]
 
 
 _KIND, _PLAIN_KIND = {DistTensor}, {Tensor}
@@ -86,6 +83,7 @@ class Shadow:
         self.aliases: list[Tensor] = []
         self.real: dict[int, DistTensor] = {}
         self.methods: dict[str, Any] = {}  # of the made one, in the place of the real one's
+        self.looked: Any = None  # what ``Aliases`` was when these were looked at
         self.before: Any = None
         self.after = StateContents({})
         self.lists = GroupLists()
@@ -113,11 +111,15 @@ class Shadow:
         own = {**opt.__dict__, **self.methods, "param_groups": self.groups, "state": self.state}
         self.made.__dict__ = own
         self.asked = self.chunks is not None
-        laid = plain_ones(grads)
+        try:
+            laid, dense = list(map(_PLAIN, grads)), True  # kept of dense ones alone
+        except AttributeError:
+            laid = plain_ones(grads)
+            dense = NoneType not in set(map(type, laid)) and not any(map(is_sparse, laid))
         if not self.asked:
             own["_shadow"] = self
             if len(self.plain) == len(self.stand_ins) and "_init_group" not in opt.__dict__:
-                own["_init_group"] = self.lists.taker(self.made, self.stand_ins, laid)
+                own["_init_group"] = self.lists.taker(self.made, self.stand_ins, laid, dense)
         if not self.lists.ready:
             _set_grads(self.plain, laid)
 
@@ -138,16 +140,21 @@ class Shadow:
 
     def in_place(self) -> bool:
         """Whether all that is seen as plain has the memory that it had."""
+        now = Aliases.now
+        if now is self.looked:
+            return True
         try:
-            return still(map(_PLAIN, self.seen), self.aliases)
+            found = still(map(_PLAIN, self.seen), self.aliases)
         except AttributeError:
             return False
+        self.looked = now if found else None
+        return found
 
     def _make(self, params: list[Tensor], whole: Sequence[DistTensor]) -> None:
         self.params, self.plain = params, list(map(plain_of, whole))
         own: dict[int, Tensor] = dict(zip(map(id, whole), self.plain, strict=True))
         self.stand_ins = [self._stand_in(p, own) for p in params]
-        self.seen, self.aliases, self.real = list(whole), list(self.plain), {}
+        self.seen, self.aliases, self.real, self.looked = list(whole), list(self.plain), {}, None
         self.state.clear()
         of = dict(zip(map(id, params), self.stand_ins, strict=True))
         for p, entry in self.opt.state.items():
