@@ -19,6 +19,7 @@ import meshwright as mw
 from meshwright.train import TrainConfig
 from meshwright.train.model import Block
 
+from . import block as small
 from .core import Benchmark, Effort, Row, Samples, fake_group, ratio
 
 Step = Callable[[int], None]
@@ -40,6 +41,19 @@ def ours(hidden: int, mesh: mw.Mesh) -> Step:
     def step(length: int) -> None:
         x = mw.shard_tensor(torch.randn(BATCH, length, hidden), mesh, (), check=False)
         model(x, None)[0].square().mean().backward()
+        model.zero_grad()
+
+    return step
+
+
+def on_two_axes() -> Step:
+    """A step of the small block of the other benchmarks, as one rank of eight, split over both axes of its mesh."""
+    model, x = small.ours()
+
+    def step(length: int) -> None:
+        local = torch.randn(small.BATCH // small.DP, length, small.HIDDEN)
+        rows = mw.from_local(local, x.mesh, {"dp": mw.Shard(0)}, check=False).requires_grad_()
+        model(rows).sum().backward()
         model.zero_grad()
 
     return step
@@ -132,6 +146,7 @@ def simulated(ranks: int, fn: Callable[[Step], Any], hidden: int, make: Callable
     return mw.simulate(lambda: fn(make(hidden, mesh)), mesh, timeout=3600)[0]
 
 
+SMALL = "a small block on two axes"
 DTENSORS = "DTensor, one of 2 ranks"
 
 
@@ -145,6 +160,8 @@ def measure(effort: Effort) -> Samples:
         found[f"captured, simulated ranks: {ranks}"] = simulated(
             ranks, lambda step: timed(step, lengths), hidden, captured
         )
+    with fake_group(small.DP * small.TP):
+        found[SMALL] = timed(on_two_axes(), lengths)
     with fake_group(2):
         found[DTENSORS] = timed(dtensor(hidden), lengths)
     count = effort.pick(1000, 40, 4)
@@ -160,9 +177,8 @@ def rows(samples: Samples) -> Iterator[Row]:
             yield Row(f"memory of the second {case.removeprefix('growth, MiB, ')}, MiB", taken["memory"][0])
         elif case != DTENSORS:
             others = {} if case.startswith("captured") else peers
-            yield Row(
-                f"a step of a new length / a known one, {case}", ratio(samples, case, "new", "known"), 1.5, others
-            )
+            what, target = f"a step of a new length / a known one, {case}", 4 if case == SMALL else 1.5
+            yield Row(what, ratio(samples, case, "new", "known"), target, {} if case == SMALL else others)
 
 
 BENCHMARKS = [Benchmark("lengths", "ms", measure, rows)]

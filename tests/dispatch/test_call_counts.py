@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import cProfile
 import gc
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from bench.core import OURS, fake_group
 from meshwright.compat import python_dispatch
 from meshwright.local_tensor import Sharing
 
+# Where tests of the process before have made a part of a number: a plain one is asked whose it is, too.
+_READS_NUMBERS = re.compile(r"call_boxed|<code object read at .*storage\.py")
 WARM = 4  # runs after which all plans are what they stay
 SPARE = 1.02  # versions of torch and Python differ by a call here and there
 
@@ -31,7 +34,7 @@ def calls(fn: Callable[[], Any]) -> tuple[int, Any]:
             made = fn()
     finally:
         gc.enable()
-    return sum(entry.callcount for entry in counted.getstats()), made
+    return sum(entry.callcount for entry in counted.getstats() if not _READS_NUMBERS.search(str(entry.code))), made
 
 
 def of_both_ways(forward: Callable[[], Any]) -> tuple[int, int]:
@@ -67,7 +70,7 @@ def test_of_a_unit_that_is_stored_in_parts() -> None:
     assert back <= SPARE * 8498
 
 
-@pytest.mark.parametrize(("case", "most"), [("AdamW, foreach", 1420), ("AdamW, fused", 375), ("clip_grad_norm_", 77)])
+@pytest.mark.parametrize(("case", "most"), [("AdamW, foreach", 1420), ("AdamW, fused", 352), ("clip_grad_norm_", 77)])
 def test_of_optimizers(case: str, most: int) -> None:
     step = optimizers.CASES[case](optimizers.parameters(OURS))
     for _ in range(WARM):

@@ -352,25 +352,22 @@ def call_enabled(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def wrap(local: Tensor, spec: Spec) -> DistTensor:
     """Make ``local`` the DistTensor of ``spec``, in place: the object stays the same."""
-    made = _laid(local, spec)
-    if not spec.shape:
-        number_made(made)
-    return made
-
-
-def _laid(local: Tensor, spec: Spec) -> DistTensor:
     if local.dtype is not spec.dtype and type(local) is Tensor:
         spec = marked(spec.with_(dtype=local.dtype), marks_of(spec))
     local.__class__ = DistTensor
     made = cast(DistTensor, local)
     made._spec = spec
+    if not spec.shape:
+        number_made(made)
     return made
 
 
 def _detached(t: DistTensor) -> DistTensor:
     itself(t)
     marks = Marks(copied=marks_of(t._spec).copied)
-    made = _laid(call_disabled(_DETACH, (), (t,), NO), marked(t._spec.untyped(), marks))
+    made: DistTensor = call_disabled(_DETACH, (), (t,), NO)
+    made.__class__ = DistTensor
+    made._spec = marked(t._spec.untyped(), marks)
     remember_detached(t, made)
     return made
 
