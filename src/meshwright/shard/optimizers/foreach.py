@@ -296,7 +296,7 @@ def _clipped(grads: list[Tensor], max_norm: float, ord: float) -> Tensor | None:
     return norm
 
 
-_SPEC, _DEVICE = attrgetter("_spec"), cast("Callable[[Tensor], torch.device]", Tensor.device.__get__)  # type: ignore[attr-defined]
+_SPEC, _DEVICE = attrgetter("_spec"), cast("Callable[[Tensor], torch.device]", Tensor.device.__get__)
 
 
 @torch_changes.replace(

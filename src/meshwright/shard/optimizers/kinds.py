@@ -35,12 +35,13 @@ def mixes(opt: Optimizer) -> bool:
 
 def builtin(opt: Optimizer) -> bool:
     """Whether it is one of PyTorch's."""
-    return _builtin(type(opt))
+    kind: Any = type(opt)
+    return _builtin(kind)
 
 
 @cache
 def _builtin(kind: Any) -> bool:
-    return kind.__module__.startswith("torch.optim")  # type: ignore[no-any-return]
+    return str(kind.__module__).startswith("torch.optim")
 
 
 def reads_no_shapes(opt: Optimizer) -> bool:
