@@ -14,6 +14,8 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright.errors import CaptureError, LayoutError, ShardError, VerifyError
 from meshwright.verification import Departure, Verification
+from meshwright.verification.journal import Journal, RankJournal
+from meshwright.verification.watch import Observed
 
 MESH = mw.Mesh({"dp": 2, "tp": 2})
 COLUMN, ROW = {"tp": mw.Shard(0)}, {"tp": mw.Shard(1)}
@@ -194,3 +196,17 @@ def test_a_value_that_an_op_gives_back_is_one_value_with_all_its_uses(ask: Any) 
     report = verified(loss_fn=shared, modes=["eager"])
     assert report.passed
     assert not [n for n in report.notes if n.startswith("without consequence")], report
+
+
+@pytest.mark.parametrize(("what", "departs"), [("param", False), ("grad", True)])
+def test_what_adam_makes_of_gradients_that_are_zero_is_no_departure(what: str, departs: bool) -> None:
+    """The gradient of a bias of keys is rounding, which Adam divides by no less than 1e-8: numbers of a ViT."""
+    seen = [
+        Observed((what, "k.bias"), "", "", torch.tensor([x], dtype=torch.float64), name="k.bias")
+        for x in (1.26964968e-14, 1.14696418e-13)
+    ]
+    journal = Journal(1)
+    journal.note(0, seen[0])
+    ranks = RankJournal(journal, "eager")
+    ranks.tell(0, 0, seen[1])
+    assert bool(ranks.departed) == departs

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CaptureError, LayoutError, MeshError, PassError, ShardError
 from ..testing.values import tolerance_of
-from .values import Difference, Tensor, assemble, differing
+from .values import NOISE, UPDATED, Difference, Tensor, assemble, differing
 from .watch import RAISED, Key, Observed
 
 
@@ -120,8 +120,11 @@ class RankJournal:
                 return  # a rank's own part, by the user's hand
             whole, words = assemble([p.value for p in parts], first.spec)
             copies = first.spec is not None  # else, and where no result departs, a rank's own by the user's hand
+            noise = UPDATED if key[1] in ("param", "loaded") else NOISE
             found = (
-                Difference(words, copies=copies) if words else differing(whole, want.value, self.journal.tolerance[key])
+                Difference(words, copies=copies)
+                if words
+                else differing(whole, want.value, self.journal.tolerance[key], noise)
             )
         else:
             for p in parts:

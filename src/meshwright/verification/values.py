@@ -22,7 +22,8 @@ _REDUCED: Mapping[str, Any] = {
     "sum": lambda t: t.sum(0), "avg": lambda t: t.mean(0), "product": lambda t: t.prod(0), "any": lambda t: t.any(0),
     "all": lambda t: t.all(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0),
 }  # fmt: skip
-_NOISE = 1e-13  # what is left of zeros that are differences of numbers
+NOISE = 1e-13  # what is left of zeros that are differences of numbers
+UPDATED = 1e-11  # and what Adam makes of them in a parameter: it divides by 1e-8 at least, and goes by its rate
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _copies(parts: Sequence[Tensor], ranks: Sequence[int]) -> str:
     return ""
 
 
-def differing(got: Any, want: Any, tolerance: float = 1e-9) -> Difference | None:
+def differing(got: Any, want: Any, tolerance: float = 1e-9, noise: float = NOISE) -> Difference | None:
     """How a value differs from that of one device by more than rounding explains; None where it does not."""
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         return _numbers(got, want, tolerance)
@@ -97,7 +98,7 @@ def differing(got: Any, want: Any, tolerance: float = 1e-9) -> Difference | None
         wrong = got != want
     else:
         got, want = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (got, want))
-        wrong = ~torch.isclose(got, want, rtol=0, atol=tolerance * _scale(want) + _NOISE, equal_nan=True)
+        wrong = ~torch.isclose(got, want, rtol=0, atol=tolerance * _scale(want) + noise, equal_nan=True)
     count = int(wrong.sum())
     if not count:
         return None
@@ -125,7 +126,7 @@ def _scale(t: Tensor) -> float:
 def _numbers(got: Any, want: Any, tolerance: float) -> Difference | None:
     if type(got) is type(want) and isinstance(want, (float, complex)):
         both_nan = got != got and want != want
-        if both_nan or got == want or abs(got - want) <= tolerance * abs(want) + _NOISE:
+        if both_nan or got == want or abs(got - want) <= tolerance * abs(want) + NOISE:
             return None
         return Difference(f"{_text(got)} instead of {_text(want)}", abs(got - want) / (abs(want) or 1))
     return None if type(got) is type(want) and got == want else Difference(f"{_brief(got)} instead of {_brief(want)}")
