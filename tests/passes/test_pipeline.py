@@ -109,7 +109,7 @@ def test_held_micro_batches_are_those_of_the_schedule() -> None:
     """The most micro-batches of which a rank keeps something, counted while it runs."""
     from meshwright.program.run import pipeline as run_pipeline
 
-    mesh, seen = mw.Mesh({"pp": 3}), dict[int, int]()
+    seen = dict[int, int]()
 
     class Counted(dict[int, Any]):
         def __init__(self, rank: int) -> None:
@@ -121,11 +121,13 @@ def test_held_micro_batches_are_those_of_the_schedule() -> None:
             seen[self.rank] = max(seen.get(self.rank, 0), len(self))
             return found
 
-    for schedule in ("1f1b", "zero-bubble"):
+    for schedule, ranks in (("1f1b", 3), ("zero-bubble", 3), ("looped", 2), ("v", 2)):
         seen.clear()
+        mesh = mw.Mesh({"pp": ranks})
 
-        def run(name: str = schedule) -> Any:
-            step, _, _ = captured(mesh, passes=[f"pipeline:micro_batches=6,schedule={name}"])
+        def run(name: str = schedule, mesh: mw.Mesh = mesh) -> Any:
+            how = f"pipeline:micro_batches=6,schedule={name}"
+            step, _, _ = captured(mesh, passes=[how], blocks=(stages.Block,) * 4)
             init = run_pipeline._Run.__init__
 
             def counted(self: Any, of: Any) -> None:
@@ -138,7 +140,7 @@ def test_held_micro_batches_are_those_of_the_schedule() -> None:
             return step.program.pipeline.schedule
 
         order = mw.simulate(run, mesh)[0]
-        assert seen == {rank: order.held(rank) for rank in range(3)}
+        assert seen == {rank: order.held(rank) for rank in range(ranks)}
 
 
 def test_what_users_do_to_it() -> None:
@@ -243,9 +245,14 @@ def test_a_schedule_of_ones_own() -> None:
             mw.simulate(lambda h=how: run(h), mesh)
 
 
+AXES = {"pp": 2, "dp": 2}
 BAD: list[tuple[Any, type[MeshwrightError], str]] = [
     ({"stages": None}, PassError, r'the step has no stages: give compile_step\(stages='),
     ({"rows": 3}, ProgramError, "a batch of 3 rows cannot be cut into 4 micro-batches"),
+    (
+        {"axes": AXES, "batch_of": lambda *b: tuple(mw.shard_tensor(t[:6], mw.Mesh(AXES), DP) for t in b)},
+        ProgramError, "a batch of 6 rows, of which each of 2 ranks has 3, cannot be cut into 4 micro-batches",
+    ),
     ({"passes": ["pipeline:micro_batches=0"]}, PassError, "micro_batches=0: a whole number of at least 1"),
     ({"passes": ["pipeline:micro_batches=4,schedule=2f2b"]}, PassError, "schedule='2f2b': one of gpipe, 1f1b"),
     ({"passes": ["pipeline:micro_batches=4,schedule=gpipe,limit=2"]}, PassError, "gpipe holds all 4 micro-batches"),
@@ -262,7 +269,8 @@ BAD: list[tuple[Any, type[MeshwrightError], str]] = [
 
 @pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[message[:30] for _, _, message in BAD])
 def test_bad_input(options: Any, error: type[MeshwrightError], message: str) -> None:
-    mesh, given = mw.Mesh({"pp": 2}), dict(options)
+    given = dict(options)
+    mesh = mw.Mesh(given.pop("axes", {"pp": 2}))
     rows, kind, of = given.pop("rows", 8), given.pop("model", stages.Net), given.pop("batch_of", lambda *x: x)
 
     def run() -> None:

@@ -9,7 +9,11 @@ import pytest
 from meshwright.errors import ProgramError
 from meshwright.program import Action, Schedule, schedule
 
-SIZES = [*itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 32))]
+SIZES = [*itertools.product(range(1, 9), range(1, 25))]  # ranks and micro-batches
+
+
+def ends(made: Schedule) -> float:
+    return max(end for _, end in made.times().values())
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
@@ -17,29 +21,40 @@ def test_bubbles_and_memory_are_those_of_the_formulas(name: str) -> None:
     """F, I and W of one unit each, B of two; fewer micro-batches than stages work too."""
     for p, m in SIZES:
         made = schedule(name, p, m)
-        whole = 3 * (p - 1) / (3 * m + 3 * (p - 1))
-        if name != "zero-bubble":
-            assert made.bubble() == pytest.approx(whole), (p, m)
+        if name == "zero-bubble":
+            assert ends(made) == (3 * m + p - 1 if m >= p else 2 * m + 2 * p - 1), (p, m)
+            assert m < p or made.bubble() == pytest.approx((p - 1) / (3 * m + p - 1)), (p, m)
+            most = [min(m, 2 * p - 1)] * p
+        else:
+            assert made.bubble() == pytest.approx(3 * (p - 1) / (3 * m + 3 * (p - 1))), (p, m)
             most = [m] * p if name == "gpipe" else [min(m, p - rank) for rank in range(p)]
-            assert [made.held(rank) for rank in range(p)] == most, (p, m)
-            continue
-        assert made.bubble() == pytest.approx((p - 1) / (3 * m + p - 1)) if m >= p else made.bubble() <= whole, (p, m)
-        assert [made.held(rank) for rank in range(p)] == [min(m, 2 * p - 1)] * p, (p, m)
+        assert [made.held(rank) for rank in range(p)] == most, (p, m)
 
 
-def test_several_stages_of_a_rank() -> None:
-    """The bubble of looped stages is divided by how many a rank has; that of V is half of zero-bubble's."""
-    for p, m, chunks in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 32), (2, 3)):
+def test_looped_stages_divide_the_bubble_by_how_many_a_rank_has() -> None:
+    """Whether or not ranks divide micro-batches, which go in groups of as many, or of a few more."""
+    for (p, m), chunks in itertools.product(SIZES, (2, 3)):
         made = schedule("looped", p * chunks, m, chunks=chunks)
-        if m % p == 0:
+        if m >= p:
             assert made.bubble() == pytest.approx((p - 1) / (chunks * m + p - 1)), (p, m)
-            most = [min(chunks * m, (chunks - 1) * p + 2 * (p - 1 - rank) + 1) for rank in range(p)]
+            group = -(-m // (m // p))
+            most = [min(chunks * m, (chunks - 1) * group + 2 * (p - 1 - rank) + 1) for rank in range(p)]
             assert [made.held(rank) for rank in range(p)] == most, (p, m)
-    for p, m in itertools.product((1, 2, 3, 4), (4, 7, 8, 32)):
+
+
+def test_the_bubble_of_v_is_half_of_zero_bubbles() -> None:
+    """And as small as can be: the last rank begins p - 1 units of half a stage late, and nobody waits after that."""
+    for p, m in SIZES:
         made = schedule("v", 2 * p, m, chunks=2)
-        assert made.bubble() == pytest.approx((p - 1) / (6 * m + p - 1)), (p, m)
-        assert [made.held(rank) for rank in range(p)] == [min(2 * m, 2 * p + 1)] * p, (p, m)
+        assert ends(made) == (6 * m + p - 1 if m >= p else max(4 * p + 2 * m - 1, 4 * m + 3 * p - 1)), (p, m)
+        assert m < p or made.bubble() == pytest.approx((p - 1) / 2 / (3 * m + (p - 1) / 2)), (p, m)
+        assert max(made.held(rank) for rank in range(p)) == min(2 * m, 2 * p + 1), (p, m)
         assert made.homes == (*range(p), *reversed(range(p)))
+    for limit in (2, 3, 4):
+        schedule("v", 6, 5, limit, 2).check_memory(limit)
+
+
+def test_several_stages_of_a_rank_that_cannot_be() -> None:
     for name, stages, chunks, limit, message in (
         ("looped", 4, 1, None, "looped: 1 of 4 stages on a rank: 2 or more, which divide the stages was expected"),
         ("looped", 5, 2, None, "looped: 2 of 5 stages on a rank"),
@@ -50,8 +65,6 @@ def test_several_stages_of_a_rank() -> None:
     ):
         with pytest.raises(ProgramError, match=message):
             schedule(name, stages, 4, limit, chunks)
-    for limit in (2, 3, 4):
-        schedule("v", 6, 5, limit, 2).check_memory(limit)
     apart = [[Action("F", 0, 0)], [Action("B", 0, 0)]]
     with pytest.raises(ProgramError, match="mine has F0 of stage 0 on rank 0, and other parts of that stage on rank 1"):
         Schedule(tuple(map(tuple, apart)), "mine")

@@ -187,7 +187,7 @@ BAD: list[tuple[Any, type[MeshwrightError], str]] = [
     ({"stages": {"pp": {"layers": 0, "layers.2": 1}}}, LayoutError, "layers.2 is at stage 1, and layers, which has it"),
     ({"stages": {"pp": {"tokens": 0, "layers.*": 1}}}, LayoutError, "no module is at stage 2 of 3"),
     ({"stages": {"pp": {"layers.*": 3}}}, LayoutError, "a stage from 0 to 2 was expected"),
-    ({"stages": {"pp": 3}}, LayoutError, "the name of a list of modules, or globs"),
+    ({"stages": {"pp": 3}}, LayoutError, 'the name of a list of modules, globs to stages, or "auto"'),
     ({"stages": {"pp": "layers", "dp": "layers"}}, LayoutError, "one mesh axis was expected"),
     ({"batch": {"pp": mw.Shard(0)}}, LayoutError, "batch.0 lies as .* 'pp' is the axis of the stages"),
     ({"stored_over": "pp"}, LayoutError, "is stored over 'pp', the axis of the stages"),

@@ -326,6 +326,33 @@ def test_defaults_of_the_optimizer() -> None:
     assert TrainConfig(batch=3, seq=5, accumulate=2).tokens_per_step == 30
 
 
+PP = (("pp", 2), ("dp", 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mesh": (("dp", 2),), "chunks": 2}, "--chunks 2: .* has no axis of stages: add one, e.g. --mesh pp=2,dp=2"),
+        ({"mesh": PP, "schedule": "1f1b"}, "--schedule 1f1b orders micro-batches: add --micro-batches 8"),
+        ({"mesh": PP, "limit": 3}, "--limit 3 bounds micro-batches: add --micro-batches 8"),
+        ({"mesh": PP, "chunks": 2, "micro_batches": 4}, "--chunks 2: of --schedule 1f1b a rank has one stage"),
+        (
+            {"mesh": PP, "schedule": "v", "micro_batches": 4},
+            "--layers 2: pp=2 with 2 on each rank makes 4 stages, and each has a block: add --layers 4",
+        ),
+        ({"mesh": PP, "micro_batches": 8, "batch": 8}, "--batch 8, which 2 ranks share, .* take --batch 16"),
+        ({"mesh": PP, "schedule": "2f2b", "micro_batches": 4}, "--schedule 2f2b: one of 1f1b, gpipe"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_options_of_pipelines(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        TrainConfig(**given)
+    made = TrainConfig(mesh=PP, micro_batches=8, schedule="looped", chunks=2, limit=9, layers=4)
+    assert (made.batch, TrainConfig(mesh=PP).batch) == (16, 8)
+    assert made.pipeline == ("pipeline:micro_batches=8,schedule=looped,chunks=2,limit=9",)
+
+
 def test_options_that_do_not_fit() -> None:
     with pytest.raises(OptionError, match=r"--heads 3: take a multiple of the heads, e\.g\. --hidden 66"):
         TrainConfig(hidden=64, heads=3)

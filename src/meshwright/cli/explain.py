@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import typer
 from rich.text import Text
 
 from meshwright.errors import MeshwrightError
-from meshwright.train.config import MESH, MODEL, OUTPUT, PROGRAM, StepConfig
+from meshwright.train.config import MESH, MODEL, OUTPUT, PROGRAM, StepConfig, ways_of
 from meshwright.train.options import OptionError, one_of, option
 
 from .options import BAD_INPUT, complain, options_of, said, terminal, values_of
@@ -126,9 +125,9 @@ def _config(given: dict[str, Any], said: set[str]) -> ExplainConfig:
     for name in GPT_ONLY:
         if preset and name in said:
             raise OptionError(f"--{name}: only the GPT has that")
-    ways = math.prod(n for axis, n in values["mesh"] if axis in ("dp", "ep"))  # into so many parts the batch is split
-    batch = ways if preset else max(ExplainConfig.batch, ways)
-    return ExplainConfig(**values | {n: v for n, v in (preset | {"batch": batch}).items() if n not in said})
+    if preset:  # one sequence for each rank and micro-batch
+        preset = preset | {"batch": ways_of(values["mesh"]) * (values["micro_batches"] or 1)}
+    return ExplainConfig(**values | {n: v for n, v in preset.items() if n not in said})
 
 
 def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:

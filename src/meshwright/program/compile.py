@@ -122,7 +122,10 @@ class _ByHand(CaptureSource):
 _MODEL = (nn.Module, "give the nn.Module that is trained")
 _OPTIMIZER = ((torch.optim.Optimizer, list, tuple, NoneType), "give an optimizer of the model's parameters, or None")
 _GLOBS = ((Mapping, NoneType), 'give a dict, glob of names to placements: {"*.weight": {"tp": mw.Shard(0)}}')
-_STAGES = ((Mapping, NoneType), 'give a dict, a mesh axis to a list of modules: {"pp": "model.layers"}')
+_STAGES = (
+    (Mapping, NoneType),
+    'give a dict, a mesh axis to a list of modules: {"pp": "model.layers"}, or {"pp": "auto"}',
+)
 _PASSES = ((list, tuple, PassManager), "give a list of passes, or of their names")
 
 
@@ -194,7 +197,8 @@ def compile_step(
             that they declare, then as listed.  Or a :class:`PassManager`.
         stages: the mesh axis of a pipeline to the list of modules that its stages share out, ``{"pp":
             "model.layers"}``, or to globs of names of modules and the stage of each, ``{"pp": {"encoder": 0, "decoder":
-            1}}``.  Parameters and their states are stored at their stage alone (``mw.At``), and seen by all.
+            1}}``, or to ``"auto"``: stages that take equally long.  Parameters and their states are stored at their
+            stage alone (``mw.At``), and seen by all.
         backend: ``"inductor"`` compiles what lies between collectives.
 
     Raises:

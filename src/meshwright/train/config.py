@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,13 @@ OPTIMIZERS = tuple(LEARNING_RATES)
 DEVICES = ("cpu", "cuda")
 HOSTS = ("cpu",)
 VOCABULARY = 256  # one entry per byte
+BATCH = 8
 MOMENTUM = 0.9
 MERGE = "gradient-merge"  # the pass that accumulates
 # Those that come with the package.
 PASSES = ("data-parallel-optimization", MERGE, "pipeline", "recompute", "regather", "split-checkpoints")
-SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "uncut")
+CHUNKED = ("looped", "v")  # of which a rank has several stages
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble", *CHUNKED, "uncut")
 STAGES = "pp"  # the axis over which the blocks of the built-in models are spread
 AXES = {  # of the plan of the built-in models
     "dp": "splits the batch",
@@ -38,6 +41,7 @@ AXES = {  # of the plan of the built-in models
     "ep": "splits experts and the batch",
     STAGES: "spreads the blocks",
 }
+OF_BATCH = ("dp", "ep")  # those of them that split its sequences
 # dtype to (loss, gradients): the largest relative differences that rounding explains.  float64 proves the
 # mathematics.  bfloat16 has 8 bits, so sums in another order differ in the second digit: there the bound only
 # tells a wrong step from a right one.
@@ -62,6 +66,11 @@ def check_axes(mesh: Mesh) -> None:
             f"axis {unknown[0]!r} of {mesh!r}: the plan of this model does not know it. It knows {known}; "
             "e.g. --mesh dp=2,tp=2"
         )
+
+
+def ways_of(mesh: tuple[tuple[str, int], ...]) -> int:
+    """Into how many parts the sequences of a batch are split."""
+    return math.prod(n for axis, n in mesh if axis in OF_BATCH)
 
 
 def passes_of(texts: tuple[str, ...]) -> PassManager:
@@ -129,7 +138,10 @@ class StepConfig:
     packed: bool = option(
         False, "--packed", TRAINING, "Lines of text are documents packed into sequences: none attends to another."
     )
-    batch: int = option(8, "--batch", TRAINING, "Sequences per micro-step, over all ranks.", COUNT)
+    batch: int = option(
+        None, "--batch", TRAINING, "Sequences per micro-step, over all ranks.", COUNT,
+        unset=f"{BATCH}, or one for each micro-batch of a pipeline and each rank over which the batch is split",
+    )  # fmt: skip
     optimizer: str = option(
         "adamw", "--optimizer", TRAINING, f"One of {', '.join(OPTIMIZERS)} (sgd: momentum {MOMENTUM}).",
         one_of(OPTIMIZERS),
@@ -147,12 +159,25 @@ class StepConfig:
         False, "--sequence-parallel", SPLITTING, "Split the residual stream over tp along the sequence."
     )
     schedule: str | None = option(
-        None, "--schedule", PROGRAM, "With an axis pp: the order in which stages compute micro-batches.",
+        None, "--schedule", PROGRAM,
+        f"With an axis pp: the order in which stages compute micro-batches, one of {', '.join(SCHEDULES)}.  Of "
+        f"{' and '.join(CHUNKED)} a rank has several stages, which needs more --layers.",
         one_of(SCHEDULES), unset="1f1b",
     )  # fmt: skip
     micro_batches: int | None = option(
         None, "--micro-batches", PROGRAM, "With an axis pp: into how many a batch is cut.", COUNT,
         unset="every rank computes all stages", metavar="N",
+    )  # fmt: skip
+    chunks: int | None = option(
+        None, "--chunks", PROGRAM,
+        "How many stages a rank has: with --schedule looped 2 or more, with v 2.", COUNT,
+        unset="2 of looped and v, else 1", metavar="N",
+    )  # fmt: skip
+    limit: int | None = option(
+        None, "--limit", PROGRAM,
+        "With --micro-batches: of how many of them a rank may hold what their backward needs (each of its stages by "
+        "itself): fewer take less memory and wait longer.", COUNT, unset="as many as the schedule is made for",
+        metavar="N",
     )  # fmt: skip
     passes: tuple[str, ...] = option(
         (), "--pass", PROGRAM, "A pass over the captured step, and its options; may be repeated.",
@@ -167,6 +192,9 @@ class StepConfig:
                 "mw.compile_step(loss_scale=) does and this command does not: take --precision bf16"
             )
         check_bounds(self)
+        batch: int | None = self.batch
+        if batch is None:
+            object.__setattr__(self, "batch", max(BATCH, self.ways * (self.micro_batches or 1)))
         if self.hidden % self.heads:
             raise OptionError(
                 f"--hidden {self.hidden} cannot be split over --heads {self.heads}: take a multiple of the "
@@ -209,12 +237,40 @@ class StepConfig:
         """Width of an expert."""
         return 2 * self.hidden if self.expert_width is None else self.expert_width
 
+    @property
+    def ways(self) -> int:
+        """Into how many parts the sequences of a batch are split."""
+        return ways_of(self.mesh)
+
     def _check_stages(self, mesh: Mesh) -> None:
-        for flag, given in (("--micro-batches", self.micro_batches), ("--schedule", self.schedule)):
+        for flag, given in (
+            ("--micro-batches", self.micro_batches), ("--schedule", self.schedule), ("--chunks", self.chunks),
+            ("--limit", self.limit),
+        ):  # fmt: skip
             if given and STAGES not in mesh.axes:
                 raise OptionError(f"{flag} {given}: {mesh!r} has no axis of stages: add one, e.g. --mesh pp=2,dp=2")
-        if self.schedule and not self.micro_batches:
-            raise OptionError(f"--schedule {self.schedule} orders micro-batches: add --micro-batches 8")
+            if given and not self.micro_batches:
+                does = {"--schedule": "orders", "--limit": "bounds"}.get(flag, "spreads stages for")
+                raise OptionError(f"{flag} {given} {does} micro-batches: add --micro-batches 8")
+        if self.chunks and self.schedule not in CHUNKED:
+            raise OptionError(
+                f"--chunks {self.chunks}: of --schedule {self.schedule or SCHEDULES[0]} a rank has one stage: leave it "
+                f"out, or take --schedule {' or '.join(CHUNKED)}"
+            )
+        if STAGES in mesh.axes:
+            ranks, chunks = mesh.axis_size(STAGES), self.chunks or (2 if self.schedule in CHUNKED else 1)
+            if self.layers < ranks * chunks:
+                each = f" with {chunks} on each rank" if chunks > 1 else ""
+                raise OptionError(
+                    f"--layers {self.layers}: {STAGES}={ranks}{each} makes {ranks * chunks} stages, and each has a "
+                    f"block: add --layers {ranks * chunks}, or take fewer stages"
+                )
+        if self.micro_batches and self.batch // self.ways < self.micro_batches:
+            split = f", which {self.ways} ranks share," if self.ways > 1 else ""
+            raise OptionError(
+                f"--micro-batches {self.micro_batches}: --batch {self.batch}{split} has fewer sequences than each of "
+                f"these needs: take --batch {self.ways * self.micro_batches}, or fewer micro-batches"
+            )
 
     @property
     def stages(self) -> dict[str, str] | None:
@@ -226,7 +282,8 @@ class StepConfig:
         """The pass of micro-batches, if they were asked for."""
         if not self.micro_batches:
             return ()
-        return (f"pipeline:micro_batches={self.micro_batches},schedule={self.schedule or '1f1b'}",)
+        more = "".join(f",{n}={v}" for n, v in (("chunks", self.chunks), ("limit", self.limit)) if v)
+        return (f"pipeline:micro_batches={self.micro_batches},schedule={self.schedule or SCHEDULES[0]}{more}",)
 
     def _over(self) -> list[tuple[str, str]]:
         given = (("--stored-over", self.stored_over), ("--states-over", self.states_over))

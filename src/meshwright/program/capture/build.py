@@ -68,7 +68,8 @@ class Plan(Storage):
         precision: the dtypes in which ops see parameters and gradients are reduced.
         strategies: of ops that have several, which one an axis takes; None: what ``mw.strategies`` says.
         states_on: the states alone do, and the update is made there.
-        stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what.
+        stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what; or to
+            ``"auto"``.
     """
 
     layouts: Globs = field(default_factory=dict)
@@ -107,6 +108,7 @@ class Built:
         update: what of the optimizer is in the program; None if it runs after it.
         decided: glob of the plan's layouts to the names of which it says how they lie.
         met: option and name of each module that was called with, or returned, what ``inputs`` or ``outputs`` is for.
+        stages: what each stage has, of a step with stages.
     """
 
     captured: Captured
@@ -118,6 +120,7 @@ class Built:
     update: Update | None
     decided: Mapping[str, tuple[str, ...]]
     met: Collection[tuple[str, str]]
+    stages: Stages | None
 
 
 def build(
@@ -186,7 +189,7 @@ def _build(
         states_on=plan.states_on, train=train, loss_scale=plan.loss_scale,
     )  # fmt: skip
     always = PassManager([Recompute(), SplitCheckpoints(), *([Regather()] if plan.regather else [])])
-    return Built(captured, completed, laid, always(made), final, kept, update, decided, met)
+    return Built(captured, completed, laid, always(made), final, kept, update, decided, met, stages)
 
 
 def conditions_of(

@@ -161,6 +161,10 @@ class _Ledger:
         if plan.stages is not None:
             stored = [n for n, s in self.built.stored.items() if "At(" in repr(s.layout)]
             yield Asked("stages", repr(plan.stages), bool(stored), _of(stored) or "no parameter lies in a stage")
+            cut = self.built.stages
+            shares = () if cut is None else tuple(zip(cut.modules, cut.shares, strict=True))
+            for s, (modules, share) in enumerate(shares):
+                yield Asked("stages", f"stage {s} of {len(shares)}", True, f"{share:.1%} of the work: {modules}")
 
     def precision(self) -> Iterator[Asked]:
         given = self.plan.precision

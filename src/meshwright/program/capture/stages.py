@@ -16,11 +16,13 @@ import torch.nn as nn
 
 from ...errors import CaptureError, LayoutError, near
 from ...mesh import Mesh
+from .balance import balanced, described, works
 from .export import Captured
 from .source_lines import line_of
 
 Given = Mapping[str, str | Mapping[str, int]]
 Homes = Callable[[int], tuple[int, ...]]
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,15 @@ class Stages:
         homes: the coordinate on it of the ranks that have each stage.
         nodes: name of a node of the captured graph to its stage.
         params: first name of a parameter to its stage.
+        modules: of each stage, in words; ``shares``: its part of the work of all.
     """
 
     axis: int
     homes: tuple[int, ...]
     nodes: dict[str, int]
     params: Mapping[str, int]
+    modules: tuple[str, ...]
+    shares: tuple[float, ...]
 
 
 def stages_of(
@@ -50,24 +55,28 @@ def stages_of(
     """What ``stages=`` says of a captured step; None where it says nothing.
 
     Args:
-        given: the mesh axis to the name of a list of modules, or to globs of names of modules and their stages.
+        given: the mesh axis to the name of a list of modules, to globs of names of modules and their stages, or to
+            ``"auto"``: stages that take equally long.
         homes: of how many ranks there are along the axis, the one of each stage; None: one each.
 
     Raises:
-        LayoutError: names or globs that match nothing, that overlap, or that leave a stage without modules.
+        LayoutError: names or globs that match nothing, that overlap, or that leave a stage without modules; fewer
+            parts than stages.
         CaptureError: a value that crosses backwards; names the user's line.
     """
     if given is None:
         return None
     if not isinstance(given, Mapping) or len(given) != 1:
-        raise LayoutError(f'stages={given!r}: one mesh axis was expected: stages={{"pp": "model.layers"}}')
+        raise LayoutError(
+            f'stages={given!r}: one mesh axis was expected: stages={{"pp": "model.layers"}}, or {{"pp": "auto"}}'
+        )
     ((axis, said),) = given.items()
     index = mesh.axis_index(axis)
     at = tuple(range(mesh.sizes[index])) if homes is None else homes(mesh.sizes[index])
-    modules = _Modules(model, len(at), said)
-    followed = _Followed(captured, modules)
+    followed = _Followed(captured, None if said == AUTO else _Modules(model, len(at), said), len(at))
     nodes = followed.nodes(axis)
-    return Stages(index, at, nodes, followed.params)
+    modules, shares = followed.told(len(at))
+    return Stages(index, at, nodes, followed.params, modules, shares)
 
 
 class _Followed:
@@ -77,8 +86,9 @@ class _Followed:
     they have no other use.
     """
 
-    def __init__(self, captured: Captured, modules: _Modules) -> None:
-        self.modules, self.calls = modules, [n for n in captured.graph.nodes if n.op == "call_function"]
+    def __init__(self, captured: Captured, modules: _Modules | None, stages: int) -> None:
+        self.captured, self.modules = captured, modules
+        self.calls = [n for n in captured.graph.nodes if n.op == "call_function"]
         named = {s.node: s.name for s in captured.sources if s.kind == "param"}
         placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
         batch = {s.node for s in captured.sources if s.kind not in ("param", "buffer", "constant")}
@@ -90,6 +100,7 @@ class _Followed:
                 fed.add(node)
             elif not (params | self.lent).isdisjoint(node.all_input_nodes):
                 self.lent.add(node)
+        self.cut = balanced(captured, self.lent, stages) if modules is None else {}
         self.at: dict[fx.Node, int] = {}
         for node in self.calls:
             if node not in self.lent:
@@ -102,13 +113,24 @@ class _Followed:
                 names[first].append(other)
         self.params: dict[str, int] = {}
         for node in params:  # of one that several modules have, the first
-            said = [s for n in names[named[node.name]] if (s := modules.stage(n)) is not None]
+            said = [s for n in names[named[node.name]] if modules and (s := modules.stage(n)) is not None]
             users = [self.at[u] for u in node.users if u in self.at]
             self.params[named[node.name]] = self.at[node] = min(said or users or self._taken(node), default=0)
 
     def _stage(self, node: fx.Node) -> int:
-        here = self.modules.stage(_path(node))
+        here = self._said(node)
         return max((self.at.get(n, 0) for n in node.all_input_nodes), default=0) if here is None else here
+
+    def _said(self, node: fx.Node) -> int | None:
+        return self.cut.get(node) if self.modules is None else self.modules.stage(_path(node))
+
+    def told(self, stages: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """The modules of each stage in words, and its part of the work."""
+        took = works(self.captured)
+        sums = [sum(w for n, w in took.items() if self.at[n] == s) for s in range(stages)]
+        own = {n: s for n, s in self.at.items() if n in took and n not in self.lent}
+        modules = described(own, {n: _path(n) for n in own}, stages)
+        return tuple(modules), tuple(s / (sum(sums) or 1.0) for s in sums)
 
     def _taken(self, node: fx.Node) -> list[int]:
         """Where what is made of a parameter alone is used."""
@@ -117,7 +139,7 @@ class _Followed:
             for user in ahead.pop().users:
                 if user not in seen and user.op == "call_function":
                     seen.add(user)
-                    here = self.at.get(user, self.modules.stage(_path(user)))
+                    here = self.at.get(user, self._said(user))
                     if here is None:
                         ahead.append(user)
                     else:
@@ -151,7 +173,9 @@ class _Modules:
         elif isinstance(said, Mapping):
             self._globs(stages, said)
         else:
-            raise LayoutError(f"stages: {said!r}: the name of a list of modules, or globs to stages, was expected")
+            raise LayoutError(
+                f'stages: {said!r}: the name of a list of modules, globs to stages, or "auto" was expected'
+            )
         for name, stage in self.at.items():
             outer = next((n for n in self.at if name.startswith(f"{n}.") and self.at[n] != stage), None)
             if outer is not None:
@@ -199,4 +223,4 @@ def _path(node: fx.Node) -> str:
     return stack[-1].removeprefix("model").removeprefix(".") if stack else ""
 
 
-__all__ = ["Given", "Homes", "Stages", "stages_of"]
+__all__ = ["AUTO", "Given", "Homes", "Stages", "stages_of"]

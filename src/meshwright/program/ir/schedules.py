@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from ...errors import ProgramError
 
@@ -36,13 +36,14 @@ COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 LOOPED, V = "looped", "v"  # of which a rank has several stages
 
 
+@cache
 def schedule(name: str, stages: int, micro_batches: int, limit: int | None = None, chunks: int = 1) -> Schedule:
     """The order of each rank.
 
-    One rule makes most of them: a rank that is free takes a backward that is ready (B or I), else an F as long as it
+    A rule makes most of them: a rank that is free takes a backward that is ready (B or I), else an F as long as it
     holds fewer micro-batches than it may, else a W.  ``looped`` is the fixed order of Megatron-LM (Narayanan et al.,
-    2021), which the rule does not reach; of ``v`` the stages go along the ranks and back (Qi et al., Pipeline
-    Parallelism with Controllable Memory, 2024).
+    2021), which no rule reaches; of ``v`` the stages go along the ranks and back (Qi et al., Pipeline Parallelism with
+    Controllable Memory, 2024), and of several rules the one that ends first is taken.
 
     Args:
         name: ``"gpipe"`` (all forwards first), ``"1f1b"``, ``"zero-bubble"``, ``"looped"`` or ``"v"``.
@@ -89,8 +90,11 @@ def homes_of(name: str, stages: int, chunks: int) -> tuple[int, ...]:
 
 
 def _looped(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Micro-batches in groups, one for each rank: a group goes through one stage of the rank, then through the next."""
-    groups = [range(k, min(k + ranks, micro_batches)) for k in range(0, micro_batches, ranks)]
+    """Micro-batches in groups, at least one for each rank: a group goes through one stage of the rank, then through the
+    next.  With fewer than that in the last group ranks would wait for each other, so what is left is shared out."""
+    count = max(1, micro_batches // ranks)
+    cuts = [-(-i * micro_batches // count) for i in range(count + 1)]
+    groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
     ahead = [Action("F", c * ranks + rank, k) for g in groups for c in range(chunks) for k in g]
     back = [Action("B", c * ranks + rank, k) for g in groups for c in reversed(range(chunks)) for k in g]
     # The first backward follows the last stage's forward of its group; the ranks in front are as much further.
@@ -101,50 +105,86 @@ def _looped(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[
     yield from back[len(ahead) - first :]
 
 
-def _greedy(name: str, homes: Sequence[int], most: Sequence[int], micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """The orders that the rule gives where the parts take the time of ``COST``; of several stages of a rank, the later
-    one's F first, and the earlier one's I."""
-    parts, stages, now = PARTS[name], len(homes), 0
-    own = [[s for s, home in enumerate(homes) if home == rank] for rank in range(len(most))]
-    ended: dict[Action, int] = {}
-    orders: list[list[Action]] = [[] for _ in most]
-    counts = [dict.fromkeys(parts, 0) for _ in homes]
-    free = [0] * len(most)
-    while len(ended) < len(parts) * stages * micro_batches:
-        taken = []
-        for rank, mine in enumerate(own):
-            left = [Action(p, s, counts[s][p]) for s in mine for p in parts if counts[s][p] < micro_batches]
-            ready = [a for a in left if all(ended.get(b, now + 1) <= now for b in before(a, stages))]
-            held = sum(counts[s]["F"] - counts[s][parts[-1]] for s in mine)
-            # What comes last must have room, or nothing is ever freed.
-            ready = [a for a in ready if a.part != "F" or held < most[rank] - (a.stage != mine[-1])]
-            if name == "gpipe" and counts[rank]["F"] < micro_batches:
-                ready = [a for a in ready if a.part == "F"]
-            if ready and free[rank] <= now:
-                taken.append(min(ready, key=lambda a: _RULE[a.part](a.stage)))
-        for a in taken:
-            ended[a] = free[homes[a.stage]] = now + COST[a.part]
-            counts[a.stage][a.part] += 1
-            orders[homes[a.stage]].append(a)
-        now += 1
-    return tuple(map(tuple, orders))
-
-
-_RULE: dict[str, Callable[[int], tuple[int, int]]] = {
-    "I": lambda s: (0, s), "B": lambda s: (0, s), "F": lambda s: (1, -s), "W": lambda s: (2, s),
+# Of a rule, what a free rank takes first: parts, of the first or of the last of its stages.  No single one reaches the
+# formula of ``v`` for all numbers of ranks and micro-batches; one of these does.
+_RULES = {
+    "gpipe": ("F0 B0",),
+    "1f1b": ("B0 F0",),
+    "zero-bubble": ("I0 F0 W0",),
+    V: (
+        "I0 F1 F0 I1 W0 W1", "I0 F1 F0 W0 I1 W1", "I0 I1 W0 F1 F0 W1", "I0 F1 I1 W0 F0 W1", "I0 I1 F1 F0 W0 W1",
+        "I0 F1 I1 F0 W0 W1", "I0 F1 W0 I1 W1 F0",
+    ),
 }  # fmt: skip
+
+
+def _greedy(name: str, homes: Sequence[int], most: Sequence[int], micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """The orders that a rule gives where the parts take the time of ``COST``: of several rules those that end first."""
+    ranks = len(most)
+    work = micro_batches * len(homes) // ranks * sum(COST[p] for p in PARTS[name])
+    found: tuple[int, list[list[Action]]] | None = None
+    for rule in _RULES[name]:
+        made = _by_rule(rule.split(), PARTS[name], homes, most, micro_batches)
+        found = made if found is None or made[0] < found[0] else found
+        if found[0] <= work + ranks - 1:  # the last rank begins as late
+            break
+    assert found is not None
+    return tuple(map(tuple, found[1]))
+
+
+def _by_rule(
+    rule: Sequence[str], parts: str, homes: Sequence[int], most: Sequence[int], micro_batches: int
+) -> tuple[int, list[list[Action]]]:
+    """When all is done, and the orders."""
+    stages, now, left = len(homes), 0, len(parts) * len(homes) * micro_batches
+    own = [[s for s, home in enumerate(homes) if home == rank] for rank in range(len(most))]
+    wanted = [[(r[0], mine[int(r[1])]) for r in rule] for mine in own]
+    ends: dict[str, list[list[int]]] = {p: [[] for _ in homes] for p in parts}
+    orders: list[list[Action]] = [[] for _ in most]
+    free = [0] * len(most)
+
+    waits = {(p, s): list(_waits(p, s, stages)) for p in parts for s in range(stages)}
+
+    def ready(part: str, stage: int, rank: int) -> bool:
+        k = len(ends[part][stage])
+        if k == micro_batches:
+            return False
+        if part == "F":
+            held = sum(len(ends["F"][s]) - len(ends[parts[-1]][s]) for s in own[rank])
+            # What comes last must have room, or nothing is ever freed.
+            if held >= most[rank] - (stage != own[rank][-1]):
+                return False
+        return all(len(done := ends[p][s]) > k and done[k] <= now for p, s in waits[part, stage])
+
+    while left:
+        ranks = [r for r in range(len(own)) if free[r] <= now]
+        taken = [next((a for a in wanted[r] if ready(*a, r)), None) for r in ranks]
+        for rank, one in zip(ranks, taken, strict=True):
+            if one is not None:
+                part, stage = one
+                free[rank] = now + COST[part]
+                orders[rank].append(Action(part, stage, len(ends[part][stage])))
+                ends[part][stage].append(free[rank])
+                left -= 1
+        now += 1
+    return max(free), orders
 
 
 def before(a: Action, stages: int) -> Iterator[Action]:
     """What an action waits for."""
-    if a.part == "F" and a.stage:
-        yield Action("F", a.stage - 1, a.micro)
-    elif a.part in "BI":
-        yield Action("F", a.stage, a.micro)
-        if a.stage + 1 < stages:
-            yield Action(a.part, a.stage + 1, a.micro)
-    elif a.part == "W":
-        yield Action("I", a.stage, a.micro)
+    return (Action(part, stage, a.micro) for part, stage in _waits(a.part, a.stage, stages))
+
+
+def _waits(part: str, stage: int, stages: int) -> Iterator[tuple[str, int]]:
+    """For which parts of which stages a part waits, of the same micro-batch."""
+    if part == "F" and stage:
+        yield "F", stage - 1
+    elif part in "BI":
+        yield "F", stage
+        if stage + 1 < stages:
+            yield part, stage + 1
+    elif part == "W":
+        yield "I", stage
 
 
 @dataclass(frozen=True)

@@ -302,6 +302,11 @@ def _cut(x: Tensor, n: int) -> list[Tensor]:
             f"a batch tensor of shape {tuple(x.shape)} lies as {spec.layout!r}, with other numbers of rows on each "
             "rank: give a batch that its ranks divide, or plain tensors with the global values"
         )
+    if local.shape[0] < n:
+        raise ProgramError(
+            f"a batch of {x.shape[0]} rows, of which each of {ways} ranks has {local.shape[0]}, cannot be cut into {n} "
+            "micro-batches, of which each has at least one on each rank: give more rows, or fewer micro-batches"
+        )
     return [
         wrap(part, Spec((part.shape[0] * ways, *x.shape[1:]), x.dtype, Layout(spec.mesh, spec.layout.placements)))
         for part in local.tensor_split(n)
