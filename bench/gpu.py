@@ -28,7 +28,7 @@ import torch.nn as nn
 import meshwright as mw
 from meshwright.train import TrainConfig
 from meshwright.train.loop import train
-from meshwright.train.model import GPT, loss_of
+from meshwright.train.model import GPT, Llama, loss_of
 
 from .report import machine
 from .worker import CONTEXT
@@ -213,7 +213,7 @@ def _llama(where: Where) -> tuple[nn.Module, torch.Tensor]:
     config = TrainConfig(dtype="bfloat16", **sizes)
     vocabulary = 256 if where.small else 32000
     torch.manual_seed(0)
-    model = GPT(config, where.device, vocabulary, llama=True)
+    model = GPT(config, where.device, Llama(vocabulary))
     return model, torch.randint(vocabulary, (4, config.seq), device=where.device)
 
 

@@ -31,7 +31,7 @@ LAYOUTS = {"attention.qkv.*": COLUMN, "mlp.up.*": COLUMN, "attention.out.weight"
 def block(hidden: int) -> Block:
     """The block, with weights that do not hang on who makes it."""
     torch.manual_seed(0)
-    return Block(TrainConfig(hidden=hidden, heads=HEADS), False)
+    return Block(TrainConfig(hidden=hidden, heads=HEADS), None)
 
 
 def ours(hidden: int, mesh: mw.Mesh) -> Step:

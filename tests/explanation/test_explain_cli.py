@@ -14,10 +14,10 @@ from typer.testing import CliRunner, Result
 
 import meshwright as mw
 from meshwright.cli import app
-from meshwright.program import build
+from meshwright.program import Plan, build
 from meshwright.program.ir.nodes import info_of
 from meshwright.train.config import StepConfig
-from meshwright.train.model import GPT, loss_of
+from meshwright.train.model import GPT, Llama, loss_of
 from meshwright.train.plan import plan_for
 
 SMALL = ("--layers", "2", "--hidden", "32", "--heads", "4", "--seq", "8")
@@ -175,7 +175,7 @@ def llama_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 def small_llama() -> tuple[GPT, Any]:
     torch.manual_seed(0)
     config = StepConfig(layers=2, hidden=32, heads=4, seq=12, dtype="float64")
-    model = GPT(config, vocabulary=64, llama=True)
+    model = GPT(config, llama=Llama(64))
     ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     return model, (ids, ids.roll(-1, 1))
 
@@ -212,7 +212,7 @@ def test_llama_from_few_words() -> None:
     mesh = mw.Mesh({"dp": 2, "tp": 4})
     with torch.device("meta"):
         config = StepConfig(layers=2, hidden=64, heads=4, seq=16)
-        model, ids = GPT(config, "meta", llama=True), torch.empty(4, 16, dtype=torch.long)
+        model, ids = GPT(config, "meta", llama=Llama()), torch.empty(4, 16, dtype=torch.long)
     made = build(model, llama_loss, None, (ids, ids), mesh, plan_for(mesh, few=True))
     placed = {n: s.layout.placements[1] for n, s in made.stored.items()}
     for name in ("query", "key", "value"):
@@ -248,3 +248,28 @@ def test_a_model_of_7b_parameters_on_512_ranks() -> None:
     sizes = [torch.Size(x["shape"]).numel() for x in found["layouts"] if x["kind"] == "param"]
     assert 6.7e9 < sum(sizes) < 6.8e9
     assert found["memory"]["at_peak"]["parameters"] == pytest.approx(sum(sizes) * 2 / 8, rel=0.01)
+
+
+def test_stages_of_a_large_model() -> None:
+    """Over the axis of stages nothing is gathered to help ranks of another axis."""
+    small = ("--layers", "4", "--hidden", "64", "--heads", "8", "--seq", "64", "--micro-batches", "8")
+    found = data("--preset", "llama-405b", *small, "--mesh", "pp=4,dp=2,tp=8")
+    assert {t["kind"] for t in found["totals"] if "pp" in t["axes"]} == {"all_reduce"}
+    assert [r["micro_batches"] for r in found["pipeline"]["ranks"]] == [4, 3, 2, 1]
+    (keys,) = (x for x in found["layouts"] if x["name"] == "blocks.0.attention.key.weight")
+    assert keys["shape"] == [64, 64]  # 8 heads of keys, of as many queries here
+
+
+def test_strategies_that_a_plan_says() -> None:
+    """As in a step that is captured to be run."""
+
+    def attention(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*[model(x)] * 3).sum()
+
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(4, 4), torch.empty(2, 4, 8, 4)
+    mesh = mw.Mesh({"cp": 2})
+    for strategy, kind in (("heads", "all_to_all"), ("gather", "all_gather")):
+        said = {"scaled_dot_product_attention": {"cp": strategy}}
+        made = build(model, attention, None, x, mesh, Plan(batch={"cp": mw.Shard(2)}, strategies=said))
+        assert {"all_to_all", "all_gather"} & {*made.program.kinds} == {kind}

@@ -22,17 +22,20 @@ if TYPE_CHECKING:
     from meshwright.explanation import Comparison, Explanation
     from meshwright.passes import Pass
     from meshwright.program import Program
+    from meshwright.train.model import Llama
 
 MORE = 1  # exit code: more is sent than in --compare
 LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "dtype": "bfloat16"}
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama-7b": LLAMA,
+    "llama-405b": LLAMA | {"layers": 126, "hidden": 16384, "heads": 128, "seq": 8192},
     # Of the sizes of Mixtral 8x7B and DeepSeek-V3 but for attention, which is Llama's, and layers, which are all alike.
     "mixtral": LLAMA | {"experts": 8, "expert_width": 14336},
     "deepseek": LLAMA | {"layers": 61, "hidden": 7168, "heads": 56, "experts": 256, "experts_per_token": 8,
                          "expert_width": 2048, "shared_experts": 1},
 }  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {"llama-405b": {"vocabulary": 128256, "kv_heads": 8, "inner": 53248 / 16384}}
 GPT_ONLY = ("dropout", "tie")
 EXPERTS = ("experts", "experts_per_token", "expert_width", "shared_experts")
 OF_MODEL = ("layers", "hidden", "heads", "seq", "batch", "dtype", *EXPERTS, *GPT_ONLY, "sequence_parallel")
@@ -45,7 +48,8 @@ class ExplainConfig(StepConfig):
     rank: int = option(0, "--rank", MESH, "Whose program is shown.")
     preset: str = option(
         "gpt", "--preset", MODEL,
-        "A built-in model: [bold]gpt[/] (of meshwright train), [bold]llama-7b[/], and with experts [bold]mixtral[/], "
+        "A built-in model: [bold]gpt[/] (of meshwright train), [bold]llama-7b[/], [bold]llama-405b[/], and with "
+        "experts [bold]mixtral[/], "
         "[bold]deepseek[/], which are of these sizes but for their attention, which is Llama's.",
         one_of(tuple(PRESETS)),
     )  # fmt: skip
@@ -146,7 +150,7 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
 
     if config.device == "cuda" and not torch.cuda.is_available():
         raise OptionError("--device cuda: PyTorch knows the ops of a GPU only where there is one; leave it out")
-    subject = subject_of(config, config.model, config.layouts, llama=config.preset != "gpt")
+    subject = subject_of(config, config.model, config.layouts, _shape(config))
     make = subject.optimizer
     optimizer = config.make_optimizer(subject.model) if make is None else make(subject.model.parameters())
     batch = subject.batch
@@ -170,6 +174,12 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
 
     made = explained(manager(before.program), manager.passes)
     return subject.title, Comparison(explained(before.program), made) if config.diff else made
+
+
+def _shape(config: ExplainConfig) -> Llama | None:
+    from meshwright.train.model import Llama
+
+    return None if config.preset == "gpt" else Llama(**SHAPES.get(config.preset, {}))
 
 
 def _grown(path: str, report: Explanation | Comparison) -> list[str]:

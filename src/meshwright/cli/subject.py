@@ -15,12 +15,10 @@ import torch.nn as nn
 
 from meshwright import Mesh  # and all that guards torch, before users' modules are imported
 from meshwright.program import Plan
-from meshwright.train.config import VOCABULARY, StepConfig
-from meshwright.train.model import GPT, loss_of
+from meshwright.train.config import StepConfig
+from meshwright.train.model import GPT, Llama, loss_of
 from meshwright.train.options import OptionError
 from meshwright.train.plan import plan_for
-
-LLAMA_VOCABULARY = 32000
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Subject:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
 
-def subject_of(config: StepConfig, path: str | None, layouts: str | None, llama: bool) -> Subject:
+def subject_of(config: StepConfig, path: str | None, layouts: str | None, llama: Llama | None) -> Subject:
     """A built-in model, or what the function at ``path`` returns.
 
     Raises:
@@ -58,12 +56,12 @@ def subject_of(config: StepConfig, path: str | None, layouts: str | None, llama:
     return replace(made, plan=replace(made.plan, **{k: v for k, v in said.items() if v is not None}))
 
 
-def _built_in(config: StepConfig, mesh: Mesh, llama: bool) -> Subject:
+def _built_in(config: StepConfig, mesh: Mesh, llama: Llama | None) -> Subject:
     plan = plan_for(
-        mesh, sequence_parallel=config.sequence_parallel, tie=config.tie, few=llama, experts=config.experts is not None,
-        shared=bool(config.shared_experts),
+        mesh, sequence_parallel=config.sequence_parallel, tie=config.tie, few=llama is not None,
+        experts=config.experts is not None, shared=bool(config.shared_experts),
     )  # fmt: skip
-    model = GPT(config, "meta", LLAMA_VOCABULARY if llama else VOCABULARY, llama)
+    model = GPT(config, "meta", llama)
     count = sum(p.numel() for p in model.parameters())
     kind = "Llama" if config.experts is None else f"Llama with {config.experts} experts,"
     title = f"{kind} of {count / 1e9:.1f}B parameters" if llama else f"GPT, {config.layers} × {config.hidden}"

@@ -13,6 +13,7 @@ from ..ranks import runtime
 from ..resharding.record import Record
 from .entries import Collective, Laid, Total, Warned, folded, plain, recorded
 from .memory import Memory
+from .pipeline import PipelineAccount
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Account:
         update: the optimizer that the step contains, in words.
         notes: what else is to be known: what passes did.
         ledger: what was asked of a step, and what became of each request.
+        pipeline: who computes what when, of a step that is cut into stages, and what their ranks hold.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -44,6 +46,7 @@ class Account:
     update: str = ""
     notes: tuple[str, ...] = ()
     ledger: tuple[Asked, ...] = ()
+    pipeline: PipelineAccount | None = None
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -109,6 +112,7 @@ class Account:
             "records": [plain(c) for c in self.collectives],
             "layouts": [plain(x) for x in self.laid],
             "memory": None if self.memory is None else self.memory.to_dict(),
+            "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),
         }
         return made
 

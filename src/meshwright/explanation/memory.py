@@ -20,9 +20,9 @@ from ..program.ir.nodes import info_of
 
 CATEGORIES = ("parameters", "states", "gradients", "activations", "temporaries", "inputs")
 
-_OF_INPUT = {
+OF_INPUT = {
     "param": "parameters", "state": "states", "accumulator": "gradients", "reduced": "gradients",
-    "gathered": "parameters",
+    "gathered": "parameters", "held": "activations",
 }  # fmt: skip
 _OF_ROLE = {
     "forward": "activations",
@@ -44,7 +44,7 @@ class Memory:
         at_peak: category to bytes at that time.  Categories: ``parameters``, optimizer ``states``, ``gradients``,
             ``activations`` (made by the forward, or again for the backward),
             ``temporaries`` (made by the backward, gradients of activations),
-            ``inputs`` (batch, buffers, constants).
+            ``inputs`` (batch, buffers, constants, what other stages sent).
         highest: category to the most that it takes at any time.
         along: bytes per category, in this order, after each op (or the highest of several ops: at most 240 points).
         ops: how many ops a step runs.
@@ -106,7 +106,7 @@ def _categories(program: Program) -> dict[int, str]:
     made: dict[int, str] = {}
     for node, given in zip(program.placeholders, program.inputs, strict=True):
         for v in info_of(node).values:
-            made.setdefault(v.storage, _OF_INPUT.get(given.kind, "inputs"))
+            made.setdefault(v.storage, OF_INPUT.get(given.kind, "inputs"))
     fixed = set(made)
     gradients = {n for n, o in zip(program.results, program.outputs, strict=True) if o.kind == "grad"}
     for node in program.graph.nodes:

@@ -13,6 +13,7 @@ from ..program.check.verify import ROLES
 from .account import Account
 from .entries import Collective, Laid, folded_layouts, in_bytes, placed, starred
 from .memory import CATEGORIES, Memory
+from .pipeline import PipelineAccount
 
 if TYPE_CHECKING:
     import jinja2
@@ -24,6 +25,9 @@ _LANE = 34  # of the bars of one axis
 _MOST_CELLS = 4096  # a larger mesh is not drawn
 _MESH = 440  # units to the right, at most, where it is large
 _NUMBERS = 64  # cells of a larger mesh have no numbers
+_ROW = 22  # of the schedule of one rank
+_MOST_ACTIONS = 20000  # a longer schedule is not drawn
+_PARTS = {"F": "forward", "B": "backward", "I": "backward", "W": "optimizer"}  # and its color
 
 
 def as_page(why: Account, title: str, compared: Iterable[tuple[str, str, str]] = ()) -> str:
@@ -32,10 +36,12 @@ def as_page(why: Account, title: str, compared: Iterable[tuple[str, str, str]] =
     Args:
         compared: names of figures and what they were before and after passes.
     """
+    drawn = _drawn(why.pipeline)
+    notes = [n for n in why.notes if drawn is None or not n.startswith("rank ")]  # the schedule as text
     return template().render(
         title=title or ("Training step" if why.mesh is not None else "Eager code"),
         why=why, compared=list(compared), roles=ROLES, categories=CATEGORIES, mesh=_mesh(why.mesh, why.rank),
-        line=_timeline(why),
+        line=_timeline(why), drawn=drawn, notes=notes,
         rows=_rows(why.collectives), kinds=sorted({c.kind for c in why.collectives}),
         axes=sorted({",".join(c.axes) for c in why.collectives}), tree=_tree(why.laid),
         totals=[(t, t.bytes / max(1, *(u.bytes for u in why.totals))) for t in why.totals],
@@ -159,6 +165,29 @@ def _bands(memory: Memory) -> list[tuple[str, float, float]]:
     starts = sorted(memory.starts.items(), key=lambda e: e[1])
     ends = [*(s for _, s in starts[1:]), memory.ops]
     return [(r, s / memory.ops * WIDTH, e / memory.ops * WIDTH) for (r, s), e in zip(starts, ends, strict=True)]
+
+
+def _drawn(pipeline: PipelineAccount | None) -> dict[str, Any] | None:
+    """The schedule: a row for each rank, a bar for each part that it runs, as long as it takes."""
+    if pipeline is None or sum(map(len, pipeline.schedule.orders)) > _MOST_ACTIONS:
+        return None
+    order = pipeline.schedule
+    times = order.times()
+    unit = WIDTH / max(end for _, end in times.values())
+    several = order.stages > len(order.orders)
+    bars = []
+    for rank, actions in enumerate(order.orders):
+        for a in actions:
+            start, end = times[a]
+            wide = (end - start) * unit
+            bars.append(
+                {
+                    "x": round(start * unit, 2), "w": round(max(0.4, wide - 0.6), 2), "y": rank * _ROW, "h": _ROW - 4,
+                    "kind": _PARTS[a.part], "later": several and a.stage >= len(order.orders), "what": str(a),
+                    "mark": str(a.micro) if wide >= 7 * len(str(a.micro)) + 2 else "",
+                }
+            )  # fmt: skip
+    return {"bars": bars, "height": _ROW * len(order.orders), "row": _ROW, "split": order.split}
 
 
 # ---------------------------------------------------------------------------------------------- tables

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch.fx as fx
 
@@ -14,14 +13,15 @@ from ..program import Program, value_of
 from ..program.capture.ledger import Asked
 from ..program.ir.edges import Edge, edges
 from ..program.ir.nodes import checked_value, info_of
-from ..program.ir.program import WHOLE, Message, Output, Staging, of_stages
+from ..program.ir.program import WHOLE, Staging
 from ..program.ir.purposes import Purpose
 from ..ranks import runtime
 from ..resharding.copies import TO_DEVICE, TO_HOST
 from ..resharding.record import Record
 from .entries import Collective, Laid
 from .explanation import Explanation
-from .memory import Memory, memory_of
+from .memory import memory_of
+from .pipeline import memory_of_stages, pipeline_of
 
 _WIDEST = 160  # columns of a schedule that is drawn
 _SHOWN = ("param", "buffer", "batch")
@@ -33,14 +33,17 @@ def explain_program(program: Program, ledger: tuple[Asked, ...] = ()) -> Explana
     served: dict[Record, None] = {}
     runs = {WHOLE: (program, 1)}
     if how is not None:
-        here = program.mesh.coordinate(program.rank)[how.axis]
+        here, homes = program.mesh.coordinate(program.rank)[how.axis], how.schedule.homes
         runs = {name: (part, how.times(name, here)) for name, part in program.parts.items()}
+        for message in (m for m in how.messages if homes[m.src] == here != homes[m.dst]):
+            for _ in range(1 if message.once else how.schedule.micro_batches):
+                counts.add(SEND, (program.stages,), message.nbytes)
     for part, times in runs.values():
         _one(part, times, counts, listed, served)
-    memory = memory_of(program) if how is None else _of_stage(program, how, counts)
+    memory = memory_of(program) if how is None else memory_of_stages(program, how)
     return Explanation(
         list(served), counts, None, program.mesh, program.rank, tuple(listed), _laid(program), memory,
-        program.update, _notes(program), ledger,
+        program.update, _notes(program), ledger, pipeline_of(program),
     )  # fmt: skip
 
 
@@ -60,42 +63,6 @@ def _one(
             for _ in range(times):
                 counts.add_copy("to_device" if node.target is TO_DEVICE else "to_host", checked_value(node).size)
     served.update((program.causes[i], None) for n in program.collectives() if (i := info_of(n).cause) is not None)
-
-
-def _of_stage(program: Program, how: Staging, counts: runtime.Counts) -> Memory:
-    """What a rank of a pipeline holds at most: in one part, and of the other micro-batches under way.  What it sends is
-    added to the counts."""
-    axis, here = program.mesh.axes[how.axis], program.mesh.coordinate(program.rank)[how.axis]
-    homes = how.schedule.homes
-    for message, size in _sent(program, how):
-        if homes[message.src] == here != homes[message.dst]:
-            for _ in range(1 if message.once else how.schedule.micro_batches):
-                counts.add(SEND, (axis,), size)
-    most = max((memory_of(part) for part in program.parts.values()), key=lambda m: m.peak)
-    held = {checked_value(n).storage: checked_value(n).nbytes for n, o in _passed(program) if o.kind == "held"}
-    ahead = [part for name, part in program.parts.items() if of_stages(name) and name[0] == "F"]
-    inputs = {checked_value(n).storage for part in ahead for n in part.placeholders}
-    one = sum(size for storage, size in held.items() if storage not in inputs)  # a micro-batch, of all stages here
-    more = one * (how.schedule.held(here) - 1) // max(1, len(ahead))
-    at_peak = {**most.at_peak, "activations": most.at_peak.get("activations", 0) + more}
-    return replace(most, peak=most.peak + more, at_peak=at_peak)
-
-
-def _passed(program: Program) -> Iterator[tuple[fx.Node, Output]]:
-    """What parts of a rank's stage hand on."""
-    for name, part in program.parts.items():
-        if of_stages(name):
-            yield from zip(part.results, part.outputs, strict=True)
-
-
-def _sent(program: Program, how: Staging) -> Iterator[tuple[Message, int]]:
-    """The messages that this rank sends or receives for each micro-batch, and their bytes."""
-    sizes = {o.name: checked_value(n).size for n, o in _passed(program) if o.kind == "edge"}
-    for name, part in program.parts.items():
-        for n, i in zip(part.placeholders, part.inputs, strict=True) if of_stages(name) else ():
-            if i.kind == "edge":
-                sizes[i.name] = checked_value(n).size
-    return ((m, sizes[m.name]) for m in how.messages if m.name in sizes)
 
 
 def _notes(program: Program) -> tuple[str, ...]:
@@ -122,13 +89,8 @@ def _scheduled(program: Program, how: Staging) -> Iterator[str]:
         yield from lines[:-1]
     whose = "stages" if order.stages == len(order.orders) else "ranks, each stage by itself"
     yield f"micro-batches held by the {whose}: {', '.join(str(order.held(r)) for r in range(len(order.orders)))}"
-    ways: dict[tuple[bool, int, int], list[int]] = {}
-    for message, size in _sent(program, how):
-        ways.setdefault((message.once, message.src, message.dst), []).append(size)
-    for (once, src, dst), sizes in sorted(ways.items()):
-        values = f"{len(sizes)} value{'s' if len(sizes) > 1 else ''}"
-        often = "once for all micro-batches" if once else "for each micro-batch"
-        yield f"from stage {src} to stage {dst}: {values}, {sum(sizes)} bytes {often}"
+    account = pipeline_of(program)
+    yield from () if account is None else map(str, account.own)
 
 
 def _crossings(program: Program) -> Iterator[str]:

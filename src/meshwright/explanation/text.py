@@ -16,6 +16,7 @@ from ..resharding.record import SINCE
 from .account import Account
 from .entries import Collective, Laid, folded, folded_layouts, in_bytes, in_words, placed
 from .memory import CATEGORIES, Memory
+from .pipeline import PipelineAccount
 
 COLORS = {"forward": "cyan", "recomputation": "green", "backward": "magenta", "optimizer": "yellow"}
 
@@ -56,6 +57,8 @@ def _sections(why: Account) -> Iterator[tuple[RenderableType, ...]]:
     yield _titled("totals per rank", _totals(why))
     if why.memory is not None:
         yield _titled(f"memory per rank: peak {in_bytes(why.memory.peak)}", *_memory(why.memory))
+    if why.pipeline is not None:
+        yield _titled(f"what ranks along {why.pipeline.axis} hold between the parts of a step", _stages(why.pipeline))
 
 
 def _titled(title: str, *parts: RenderableType) -> tuple[RenderableType, ...]:
@@ -82,6 +85,15 @@ def _grid(mesh: Mesh, rank: int) -> Table:
         at = mesh.coordinate(row[0])
         name = ", ".join(f"{axis} {i}" for axis, i in zip(outer, at, strict=False))
         table.add_row(Text(name, style="dim"), *(Text(str(r), style="bold reverse" if r == rank else "") for r in row))
+    return table
+
+
+def _stages(pipeline: PipelineAccount) -> Table:
+    names = ("parameters", "states", "gathered", "gradients", "activations", "micro-batches", "all")
+    table = _table(pipeline.axis, "stages", *names, right=names)
+    for r in pipeline.ranks:
+        sizes = [in_bytes(n) for n in (r.parameters, r.states, r.gathered, r.gradients, r.activations)]
+        table.add_row(str(r.rank), ", ".join(map(str, r.stages)), *sizes, str(r.micro_batches), in_bytes(r.total))
     return table
 
 

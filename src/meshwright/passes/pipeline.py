@@ -24,7 +24,7 @@ from ..program.ir.subgraphs import copied, new_storage
 from .batch_weights import weight_of
 from .gradient_merge import UPDATE_WEIGHTS, GradientMerge, Merge
 from .pass_manager import Pass, PassRecord, register
-from .stage_sums import contributions, divided_behind, stages_of, taken_out
+from .stage_sums import bytes_of, contributions, divided_behind, stages_of, taken_out
 
 aten = torch.ops.aten
 
@@ -154,9 +154,12 @@ class Pipeline(Pass):
         here = program.mesh.coordinate(program.rank)[axis]
         mine = [s for s, home in enumerate(order.homes) if home == here]
         found = cut(step, program.stages, mine, order.split, gathers=not often)
+        kept = bytes_of(sums, program, order.homes)
         flush, ends, back = taken_out(flush, sums, mine)
         flush = _over_stages(flush, program.stages, stages)
-        pipeline = Staging(axis, order, (*found.messages, *back), self.gather)
+        pipeline = Staging(
+            axis, order, (*found.messages, *back), self.gather, found.gathered, found.left, kept
+        )  # fmt: skip
         of = {pipeline.name(n, s): part for s, parts in found.parts.items() for n, part in parts.items()}
         of.update((pipeline.name("R", s), part) for s, part in ends.items())
         made = replace(made, parts={**of, "flush": flush}, schedules={STEP: (PIPELINE,)}, pipeline=pipeline)

@@ -7,6 +7,7 @@ runs when the stage has done its last backward, while others still compute.  The
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from ..collective import COLLECTIVES
-from ..layout import At
+from ..layout import At, Spec
 from ..program.ir.inplace import storages
 from ..program.ir.nodes import UPDATE, NodeInfo, annotate, call, checked_value, info_of, is_mutating, is_sum
 from ..program.ir.program import Input, Message, Output, Program
@@ -226,6 +227,31 @@ def _owner(node: fx.Node, made: StageSums) -> str:
     return made.places[node][0].owner
 
 
+def bytes_of(made: StageSums, program: Program, homes: Sequence[int]) -> dict[int, int]:
+    """Bytes of the sums of each stage, and of what it makes of them, as ranks beside this one have them.
+
+    Args:
+        program: the whole step.
+        homes: the rank of each stage along the axis of stages.
+    """
+    axis, found = program.mesh.axis_index(program.stages), dict.fromkeys(range(len(homes)), 0)
+
+    def add(stage: int, spec: Spec | None, node: fx.Node) -> None:
+        at, value = list(program.mesh.coordinate(program.rank)), checked_value(node)
+        at[axis] = homes[stage]
+        shape = value.shape if spec is None else spec.local_shape(tuple(at))
+        found[stage] += math.prod(shape) * value.dtype.itemsize
+
+    # A reduced gradient lies as what is updated by it.
+    lie = {i.name: i.spec for i in program.inputs if i.kind == "param"}
+    lie |= {i.owner: i.spec for i in program.inputs if i.kind == "state" and i.spec is not None and i.spec.ndim}
+    for place, (given, _, stage) in made.places.items():
+        add(stage, given.spec, place)
+    for end, name in made.ends.items():
+        add(made.nodes[end], lie[name], end)
+    return found
+
+
 def _divide(flush: Program, made: StageSums, unit: float) -> None:
     graph = flush.graph
     div = next((n for n in graph.nodes if n.target is aten._foreach_div_.Tensor), None)
@@ -266,7 +292,7 @@ def taken_out(flush: Program, made: StageSums, here: Sequence[int]) -> Taken:
     for place, (_, home, at) in made.places.items():
         if at != home:
             number = counts[at, home] = counts.get((at, home), -1) + 1
-            sent[place] = Message(f"R {at}>{home}.{number}", "R", at, home)
+            sent[place] = Message(f"R {at}>{home}.{number}", "R", at, home, checked_value(place).size)
     parts = {stage: part for stage in here if (part := _part(flush, made, stage, sent)) is not None}
     _ungathered(flush, {place.owner for place, home, _ in made.places.values() if home not in here})
     return _without(flush, made, here), parts, list(sent.values())
@@ -338,4 +364,4 @@ def _without(flush: Program, made: StageSums, here: Sequence[int]) -> Program:
     return replace(flush, inputs=tuple(given[n] for n in flush.placeholders))
 
 
-__all__ = ["StageSums", "contributions", "divided_behind", "stages_of", "taken_out"]
+__all__ = ["StageSums", "bytes_of", "contributions", "divided_behind", "stages_of", "taken_out"]

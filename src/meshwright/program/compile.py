@@ -59,13 +59,10 @@ class _OfDevice(CaptureSource):
     def record(self, batch: Any, train: bool, again: bool) -> Recorded:
         if not again:
             check_hooks(self.model)
-        wished = self.plan.strategies
-        staged = sum(1 << a for a, name in enumerate(self.mesh.axes) if name in (self.plan.stages or ()))
-        with runtime.preferring(runtime.RT.strategies if wished is None else wished, staged):
-            made = build(
-                self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
-                rank=runtime.RT.rank, train=train, again=again, homes=self.homes,
-            )  # fmt: skip
+        made = build(
+            self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
+            rank=runtime.RT.rank, train=train, again=again, homes=self.homes,
+        )  # fmt: skip
         captured = made.captured
         leaves = {s.name: s.leaf for s in batch_sources(captured.sources)}
         return Recorded(made.program, leaves, captured.out_tree, captured.module, captured.places, made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,22 @@ import meshwright as mw
 from .config import VOCABULARY, StepConfig
 
 NEWLINE = ord("\n")
-LLAMA_INNER = 11008 / 4096  # width of the MLP by that of the stream
 BALANCE = 0.01  # what the balance of loads counts in the loss
+
+
+@dataclass(frozen=True)
+class Llama:
+    """What of a Llama the options of a step do not say: here that of 7B parameters (Touvron et al., 2023).
+
+    Attributes:
+        vocabulary: number of tokens.
+        kv_heads: heads of keys and values; None: as many as of queries.
+        inner: width of the MLP by that of the stream.
+    """
+
+    vocabulary: int = 32000
+    kv_heads: int | None = None
+    inner: float = 11008 / 4096
 
 
 class Embedding(nn.Embedding):
@@ -63,17 +78,20 @@ class Attention(nn.Module):
     """Causal self-attention.
 
     One Linear makes queries, keys and values, and its output is read head by head: ``heads, 3, head_dim``.
-    Whoever splits its weight by rows then splits whole heads.  Llama's are three, without biases.
+    Whoever splits its weight by rows then splits whole heads.  Llama's are three, without biases, of which several
+    queries may share a key and a value (Ainslie et al., 2023).
     """
 
-    def __init__(self, hidden: int, heads: int, dropout: float, llama: bool = False, **where: Any) -> None:
+    def __init__(self, hidden: int, heads: int, dropout: float, llama: Llama | None = None, **where: Any) -> None:
         super().__init__()
-        self.heads = heads
-        if llama:
-            self.query, self.key, self.value = (nn.Linear(hidden, hidden, bias=False, **where) for _ in range(3))
+        self.width = hidden // heads
+        self.heads, self.few = heads, llama is not None and llama.kv_heads is not None
+        if llama is not None:
+            kept = hidden if llama.kv_heads is None else llama.kv_heads * self.width
+            self.query, self.key, self.value = (nn.Linear(hidden, n, bias=False, **where) for n in (hidden, kept, kept))
         else:
             self.qkv = nn.Linear(hidden, 3 * hidden, **where)
-        self.out = nn.Linear(hidden, hidden, bias=not llama, **where)
+        self.out = nn.Linear(hidden, hidden, bias=llama is None, **where)
         self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor, rotary: Rotary | None = None, documents: Tensor | None = None) -> Tensor:
@@ -84,11 +102,11 @@ class Attention(nn.Module):
             q, k, v = made.view(batch, seq, self.heads, 3, width // (3 * self.heads)).transpose(1, 2).unbind(3)
         else:
             q, k, v = (
-                part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+                part(x).unflatten(2, (-1, self.width)).transpose(1, 2) for part in (self.query, self.key, self.value)
             )
             q, k = rotary(q), rotary(k)
         if documents is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.few)
         else:
             y = mw.attention(q, k, v, document_ids=documents)
         return self.drop(self.out(y.transpose(1, 2).flatten(2)))
@@ -163,15 +181,15 @@ class MoE(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block (Xiong et al., 2020)."""
 
-    def __init__(self, config: StepConfig, llama: bool, **where: Any) -> None:
+    def __init__(self, config: StepConfig, llama: Llama | None, **where: Any) -> None:
         super().__init__()
         hidden, dropout = config.hidden, config.dropout
         norm = nn.RMSNorm if llama else nn.LayerNorm
         self.norm1 = norm(hidden, **where)
         self.attention = Attention(hidden, config.heads, dropout, llama, **where)
         self.norm2 = norm(hidden, **where)
-        inner = round(hidden * LLAMA_INNER) if llama else 4 * hidden
-        self.mlp = MoE(config, **where) if config.experts else MLP(hidden, inner, dropout, llama, **where)
+        inner = round(hidden * llama.inner) if llama else 4 * hidden
+        self.mlp = MoE(config, **where) if config.experts else MLP(hidden, inner, dropout, bool(llama), **where)
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, documents: Tensor | None = None
@@ -190,14 +208,12 @@ class GPT(nn.Module):
         config: layers, hidden, heads, seq (the longest sequence), dropout, tie, dtype, packed, and what it says of
             experts.
         device: where the parameters are made; ``"meta"``: nowhere yet.
-        vocabulary: number of tokens.
-        llama: RMSNorm, rotary positions, a gated MLP and no biases (Touvron et al., 2023).
+        llama: with RMSNorm, rotary positions, a gated MLP and no biases, and its own vocabulary.
     """
 
-    def __init__(
-        self, config: StepConfig, device: str | torch.device = "cpu", vocabulary: int = VOCABULARY, llama: bool = False
-    ) -> None:
+    def __init__(self, config: StepConfig, device: str | torch.device = "cpu", llama: Llama | None = None) -> None:
         super().__init__()
+        vocabulary = VOCABULARY if llama is None else llama.vocabulary
         where: dict[str, Any] = {"device": device, "dtype": config.torch_dtype}
         self.tokens = Embedding(vocabulary, config.hidden, **where)
         self.positions = None if llama else Embedding(config.seq, config.hidden, **where)

@@ -24,6 +24,7 @@ from ...passes.pass_manager import PassManager
 from ...passes.recompute import Recompute
 from ...passes.regather import Regather
 from ...passes.split_checkpoints import SplitCheckpoints
+from ...ranks import runtime
 from ...shard.modules.constraints import Inputs, Outputs, hooked
 from ...shard.parameters.names import Names, matching
 from ...shard.parameters.packing import whole_over
@@ -152,8 +153,11 @@ def build(
     Raises:
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
-    with no_collection(), without_anomaly_mode(), writing_nothing():
-        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan or Plan(), rank, train, again, homes)
+    plan = plan or Plan()
+    wished = runtime.RT.strategies if plan.strategies is None else plan.strategies
+    staged = sum(1 << a for a, name in enumerate(mesh.axes) if name in (plan.stages or ()))
+    with no_collection(), without_anomaly_mode(), writing_nothing(), runtime.preferring(wished, staged):
+        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan, rank, train, again, homes)
 
 
 def _build(

@@ -32,10 +32,14 @@ class StageParts:
     Attributes:
         parts: of each stage that was asked for, by name.
         messages: between all stages.
+        gathered: of each stage, the bytes of what is made of stored parameters for several micro-batches.
+        left: of each stage, the bytes that ``F`` leaves for the backward of its micro-batch, and ``I`` besides.
     """
 
     parts: Mapping[int, Mapping[str, Program]]
     messages: tuple[Message, ...]
+    gathered: Mapping[int, int]
+    left: Mapping[int, tuple[int, int]]
 
 
 def cut(program: Program, axis: str, stages: Sequence[int], split: bool, gathers: bool = True) -> StageParts:
@@ -54,7 +58,8 @@ def cut(program: Program, axis: str, stages: Sequence[int], split: bool, gathers
     made = _Cut(program, axis, gathers)
     sent = list(made.messages())
     parts = {s: made.run(s, split, sent) for s in stages}
-    return StageParts(parts, (*made.stored_sent, *(m for m, _ in sent)))
+    left = {s: made.left(s, split, sent) for s in made.by_stage if s is not None}
+    return StageParts(parts, (*made.stored_sent, *(m for m, _ in sent)), made.gathered(), left)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,27 @@ class _Stored:
         return any(n.target is not aten.alias.default for n in self.way[1:])
 
 
+@dataclass(frozen=True)
+class _Nodes:
+    """What a stage computes of a micro-batch.
+
+    Attributes:
+        first, later: nodes of the forward and of the backward; ``sending``: of the latter, what is sent on needs.
+        came, back: what other stages send; ``ahead``, ``behind``: what is sent to them.
+        held: what the backward reads of the forward; ``kept``: and what follows ``I`` of that.
+    """
+
+    first: set[fx.Node]
+    later: set[fx.Node]
+    sending: set[fx.Node]
+    came: Mapping[fx.Node, Input]
+    back: Mapping[fx.Node, Input]
+    held: Mapping[fx.Node, Input]
+    kept: Mapping[fx.Node, Input]
+    ahead: Sequence[tuple[Output, fx.Node]]
+    behind: Sequence[tuple[Output, fx.Node]]
+
+
 class _Cut:
     def __init__(self, program: Program, axis: str, gathers: bool) -> None:
         self.program, self.axis = program, axis
@@ -96,6 +122,11 @@ class _Cut:
                 self._made_where_used(node)
         self.stored = self._stored(gathers)
         self.nodes = [n for n in program.graph.nodes if n.op == "call_function" and n not in self.stored]
+        self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.by_stage: dict[int | None, list[fx.Node]] = {}
+        for node in self.nodes:
+            self.by_stage.setdefault(self.at[node], []).append(node)
+        self.given = {s for n in program.placeholders for s in storages(n)}
         self.wanted = self._wanted()
         # Of a parameter that goes to another stage, by that and by what goes there.
         self.sent = dict[tuple[int, str], tuple[Message, _Stored]]()
@@ -109,14 +140,39 @@ class _Cut:
         """Parameters that stages send to others, once for all micro-batches."""
         return [m for m, _ in self.sent.values()]
 
+    def gathered(self) -> dict[int, int]:
+        """Bytes of what each stage makes of stored parameters."""
+        found: dict[int, dict[int, int]] = {}
+        for stage, wanted in self.wanted.items():
+            ends = [w.way[-1] for w in wanted.values() if w.made and (stage, w.name) not in self.sent]
+            found[stage] = {v.storage: v.size for v in map(checked_value, ends)}
+        return {stage: sum(sizes.values()) for stage, sizes in found.items()}
+
     def run(self, stage: int, split: bool, sent: Sequence[tuple[Message, fx.Node]]) -> dict[str, Program]:
         """The parts of a stage."""
+        of = self._nodes_of(stage, split, sent)
+        made = {**self._once(stage), "F": self._part(stage, of.first, of.came, [*of.ahead, *_outputs(of.held)])}
+        if not split:
+            made["B"] = self._part(stage, of.later, {**of.held, **of.back}, of.behind)
+            return made
+        made["I"] = self._part(stage, of.sending, {**of.held, **of.back}, [*of.behind, *_outputs(of.kept)])
+        made["W"] = self._part(stage, of.later - of.sending, {**of.held, **of.kept}, [])
+        return made
+
+    def left(self, stage: int, split: bool, sent: Sequence[tuple[Message, fx.Node]]) -> tuple[int, int]:
+        """Bytes that ``F`` of a stage leaves for the backward of its micro-batch, and ``I`` besides."""
+        of, given = self._nodes_of(stage, split, sent), {*self.given, *(s for n in self.stored for s in storages(n))}
+        ahead = {v.storage: v.nbytes for v in map(checked_value, of.held)}
+        between = {v.storage: v.nbytes for v in map(checked_value, of.kept) if v.storage not in ahead}
+        first, then = (sum(n for s, n in found.items() if s not in given) for found in (ahead, between))
+        return first, then
+
+    def _nodes_of(self, stage: int, split: bool, sent: Sequence[tuple[Message, fx.Node]]) -> _Nodes:
         came = {n: Input(m.name, "edge") for m, n in sent if m.dst == stage and m.part == "F"}
         back = {n: Input(m.name, "edge") for m, n in sent if m.dst == stage and m.part == "B"}
         ahead = [(Output(m.name, "edge"), n) for m, n in sent if m.src == stage and m.part == "F"]
         behind = [(Output(m.name, "edge"), n) for m, n in sent if m.src == stage and m.part == "B"]
-        mine = [n for n in self.nodes if self.at[n] == stage]
-        free = [n for n in self.nodes if self.at[n] is None]
+        mine, free = self.by_stage.get(stage, []), self.by_stage.get(None, [])
         later = self._live([n for n in mine if not self.forward[n]], {n for n in free if not self.forward[n]}, behind)
         first = self._live(
             [*(n for n in mine if self.forward[n]), *(n for n in free if draws(n) and self.forward[n]),
@@ -124,17 +180,12 @@ class _Cut:
             {n for n in free if self.forward[n]}, ahead,
         )  # fmt: skip
         held = self._held(first | came.keys(), self._read(later, behind))
-        made = {**self._once(stage), "F": self._part(stage, first, came, [*ahead, *_outputs(held)])}
-        if not split:
-            made["B"] = self._part(stage, later, {**held, **back}, behind)
-            return made
-        sending = self._live([], later, behind)
-        sending |= {n for n in later if n.target is operator.getitem and n.args[0] in sending}
-        rest = later - sending
-        kept = self._held(sending | back.keys(), self._read(rest, ()))
-        made["I"] = self._part(stage, sending, {**held, **back}, [*behind, *_outputs(kept)])
-        made["W"] = self._part(stage, rest, {**held, **kept}, [])
-        return made
+        sending, kept = set[fx.Node](), dict[fx.Node, Input]()
+        if split:
+            sending = self._live([], later, behind)
+            sending |= {n for n in later if n.target is operator.getitem and n.args[0] in sending}
+            kept = self._held(sending | back.keys(), self._read(later - sending, ()))
+        return _Nodes(first, later, sending, came, back, held, kept, ahead, behind)
 
     # -- which stage ----------------------------------------------------------------------------------
 
@@ -283,7 +334,8 @@ class _Cut:
         what = self._crossing(one, stage)
         if what is not None and what.home is not None and (stage, what.name) not in self.sent:
             number = sum((m.src, m.dst) == (what.home, stage) for m, _ in self.sent.values())
-            self.sent[stage, what.name] = Message(f"P {what.home}>{stage}.{number}", "P", what.home, stage), what
+            size = checked_value(what.way[-1]).size
+            self.sent[stage, what.name] = Message(f"P {what.home}>{stage}.{number}", "P", what.home, stage, size), what
 
     def _source(self, node: fx.Node, stage: int) -> fx.Node | Input:
         """What a part of a stage reads in place of what is made of a stored parameter: the parameter, or an input."""
@@ -344,7 +396,7 @@ class _Cut:
                     raise PassError(f"{_where(node)}: {target_name(node.target)}, several values, crosses a border")
                 key = ("F" if self.forward[node] and dst > src else "B", src, dst)
                 number = counts[key] = counts.get(key, -1) + 1
-                yield Message(f"{key[0]} {src}>{dst}.{number}", *key), node
+                yield Message(f"{key[0]} {src}>{dst}.{number}", *key, checked_value(node).size), node
 
     def _live(
         self, own: Iterable[fx.Node], others: Iterable[fx.Node], outputs: Sequence[tuple[Output, fx.Node]]
@@ -353,7 +405,7 @@ class _Cut:
         eligible, live = set(others), set(own)
         live.update(n for _, n in outputs if n in eligible)
         read = {s for _, n in outputs for s in storages(n)}
-        for node in reversed(self.nodes):
+        for node in sorted(live | eligible, key=self.order.__getitem__, reverse=True):
             if node not in live and node in eligible and is_mutating(node) and not read.isdisjoint(written(node)):
                 live.add(node)
             if node in live:
@@ -366,7 +418,7 @@ class _Cut:
     def _read(self, nodes: set[fx.Node], outputs: Sequence[tuple[Output, fx.Node]]) -> list[fx.Node]:
         """What nodes read that is none of them, in order, but inputs of the program."""
         read = {u for n in nodes for u in n.all_input_nodes} | {n for _, n in outputs}
-        return [n for n in self.nodes if n in read and n not in nodes]
+        return sorted((n for n in read - nodes if n in self.order), key=self.order.__getitem__)
 
     def _held(self, there: set[fx.Node], wanted: Iterable[fx.Node]) -> dict[fx.Node, Input]:
         return {n: Input(n.name, "held") for n in wanted if n in there}

@@ -78,12 +78,14 @@ class Message:
         part: with which part it comes and goes, for each micro-batch ``"F"`` or ``"B"`` (of a backward that is cut
             ``"I"``); once for all of them ``"P"``, a parameter, and ``"R"``, a sum of gradients of one.
         src, dst: the stages.
+        nbytes: of this rank's part of it.
     """
 
     name: str
     part: str
     src: int
     dst: int
+    nbytes: int
 
     @property
     def once(self) -> bool:
@@ -105,12 +107,18 @@ class Staging:
         messages: between all stages, in the order in which parts send them.
         gather: for how long what ``G`` made is kept: ``"run"``, while a rank runs parts of the stage one after the
             other, ``"step"`` or ``"micro-batch"``, for one part.
+        gathered: of each stage, the bytes that ``G`` makes of stored parameters.
+        left: of each stage, the bytes that ``F`` leaves for the backward of its micro-batch, and ``I`` besides.
+        sums: of each stage, the bytes of its sums of gradients, and of what ``R`` makes of them.
     """
 
     axis: int
     schedule: Schedule
     messages: tuple[Message, ...]
     gather: str = "run"
+    gathered: Mapping[int, int] = field(default_factory=dict)
+    left: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    sums: Mapping[int, int] = field(default_factory=dict)
 
     def name(self, part: str, stage: int) -> str:
         """Of a part of a stage."""

@@ -157,18 +157,15 @@ class _Run:
     def _one(self, a: Action) -> None:
         bound = self.of.readies[a.micro].parts[self.of.how.name(a.part, a.stage)]
         given = self.held.setdefault((a.stage, a.micro), {})
-        for m in self._of(a):
-            if m.dst == a.stage:
-                given[m.name] = self._received(m, a.micro)
+        came = {m.name: self._received(m, a.micro) for m in self._of(a) if m.dst == a.stage}
         last = a.part in "BW"
-        passed = self.held.pop((a.stage, a.micro)) if last else dict(given)
-        passed.update(self._gathered(bound, a))
+        passed = {**(self.held.pop((a.stage, a.micro)) if last else given), **came, **self._gathered(bound, a)}
         made = bound.values(self.of.micros[a.micro], passed)
         outputs = list(zip(bound.program.outputs, made, strict=True))
         if not last:
             given.update((o.name, t) for o, t in outputs if o.kind == "held")
         named = {o.name: t for o, t in outputs if o.kind == "edge"}
-        del made, outputs, given, passed
+        del made, outputs, given, came, passed
         for m in self._of(a):
             if m.src == a.stage:
                 self._send(m, a.micro, named[m.name])
