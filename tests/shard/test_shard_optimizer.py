@@ -438,6 +438,30 @@ def test_gradients_of_other_layouts() -> None:
     mw.simulate(fn, BOTH)
 
 
+@pytest.mark.parametrize("placements", [{}, {"tp": mw.Shard(0)}], ids=["whole", "split"])
+def test_gradients_that_nobody_clears_are_added_to(placements: Any) -> None:
+    """Of parameters without a sharded module: what a step has summed, and what each rank then contributes."""
+
+    def values(mesh: mw.Mesh | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        start, x = torch.randn(4, 3), torch.randn(6, 4)
+        w = nn.Parameter(mw.shard_tensor(start, mesh, placements) if mesh else start)
+        opt = O.AdamW([w], lr=0.1)
+        if mesh:
+            x, opt = split(x, mesh), mw.shard_optimizer(opt)
+        found = []
+        for step in range(4):
+            (x @ w).square().mean().backward()
+            opt.step()
+            found += [mw.unshard(t.detach()) if mesh else t.detach().clone() for t in (w, w.grad)]
+            if step == 2:
+                opt.zero_grad()
+        return found
+
+    for got in mw.simulate(lambda: values(BOTH), BOTH):
+        torch.testing.assert_close(got, values(None))
+
+
 def test_mistakes() -> None:
     def fn() -> None:
         with pytest.raises(ShardError, match=r"mw.shard_module\(model"):

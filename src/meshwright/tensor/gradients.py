@@ -141,7 +141,7 @@ def _set(self: DistTensor, value: Any) -> None:
             raise RuntimeError(f"assigned grad has dtype {given.dtype}, its tensor {self.dtype}: they must be equal")
         _put(self, given)
         self.__dict__["_given"], self.__dict__["_given_as"] = given, next(_ASSIGNED)
-        _guard(self, given._spec)
+        guard(self, given._spec)
 
 
 def _put(p: DistTensor, g: DistTensor) -> None:
@@ -249,8 +249,10 @@ def _part_of(value: Tensor, spec: Spec) -> DistTensor:
     return made
 
 
-def _guard(p: DistTensor, given: Spec) -> None:
-    """See to it that a backward adds to an assigned gradient as it lies, or converts it before.
+def guard(p: DistTensor, given: Spec) -> None:
+    """See to it that a backward adds to a gradient in the slot as it lies, or converts it before.
+
+    Such as one that was assigned, or was reduced while later backwards bring contributions.
 
     Dispatch must be disabled.  An undecided leaf may yet turn out to want another layout than it would now.  Parameters
     of sharded modules have theirs laid beside the slot instead (``shard.gradients``).
@@ -299,6 +301,7 @@ __all__ = [
     "accumulates",
     "bring",
     "given_grad",
+    "guard",
     "held",
     "hold",
     "in_slot",

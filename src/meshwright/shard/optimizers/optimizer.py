@@ -29,7 +29,7 @@ from ...local_tensor import OPEN, bare, close_tensors, get_grad, mine, open_tens
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, LentGradient, call_enabled, given_grad, hold, in_slot, wrap
+from ...tensor import DistTensor, LentGradient, call_enabled, given_grad, guard, hold, in_slot, wrap
 from ..gradients.sync import sync_of
 from ..parameters.host import check_device
 from ..parameters.stored import Axes
@@ -237,6 +237,7 @@ class OptimizerBinding:
         if not given:  # else somebody may have its memory
             hold(p, None)
             set_grad(p, made)
+            guard(p, wanted)  # the next backward adds to it, if nobody clears it before
         return made
 
     def _hold_states(self, opt: Optimizer) -> None:
