@@ -148,8 +148,8 @@ def test_ranges_are_the_collectives_that_were_counted() -> None:
 
 
 def as_people_do() -> list[Any]:
-    """On the first rank alone: started and stopped in the middle, with stacks, with ranges of one's own, beside threads
-    and an explanation, over an op that raises; the losses, and what was seen."""
+    """On the first rank alone: started and stopped in the middle, with ranges of one's own, beside threads and an
+    explanation; the losses, and what was seen."""
     rank, losses, found = dist.get_rank(), [], list[Any]()
     for make in (eager, WAYS["captured"]):
         step = make()
@@ -157,7 +157,7 @@ def as_people_do() -> list[Any]:
             if rank or not i % 2:
                 losses.append(step())
                 continue
-            with profile(activities=[ProfilerActivity.CPU], with_stack=i == 1, record_shapes=True) as made:
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as made:
                 other = threading.Thread(target=lambda: [torch.randn(3).relu() for _ in range(50)])
                 other.start()
                 with record_function("mine"), mw.explain() as why:
