@@ -148,7 +148,8 @@ class Pipeline(Pass):
         made = merge.run()
         step, flush = made.parts["accumulate"], made.parts["flush"]
         step, flush = _with_loss(step, flush, merge, order.stages - 1)
-        sums = divided_behind(flush, stages, self._unit(program))
+        adds = {s.given.name: merge.stage_of[s.node] for s in merge.sums if s.node in merge.stage_of}
+        sums = divided_behind(flush, stages, adds, self._unit(program))
         if self.schedule == UNCUT:
             return self._uncut(made, step, flush, order, axis)
         here = program.mesh.coordinate(program.rank)[axis]
@@ -157,9 +158,7 @@ class Pipeline(Pass):
         kept = bytes_of(sums, program, order.homes)
         flush, ends, back = taken_out(flush, sums, mine)
         flush = _over_stages(flush, program.stages, stages)
-        pipeline = Staging(
-            axis, order, (*found.messages, *back), self.gather, found.gathered, found.left, kept
-        )  # fmt: skip
+        pipeline = Staging(axis, order, (*found.messages, *back), self.gather, found.gathered, found.left, kept)
         of = {pipeline.name(n, s): part for s, parts in found.parts.items() for n, part in parts.items()}
         of.update((pipeline.name("R", s), part) for s, part in ends.items())
         made = replace(made, parts={**of, "flush": flush}, schedules={STEP: (PIPELINE,)}, pipeline=pipeline)

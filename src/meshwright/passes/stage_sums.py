@@ -163,20 +163,20 @@ class StageSums:
     unit: float = 1.0
 
 
-def divided_behind(flush: Program, stages: Mapping[str, int], unit: float) -> StageSums:
+def divided_behind(flush: Program, stages: Mapping[str, int], adds: Mapping[str, int], unit: float) -> StageSums:
     """Let an update divide gradients after they were reduced, not before, and say what reduces them.
 
     Args:
         flush: the update, whose graph is changed.
         stages: of parameters that lie at one.
+        adds: of a sum, by its name, the stage that adds to it, where that may be another one than the parameter's.
         unit: by what sums are multiplied where they are reduced in half precision.
     """
     made, graph = StageSums(), flush.graph
     for node, given in zip(flush.placeholders, flush.inputs, strict=True):
         if given.kind == "accumulator" and given.owner in stages:
-            _, _, at = given.name.rpartition(" at stage ")
             home = stages[given.owner]
-            made.places[node] = given, home, int(at) if at.isdigit() and given.name != given.owner else home
+            made.places[node] = given, home, adds.get(given.name, home)
     memory = {s for n in made.places for s in storages(n)}
     for node in graph.nodes:
         if node.op != "call_function" or info_of(node).role != "backward" or is_mutating(node):
