@@ -79,7 +79,10 @@ def test_losses_that_are_none(loss: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((BATCH, BATCH), r"(?s)the batch is TreeSpec\(tuple.*, the step was captured for \*"),
+        (
+            (BATCH, BATCH),
+            "the batch is a tuple of a tensor, a tensor, the step was captured for a tensor: give it what",
+        ),
         (BATCH.double(), r"batch tensor 0 is torch.float64 .*captured for torch.float32 of shape \(4, 8\)"),
         (torch.ones(4, 1, 8), "number of dims must be the same"),
     ],

@@ -34,6 +34,7 @@ f(4,6), i(4,1), 1 | take_along_dim
 f(4,6), f(4,6), f(4,6) | F.gaussian_nll_loss
 f(4,6), [1.0] | new_tensor
 f(2,6,2,3), f(2,6,2,3), f(2,6,2,4), f(2,6,2), f(2,6,2), 2 | meshwright::gated_delta_rule
+f(2,4,6,3), f(2,2,6,3), f(2,2,6,3), None, False, True, 2, 0.0, None | meshwright::attention
 f(4,6), f(8,6), i(4) | F.linear_cross_entropy meshwright::linear_cross_entropy
 f(4,1), f(4,6) | broadcast_tensors
 f(4), f(6) | meshgrid
@@ -63,9 +64,10 @@ f(4,6), [i(5)], f(5,6) | index_put_
 """
 LINES = [line.partition(" | ") for line in (WHOLE_CALLS + COMPOSED).splitlines()]
 CALLS = _CALLS | {op: call for call, _, ops in LINES for op in ops.split()}
-# Lists of tensors, of which each goes its own way; no op; of an accelerator; of names alone.
+# Lists of tensors, of which each goes its own way; no op; of an accelerator; of names alone; a check of values.
 UNASKED = {n for n in COMPOSITES if "foreach" in n}
 UNASKED |= {"_has_compatible_shallow_copy_type", "cuda", "pin_memory", "_to_copy", "linalg_solve_triangular"}
+UNASKED |= {"checked_documents"}
 
 
 class Made:
