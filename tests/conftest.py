@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
+import zlib
 
 import pytest
 
@@ -23,10 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked ``thin(n)``, keep one in n of its cases."""
+    """Of a test marked ``thin(n)``, keep one in n of its cases: by their names, so that a new case moves no other."""
     if config.getoption("--whole") or any("::" in arg for arg in config.args):
         return
-    seen: Counter[str] = Counter()
+    seen: set[str] = set()
     kept, left = [], []
     for item in items:
         marker = item.get_closest_marker("thin")
@@ -34,8 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             kept.append(item)
             continue
         name = item.nodeid.partition("[")[0]
-        (left if seen[name] % marker.args[0] else kept).append(item)
-        seen[name] += 1
+        chosen = name not in seen or zlib.crc32(item.nodeid.encode()) % marker.args[0] == 0
+        (kept if chosen else left).append(item)
+        seen.add(name)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept

@@ -81,7 +81,7 @@ def test_losses_that_are_none(loss: Any, message: str) -> None:
     [
         (
             (BATCH, BATCH),
-            "the batch is a tuple of a tensor, a tensor, the step was captured for a tensor: give it what",
+            "the batch is a tuple of a tensor, a tensor, the step was captured for a tensor: give",
         ),
         (BATCH.double(), r"batch tensor 0 is torch.float64 .*captured for torch.float32 of shape \(4, 8\)"),
         (torch.ones(4, 1, 8), "number of dims must be the same"),
