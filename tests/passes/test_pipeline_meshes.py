@@ -13,11 +13,12 @@ from tests.support.stages import DP, TP, Attention, Block, Dropped, Experts, ign
 
 CP = {"cp": mw.Shard(1)}
 EP = {"layers.*.gate_up": {"ep": mw.Shard(0)}, "layers.*.down": {"ep": mw.Shard(0)}}
+BF16 = mw.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 ATTENTION, EXPERTS = (Attention,) * 2, (Experts, Block)
 
 CASES: list[Any] = [
     ({"pp": 2, "cp": 2}, 2, 4, {"blocks": ATTENTION, "batch": CP}),
-    ({"pp": 2, "ep": 2}, 2, 4, {"blocks": EXPERTS, "batch": {"ep": mw.Shard(0)}, "layouts": EP}),
+    ({"pp": 2, "ep": 2}, 3, 13, {"blocks": EXPERTS, "batch": {"ep": mw.Shard(0)}, "layouts": EP}),
     ({"pp": 2, "tp": 2}, 3, 7, {"layouts": TP}),  # of 3 and of 2 rows, whose gradients lie otherwise
     pytest.param({"pp": 2, "cp": 3}, 3, 7, {"blocks": ATTENTION, "batch": CP}, marks=pytest.mark.long),
     pytest.param(
@@ -73,13 +74,13 @@ def test_ranks_of_other_stages_do_not_help_to_sum() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": mw.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)}, {"blocks": (Dropped,) * 2}],
+    [{"precision": BF16, "blocks": (Block,) * 4, "clip": None}, {"blocks": (Dropped,) * 4, "clip": None}],
     ids=["bfloat16", "dropout"],
 )
 def test_rounded_and_drawn(options: dict[str, Any]) -> None:
-    """The bits of the uncut step, whose masks are those of micro-batches."""
+    """The bits of the uncut step, whose masks are those of micro-batches, on ranks with several stages, too."""
     mesh, found = mw.Mesh({"pp": 2}), []
-    for schedule in ("uncut", "1f1b", "zero-bubble"):
+    for schedule in ("uncut", "looped", "zero-bubble"):
 
         def run(how: str = f"micro_batches=3,schedule={schedule}") -> Any:
             torch.manual_seed(3)
@@ -108,6 +109,48 @@ def test_several_stages_of_a_rank(ranks: int, blocks: int, schedule: str) -> Non
             assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
             assert found == bits[0]
             assert all(torch.equal(params[n], bits[1][n]) for n in wanted)
+
+
+GRID: list[tuple[dict[str, int], int, dict[str, Any]]] = [
+    ({"pp": 2}, 3, {}),
+    ({"pp": 2}, 7, {}),
+    ({"pp": 4}, 3, {"blocks": (Block,) * 8}),
+    ({"pp": 4}, 2, {"blocks": (Block,) * 8}),
+    ({"pp": 2, "tp": 2}, 3, {"layouts": TP}),
+    ({"pp": 2, "dp": 2}, 3, {"batch": DP, "states_over": "dp"}),
+    ({"pp": 2, "dp": 2}, 3, {"batch": DP, "stored_over": "dp"}),
+    ({"pp": 2, "dp": 3}, 3, {"batch": DP, "stored_over": "dp", "tie": True}),
+    ({"pp": 2, "cp": 2}, 3, {"blocks": (Attention,) * 4, "batch": CP}),
+    ({"pp": 2, "ep": 2}, 3, {"blocks": EXPERTS * 2, "batch": {"ep": mw.Shard(0)}, "layouts": EP}),
+    ({"pp": 2}, 3, {"precision": BF16}),
+    ({"pp": 2, "dp": 2}, 3, {"precision": BF16, "batch": DP, "stored_over": "dp"}),
+    ({"pp": 2}, 3, {"tie": True}),
+    ({"pp": 2}, 3, {"blocks": (Dropped,) * 4}),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("axes", "micro_batches", "options"), GRID, ids=str)
+def test_every_schedule_has_the_bits_of_gpipe(axes: dict[str, int], micro_batches: int, options: Any) -> None:
+    """One device's numbers where nothing is rounded or drawn; GPipe's bits in all orders."""
+    mesh, given = mw.Mesh(axes), [ignoring(i, 13) for i in range(2)]
+    options = {"blocks": (Block,) * 4, "clip": None} | options
+    exact = "precision" not in options and options["blocks"][0] is not Dropped
+    losses, wanted = one_device(given, **{k: options[k] for k in ("blocks", "clip", "tie") if k in options})
+    bits: Any = None
+    for how in ("gpipe", "uncut", "1f1b", "zero-bubble", "looped", "v"):
+
+        def run(how: str = f"micro_batches={micro_batches},schedule={how}") -> Any:
+            torch.manual_seed(3)
+            return steps(mesh, given, how, **options)
+
+        for found, params in mw.simulate(run, mesh):
+            bits = bits or (found, params)
+            assert found == bits[0], how
+            assert all(torch.equal(params[n], bits[1][n]) for n in wanted), how
+            if exact:
+                assert found == pytest.approx(losses, rel=1e-15)
+                assert max((params[n] - wanted[n]).abs().max().item() for n in wanted) < 1e-14
 
 
 REAL: list[tuple[dict[str, int], str, dict[str, Any]]] = [

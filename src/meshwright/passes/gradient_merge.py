@@ -43,6 +43,12 @@ aten = torch.ops.aten
 
 Contributions = Mapping[fx.Node, Mapping[int, fx.Node]]  # of a gradient, by stage
 UPDATE_WEIGHTS = NodeInfo("backward", source="weights of micro-batches")  # of what serves them
+# Ops that leave elements as they are and in their order.
+_IN_ORDER = {
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.squeeze.default, aten.unsqueeze.default, aten.slice.Tensor, aten.clone.default, aten.alias.default,
+    aten.detach.default, aten._to_copy.default,
+}  # fmt: skip
 
 
 @register
@@ -210,6 +216,8 @@ class Merge:
         for node in self.graph.nodes:
             if info_of(node).grad_of:
                 at = unsent(node, self.whole_sums)
+                if self.seeded:
+                    at = next((n for n in _as_good(at) if self._lies(n) is not None), at)
                 found.update(dict.fromkeys(self.contributions[at].values() if at in self.contributions else (at,)))
         yield from found
 
@@ -269,6 +277,8 @@ class Merge:
         axes, at = set[str](), node
         while not info_of(at).grad_of:
             (at,) = at.users
+            if at.target not in COLLECTIVES and at.target not in _IN_ORDER:
+                return None  # a transposition, say: of a square matrix no shape would tell it
             axes |= set(str(at.args[-2]).split(",")) if is_sum(at) else set()
         spec, mesh = info_of(at).grad_of[0][1], self.program.mesh
         layout = spec.layout
@@ -507,6 +517,19 @@ def _names(node: fx.Node) -> list[str]:
     while not info_of(node).grad_of:
         (node,) = node.users
     return [name for name, _ in info_of(node).grad_of]
+
+
+def _as_good(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and those beside it that may be summed over micro-steps in its place: nothing is sent between them."""
+    yield node
+    at = node
+    while is_linear(at := next(iter(at.users))):
+        yield at
+        if info_of(at).grad_of:
+            break
+    at = node
+    while is_linear(at) and len((at := at.all_input_nodes[0]).users) == 1 and at.op == "call_function":
+        yield at
 
 
 def unsent(node: fx.Node, whole_sums: bool) -> fx.Node:

@@ -13,7 +13,7 @@ import torch.nn as nn
 from ...compat import pytree
 from ...dispatch import disabled
 from ...errors import ProgramError
-from ...layout import Layout, Spec
+from ...layout import Layout, Replicate, Spec
 from ...local_tensor import bare
 from ...resharding.copies import HOST
 from ...resharding.executor import apply
@@ -417,9 +417,17 @@ class Ready:
                         continue  # of another stage's parameter
                     why = "lie otherwise in some micro-batches: give batches that are cut evenly"
                     raise ProgramError(f"the gradients of {name} {why}")
+                there, here = self.within_stage(spec), self.within_stage(other)
                 with torch.no_grad():
-                    theirs[name].add_(apply(plan_conversion(spec, other).steps, held[name]))
+                    theirs[name].add_(apply(plan_conversion(there, here).steps, held[name]))
                 held[name].zero_()
+
+    def within_stage(self, spec: Spec) -> Spec:
+        """How a value lies for the ranks of a stage, which has it whole; ranks of others do not take part."""
+        pipeline = self.program.pipeline
+        if pipeline is None or "accumulate" in self.parts:  # every rank computes all stages
+            return spec
+        return spec.with_(layout=spec.layout.replace(pipeline.axis, Replicate()))
 
     def follow(self) -> bool:
         """As :meth:`Bound.follow`, for all; False, too, where the step now finds other tensors outside of its model."""

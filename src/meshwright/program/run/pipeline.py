@@ -18,7 +18,7 @@ from ...ranks import runtime
 from ...tensor import DistTensor, wrap
 from ..capture.export_caches import forgotten
 from ..capture.interrupts import interrupts_deferred
-from ..ir.nodes import Value, checked_value
+from ..ir.nodes import Value, checked_value, draws
 from ..ir.program import ONCE, Message, Program, Staging
 from ..ir.rows import known_by
 from ..ir.schedules import Action
@@ -56,6 +56,9 @@ class Pipelined:
             if lane is not None:
                 self.lanes[src, dst] = lane
 
+        parts = [p.program for name, p in first.parts.items() if name[0] in "aF"]
+        self.draws = any(draws(n) for p in parts for n in p.graph.nodes)
+
     @property
     def seen(self) -> int:
         """As of the update."""
@@ -79,8 +82,9 @@ class Pipelined:
         run = _Run(self)
         try:
             if "accumulate" in self.readies[0].parts:
-                for ready, micro in zip(self.readies, self.micros, strict=True):
-                    ready.parts["accumulate"].values(micro, {})
+                for i, (ready, micro) in enumerate(zip(self.readies, self.micros, strict=True)):
+                    with run.drawing(i):
+                        ready.parts["accumulate"].values(micro, {})
             else:
                 run.every()
             self.fold("flush")
@@ -98,6 +102,7 @@ class _Run:
 
     def __init__(self, of: Pipelined) -> None:
         self.of = of
+        self.seed = int(torch.randint(1 << 62, ())) if of.draws else None
         self.held: dict[tuple[int, int], dict[str, Tensor]] = {}  # by stage and micro-batch
         self.gathered: dict[int, dict[str, Tensor]] = {}  # by stage
         self.came: dict[int, dict[str, Tensor]] = {}  # parameters of other stages, by stage that uses them
@@ -136,6 +141,18 @@ class _Run:
         while self.sent:
             self.sent.popleft().wait()
 
+    @contextmanager
+    def drawing(self, micro: int) -> Iterator[None]:
+        """Inside, a micro-batch draws what is its own, whichever stages of it a rank runs, and when."""
+        if self.seed is None:
+            yield
+            return
+        device = self.of.program.mesh.device
+        devices = [] if device == "cpu" else [torch.get_device_module(device).current_device()]
+        with torch.random.fork_rng(devices, device_type="cuda" if device == "cpu" else device):
+            torch.manual_seed(self.seed + micro)
+            yield
+
     def _once(self, a: Action) -> None:
         """Run a part that runs once for all micro-batches, where a stage has it."""
         name = self.of.how.name(a.part, a.stage)
@@ -160,7 +177,8 @@ class _Run:
         came = {m.name: self._received(m, a.micro) for m in self._of(a) if m.dst == a.stage}
         last = a.part in "BW"
         passed = {**(self.held.pop((a.stage, a.micro)) if last else given), **came, **self._gathered(bound, a)}
-        made = bound.values(self.of.micros[a.micro], passed)
+        with self.drawing(a.micro):
+            made = bound.values(self.of.micros[a.micro], passed)
         outputs = list(zip(bound.program.outputs, made, strict=True))
         if not last:
             given.update((o.name, t) for o, t in outputs if o.kind == "held")
