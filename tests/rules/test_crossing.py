@@ -296,3 +296,20 @@ def test_scans_in_place(fn: Callable[[Tensor], Any], rows: int, n: int) -> None:
     for found in mw.simulate(run, mesh):
         for a, b in zip(found, want, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_vectors_joined_by_blocks_are_differentiated_twice() -> None:
+    """On the rank that has none of four elements, too: it takes part in what the others send."""
+    value, mesh = torch.arange(1.0, 5.0, dtype=torch.float64), mw.Mesh({"a": 3})
+
+    def second(x: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([x.detach(), x * x])
+        (first,) = torch.autograd.grad((joined * (joined * joined).sum()).sum(), [x], create_graph=True)
+        return torch.autograd.grad((first * first).sum(), [x])[0]
+
+    def run() -> torch.Tensor:
+        return mw.unshard(second(mw.shard_tensor(value, mesh, [mw.Shard(0)]).requires_grad_()))
+
+    wanted = second(value.clone().requires_grad_())
+    for found in mw.simulate(run, mesh):
+        torch.testing.assert_close(found, wanted)

@@ -161,7 +161,16 @@ def cat(tensors: Sequence[Arg], dim: int = 0, **kwargs: Any) -> Rule | None:
         sizes["all"] = sum(sizes.values())
     out = put(first.letters, {d: joined})
     joined_of = {joined: list(sizes.items())[:-1]} if joined == "all" and len(sizes) > 2 else None
-    return notation(inputs, out, whole=whole, sizes=sizes, linear=[tensors], moves=True, joined=joined_of)
+
+    def local(ctx: Local) -> LocalFn | None:
+        return _vectors_joined if len(ctx.out_shape()) == 1 else None
+
+    return notation(inputs, out, whole=whole, sizes=sizes, linear=[tensors], moves=True, joined=joined_of, local=local)
+
+
+def _vectors_joined(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """torch.cat of vectors, which it does not differentiate twice on ranks where one of them has no elements."""
+    return torch.cat([t.unsqueeze(1) for t in tensors], 0).squeeze(1)
 
 
 @rule("stack")
