@@ -177,7 +177,7 @@ def rows(samples: Samples) -> Iterator[Row]:
             yield Row(f"memory of the second {case.removeprefix('growth, MiB, ')}, MiB", taken["memory"][0])
         elif case != DTENSORS:
             others = {} if case.startswith("captured") else peers
-            what, target = f"a step of a new length / a known one, {case}", 4 if case == SMALL else 1.8
+            what, target = f"a step of a new length / a known one, {case}", 4 if case == SMALL else 1.5
             yield Row(what, ratio(samples, case, "new", "known"), target, {} if case == SMALL else others)
 
 

@@ -18,6 +18,7 @@ ATTENTION, EXPERTS = (Attention,) * 2, (Experts, Block)
 
 CASES: list[Any] = [
     ({"pp": 2, "cp": 2}, 2, 4, {"blocks": ATTENTION, "batch": CP}),
+    ({"pp": 2, "ep": 2}, 2, 4, {"blocks": EXPERTS, "batch": {"ep": mw.Shard(0)}, "layouts": EP}),
     ({"pp": 2, "ep": 2}, 3, 13, {"blocks": EXPERTS, "batch": {"ep": mw.Shard(0)}, "layouts": EP}),
     ({"pp": 2, "tp": 2}, 3, 7, {"layouts": TP}),  # of 3 and of 2 rows, whose gradients lie otherwise
     pytest.param({"pp": 2, "cp": 3}, 3, 7, {"blocks": ATTENTION, "batch": CP}, marks=pytest.mark.long),
@@ -73,14 +74,18 @@ def test_ranks_of_other_stages_do_not_help_to_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"precision": BF16, "blocks": (Block,) * 4, "clip": None}, {"blocks": (Dropped,) * 4, "clip": None}],
-    ids=["bfloat16", "dropout"],
+    ("options", "schedules"),
+    [
+        ({"precision": BF16}, ("1f1b", "zero-bubble")),
+        ({"blocks": (Dropped,) * 2}, ("1f1b", "zero-bubble")),
+        ({"blocks": (Dropped,) * 4, "clip": None}, ("looped",)),
+    ],
+    ids=["bfloat16", "dropout", "dropout, several stages of a rank"],
 )
-def test_rounded_and_drawn(options: dict[str, Any]) -> None:
+def test_rounded_and_drawn(options: dict[str, Any], schedules: tuple[str, ...]) -> None:
     """The bits of the uncut step, whose masks are those of micro-batches, on ranks with several stages, too."""
     mesh, found = mw.Mesh({"pp": 2}), []
-    for schedule in ("uncut", "looped", "zero-bubble"):
+    for schedule in ("uncut", *schedules):
 
         def run(how: str = f"micro_batches=3,schedule={schedule}") -> Any:
             torch.manual_seed(3)

@@ -55,7 +55,6 @@ class Pipelined:
             lane = collective.lane(mesh, self.how.axis, src, dst) if src != dst else None
             if lane is not None:
                 self.lanes[src, dst] = lane
-
         parts = [p.program for name, p in first.parts.items() if name[0] in "aF"]
         self.draws = any(draws(n) for p in parts for n in p.graph.nodes)
 
