@@ -165,7 +165,10 @@ def cat(tensors: Sequence[Arg], dim: int = 0, **kwargs: Any) -> Rule | None:
     def local(ctx: Local) -> LocalFn | None:
         return _vectors_joined if len(ctx.out_shape()) == 1 else None
 
-    return notation(inputs, out, whole=whole, sizes=sizes, linear=[tensors], moves=True, joined=joined_of, local=local)
+    return notation(
+        inputs, out, whole=whole, sizes=sizes, linear=[tensors], moves=True, joined=joined_of, local=local,
+        blockwise=True,
+    )  # fmt: skip
 
 
 def _vectors_joined(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
