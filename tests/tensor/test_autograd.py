@@ -134,6 +134,43 @@ def test_a_hook_may_return_any_layout():
             same(run, (X, p), (W, (R,)), (ramp(6, 4), q))
 
 
+@pytest.mark.parametrize("way", ["eager", "captured"])
+def test_a_hook_on_a_value_whose_last_name_is_gone_gets_its_whole_gradient(way):
+    """What decides how the gradients of leaves are summed comes later, and tells the hook of what was made of them."""
+    mesh = mw.Mesh({"tp": 2})
+
+    class Positions(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, shape in {"first": (1, 1, 4), "at": (1, 3, 4), "up": (8, 4)}.items():
+                setattr(self, name, torch.nn.Parameter(torch.randn(shape)))
+
+        def forward(self, x):
+            h = torch.cat([self.first.expand(len(x), 1, 4), x], 1)
+            if way == "eager":
+                h.register_hook(lambda g: g.clamp(max=0.1))
+            h = h + self.at
+            return F.linear(h, self.up).sin().sum()
+
+    torch.manual_seed(0)
+    model, x = Positions().double(), torch.randn(3, 2, 4, dtype=torch.float64)
+    alone = copy.deepcopy(model)
+    alone(x).backward()
+    if way == "captured":
+        report = mw.verify(model, lambda m, x: m(x), x, mesh, {"up": {"tp": mw.Shard(0)}}, steps=1, save=False)
+        assert report.passed, report
+        return
+
+    def run():
+        own = mw.shard_module(copy.deepcopy(model), mesh, {"up": {"tp": mw.Shard(0)}})
+        own(mw.shard_tensor(x, mesh, {})).backward()
+        return [mw.unshard(p.grad) for p in own.parameters()]
+
+    for got in mw.simulate(run, mesh):
+        for g, p in zip(got, alone.parameters(), strict=True):
+            torch.testing.assert_close(g, p.grad)
+
+
 def test_a_hook_sees_the_global_gradient():
     def run():
         x = sharded()

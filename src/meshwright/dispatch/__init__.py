@@ -26,7 +26,7 @@ from .calls import (
 )  # fmt: skip
 from .execution import BRING, Execution, execute, relayout, root, unit_cotangent, wanted
 from .keys import TensorBounds, key_of, key_part, with_numbers
-from .leaves import any_linked, link, resolve_types
+from .leaves import Standin, any_linked, gradient_types, link, resolve_types
 from .plans import AS_OP, casts_of, make_rule, naming, plan_call
 from .results import global_outputs
 from .routes import ASKED, INTO_PLAIN, LISTED, Frontend, Known, Special, call, forget_ops
@@ -48,6 +48,7 @@ __all__ = [
     "Kwargs",
     "Once",
     "Special",
+    "Standin",
     "TensorBounds",
     "any_linked",
     "autocast",
@@ -60,6 +61,7 @@ __all__ = [
     "forget_ops",
     "function_named",
     "global_outputs",
+    "gradient_types",
     "key_of",
     "key_part",
     "link",

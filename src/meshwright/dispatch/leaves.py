@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +22,18 @@ class _Linked:
     """
 
     def __init__(self) -> None:
-        self.members: dict[int, weakref.ref[Tensor]] = {}
+        self.members: dict[int, weakref.ref[Tensor | Standin]] = {}
 
-    def add(self, t: Tensor) -> None:
+    def add(self, t: Tensor | Standin) -> None:
         key, members = id(t), self.members
         members[key] = weakref.ref(t, lambda _: members.pop(key, None))
         t.__dict__["_linked"] = self
 
-    def alive(self) -> list[Tensor]:
+    def alive(self) -> list[Tensor | Standin]:
         return [t for t in (r() for r in list(self.members.values())) if t is not None]
 
 
-def link(tensors: Sequence[Tensor]) -> None:
+def link(tensors: Sequence[Tensor | Standin]) -> None:
     """Undecided tensors that one op connects get their type together."""
     linked: _Linked | None = None
     for t in tensors:
@@ -51,6 +51,41 @@ def link(tensors: Sequence[Tensor]) -> None:
                 linked.add(m)
 
 
+class Standin:
+    """The spec of a tensor with the types that it gets, also after its last name is gone: it is linked in its place.
+
+    For what waits for a gradient or a second run, and must not keep the tensor alive.
+    """
+
+    requires_grad = True
+
+    def __init__(self, t: Tensor) -> None:
+        self.__dict__["_spec"] = t.__dict__["_spec"]
+        link([t, self])
+
+    @property
+    def spec(self) -> Spec:
+        """The spec, as it was, with the types that are known by now."""
+        told: Spec = self.__dict__["_spec"]
+        return told
+
+
+def gradient_types(t: Tensor) -> Callable[[], Spec | None]:
+    """What says the spec of a tensor with its types when its gradient comes; it does not hold the tensor.
+
+    A leaf keeps its own. Of another value the last name may be gone before a use of what was computed from it decides.
+    """
+    space = t.__dict__
+    spec: Spec | None = space.get("_spec")
+    standin = Standin(t) if spec is not None and spec.undecided and t.requires_grad and not _is_leaf(t) else None
+
+    def told() -> Spec | None:
+        now: Spec | None = space.get("_spec")
+        return standin.spec if standin is not None and now is not None and now.undecided else now
+
+    return told
+
+
 def any_linked(args: Sequence[Any]) -> bool:
     """Whether one of the arguments gets its types together with others."""
     return True in ["_linked" in a.__dict__ for a in args if isinstance(a, Tensor)]
@@ -64,7 +99,7 @@ def leans_invariant(t: Tensor, spec: Spec) -> bool:
     linked: _Linked | None = t.__dict__.get("_linked")
     if _is_leaf(t) or linked is None or not spec.reduced & t.__dict__["_spec"].undecided:
         return False
-    leaves = sum(m.__dict__["_spec"].shape.numel() for m in linked.alive() if _is_leaf(m))
+    leaves = sum(m.__dict__["_spec"].shape.numel() for m in linked.alive() if isinstance(m, Tensor) and _is_leaf(m))
     return leaves > spec.shape.numel()
 
 

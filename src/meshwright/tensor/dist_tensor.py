@@ -15,7 +15,18 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import collective, compat
 from ..collective import refuse_by_hand, sends_objects, silent
-from ..dispatch import NO, Args, Kwargs, call_disabled, disabled, refresh, remember_detached, resolve_types, tensors_in
+from ..dispatch import (
+    NO,
+    Args,
+    Kwargs,
+    call_disabled,
+    disabled,
+    gradient_types,
+    refresh,
+    remember_detached,
+    resolve_types,
+    tensors_in,
+)
 from ..errors import LayoutError
 from ..layout import (
     NO_MARKS,
@@ -316,16 +327,16 @@ class DistTensor(torch.Tensor):
 class GradientHook:
     """A user's hook on the gradient of a tensor, as autograd calls it, with a local gradient.
 
-    It knows the attributes of the tensor and not the tensor, which holds it: a cycle through C++ is never collected.
+    It knows the types of the tensor and not the tensor, which holds it: a cycle through C++ is never collected.
     """
 
     def __init__(self, of: Tensor, hook: Callable[[DistTensor], DistTensor | None]) -> None:
-        self.space, self.hook = of.__dict__, hook
+        self.types, self.hook = gradient_types(of), hook
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
-        spec = self.space["_spec"].grad().with_(dtype=grad.dtype)
+        spec = cast(Spec, self.types()).grad().with_(dtype=grad.dtype)
         with disabled():
             given = wrap(grad.view_as(grad), spec)
         if grad.device.type == spec.mesh.device:

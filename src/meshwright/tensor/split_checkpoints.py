@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..dispatch import disabled, refresh, tensors_in, wanted
-from ..dispatch.leaves import link
+from ..dispatch import Standin, disabled, refresh, tensors_in, wanted
 from ..dispatch.views import KeptCopies
 from ..errors import LayoutError, ShardError
-from ..layout import Layout, Partial, Replicate, Shard, Spec, as_placement, marked, marks_of
+from ..layout import Partial, Replicate, Shard, Spec, as_placement, marked, marks_of
 from ..local_tensor import bare
 from ..resharding import executor, planner, record
 from . import DistTensor, call_enabled, wrap
@@ -75,22 +74,17 @@ def saved_split(placements: Mapping[str, Any]) -> Iterator[None]:
 
 
 class _Types:
-    """The types that a tensor gets, also after the last name of it is gone: what is linked to it tells a stand-in.
+    """The types that a tensor gets, also after the last name of it is gone.
 
     Without them each use of an input in the second run would find types of its own.
     """
 
     def __init__(self, t: DistTensor) -> None:
-        self.spec = spec = t._spec
-        self.mark = torch.empty(0, requires_grad=t.requires_grad)
-        self.mark.__dict__["_spec"] = Spec(
-            torch.Size((0,)), spec.dtype, Layout(spec.mesh), spec.reduced, spec.undecided, sums=spec.sums
-        )
-        link([t, self.mark])
+        self.spec, self.standin = t._spec, Standin(t)
 
     def told(self) -> Spec:
         """The spec of the tensor with the types that are known by now."""
-        own: Spec = self.mark.__dict__["_spec"]
+        own = self.standin.spec
         told = self.spec.with_(reduced=own.reduced, undecided=own.undecided, sums=own.sums)
         return marked(told, marks_of(self.spec).after_write())
 

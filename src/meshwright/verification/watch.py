@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..compat import pytree
-from ..dispatch import QUESTIONS, disabled
+from ..dispatch import QUESTIONS, disabled, gradient_types
 from ..layout import Spec
 from ..local_tensor import bare
 from ..ranks import runtime
@@ -135,11 +135,11 @@ class Watch(TorchFunctionMode):
 
 def watch_gradient(t: Tensor, seen: Observed, tell: Tell) -> None:
     """Have ``tell`` told of the gradient of a tensor when it comes."""
-    space, seen = t.__dict__, replace(seen, key=("backward", *seen.key[1:]))
+    types, seen = gradient_types(t), replace(seen, key=("backward", *seen.key[1:]))
 
     def told(grad: Tensor | None) -> None:
         if grad is not None:
-            spec = space.get("_spec")
+            spec = types()
             spec = None if spec is None or "product" in spec.layout.partial.values() else spec.grad()
             with disabled():
                 tell(replace(seen, value=bare(grad).clone(), spec=spec))

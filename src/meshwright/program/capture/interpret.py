@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from ... import compat
 from ...dispatch import (
+    gradient_types,
     refresh,
     relayout,
     resolve_types,
@@ -100,10 +101,10 @@ class Interpreter:
 
     def _name_gradient(self, name: str, made: Tensor) -> None:
         """Have the gradient of a captured value say whose it is, and how it lies."""
-        recorder, space = self.recorder, made.__dict__
+        recorder, types = self.recorder, gradient_types(made)
 
         def note(grad: Tensor | None) -> None:  # none: differentiated past it
-            spec = space.get("_spec")
+            spec = types()
             if grad is None or spec is None:
                 return
             if "_node" in grad.__dict__ and "product" not in spec.layout.partial.values():
