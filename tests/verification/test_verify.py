@@ -198,6 +198,23 @@ def test_a_value_that_an_op_gives_back_is_one_value_with_all_its_uses(ask: Any) 
     assert not [n for n in report.notes if n.startswith("without consequence")], report
 
 
+@pytest.mark.parametrize(("mode", "off"), [("eager", 0.0), ("captured", 0.0), ("eager", 1e-6)])
+def test_what_a_model_asks_for_in_float32_is_compared_in_float64(mode: str, off: float) -> None:
+    """Norms and softmax of many models do: rounding would hide what is wrong."""
+
+    from meshwright.ranks import runtime
+
+    def upcast(model: Any, batch: Any) -> torch.Tensor:
+        h = model.up(model.table(batch[0])).to(torch.float32)
+        scale = 1 + off * (runtime.RT.rank == 1)
+        h = h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6) * scale
+        return model.down(h.softmax(-1, dtype=torch.float32).to(model.down.weight.dtype)).square().mean()
+
+    report = verified(loss_fn=upcast, modes=[mode], save=False)
+    assert report.passed == (not off), report
+    assert not off or report.departures[0].op == "mul"
+
+
 @pytest.mark.parametrize(("what", "departs"), [("param", False), ("grad", True)])
 def test_what_adam_makes_of_gradients_that_are_zero_is_no_departure(what: str, departs: bool) -> None:
     """The gradient of a bias of keys is rounding, which Adam divides by no less than 1e-8: numbers of a ViT."""

@@ -27,6 +27,7 @@ from ..program.check.digest import digest_of
 from ..shard.optimizers.kinds import own_work
 from ..tensor import DistTensor
 from .captured import CapturedTraining
+from .doubled import doubled
 from .journal import Departure, Journal, RankJournal
 from .report import Coverage, Verification
 from .runs import Optimizers, Task, copies
@@ -116,7 +117,7 @@ def verify(
         opt = made if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         batch, plan = pytree.tree_map(_wide, step.batch), step.plan
         laid = _of_model(plan.layouts, own) if "captured" in modes else plan.layouts  # which has found the others
-        task = Task(own, opt, step.loss_fn, batch, mesh, plan, laid, manager, steps, save, seed)
+        task = Task(own, opt, doubled(step.loss_fn), batch, mesh, plan, laid, manager, steps, save, seed)
         journal = _on_one(task)
         found: list[Departure] = []
         covered: list[Coverage] = []

@@ -24,6 +24,7 @@ from ..local_tensor import bare
 from ..ranks import runtime
 from ..tensor import DistTensor, methods
 from ..tensor.dist_tensor import GLOBAL_METHODS
+from . import doubled
 
 Tensor = torch.Tensor
 Key = tuple[
@@ -32,6 +33,7 @@ Key = tuple[
 _KEY = "_verified_as"  # in the dict of a tensor: who watches it, and its key
 RAISED = "_raised_in"  # in the dict of an error: the op and the line
 _METHODS = methods.__file__  # of distributed tensors, in whose place are torch's
+_DOUBLED = doubled.__file__
 _HERE = os.path.dirname(os.path.abspath(__file__))
 # Of the object, or properties of it, which distributed tensors answer without a call.
 _ASKED = {
@@ -166,6 +168,8 @@ def callers_line() -> str | None:
         name = frame.f_code.co_filename
         if runtime.is_users(name):
             return f"{os.path.basename(name)}:{frame.f_lineno}"
+        if name == _DOUBLED:
+            continue
         if name.startswith(_HERE):
             return "the model's own call"
         if name.startswith(runtime.OWN) and name != _METHODS:
