@@ -16,7 +16,8 @@ from ..compat import pytree
 from ..program.capture.export import LossFn
 
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-_FUNCTIONS = {torch.Tensor.float: torch.Tensor.double, torch.Tensor.cfloat: torch.Tensor.cdouble}
+_TENSOR: Any = torch.Tensor  # stubs leave some of its methods out
+_FUNCTIONS = {_TENSOR.float: _TENSOR.double, _TENSOR.cfloat: _TENSOR.cdouble}
 
 
 class Doubled(TorchFunctionMode):
