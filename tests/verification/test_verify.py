@@ -215,6 +215,18 @@ def test_what_a_model_asks_for_in_float32_is_compared_in_float64(mode: str, off:
     assert not off or report.departures[0].op == "mul"
 
 
+def test_float32_stays_where_an_op_has_nothing_else() -> None:
+    def narrow(model: Any, batch: Any) -> torch.Tensor:
+        h = model.up(model.table(batch[0])).float()
+        if h.dtype is torch.float64:
+            raise RuntimeError("Expected mat_a to be Float32, got Double")
+        return model.down(h.to(model.down.weight.dtype)).square().mean()
+
+    report = verified(loss_fn=narrow, modes=["eager"], save=False)
+    assert report.passed
+    assert any("compared to 1e-4" in n for n in report.notes), report.notes
+
+
 @pytest.mark.parametrize(("what", "departs"), [("param", False), ("grad", True)])
 def test_what_adam_makes_of_gradients_that_are_zero_is_no_departure(what: str, departs: bool) -> None:
     """The gradient of a bias of keys is rounding, which Adam divides by no less than 1e-8: numbers of a ViT."""
