@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import Any
 
@@ -46,8 +47,9 @@ APART: list[tuple[Any, list[tuple[Any, ...]]]] = [
     ]),
     (T.new_full, [((2,), 1.0), ((2,), 2.0), ((2, 2), 1.0), ((2,), 1), ((2,), True), ((2,), 1j), ((2,), 2j)]),
     (torch.nn.functional.interpolate, [([2],), ([2.0],), ([3],), ((2,),), (None, [2.0]), (None, [3.0])]),
-    # A pointwise op takes all numbers alike but zero; classes promote otherwise.
+    # A pointwise op takes all finite numbers alike but zero; classes promote otherwise.
     (T.add, [(0,), (1,), (0.0,), (1.0,), (0j,), (1j,), (True,), (False,), (np.float64(1),), (np.int64(1),)]),
+    (T.mul, [(2.0,), (math.inf,), (-math.inf,), (math.nan,), (complex(math.inf, 0),), (complex(1, -math.inf),)]),
     (T.add, [
         (torch.zeros(2),), (torch.zeros(3),), (torch.zeros(2, 1),), (torch.zeros(2, dtype=torch.int64),),
         (torch.zeros(2, requires_grad=True),), (a_named(4),), (a_named(5),), (torch.nn.Parameter(torch.zeros(6)),),
@@ -80,9 +82,10 @@ def test_names_of_arguments_and_functions_are_in_the_key() -> None:
 def test_calls_that_share_a_plan() -> None:
     for func in (T.add, torch.mul, T.pow):
         resolve(func)
-        for alike in ((1, 2, -7), (1.0, 2.5, float("inf")), (1j, 2 + 1j)):
+        for alike in ((1, 2, -7), (1.0, 2.5, -1e300), (1j, 2 + 1j)):
             assert len({key_of(func, (x,), {}) for x in alike}) == 1
             assert len({key_of(func, (), {"other": x}) for x in alike}) == 1
+    assert key_of(T.mul, (float("nan"),), {}) == key_of(T.mul, (-float("nan"),), {})  # which are not equal
     other = torch.Generator()
     assert key_of(torch.bernoulli, (GENERATOR,), {}) == key_of(torch.bernoulli, (other,), {})
     assert key_of(torch.bernoulli, (GENERATOR,), {}) != key_of(torch.bernoulli, (T,), {})

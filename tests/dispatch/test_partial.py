@@ -594,3 +594,41 @@ def test_a_rotation_of_a_partial_is_one_all_reduce(rank):
     for got, w in on_ranks(rank):
         assert got == pytest.approx(loss.item(), rel=1e-12)
         torch.testing.assert_close(w, one.w - 0.1 * one.w.grad)
+
+
+# ------------------------------------------------------------------------------------------ numbers that are no factors
+
+NO_FACTORS = {
+    "mul": lambda x, v: x * v,
+    "mul by name": lambda x, v: torch.mul(x, other=v),
+    "in place": lambda x, v: x.clone().mul_(v),
+    "div": lambda x, v: x / (1 / v if v else v),
+    "lerp": lambda x, v: torch.lerp(x, x * 2, v),
+}
+
+
+@pytest.mark.parametrize("name", NO_FACTORS)
+def test_numbers_that_are_not_finite_meet_the_whole_sum(name: str) -> None:
+    """Of a maximum all ranks but one have a zero, of which infinity would make NaN; also behind a finite one."""
+    op = NO_FACTORS[name]
+    x = torch.arange(1.0, 17.0, dtype=torch.float64).view(8, 2)
+
+    def run():
+        found = []
+        for v in (2.0, float("inf"), 3.0, float("-inf"), float("inf")):
+            largest = dist(x, S0).requires_grad_().amax(0)
+            assert largest.placements == (P,)
+            found.append(mw.unshard(op(largest, v)).detach())
+        return found
+
+    expected = [op(x.amax(0), v) for v in (2.0, float("inf"), 3.0, float("-inf"), float("inf"))]
+    for found in mw.simulate(run, FOUR):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
+
+
+def test_a_sum_is_divided_by_zero_once_it_is_whole() -> None:
+    x = torch.arange(1.0, 9.0).view(4, 2)
+    for zero in (0.0, 0):
+        for found in mw.simulate(lambda v=zero: mw.unshard(dist(x, S0).requires_grad_().amax(0) / v), FOUR):
+            assert found.tolist() == [float("inf")] * 2

@@ -25,9 +25,11 @@ def _key_int(a: int, func: Any) -> Any:
 
 
 def _key_float(a: complex, func: Any) -> Any:
-    # A pointwise op takes all numbers but zero alike; of others a number may be the order of a norm.
+    # A pointwise op takes all finite numbers but zero alike; of others a number may be the order of a norm.
     op = OPS.get(func)
-    return a.__class__ if a and op is not None and op.pointwise else (a.__class__, a)
+    if a and a - a == 0 and op is not None and op.pointwise:
+        return a.__class__
+    return (a.__class__, a if a == a else "nan")  # which is not equal to itself
 
 
 def _key_type(a: Any, func: Any) -> Any:

@@ -50,9 +50,14 @@ def pointwise_rule(*args: Any, **kwargs: Any) -> Rule | None:
 
 
 def _together(given: Any, *linear: Sequence[Any], outputs: int = 1, **flags: Any) -> Rule | None:
-    """Tensors that broadcast together; a group with a number but zero, which all ranks would add, is none."""
+    """Tensors that broadcast together; a group with a number but zero, which all ranks would add, is none.
+
+    With a number that is not finite the op is linear in nothing: where a part of a sum is zero it would make NaN of it.
+    """
     tensors = dict.fromkeys(args_in(given), "...")
-    groups = [g for g in linear if all(isinstance(v, Arg) or v == 0 for v in g)]
+    numbers = [v for v in given if isinstance(v, (float, complex))] if isinstance(given, tuple) else []
+    finite = all(v - v == 0 for v in numbers)
+    groups = [g for g in linear if finite and all(isinstance(v, Arg) or v == 0 for v in g)]
     return notation(tensors, *["..."] * outputs, linear=groups, **flags) if tensors else None
 
 
@@ -63,7 +68,7 @@ lines({
     "add sub subtract rsub": lambda x, other, *args, **kwargs: _together((x, other), [x, other]),
     "mul multiply": lambda x, other, **kwargs: _together((x, other), [x], [other]),
     "div divide true_divide": lambda x, other, *, rounding_mode=None, **kwargs: _together(
-        (x, other), [x] if rounding_mode is None else []
+        (x, other), [x] if rounding_mode is None and (isinstance(other, Arg) or other != 0) else []
     ),
     "ldexp": lambda x, other, **kwargs: _together((x, other), [x]),
     # With the condition alone the size of the result depends on values.

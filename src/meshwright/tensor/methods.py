@@ -55,7 +55,7 @@ def _operator(name: str, func: Any) -> Any:
         known, kind = None, other.__class__
         if kind is DistTensor:
             known = runtime.RT.fast.get((func, self._spec, other._spec))
-        elif numbers_are_types and kind in _NUMBERS and other:
+        elif numbers_are_types and kind in _NUMBERS and other and other - other == 0:  # finite, and not zero
             known = runtime.RT.fast.get((func, self._spec, kind))
         elif not isinstance(other, (Tensor, float, int, complex)):
             return func(self, other)
