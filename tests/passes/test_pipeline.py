@@ -168,6 +168,49 @@ def test_what_users_do_to_it() -> None:
     mw.simulate(run, mesh, check=True)
 
 
+class Between(stages.Net):
+    """A module of no stage, called between blocks beside one: what it takes and gives is at several stages."""
+
+    def __init__(self) -> None:
+        super().__init__(tie=True)
+        self.extra = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x)
+        for layer in self.layers:
+            h = layer(h) + self.extra(h)
+        return self.head(self.norm(h))
+
+
+def test_modules_of_no_stage() -> None:
+    """Gradients of every step, of weights too that a module of no stage and one of a later stage have."""
+    mesh, said = mw.Mesh({"pp": 2, "dp": 2}), {"layers.0": 0, "layers.[12]": 1, "head": 1}
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Between().double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    alone, update = made()
+    wanted = []
+    for batch in batches(8):
+        update.zero_grad()
+        stages.loss_of(alone, batch).backward()
+        update.step()
+        wanted.append({n: p.grad.clone() for n, p in alone.named_parameters() if p.grad is not None})
+
+    def run() -> None:
+        model, optimizer = made()
+        how: dict[str, Any] = {"stages": {"pp": said}, "batch": DP, "passes": ["pipeline:micro_batches=2"]}
+        step = mw.compile_step(model, stages.loss_of, optimizer, batches(8)[0], mesh=mesh, gradients=True, **how)
+        for batch, grads in zip(batches(8), wanted, strict=True):
+            step(batch)
+            for name, grad in grads.items():
+                assert (mw.unshard(model.get_parameter(name).grad) - grad).abs().max() < 1e-14, name
+
+    mw.simulate(run, mesh)
+
+
 class Statistics(stages.Net):
     def __init__(self) -> None:
         super().__init__()

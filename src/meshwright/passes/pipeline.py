@@ -24,7 +24,7 @@ from ..program.ir.subgraphs import copied, new_storage
 from .batch_weights import weight_of
 from .gradient_merge import UPDATE_WEIGHTS, GradientMerge, Merge
 from .pass_manager import Pass, PassRecord, register
-from .stage_sums import bytes_of, contributions, divided_behind, stages_of, taken_out
+from .stage_sums import bytes_of, contributions, divided_behind, in_order_of_stages, stages_of, taken_out
 
 aten = torch.ops.aten
 
@@ -143,6 +143,7 @@ class Pipeline(Pass):
         counts = weight is not None and weight.weighs
         program, stages, often = copied(program), stages_of(program), self.gather == "micro-batch"
         apart = contributions(program, whole_sums=not often)
+        in_order_of_stages(program)
         how = GradientMerge(self.micro_batches, avg=counts, whole_sums=not often)
         merge = Merge(program, how, seeded=True, contributions=apart)
         made = merge.run()

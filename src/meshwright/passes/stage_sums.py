@@ -8,7 +8,7 @@ runs when the stage has done its last backward, while others still compute.  The
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -76,6 +76,48 @@ def contributions(program: Program, whole_sums: bool) -> Contributions:
             _erase(one)
         made[unsent(node if info_of(node).grad_of else total, whole_sums)] = each
     return made
+
+
+def in_order_of_stages(program: Program) -> None:
+    """Let gradients of a value that several stages use be added up from the last stage to the first, as they come.
+
+    Autograd adds them up in the order of its own, in which one of an earlier stage may be wanted by a later one.
+
+    Args:
+        program: whose graph is changed.
+    """
+    stages = _stages(program)
+    for node in reversed(list(program.graph.nodes)):
+        info = info_of(node)
+        if node._erased or node.target is not aten.add.Tensor or info.role == "forward" or info.grad_of:
+            continue
+        terms = list(_terms(node))
+        of: dict[int, list[fx.Node]] = {}
+        for term in terms:
+            of.setdefault(stages.get(term, -1), []).append(term)
+        if len(of) == 1 or -1 in of or not _backwards(node, stages) or any(not _like(t, node) for t in terms):
+            continue
+        later, total = sorted(of, reverse=True), None
+        for stage in later:
+            total = _added(of[stage] if total is None else [total, *of[stage]], stage)
+            stages[total] = stage
+        assert total is not None
+        annotate(total, source=info.source)
+        read_instead(list(node.users), {node: total})
+        _erase(node)
+
+
+def _backwards(node: fx.Node, stages: Mapping[fx.Node, int]) -> bool:
+    """Whether a sum adds up what an earlier stage gives at a later one."""
+    if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    mine = [n for n in node.all_input_nodes if len(n.users) == 1]
+    return any(stages[n] < stages[node] for n in node.all_input_nodes) or any(_backwards(n, stages) for n in mine)
+
+
+def _like(one: fx.Node, other: fx.Node) -> bool:
+    a, b = checked_value(one), checked_value(other)
+    return a.shape == b.shape and a.dtype == b.dtype
 
 
 def _erase(node: fx.Node) -> None:
@@ -351,6 +393,7 @@ def _without(flush: Program, made: StageSums, here: Sequence[int]) -> Program:
         annotate(place, role="input", value=checked_value(end))
         given[place] = Input(name, "reduced" if made.nodes[end] in here else "accumulator", owner=name)
         end.replace_all_uses_with(place)
+    _copied(graph, {n for n, i in given.items() if i.kind == "accumulator"})
     for node in list(graph.nodes):
         if node.target is aten._foreach_mul_.Scalar and node.args[0] == made.read and made.unit != 1:
             graph.erase_node(node)
@@ -362,6 +405,17 @@ def _without(flush: Program, made: StageSums, here: Sequence[int]) -> Program:
         if not place.users:
             graph.erase_node(place)
     return replace(flush, inputs=tuple(given[n] for n in flush.placeholders))
+
+
+def _copied(graph: fx.Graph, sums: Collection[fx.Node]) -> None:
+    """Let copies of sums leave an update that returns them: sums are the next step's, a gradient is the caller's."""
+    (output,) = graph.find_nodes(op="output")
+    storage, made = new_storage(graph), dict[fx.Node, fx.Node]()
+    for node in [n for n in output.args[0] if n in sums]:
+        info = NodeInfo("backward", source="sums of stages", value=checked_value(node).fresh(storage + len(made)))
+        with graph.inserting_before(output):
+            made[node] = call(graph, aten.clone.default, (node,), info)
+    output.args = (tuple(made.get(n, n) for n in output.args[0]),)
 
 
 __all__ = ["StageSums", "bytes_of", "contributions", "divided_behind", "stages_of", "taken_out"]

@@ -89,7 +89,7 @@ class _Followed:
     def __init__(self, captured: Captured, modules: _Modules | None, stages: int) -> None:
         self.captured, self.modules = captured, modules
         self.calls = [n for n in captured.graph.nodes if n.op == "call_function"]
-        named = {s.node: s.name for s in captured.sources if s.kind == "param"}
+        self.named = named = {s.node: s.name for s in captured.sources if s.kind == "param"}
         placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
         batch = {s.node for s in captured.sources if s.kind not in ("param", "buffer", "constant")}
         fed = {n for n in placeholders if n.name in batch}
@@ -112,10 +112,18 @@ class _Followed:
             if first in names:
                 names[first].append(other)
         self.params: dict[str, int] = {}
-        for node in params:  # of one that several modules have, the first
-            said = [s for n in names[named[node.name]] if modules and (s := modules.stage(n)) is not None]
-            users = [self.at[u] for u in node.users if u in self.at]
-            self.params[named[node.name]] = self.at[node] = min(said or users or self._taken(node), default=0)
+        places: dict[str, list[fx.Node]] = {}
+        for node in placeholders:
+            if node in params:
+                places.setdefault(named[node.name], []).append(node)
+        for name, nodes in places.items():  # of one that several modules have, the first
+            said = [s for n in names[name] if modules and (s := modules.stage(n)) is not None]
+            users = [u for node in nodes for u in node.users if u in self.at]
+            if len(names[name]) > 1:  # modules of which nothing is said have it, too
+                said += [self.at[u] for u in users if said and self._said(u) is None]
+            at = said or [self.at[u] for u in users] or [s for node in nodes for s in self._taken(node)]
+            self.params[name] = min(at, default=0)
+            self.at.update(dict.fromkeys(nodes, self.params[name]))
 
     def _stage(self, node: fx.Node) -> int:
         here = self._said(node)
@@ -155,11 +163,24 @@ class _Followed:
                 late = next(n for n in node.all_input_nodes if self.at.get(n, 0) == before)
                 raise CaptureError(
                     f"{line_of(node)}: {_path(node)} is at stage {here} of {axis!r} and takes a value of "
-                    f"{_path(late)}, which is at stage {before}: values go from earlier stages to later ones; put it "
-                    f"at stage {before}"
+                    f"{self._cause(late)}: values go from earlier stages to later ones; put {_path(node)} at stage "
+                    f"{before}, or what it takes at stage {here}"
                 )
             self.at[node] = here
         return {n.name: self.at[n] for n in self.calls}
+
+    def _cause(self, node: fx.Node) -> str:
+        """What gives a value, its stage, and why it is there where nothing is said of what gives it."""
+        stage, at = self.at[node], node
+        while at.op == "call_function" and self._said(at) is None:
+            before = next((n for n in at.all_input_nodes if self.at.get(n) == stage), None)
+            if before is None:
+                break
+            at = before
+        path, why = _path(node) or line_of(node), ""
+        if at is not node:
+            why = f", as it is made of {self.named.get(at.name) or _path(at) or line_of(at)}"
+        return f"{path}, which is at stage {stage}{why}"
 
 
 class _Modules:

@@ -118,7 +118,7 @@ class _Cut:
         views = self._views()
         for node in reversed(self.nodes):
             sends = node.target in COLLECTIVES and bool(info_of(node).gather) and not gathers
-            if sends or node in views or node.target is aten.expand.default:
+            if sends or node in views or node.target is aten.expand.default or self._seen_against(node):
                 self._made_where_used(node)
         self.stored = self._stored(gathers)
         self.nodes = [n for n in program.graph.nodes if n.op == "call_function" and n not in self.stored]
@@ -242,6 +242,14 @@ class _Cut:
             for user in list(node.users):
                 if user is not made and self.at[user] == stage:
                     user.replace_input_with(node, made)
+
+    def _seen_against(self, node: fx.Node) -> bool:
+        """Whether a node looks at a value in the way of a stage that runs later: others, which run before, look too."""
+        at = self.at[node]
+        if at is None or node.target not in VIEWS or len(node.all_input_nodes) != 1:
+            return False
+        users = [s for u in node.users if (s := self.at.get(u)) is not None]
+        return any(s < at if self.forward[node] else s > at for s in users)
 
     def _place(self, node: fx.Node) -> None:
         """The stage of a node, and whether it is part of the forward."""
