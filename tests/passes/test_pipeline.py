@@ -211,6 +211,26 @@ def test_modules_of_no_stage() -> None:
     mw.simulate(run, mesh)
 
 
+def test_sums_that_all_come_from_other_stages() -> None:
+    """Under autocast in the loss function: a stage that adds up nothing of its own."""
+    mesh = mw.Mesh({"pp": 2})
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return stages.loss_of(model, batch)
+
+    def run(*passes: str) -> float:
+        model = stages.net().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mw.compile_step(
+            model, loss_of, optimizer, ignoring(0, 8), mesh=mesh, stages=stages.STAGES, passes=passes
+        )
+        return [step(ignoring(0, 8)).item() for _ in range(2)][-1]
+
+    whole_batch, cut = (mw.simulate(lambda p=p: run(*p), mesh)[0] for p in ((), ("pipeline:micro_batches=2",)))
+    assert cut == pytest.approx(whole_batch, abs=1e-2)
+
+
 class Statistics(stages.Net):
     def __init__(self) -> None:
         super().__init__()

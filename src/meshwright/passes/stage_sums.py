@@ -367,7 +367,7 @@ def _part(flush: Program, made: StageSums, stage: int, sent: Mapping[fx.Node, Me
         own += [places[place]] if at == stage else []
     if not places:
         return None
-    if made.unit != 1:
+    if own and made.unit != 1:  # all may come from other stages
         call(graph, aten._foreach_mul_.Scalar, (own, made.unit), UPDATE_WEIGHTS)
     storage = new_storage(flush.graph)
     for place, message in sent.items():
@@ -378,7 +378,8 @@ def _part(flush: Program, made: StageSums, stage: int, sent: Mapping[fx.Node, Me
     for node in nodes:
         places[node] = graph.node_copy(node, places.__getitem__)
     outputs += [(Output(name, "reduced"), places[n]) for n, name in made.ends.items() if made.nodes[n] == stage]
-    call(graph, aten._foreach_zero_.default, (own,), UPDATE)
+    if own:
+        call(graph, aten._foreach_zero_.default, (own,), UPDATE)
     graph.output(tuple(n for _, n in outputs))
     return replace(flush, graph=graph, inputs=tuple(inputs), outputs=tuple(o for o, _ in outputs))
 
