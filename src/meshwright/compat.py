@@ -49,6 +49,10 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "AllToAllOptions": ("torch._C._distributed_c10d.AllToAllOptions", "collectives"),
     "amp_foreach_non_finite_check_and_unscale_": ("torch._amp_foreach_non_finite_check_and_unscale_", "GradScaler"),
     "AutoDispatchBelowAutograd": ("torch._C._AutoDispatchBelowAutograd", "programs whose backward is written out"),
+    "autocast_pass": (
+        "torch._export.passes.replace_autocast_with_hop_pass",
+        "regions of torch.autocast in captured programs",
+    ),
     "autograd_profiler": ("torch.autograd.profiler", "whether somebody profiles"),
     "BarrierOptions": ("torch._C._distributed_c10d.BarrierOptions", "collectives"),
     "BroadcastOptions": ("torch._C._distributed_c10d.BroadcastOptions", "collectives"),
@@ -73,6 +77,8 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "EnableTorchFunction": ("torch._C._EnableTorchFunction", "calls of users' code from inside of an op"),
     "ensure_device_guard": ("torch._C._ensureCUDADeviceGuardSet", "a torch for GPUs on a machine without one"),
     "engine_run_backward": ("torch.autograd.graph._engine_run_backward", "backward of distributed tensors"),
+    "enter_autocast": ("torch.amp.autocast_mode._enter_autocast", "regions of torch.autocast in captured programs"),
+    "exit_autocast": ("torch.amp.autocast_mode._exit_autocast", "regions of torch.autocast in captured programs"),
     "execution_engine": ("torch.autograd.Variable._execution_engine", "what is done when a backward ends"),
     "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", "captured programs"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", "captured programs"),
@@ -112,6 +118,11 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "python_dispatch": ("torch.utils._python_dispatch", "whether a dispatch mode is on"),
     "pytree": ("torch.utils._pytree", "batches and results in containers"),
     "ReduceScatterOptions": ("torch._C._distributed_c10d.ReduceScatterOptions", "collectives"),
+    "set_grad_enabled": ("torch._C._set_grad_enabled", "regions of torch.no_grad in captured programs"),
+    "set_grad_pass": (
+        "torch._export.passes.replace_set_grad_with_hop_pass",
+        "regions of torch.no_grad in captured programs",
+    ),
     "storage_use_count": ("torch._C._storage_Use_Count", "whether anyone else holds a storage"),
     "swap_tensor_impl": ("torch._C._swap_tensor_impl", "parameters as fakes while a step is captured"),
     "top_saved_tensors_default_hooks": (

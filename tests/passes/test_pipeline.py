@@ -211,8 +211,8 @@ def test_modules_of_no_stage() -> None:
     mw.simulate(run, mesh)
 
 
-def test_sums_that_all_come_from_other_stages() -> None:
-    """Under autocast in the loss function: a stage that adds up nothing of its own."""
+def test_autocast_in_the_loss_function() -> None:
+    """Which the modules are still seen in."""
     mesh = mw.Mesh({"pp": 2})
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -225,6 +225,7 @@ def test_sums_that_all_come_from_other_stages() -> None:
         step = mw.compile_step(
             model, loss_of, optimizer, ignoring(0, 8), mesh=mesh, stages=stages.STAGES, passes=passes
         )
+        assert {p.placements[0] for p in model.parameters()} >= {mw.At(0), mw.At(1)}
         return [step(ignoring(0, 8)).item() for _ in range(2)][-1]
 
     whole_batch, cut = (mw.simulate(lambda p=p: run(*p), mesh)[0] for p in ((), ("pipeline:micro_batches=2",)))

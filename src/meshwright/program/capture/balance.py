@@ -31,17 +31,13 @@ def works(captured: Captured) -> dict[fx.Node, float]:
     """What each op of a captured step takes with its backward, in bytes that could be moved meanwhile."""
     known: dict[Any, float] = {}
     return {
-        node: _BACK[bool(region_of(node))] * _forward(captured.module, node, known)
+        node: _BACK[bool(region_of(node))] * _forward(node, known)
         for node in captured.graph.nodes
         if node.op == "call_function"
     }
 
 
-def _forward(module: fx.GraphModule, node: fx.Node, known: dict[Any, float]) -> float:
-    inner = [getattr(module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-    graphs = [g for g in inner if isinstance(g, fx.GraphModule)]
-    if graphs:  # a block that stands for a graph
-        return sum(_forward(g, n, known) for g in graphs for n in g.graph.nodes if n.op == "call_function")
+def _forward(node: fx.Node, known: dict[Any, float]) -> float:
     if not isinstance(node.target, compat.OpOverload):
         return 0.0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _meta)

@@ -24,6 +24,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.proxy import TracerBase
 from torch.fx.traceback import annotate, preserve_node_meta
 
+from ... import compat
 from ...compat import FakeTensor, FakeTensorMode, pytree
 from ...dispatch import disabled
 from ...errors import CaptureError
@@ -36,6 +37,7 @@ from ..ir.strides import Strides, dense
 from .autograd_functions import Kept, functions_as_ops
 from .checkpoint_calls import Regions
 from .constant_documents import forget_single_documents
+from .fakes import replaced
 from .free_variables import Assigned, Place, attribute, buffers_written, forget_attributes, noting_attributes, places
 from .out_arguments import copy_into_out
 from .refusals import (
@@ -86,7 +88,7 @@ class Captured:
     """A step of one device: what the model and the loss do with global tensors.
 
     Attributes:
-        module: the graph, and the graphs of the blocks inside it (``torch.no_grad`` makes one).
+        module: the graph.
         sources: its inputs, in order.
         outputs: the nodes that the loss function returned, flat: first the loss.
         out_tree: structure of what it returned; None if that was the loss alone.
@@ -173,12 +175,11 @@ def capture(
     leaves, names = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)], leaf_names(batch)
     given = [fake_of(t, mode, device) for t in leaves]
     exported, regions = export(step, model, fakes, given)
-    graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
-    for graph in reversed(graphs):  # blocks first: the node that stands for one has no line
-        _check_nodes(model, graph)
-        _check_mapped(graph)
-        copy_into_out(graph)
-        forget_single_documents(graph)
+    graph = exported.graph_module.graph
+    _check_nodes(model, graph)
+    _check_mapped(graph)
+    copy_into_out(graph)
+    forget_single_documents(graph)
     sources: list[Source] = []
     own = {
         _pointer(t): n for n, t in (*step.named_buffers(), *step.named_parameters()) if not isinstance(t, DistTensor)
@@ -224,8 +225,26 @@ def export(
     with (
         _swapped(step, fakes), naming_the_line(model, step.loss_fn), _quiet(), _noting_users_frames(),
         gradients_marked(), preserve_node_meta(), Regions(partial(_annotated, regions)).noted(), Kept(),
+        _regions_flat(),
     ):  # fmt: skip
         return torch.export.export(step, tuple(given), strict=False, dynamic_shapes=dynamic), regions
+
+
+@contextmanager
+def _regions_flat() -> Iterator[None]:
+    """Inside, what enters and leaves ``torch.autocast`` and ``torch.no_grad`` stays a call among the others.
+
+    torch.export would make a node of each region, with a graph of its own, and forget a ``no_grad`` inside an autocast.
+    """
+
+    def as_it_is(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]:
+        return module, signature
+
+    with (
+        replaced(compat.autocast_pass, replace_autocast_with_hop_pass=as_it_is),
+        replaced(compat.set_grad_pass, replace_set_grad_with_hop_pass=as_it_is),
+    ):
+        yield
 
 
 def _places(loss_fn: LossFn | None, model: nn.Module, sources: Sequence[Source]) -> tuple[Place, ...]:
@@ -247,10 +266,10 @@ def _constant(exported: Any, step: StepModule, node: fx.Node, name: str) -> Tens
     if value is None:
         value = {**exported.state_dict, **exported.constants}[name]
     if isinstance(value, torch.Generator):
-        user = used_by(exported.graph_module, node)
+        user = used_by(node)
         raise CaptureError(f"{'' if user is None else line_of(user)}: {GENERATOR}")
     if isinstance(value, FakeTensor):
-        user = used_by(exported.graph_module, node)
+        user = used_by(node)
         line = "" if user is None else line_of(user)
         raise CaptureError(
             f"{line + ': ' if line else ''}the model uses .data of a tensor, or makes a constant from values "

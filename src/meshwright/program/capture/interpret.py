@@ -62,9 +62,18 @@ class Interpreter:
     def __init__(self, recorder: Recorder, constraints: dict[str, Any], regions: dict[str, Path]) -> None:
         self.recorder, self.constraints, self.regions = recorder, constraints, regions
         self.calls = GlobalCalls()
+        self.autocasts: list[torch.autocast] = []  # that are entered
 
-    def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any], *, top: bool = True) -> Any:
+    def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any]) -> Any:
         """Run a graph; ``read`` gives the value of a placeholder when it is first needed."""
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            try:
+                return self._run(module, read)
+            finally:
+                while self.autocasts:
+                    self.autocasts.pop().__exit__(None, None, None)
+
+    def _run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any]) -> Any:
         env: dict[fx.Node, Any] = {}
 
         def value(node: fx.Node) -> Any:
@@ -79,10 +88,7 @@ class Interpreter:
             if node.op in ("placeholder", "get_attr"):
                 continue
             regions = self.regions.get(region_of(node), ())
-            if top:
-                self.recorder.begin(node.name, line_of(node), regions)
-            elif regions != self.recorder.regions or not self.recorder.line:
-                self.recorder.begin(self.recorder.source, self.recorder.line or line_of(node), regions)
+            self.recorder.begin(node.name, line_of(node), regions)
             args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
             try:
                 env[node] = self._node(node, args, kwargs)
@@ -92,7 +98,7 @@ class Interpreter:
                     error._located = True  # type: ignore[attr-defined]
                     error.args = (f"{where}: {error}", *error.args[1:])
                 raise
-            if top and isinstance(env[node], Tensor) and env[node].requires_grad:
+            if isinstance(env[node], Tensor) and env[node].requires_grad:
                 self._name_gradient(node.name, env[node])
             for n in node.all_input_nodes:
                 if last[n] is node:  # what nobody needs any more must not keep memory or graphs alive
@@ -118,7 +124,13 @@ class Interpreter:
         if func in _ASSERTIONS:  # torch.export's own, about what capture has fixed
             return None
         if isinstance(func, compat.HigherOrderOperator):
-            made = self._block(func, args)
+            raise CaptureError(f"{func} inside a model cannot be captured: train it eagerly, or write it without")
+        if func is compat.enter_autocast:
+            device, dtype, enabled, cache = args
+            self.autocasts.append(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            return self.autocasts[-1].__enter__()
+        if func is compat.exit_autocast:
+            return self.autocasts.pop().__exit__(None, None, None)
         elif func is GRAD.default:
             made = self._differentiated(*args)
         elif func is CONSTRAIN.default:
@@ -159,23 +171,6 @@ class Interpreter:
             spec = x.__dict__["_spec"].grad()
             found.append(wrap(torch.zeros_like(x) if g is None else g.view_as(g), spec))
         return found
-
-    def _block(self, func: Any, args: Any) -> Any:
-        """A block of the model inside a context: ``torch.no_grad()``, ``torch.autocast``."""
-        name = func._name if hasattr(func, "_name") else str(func)
-        if name == "wrap_with_set_grad_enabled":
-            enabled, body, *rest = args
-            with torch.set_grad_enabled(enabled):
-                return self._inner(body, rest)
-        if name == "wrap_with_autocast":
-            device, dtype, enabled, cache, body, *rest = args
-            with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
-                return self._inner(body, rest)
-        raise CaptureError(f"{name} inside a model cannot be captured: train it eagerly, or write it without")
-
-    def _inner(self, body: fx.GraphModule, given: Sequence[Any]) -> Any:
-        values = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], given, strict=True))
-        return self.run(body, values.__getitem__, top=False)
 
     def _brought(self, x: Any, placements: Any) -> Any:
         if not isinstance(x, Tensor):

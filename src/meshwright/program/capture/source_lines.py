@@ -21,7 +21,6 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from ... import compat
 from ...compat import pytree
 from ...errors import CaptureError, MeshwrightError
 from ...ranks.runtime import is_users
@@ -72,19 +71,9 @@ def line_of(node: fx.Node) -> str:
     return str((users or frames)[-1]) if frames else ""
 
 
-def used_by(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The first use of a value of which torch says the line, in the blocks of a graph too."""
-    for user in node.users:
-        bodies = [a for a in user.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-        found: fx.Node | None = user if line_of(user) else None
-        if isinstance(user.target, compat.HigherOrderOperator) and bodies:
-            body = getattr(module, str(bodies[0].target))
-            given = user.args[user.args.index(bodies[0]) + 1 :]
-            inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-            found = used_by(body, inputs[given.index(node)])
-        if found is not None:
-            return found
-    return None
+def used_by(node: fx.Node) -> fx.Node | None:
+    """The first use of a value of which torch says the line."""
+    return next((user for user in node.users if line_of(user)), None)
 
 
 # ---------------------------------------------------------------------------------------------- known code
