@@ -57,6 +57,7 @@ def in_parts(program: Program, own: tuple[int, ...]) -> Exact:
     return left, gathered, sums
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("how", "axes", "options"), HOW, ids=str)
 def test_what_ranks_hold(how: str, axes: dict[str, int], options: dict[str, Any]) -> None:
     """Each rank says the same of all: what they store, and what their parts hand on for each micro-batch under way."""

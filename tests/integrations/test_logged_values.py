@@ -109,6 +109,7 @@ def read_by_one(what: str) -> Any:
     return made
 
 
+@pytest.mark.thin(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["loss", "format", "whole", "numpy", "norm"])
 def test_what_one_rank_reads_alone_is_an_error(what: str) -> None:

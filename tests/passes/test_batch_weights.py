@@ -114,6 +114,7 @@ def updates_of(sizes: Sequence[int], leftover: int = 1) -> list[list[tuple[Tenso
     return [*parts[:2], parts[2][:leftover]]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_step_of_one_device_on_the_whole_batch(loss: str) -> None:
     mesh, updates = mw.Mesh({"dp": 2}), updates_of((4, 4, 4))
@@ -316,6 +317,7 @@ MEANS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("loss", MEANS)
 @pytest.mark.parametrize("axes", [{"dp": 3}, {"dp": 7}, {"dp": 2, "tp": 2}], ids=str)
 def test_means_of_pytorchs_own_over_unequal_parts(axes: dict[str, int], loss: str) -> None:

@@ -507,6 +507,7 @@ class Head(nn.Module):
         return F.linear(x @ self.pre, self.weight, self.bias).square().sum()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 4])

@@ -97,6 +97,7 @@ def _step(loss: Loss, mesh: mw.Mesh | None) -> tuple[Tensor, Tensor]:
     return mw.unshard(made).detach(), mw.unshard(model.layers[0].weight).detach()  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_loss_and_update_of_one_device(name: str) -> None:
     mesh, want = mw.Mesh({"pp": 2}), _step(RIGHT[name], None)
@@ -128,6 +129,7 @@ class Headed(Net):
         return super().forward(x) @ self.head
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "v"])
 @pytest.mark.parametrize("name", PENALTIES)
 def test_a_penalty_on_weights(name: str, schedule: str) -> None:

@@ -320,6 +320,7 @@ def test_several_factors_stay_behind_a_sum_as_one() -> None:
         assert found["rescaled"] == {0.5: 6}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("steps", "starts", "sums"),
     [

@@ -30,6 +30,7 @@ CASES: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("axes", "micro_batches", "rows", "options"), CASES, ids=str)
 def test_bits(axes: dict[str, int], micro_batches: int, rows: int, options: dict[str, Any]) -> None:
     """One device's numbers; the cut step has the bits of the uncut one."""
@@ -98,6 +99,7 @@ def test_rounded_and_drawn(options: dict[str, Any], schedules: tuple[str, ...]) 
     assert found[0][0][0] != found[0][0][1]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("ranks", "blocks", "schedule"), [(2, 5, "looped"), (3, 6, "v"), (2, 6, "looped,chunks=3")])
 def test_several_stages_of_a_rank(ranks: int, blocks: int, schedule: str) -> None:
     """Round and round, there and back, with a tied weight, which V has on one rank; one device's numbers and GPipe's
@@ -170,6 +172,7 @@ def real(axes: dict[str, int], schedule: str, options: dict[str, Any]) -> Any:
     return steps(mw.init_mesh(axes), [ignoring(i, 7) for i in range(2)], how, **options)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.processes
 @pytest.mark.parametrize(("axes", "schedule", "options"), REAL, ids=str)
 def test_real_processes(axes: dict[str, int], schedule: str, options: dict[str, Any]) -> None:

@@ -74,6 +74,7 @@ def hooked(model: Any, optimizer: Any) -> None:
     model.up.register_forward_hook(lambda module, args, out: out * 2)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("changes", "programs"),
     [

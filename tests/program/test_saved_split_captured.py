@@ -145,6 +145,7 @@ def test_the_same_bits(way: str, options: dict[str, Any]) -> None:
     mw.simulate(both, BOTH)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_uneven(dim: int) -> None:
     """Parts that differ, and empty ones."""

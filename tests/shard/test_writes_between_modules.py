@@ -200,6 +200,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("how", KEPT)
 @pytest.mark.filterwarnings("ignore:.*has no rule for these arguments")
 def test_what_is_written_between_modules_is_what_they_see(how: str) -> None:

@@ -113,6 +113,7 @@ def test_as_often_as_on_one_device(name: str) -> None:
         torch.testing.assert_close(g, w, **(EQUAL if exact else NEAR))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("inner", [True, False])
 @pytest.mark.parametrize("name", [n for n in HOW if n != "zero-3, kept"])
 def test_captured(name: str, inner: bool) -> None:

@@ -275,6 +275,7 @@ def test_a_number_between_index_tensors_is_no_gap(index: Any) -> None:
 WAYS = ("read", "write", "change")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 4}], ids=str)
 @pytest.mark.parametrize("op", ["masked_fill_", "masked_fill_ of a view", "clamp_"])
 def test_gradients_of_a_write_that_is_made_elsewhere_and_brought_back(sizes: dict[str, int], op: str) -> None:

@@ -54,6 +54,7 @@ def verified(mesh: mw.Mesh = MESH, layouts: Any = LAYOUTS, **said: Any) -> Verif
     return mw.verify(model, said.pop("loss_fn", loss_fn), batch, mesh, layouts, **{"batch": SPLIT, "steps": 1, **said})
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
