@@ -131,7 +131,8 @@ class Interpreter:
             return self.autocasts[-1].__enter__()
         if func is compat.exit_autocast:
             return self.autocasts.pop().__exit__(None, None, None)
-        elif func is GRAD.default:
+        made: Any
+        if func is GRAD.default:
             made = self._differentiated(*args)
         elif func is CONSTRAIN.default:
             made = self._brought(args[0], read_placements(args[1]))
