@@ -205,3 +205,16 @@ def test_bad_input(options: Any, error: type[MeshwrightError], message: str) -> 
             mw.compile_step(kind(), loss_of, None, data(0), mesh=mesh, **given)
 
     mw.simulate(run, mesh)
+
+
+def test_a_stage_without_work_is_told() -> None:
+    def run() -> None:
+        model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mw.compile_step(
+            model, lambda m, x: m(x).square().sum(), optimizer, torch.ones(2, 4), mesh=mw.Mesh({"pp": 2}),
+            stages={"pp": {"0": 0, "1": 1}},
+        )  # fmt: skip
+
+    with pytest.warns(UserWarning, match=r"stage 0 of 'pp' has 0.0% of the work .*, or say stages=\{'pp': \"auto\"\}"):
+        mw.simulate(run, mw.Mesh({"pp": 2}))

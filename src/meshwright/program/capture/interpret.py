@@ -6,6 +6,7 @@ call does (``tensor.global_calls``).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,19 +67,21 @@ class Interpreter:
 
     def run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any]) -> Any:
         """Run a graph; ``read`` gives the value of a placeholder when it is first needed."""
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
+        outside = torch.is_grad_enabled()
+        with torch.set_grad_enabled(outside):
             try:
-                return self._run(module, read)
+                return self._run(module, read, outside)
             finally:
                 while self.autocasts:
                     self.autocasts.pop().__exit__(None, None, None)
 
-    def _run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any]) -> Any:
+    def _run(self, module: fx.GraphModule, read: Callable[[fx.Node], Any], outside: bool) -> Any:
         env: dict[fx.Node, Any] = {}
 
         def value(node: fx.Node) -> Any:
             if node not in env:
-                env[node] = read(node) if node.op == "placeholder" else getattr(module, str(node.target))
+                with self._outside(outside):
+                    env[node] = read(node) if node.op == "placeholder" else getattr(module, str(node.target))
             return env[node]
 
         last = {n: user for user in module.graph.nodes for n in user.all_input_nodes}
@@ -98,12 +101,20 @@ class Interpreter:
                     error._located = True  # type: ignore[attr-defined]
                     error.args = (f"{where}: {error}", *error.args[1:])
                 raise
-            if isinstance(env[node], Tensor) and env[node].requires_grad:
+            if torch.is_grad_enabled() and isinstance(env[node], Tensor) and env[node].requires_grad:
                 self._name_gradient(node.name, env[node])
             for n in node.all_input_nodes:
                 if last[n] is node:  # what nobody needs any more must not keep memory or graphs alive
                     env.pop(n, None)
         raise AssertionError("a graph without an output")
+
+    def _outside(self, grad: bool) -> contextlib.ExitStack:
+        """Outside of all regions: what is the first use of a parameter brings it for the others, too."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for region in self.autocasts:
+            stack.enter_context(torch.autocast(region.device, enabled=False))
+        return stack
 
     def _name_gradient(self, name: str, made: Tensor) -> None:
         """Have the gradient of a captured value say whose it is, and how it lies."""

@@ -7,6 +7,7 @@ an embedding in front of the first block is at the first stage, a head behind th
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import torch.nn as nn
 
 from ...errors import CaptureError, LayoutError, near
 from ...mesh import Mesh
+from ...ranks.runtime import users_level
 from .balance import balanced, described, works
 from .export import Captured
 from .source_lines import line_of
@@ -23,6 +25,7 @@ from .source_lines import line_of
 Given = Mapping[str, str | Mapping[str, int]]
 Homes = Callable[[int], tuple[int, ...]]
 AUTO = "auto"
+_IDLE = 0.001  # of the work, below which a stage is told to have none
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,13 @@ def stages_of(
     followed = _Followed(captured, None if said == AUTO else _Modules(model, len(at), said), len(at))
     nodes = followed.nodes(axis)
     modules, shares = followed.told(len(at))
+    if min(shares) < _IDLE:
+        stage = shares.index(min(shares))
+        warnings.warn(
+            f"stages: stage {stage} of {axis!r} has {shares[stage]:.1%} of the work ({modules[stage]}), and its ranks "
+            f'wait for the others: share modules out otherwise, or say stages={{{axis!r}: "auto"}}',
+            stacklevel=users_level(),
+        )
     return Stages(index, at, nodes, followed.params, modules, shares)
 
 
