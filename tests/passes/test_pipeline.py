@@ -50,7 +50,8 @@ CASES: list[tuple[dict[str, int], int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("axes", "micro_batches", "rows", "options"), CASES, ids=str)
 def test_bits(axes: dict[str, int], micro_batches: int, rows: int, options: dict[str, Any]) -> None:
     """One device's numbers; the cut step has the bits of the uncut one, whatever the schedule."""
-    losses, wanted = one_device(batches(rows), options.get("clip", 0.3), options.get("tie", False))
+    its = {k: v for k, v in options.items() if k in ("clip", "tie", "blocks")}
+    losses, wanted = one_device(batches(rows), **its)
     bits: Any = None
     for schedule in ("uncut", *(("gpipe", "1f1b") if len(axes) == 1 else ()), "zero-bubble"):
         how = f"micro_batches={micro_batches},schedule={schedule}"
