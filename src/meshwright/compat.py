@@ -118,7 +118,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "python_dispatch": ("torch.utils._python_dispatch", "whether a dispatch mode is on"),
     "pytree": ("torch.utils._pytree", "batches and results in containers"),
     "ReduceScatterOptions": ("torch._C._distributed_c10d.ReduceScatterOptions", "collectives"),
-    "set_grad_enabled": ("torch._C._set_grad_enabled", "regions of torch.no_grad in captured programs"),
     "set_grad_pass": (
         "torch._export.passes.replace_set_grad_with_hop_pass",
         "regions of torch.no_grad in captured programs",

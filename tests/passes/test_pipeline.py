@@ -233,6 +233,42 @@ def test_autocast_in_the_loss_function() -> None:
     assert cut == pytest.approx(whole_batch, abs=1e-2)
 
 
+class Lent(torch.nn.Module):
+    """A weight that only a later stage uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (torch.nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(self.b(x), self.a.weight).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:stages. stage 0")
+def test_sums_that_all_come_from_other_stages() -> None:
+    mesh, x = mw.Mesh({"pp": 2}), torch.arange(16.0, dtype=torch.float64).view(4, 4) / 9
+
+    def run(*passes: str) -> Any:
+        model = Lent()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mw.compile_step(
+            model, lambda m, b: m(b), optimizer, x, mesh=mesh, stages={"pp": {"a": 0, "b": 1}}, passes=passes
+        )
+        return [step(x).item() for _ in range(3)], model.a.weight.placements
+
+    one = Lent()
+    optimizer, losses = torch.optim.SGD(one.parameters(), lr=0.1), []
+    for _ in range(3):
+        losses.append(one(x))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    for found, home in mw.simulate(lambda: run("pipeline:micro_batches=2"), mesh):
+        assert home == (mw.At(0),)
+        assert found == pytest.approx([loss.item() for loss in losses], rel=1e-12)
+
+
 class Statistics(stages.Net):
     def __init__(self) -> None:
         super().__init__()

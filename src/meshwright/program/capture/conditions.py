@@ -107,17 +107,12 @@ def conditions(
 
 
 def _calls(module: fx.GraphModule) -> tuple[tuple[Any, ...], ...]:
-    """The ops of a graph and of the graphs in it, each with its numbers and words."""
+    """The ops of a graph, each with its numbers and words."""
     found = []
-    for graph in [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]:
-        for node in graph.nodes:
-            if (
-                node.op != "call_function"
-                or isinstance(node.meta.get("val"), _SYMBOLIC)
-                or "_assert" in str(node.target)
-            ):
-                continue
-            found.append((str(node.target), *map(_number, pytree.tree_leaves((node.args, node.kwargs)))))
+    for node in module.graph.nodes:
+        if node.op != "call_function" or isinstance(node.meta.get("val"), _SYMBOLIC) or "_assert" in str(node.target):
+            continue
+        found.append((str(node.target), *map(_number, pytree.tree_leaves((node.args, node.kwargs)))))
     return tuple(found)
 
 

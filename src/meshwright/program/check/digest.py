@@ -27,9 +27,7 @@ def digest_of(program: Program, module: fx.GraphModule, options: Sequence[Mappin
     given: tuple[Input | Output, ...] = (*program.inputs, *program.outputs)
     laid = [f"{x.kind} {x.name} {x.spec!r}" for x in given]
     facts = [f.text for f in (*program_facts(program), *numbers(options))]
-    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    ops = [line for graph in graphs for line in _ops(graph)]
-    text = "\n".join([repr(program.mesh), program.update, *laid, *facts, *ops])
+    text = "\n".join([repr(program.mesh), program.update, *laid, *facts, *_ops(module.graph)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -76,11 +76,10 @@ def numbers(options: Sequence[Mapping[str, Any]], module: fx.GraphModule | None 
 
     Args:
         options: of each parameter group.
-        module: with graphs of global ops; a rank's own have the sizes of its parts.
+        module: with the graph of global ops; a rank's own have the sizes of its parts.
     """
     found = [Fact(f"an update with {_plain(list(o.items()))}") for o in options]
-    graphs = [] if module is None else [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    nodes = [n for graph in graphs for n in graph.nodes if n.op == "call_function"]
+    nodes = [] if module is None else [n for n in module.graph.nodes if n.op == "call_function"]
     return found + [Fact(f"{target_name(n.target)}{_plain((*n.args, *n.kwargs.items()))}") for n in nodes]
 
 
