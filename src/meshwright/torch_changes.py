@@ -119,6 +119,8 @@ def find(target: str) -> tuple[Any, str]:
         if not hasattr(found, part):
             importlib.import_module(".".join(parts[:i]))
         found = getattr(found, part)
+        if not isinstance(found, type):  # a package may have a function of the name of a module
+            found = sys.modules.get(".".join(parts[:i]), found)
     return found, name
 
 

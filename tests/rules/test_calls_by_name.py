@@ -24,10 +24,10 @@ NEEDED = inspect.Parameter.empty
 BOOK = {**RULES, **COMPOSITES}
 # Conversions and the like whose names are no ATen ops' (methods of Python, and functions of this project).
 NO_SCHEMA = {
-    "H", "T", "bfloat16", "blend_running", "bool", "byte", "carrier", "cdouble", "cfloat", "char",
-    "checked_documents", "class_loss", "class_sums", "cpu", "cuda", "document_attention", "document_mask", "double",
-    "expert_outputs", "extremum", "first_index", "float", "gated_delta_rows", "getitem", "half", "head_sums", "int",
-    "laid_as", "long", "new_tensor", "partial_prod", "setitem", "short", "target_weights", "type", "whole_prod",
+    "H", "T", "associative_scan_rows", "bfloat16", "blend_running", "bool", "byte", "carrier", "cdouble", "cfloat",
+    "char", "checked_documents", "class_loss", "class_sums", "cpu", "cuda", "document_attention", "document_mask",
+    "double", "expert_outputs", "extremum", "first_index", "float", "gated_delta_rows", "getitem", "half", "head_sums",
+    "int", "laid_as", "long", "new_tensor", "partial_prod", "setitem", "short", "target_weights", "type", "whole_prod",
 }  # fmt: skip
 # The rule is for fewer arguments than the op has: what these forms are, and what becomes of them.
 NOT_CALLED = {("einsum", "path"), ("normal", "size")}

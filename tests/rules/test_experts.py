@@ -134,7 +134,8 @@ def test_what_is_sent_is_the_lesser() -> None:
 def test_a_row_goes_once_to_each_rank_that_needs_it() -> None:
     """Bytes counted token by token; on average those of the formula: 4.63 of 7 where 8 of 256 experts are chosen."""
     mesh, tokens, width, count, k = mw.Mesh({"dp": 2, "ep": 4}), 200, 5, 256, 8
-    ids = torch.stack([torch.randperm(count)[:k] for _ in range(tokens)])
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(count, generator=draw)[:k] for _ in range(tokens)])
     own = [set(range(p * 32, p * 32 + 32)) for p in range(8)]
     found = sent_by(mesh, tokens, width, ids, count, k)
     total = 0
@@ -414,6 +415,19 @@ def test_refused(change: dict[str, Any], text: str) -> None:
         mw.experts(**laid)
 
     with pytest.raises(DispatchError, match=text):
+        mw.simulate(run, mesh)
+
+
+def test_a_function_that_uses_a_distributed_tensor() -> None:
+    """Its gradient would be of this rank's rows alone."""
+    mesh = mw.Mesh({"ep": 2})
+
+    def run() -> None:
+        scale = mw.shard_tensor(torch.tensor(2.0).double(), mesh, {}).requires_grad_()
+        up = mw.shard_tensor(GATE_UP, mesh, {"ep": mw.Shard(0)})
+        mw.experts(X, IDS, SCORES, up, DOWN, act=lambda rows: rows[:, :4] * rows[:, 4:] * scale)
+
+    with pytest.raises(DispatchError, match="act uses a DistTensor that it is not given: multiply what experts gives"):
         mw.simulate(run, mesh)
 
 

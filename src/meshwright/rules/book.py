@@ -95,6 +95,7 @@ f(4,6), f(6,8), 1 | tensordot
 f(4,3), f(4,3) | linalg_cross
 f(2,4,4), f(2,4,3) | linalg_solve_triangular
 f(2,6,4,3), f(2,6,4,3), f(2,6,4,5), f(2,6,4), f(2,6,4), 4 | gated_delta_rows
+None, True, f(6,4), f(6,4) | associative_scan_rows
 f(4,6), f(5,6) | cdist
 f(2,4,6,8), f(2,4,6,8), f(2,4,6,8) | scaled_dot_product_attention
 f(2,4,6,8), f(2,2,6,8), f(2,2,6,8), i(2,6), True, 0, None | document_attention

@@ -24,6 +24,7 @@ from ..ranks import runtime
 from .expert_kernels import DERIVATIVES, ExpertRows, acted
 from .factor_notation import STRATEGIES, TAKEN_WHERE, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .strategies import Strategy, nested_bounds
+from .users_function import on_parts
 
 Tensor = torch.Tensor
 F: Any = nn.functional
@@ -365,7 +366,9 @@ def _named(act: Act) -> str:
 def _acted(rows: Tensor, act: str, width: int, parts: int) -> Tensor:
     """What a function of each column makes of rows in one or two ``parts``; or one of whole rows, where these are 0."""
     name = GIVEN.made[int(act[1:])] if act.startswith("@") else act
-    made = acted(rows, _FUNCTIONS[name]() if name in _FUNCTIONS else getattr(F, act), parts)
+    fix = "multiply what experts gives, or give it as a part of their weights"
+    fn = _FUNCTIONS[name]() if name in _FUNCTIONS else getattr(F, act)
+    made = acted(rows, lambda x: on_parts(fn, (x,), "experts: act", fix), parts)
     if made.shape != (len(rows), width):
         raise DispatchError(f"experts: act gave {tuple(made.shape)} of {tuple(rows.shape)}; width {width} was expected")
     return made

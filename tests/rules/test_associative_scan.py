@@ -1,0 +1,130 @@
+"""``associative_scan`` of PyTorch along split dims: values, gradients and theirs, eagerly and captured."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import meshwright as mw
+from meshwright import collective
+from meshwright.errors import DispatchError
+
+associative_scan = pytest.importorskip("torch._higher_order_ops.associative_scan").associative_scan  # name taken early
+F64 = torch.float64
+Rows = tuple[Tensor, ...]
+
+
+def recurrence(before: Rows, row: Rows) -> Rows:
+    return before[0] * row[0], row[0] * before[1] + row[1]
+
+
+def product(before: Rows, row: Rows) -> Rows:
+    return (row[0] @ before[0],)
+
+
+def two(before: Rows, row: Rows) -> Rows:
+    return before[0] + row[0], torch.logaddexp(before[1], row[1])
+
+
+def results(fn: Any, xs: Rows, reverse: bool) -> list[Tensor]:
+    """Values, gradients of the last one, and of these."""
+    made = associative_scan(fn, xs, 1, reverse=reverse, combine_mode="generic")
+    first = torch.autograd.grad(made[-1].tanh().sum(), xs, create_graph=True, allow_unused=True)
+    first = [torch.zeros_like(x) if g is None else g for g, x in zip(first, xs, strict=True)]
+    again = torch.autograd.grad(sum((g * g).sum() for g in first), xs, allow_unused=True)
+    return [*made, *first, *(torch.zeros_like(x) if g is None else g for g, x in zip(again, xs, strict=True))]
+
+
+LAID: list[tuple[mw.Mesh, dict[str, Any]]] = [
+    (mw.Mesh({"a": 3}), {"a": mw.Shard(1)}),
+    (mw.Mesh({"a": 3}), {"a": mw.Shard(0)}),  # of two rows: one rank has none
+    (mw.Mesh({"a": 2, "b": 3}), {"a": mw.Shard(1), "b": mw.Shard(1)}),
+    (mw.Mesh({"a": 2, "b": 3}), {"a": mw.Shard(0), "b": mw.Shard(1)}),
+    (mw.Mesh({"a": 4, "b": 2}), {"a": mw.Shard(1), "b": mw.Shard(2)}),
+    (mw.Mesh({"a": 2}), {"a": mw.Partial()}),
+]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("fn", [recurrence, product, two])
+@pytest.mark.parametrize("t", [1, 3, 4, 17, 32])  # of 3 and 4 nested parts in the middle are empty
+@pytest.mark.thin(3)
+def test_like_one_device(t: int, fn: Any, reverse: bool) -> None:
+    draw = torch.Generator().manual_seed(t)
+    xs = tuple(torch.rand(2, t, 3, 3, dtype=F64, generator=draw) + 0.3 for _ in range(1 if fn is product else 2))
+    want = results(fn, tuple(x.clone().requires_grad_() for x in xs), reverse)
+
+    def run(mesh: mw.Mesh, laid: dict[str, Any]) -> list[Tensor]:
+        own = tuple(mw.shard_tensor(x, mesh, laid).requires_grad_() for x in xs)
+        made = results(fn, own, reverse)
+        if t > 1 and fn is not product and laid["a"] != mw.Partial():
+            assert made[0].placements == own[0].placements
+        return [mw.unshard(x) for x in made]
+
+    for mesh, laid in LAID:
+        for made in mw.simulate(partial(run, mesh, laid), mesh):
+            torch.testing.assert_close(made, want, rtol=1e-9, atol=1e-12)
+
+
+class Layer(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.fn = nn.Linear(6, 18).double(), fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.into(x).chunk(2, -1)
+        rows = (a.sigmoid().unflatten(-1, (3, 3)), b.unflatten(-1, (3, 3)))
+        made = associative_scan(self.fn, rows[: 1 if self.fn is product else 2], 1, combine_mode="generic")
+        return made[-1].square().mean()
+
+
+@pytest.mark.parametrize("fn", [recurrence, product])
+def test_captured(fn: Any) -> None:
+    x, mesh = torch.randn(4, 18, 6, dtype=F64, generator=torch.Generator().manual_seed(1)), mw.Mesh({"dp": 2, "cp": 3})
+    alone = Layer(fn)
+    loss = alone(x)
+    loss.backward()
+
+    def run() -> tuple[float, Tensor, dict[str, int]]:
+        model = Layer(fn)
+        before = model.into.weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        batch = {"dp": mw.Shard(0), "cp": mw.Shard(1)}
+        step = mw.compile_step(model, lambda m, x: m(x), optimizer, x, mesh=mesh, batch=batch)
+        return float(step(x)), before - mw.unshard(model.into.weight), step.program.kinds
+
+    for found, grad, kinds in mw.simulate(run, mesh):
+        assert found == pytest.approx(loss.item(), rel=1e-12)
+        torch.testing.assert_close(grad, alone.into.weight.grad, rtol=1e-9, atol=1e-12)
+        assert kinds["exchange_rows"] == (4 if fn is recurrence else 2)  # of each tensor, forward and backward
+
+
+def test_what_is_sent_does_not_depend_on_the_length() -> None:
+    mesh = mw.Mesh({"cp": 4})
+
+    def run(t: int) -> int:
+        x = mw.shard_tensor(torch.ones(2, t, 3, dtype=F64), mesh, {"cp": mw.Shard(1)})
+        with collective.counting() as counts:
+            associative_scan(recurrence, (x, x), 1, combine_mode="generic")
+        return counts.total_bytes
+
+    for t in (16, 64):  # one row of each tensor to each rank behind
+        assert mw.simulate(partial(run, t), mesh) == [after * 2 * 2 * 3 * 8 for after in (3, 2, 1, 0)]
+
+
+def test_a_function_that_uses_a_distributed_tensor() -> None:
+    mesh = mw.Mesh({"cp": 2})
+
+    def run() -> None:
+        scale = mw.shard_tensor(torch.rand(3), mesh, {})
+        x = mw.shard_tensor(torch.rand(4, 3), mesh, {"cp": mw.Shard(0)})
+        associative_scan(lambda a, b: a * scale + b, x, 0, combine_mode="generic")
+
+    with pytest.raises(DispatchError, match="combine_fn uses a DistTensor that it is not given: make it one of xs"):
+        mw.simulate(run, mesh)
