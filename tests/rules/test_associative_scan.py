@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 import meshwright as mw
 from meshwright import collective
@@ -69,6 +70,86 @@ def test_like_one_device(t: int, fn: Any, reverse: bool) -> None:
     for mesh, laid in LAID:
         for made in mw.simulate(partial(run, mesh, laid), mesh):
             torch.testing.assert_close(made, want, rtol=1e-9, atol=1e-12)
+
+
+def add(before: Tensor, row: Tensor) -> Tensor:
+    return before + row
+
+
+def named(before: dict[str, Tensor], row: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"gate": before["gate"] * row["gate"], "state": row["gate"] * before["state"] + row["state"]}
+
+
+def segments(before: Rows, row: Rows) -> Rows:
+    return before[0] | row[0], torch.where(row[0], row[1], before[1] + row[1])
+
+
+def wide(before: Rows, row: Rows) -> Rows:
+    return before[0] * row[0], row[0].unsqueeze(-1) * before[1] + row[1]
+
+
+def latest(before: Rows, row: Rows) -> Rows:
+    later = row[0] > before[0]
+    return torch.where(later, row[0], before[0]), torch.where(later, row[1], before[1])
+
+
+def oldest(before: Rows, row: Rows) -> Rows:
+    return before[0], before[1] + row[1]
+
+
+def drawn(t: int, *more: int) -> Tensor:
+    return torch.rand(t, *more, dtype=F64, generator=torch.Generator().manual_seed(t)) - 0.4
+
+
+# The function, what it is given of so many rows, and which of that has a gradient.
+GIVEN: dict[str, tuple[Any, Any, list[bool]]] = {
+    "one tensor": (add, lambda t: drawn(t, 2), [True]),
+    "by name": (named, lambda t: {"gate": drawn(t, 2), "state": drawn(t, 2).cos()}, [True, True]),
+    "bool first": (segments, lambda t: (drawn(t) > 0.3, drawn(t)), [False, True]),
+    "other shapes": (wide, lambda t: (drawn(t, 2), drawn(t, 2, 3)), [True, True]),
+    "a frozen tensor": (recurrence, lambda t: (drawn(t, 2), drawn(t, 2).cos()), [False, True]),
+    "the other frozen": (recurrence, lambda t: (drawn(t, 2), drawn(t, 2).cos()), [True, False]),
+    "whole numbers": (latest, lambda t: (drawn(t), torch.arange(t)), [True, False]),
+    "of the first row": (oldest, lambda t: (drawn(t, 2), drawn(t, 2)), [True, True]),
+}
+
+
+def graph(fn: Any, xs: Any, needs: list[bool], uses: int) -> list[Any]:
+    """Values, which of them have a graph, gradients of one of them, and of these: None where there is none."""
+    flat = tree_leaves(xs)
+    own = [x for x, need in zip(flat, needs, strict=True) if need]
+    made = tree_leaves(associative_scan(fn, xs, 0, combine_mode="generic"))
+    found: list[Any] = [*made, *(x.requires_grad for x in made)]
+    if not made[uses].requires_grad:
+        return found
+    first = torch.autograd.grad(
+        (made[uses] * made[uses].detach().cos()).sum(), own, create_graph=True, allow_unused=True
+    )
+    again = sum((g * g).sum() for g in first if g is not None)
+    second = torch.autograd.grad(again, own, allow_unused=True) if again.requires_grad else [None]
+    return [*found, *first, *second]
+
+
+@pytest.mark.parametrize("uses", [0, -1])
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_graph_is_that_of_one_device(name: str, uses: int) -> None:
+    """Ranks have other rows, one of them or none, and the same graph: what has no gradient there has none here."""
+    fn, given, needs = GIVEN[name]
+    for t, mesh in ((7, mw.Mesh({"a": 4})), (5, mw.Mesh({"a": 2, "b": 2}))):
+
+        def run(made: Any, t: int = t) -> list[Any]:
+            xs = tree_map(made, given(t))
+            for x, need in zip(tree_leaves(xs), needs, strict=True):
+                x.requires_grad_(need)
+            found = graph(fn, xs, needs, uses)
+            return [mw.unshard(f) if isinstance(f, mw.DistTensor) else f for f in found]
+
+        want = run(lambda x: x)
+        laid = {axis: mw.Shard(0) for axis in mesh.axes}
+        for found in mw.simulate(lambda: run(lambda x: mw.shard_tensor(x, mesh, laid)), mesh):  # noqa: B023
+            assert [type(f) for f in found] == [type(w) for w in want]
+            for f, w in zip(found, want, strict=True):
+                torch.testing.assert_close(f, w, rtol=1e-9, atol=1e-12)
 
 
 class Layer(nn.Module):

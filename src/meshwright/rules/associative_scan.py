@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch.overrides import has_torch_function
+from torch.utils._pytree import tree_leaves
 
 from .. import torch_changes
 from ..compat import TorchDispatchMode
 from ..operators import GIVEN, KEPT, internal, kept_whole
-from .dims import nothing
+from .dims import nothing, with_row
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
 from .users_function import on_parts
 
@@ -43,15 +44,29 @@ class Combine:
     def __repr__(self) -> str:
         return "combine_fn"
 
-    def __call__(self, *rows: Tensor) -> Any:
+    def __call__(self, *rows: Tensor) -> list[Tensor]:
         fix = "make it one of xs (expanded to their length), or apply it before or after the scan"
-        return on_parts(self.fn, rows, "associative_scan: combine_fn", fix)
+        made: list[Tensor] = tree_leaves(on_parts(self.fn, rows, "associative_scan: combine_fn", fix))
+        return made
 
-    def scan(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The scan of rows that are all here; of rows without elements PyTorch's own loses some."""
-        if not all(x.numel() for x in xs):
-            return _tied(xs, nothing((), *xs))
-        made: list[Tensor] = _SCAN[0](self, list(xs), additional_inputs=tuple(self.more))
+    def scan(self, xs: Sequence[Tensor], short: bool = False) -> list[Tensor]:
+        """The scan of rows that are all here.
+
+        Args:
+            xs: the rows, of each tensor.
+            short: some rank has so few rows that less is computed of them than of many.
+        """
+        if all(x.numel() for x in xs):
+            made: list[Tensor] = _SCAN[0](self, list(xs), additional_inputs=tuple(self.more))
+        else:  # of rows without elements PyTorch's own loses some
+            made, short = list(xs), True
+        return [_tied(*of) for of in zip(made, self.of_many(_one_row(xs, xs)), strict=True)] if short else made
+
+    def of_many(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """What a scan makes of many such rows: each result of all that it can be made of."""
+        made = list(rows)
+        for _ in rows:
+            made = self(*made, *rows)
         return made
 
     def is_pointwise(self, xs: Sequence[Tensor]) -> bool:
@@ -68,9 +83,28 @@ class Combine:
         return seen.pointwise
 
 
-def _tied(made: Sequence[Tensor], zero: Tensor) -> list[Tensor]:
-    """Results that are in the graph of a zero, whatever else they are made of."""
-    return [x * (1 + zero).to(x.dtype) if x.is_floating_point() or x.is_complex() else x for x in made]
+def _one_row(like: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    """A row of each tensor, of numbers as they are in ``like``, that is in the graph of ``xs`` and has no gradient.
+
+    Ranks differ in what they make of parts: those without rows, and the first, combine nothing.  All of them combine
+    such rows beside it, so that graphs of gradients, of any order, are the same on all.
+    """
+    made = []
+    for x, rows in zip(xs, like, strict=True):
+        row = rows[-1:].detach()
+        if not len(rows):
+            row = rows.new_zeros((1, *rows.shape[1:]))
+            if row.is_floating_point() or row.is_complex():
+                row += torch.arange(row.numel(), device=row.device).square().cos().view_as(row) / 2 + 1
+        made.append(with_row(x[:0], 0) + row)
+    return made
+
+
+def _tied(x: Tensor, *others: Tensor) -> Tensor:
+    """A result that is in the graph of others."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.cat([x, *(o[:0] for o in others)])
+    return x - nothing((), x, *others)  # minus keeps the sign of a zero
 
 
 class _Ops(TorchDispatchMode):
@@ -148,13 +182,14 @@ def _rows_rule(combine: Combine, pointwise: bool, *xs: Arg) -> Rule:
         why = "each part of a scan begins with what the parts before it come to"
 
         def run(combine: Combine, pointwise: bool, *xs: Tensor) -> tuple[Tensor, ...]:
-            made = combine.scan(xs)
+            made = combine.scan(xs, short=min(sizes) < 2 ** len(xs))
             before = [ctx.exchange(x[len(x) - (own is not None) :], 0, axes, held, wanted, why) for x in made]
+            shown = combine(*combine.of_many(_one_row(made, before)), *_one_row(made, made))
+            rows = made
             if own:
                 earlier = [row[-1:].expand_as(x) for row, x in zip(combine.scan(before), made, strict=True)]
-                made = list(combine(*earlier, *made))
-            # On every rank each result is in the graph of each exchange, whatever it is made of there.
-            return tuple(_tied(made, nothing((), *xs, *before)))
+                rows = combine(*earlier, *made)
+            return tuple([_tied(*of) for of in zip(rows, made, shown, strict=True)])
 
         return run
 
