@@ -12,7 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import meshwright as mw
+from meshwright.dispatch import forget_ops
 from meshwright.errors import CaptureError, LayoutError, ShardError, VerifyError
+from meshwright.rules import RULES, notation
 from meshwright.verification import Departure, Verification
 from meshwright.verification.journal import Journal, RankJournal
 from meshwright.verification.watch import Observed
@@ -71,6 +73,35 @@ def test_right_is_right(mesh: mw.Mesh, said: dict[str, Any]) -> None:
         assert mode.values["forward"] > 10
         assert mode.values["backward"] > 10
         assert mode.values["loaded"] > 20
+
+
+def folded(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Of what captured programs fold: what converts nothing, constants, and what nothing depends on."""
+    h = model.up(model.table(batch[0]))
+    h.cos()
+    return (h.to(h.dtype).softmax(-1) * (torch.arange(8) + 1).to(h.dtype)).square().mean()
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_what_a_program_folds_is_neither_missed_nor_blamed(lies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lies:
+        monkeypatch.setitem(RULES, "softmax", lambda x, *a, **k: notation("... d -> ... d", x))
+    forget_ops()
+    try:
+        said = {"loss_fn": folded, "modes": ["captured"], "save": False}
+        report = verified(mw.Mesh({"tp": 2}), {"up.*": COLUMN}, batch=None, **said)
+    finally:
+        monkeypatch.undo()
+        forget_ops()
+    assert [d.op for d in report.departures] == ["softmax"] * lies
+    assert report.covered[0].missed == ()
+
+
+def test_the_load_brings_back_buffers_that_are_true_or_false() -> None:
+    model, batch = subject()
+    model.register_buffer("mask", torch.ones(3, 3).tril().bool())
+    report = mw.verify(model, loss_fn, batch, MESH, LAYOUTS, batch=SPLIT, modes=["eager"], steps=1)
+    assert report.passed, str(report)
 
 
 def test_the_model_stays() -> None:

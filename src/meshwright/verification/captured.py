@@ -17,7 +17,7 @@ from ..passes import Pass, PassManager
 from ..program import Program
 from ..program.capture.export import Captured
 from ..program.capture.source_lines import line_of
-from ..program.ir.nodes import info_of, value_of
+from ..program.ir.nodes import ancestors, draws, info_of, is_mutating, value_of
 from ..program.ir.subgraphs import copied
 from ..tensor.graph_marks import GRAD
 from .steps import Calls, Training
@@ -53,6 +53,7 @@ class _OneDevice(fx.Interpreter):
     def __init__(self, captured: Captured, tell: Tell) -> None:
         super().__init__(captured.module)
         self.captured, self.tell = captured, tell
+        self.live = _live(captured)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is GRAD.default:
@@ -70,11 +71,26 @@ class _OneDevice(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)
         if n.op == "call_function" and isinstance(made, Tensor):
-            seen = _seen(n)
+            seen = replace(_seen(n), folded=n not in self.live or self._given(n, made))
             self.tell(held(made, seen))
             if made.requires_grad:
                 watch_gradient(made, seen, self.tell)
         return made
+
+    def _given(self, node: fx.Node, made: Tensor) -> bool:
+        """Whether an op gave what it was given, as ``to`` and ``detach`` do."""
+        given = (self.env[n] for n in node.all_input_nodes if n in self.env)
+        return not is_mutating(node) and any(isinstance(t, Tensor) and made.is_set_to(t) for t in given)
+
+
+def _live(captured: Captured) -> set[fx.Node]:
+    """The nodes that depend on parameters, buffers, the batch or random numbers, and that what the step does depends on."""
+    sources = {s.node for s in captured.sources if s.kind != "constant"}
+    live: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        if node.name in sources or draws(node) or not live.isdisjoint(node.all_input_nodes):
+            live.add(node)
+    return live & ancestors(n for n in captured.graph.nodes if n.op == "output" or is_mutating(n) or draws(n))
 
 
 def op_of(target: Any) -> str:

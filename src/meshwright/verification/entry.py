@@ -261,6 +261,7 @@ def _capture_departs(journal: Journal, own: Journal) -> Departure | None:
 
 def _covered(found: RankJournal) -> Coverage:
     counts = Counter(str(k[1]) for k in found.compared)
-    missed = [s for k, s in found.journal.seen.items() if k not in found.compared and k[1] == "forward" and k[0] == 0]
-    said = dict.fromkeys(f"{s.op} at {s.line}" for s in missed if s.key[-2] == "out")
+    first = {k: s for k, s in found.journal.seen.items() if k[0] == 0 and k[1] == "forward" and k[-2] == "out"}
+    missed = [s for k, s in first.items() if k not in found.compared and not s.folded]
+    said = dict.fromkeys(f"{s.op} at {s.line}" for s in missed)
     return Coverage(found.mode, dict(counts), tuple(said))

@@ -200,7 +200,12 @@ class RankJournal:
         if what != "forward" or want.key[-2] != "out":
             return None
         given = (k for k, users in self.journal.uses.items() if (want.op, want.line) in users and k[0] == step)
-        return next((k for k in given if k[1] == "forward" and k in self.journal.seen and k not in self.compared), None)
+        return next((k for k in given if k[1] == "forward" and self._lost(k)), None)
+
+    def _lost(self, key: Key) -> bool:
+        """Whether ranks told nothing of a value of one device that no program could do without."""
+        seen = self.journal.seen.get(key)
+        return seen is not None and key not in self.compared and not seen.folded
 
     def _contributed(self, step: int, name: str) -> bool:
         """Whether what ranks contribute to the gradient of a parameter was compared, and adds up to it."""

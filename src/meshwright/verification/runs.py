@@ -86,7 +86,7 @@ class Task:
                     t.copy_(first[name])
             for t in (*kept.values(), *(v for state in one.optimizer.state.values() for v in state.values())):
                 if isinstance(t, Tensor):
-                    t.add_(1)
+                    t.logical_not_() if t.dtype is torch.bool else t.add_(1)
         return one
 
     # -- one device -----------------------------------------------------------------------------------
