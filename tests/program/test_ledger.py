@@ -52,6 +52,8 @@ TP = {"layouts": {"up.*": COLUMN, "down.weight": ROW}}
         ({"layouts": {"*.bias": {"tp": mw.Replicate()}, "up.bias": COLUMN, "down.bias": COLUMN}}, "layouts",
          "'*.bias': {'tp': Replicate()}: WITHOUT EFFECT: of all that it matches a narrower glob"),
         ({"layouts": {"up.weight": {"one": mw.Shard(0)}}}, "layouts", "WITHOUT EFFECT: the axis one has one rank"),
+        ({"elementwise": True}, "elementwise", "True: WITHOUT EFFECT: AdamW, of which that is known"),
+        ({"elementwise": True, "make": torch.optim.Adafactor}, "elementwise", "True: applied: Adafactor"),
         (BATCH, "batch", "{'dp': Shard(0)}: applied: 1: batch"),
         ({**BATCH, "layouts": {"batch": {"dp": mw.Shard(1)}}}, "batch", "WITHOUT EFFECT: layouts= says it of"),
         ({"inputs": {"up": {}}}, "inputs", "'up': {}: WITHOUT EFFECT: the step calls no such module that is given"),

@@ -97,6 +97,31 @@ def test_what_a_program_folds_is_neither_missed_nor_blamed(lies: bool, monkeypat
     assert report.covered[0].missed == ()
 
 
+class Heavy(torch.optim.Optimizer):
+    """A class of the user's own, with a tensor and a number as states; one that mixes elements, if asked to."""
+
+    def __init__(self, params: Any, mixes: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.mixes = mixes
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            state = self.state[p]
+            state["count"] = state.get("count", 0) + 1
+            state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 1 / state["count"])
+            p.sub_(state["mean"] / (state["mean"].norm() if self.mixes else 1), alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(("said", "mixes"), [({}, False), ({"stored_over": "dp"}, False), ({}, True)])
+def test_an_optimizer_of_the_users_own_is_taken_by_its_word(said: dict[str, Any], mixes: bool) -> None:
+    said = {"optimizer": lambda params: Heavy(params, mixes), **said}
+    with pytest.raises(ShardError, match=r"elementwise=True, to mw.shard_optimizer.*mw.compile_step or to mw.verify"):
+        verified(**said)
+    report = verified(elementwise=True, **said)
+    assert [(d.mode, d.op) for d in report.departures] == [(m, "optimizer.step") for m in ("eager", "captured")] * mixes
+
+
 def test_the_load_brings_back_buffers_that_are_true_or_false() -> None:
     model, batch = subject()
     model.register_buffer("mask", torch.ones(3, 3).tril().bool())

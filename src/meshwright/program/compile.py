@@ -85,7 +85,8 @@ class _OfDevice(CaptureSource):
             laid[name].__dict__[STORED] = replace(how, dtypes=None, unit="")  # what casts and gathers it is the program
         for part in parts_of(self.optimizer):
             self._follow(part)
-            shard_optimizer(part, states_over=self.plan.states_over, states_on=self.plan.states_on)
+            said = {name: getattr(self.plan, name) for name in ("states_over", "states_on", "elementwise")}
+            shard_optimizer(part, **said)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer hold the tensors that took the place of those of a model on the meta device."""
@@ -148,6 +149,7 @@ def compile_step(
     regather: bool = True,
     states_over: Axes | None = None,
     states_on: str | None = None,
+    elementwise: bool = False,
     clip_grad_norm: float | None = None,
     gradients: bool = False,
     loss_scale: str | float | LossScale | None = None,
@@ -184,6 +186,7 @@ def compile_step(
         states_over: split the optimizer's states over this axis, or these, and with them gradients and the update
             (ZeRO-1/2).
         states_on: ``"cpu"``: keep the optimizer's states in the memory of the host, and update there.
+        elementwise: an optimizer of a class of your own treats elements one by one, as for ``shard_optimizer``.
         clip_grad_norm: clip the global norm of the gradients before the update.
         gradients: set ``parameter.grad`` after each step.
         loss_scale: ``"dynamic"``, a number or a :class:`LossScale`: the backward starts from it, and an update whose
@@ -211,7 +214,7 @@ def compile_step(
     manager = _manager(passes)
     plan = Plan(
         table or {}, batch, dict(inputs or {}), dict(outputs or {}), regather, states_over, clip_grad_norm,
-        gradients, LossScale.of(loss_scale), precision, strategies, states_on, stages,
+        gradients, LossScale.of(loss_scale), precision, strategies, states_on, stages, elementwise,
         stored_over=stored_over, stored_on=stored_on,
     )  # fmt: skip
     _check_prepared(model, trained, plan)

@@ -84,7 +84,7 @@ class _OneDevice(fx.Interpreter):
 
 
 def _live(captured: Captured) -> set[fx.Node]:
-    """The nodes that depend on parameters, buffers, the batch or random numbers, and that what the step does depends on."""
+    """Nodes that depend on parameters, buffers, the batch or random numbers, and that what the step does depends on."""
     sources = {s.node for s in captured.sources if s.kind != "constant"}
     live: set[fx.Node] = set()
     for node in captured.graph.nodes:

@@ -91,7 +91,7 @@ def verify(
             of each kind, fewer examples and smaller dims, as far as it takes; the report says which.
         shrink: True: as small as it gets; False: as it was given.
         **said: what else ``compile_step`` is told: ``batch``, ``inputs``, ``outputs``, ``stored_over``,
-            ``states_over``, ``clip_grad_norm``...
+            ``states_over``, ``elementwise``, ``clip_grad_norm``...
 
     Returns:
         A report; ``report.passed`` says whether all is right.

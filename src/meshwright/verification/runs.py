@@ -138,7 +138,8 @@ class Task:
             one.model, self.mesh, self.eager_layouts, inputs=plan.inputs, outputs=plan.outputs,
             regather=plan.regather, **plan.options(),
         )  # fmt: skip
-        shard_optimizer(one.optimizer, states_over=plan.states_over, states_on=plan.states_on)
+        said = {name: getattr(plan, name) for name in ("states_over", "states_on", "elementwise")}
+        shard_optimizer(one.optimizer, **said)
         one.batch = self._laid()
         one.alone = partial(no_sync, one.model)
 

@@ -71,6 +71,7 @@ class Plan(Storage):
         states_on: the states alone do, and the update is made there.
         stages: a mesh axis to the list of modules, or globs over names of modules, that say which stage has what; or to
             ``"auto"``.
+        elementwise: optimizers of classes of the user's own treat elements one by one.
     """
 
     layouts: Globs = field(default_factory=dict)
@@ -86,6 +87,7 @@ class Plan(Storage):
     strategies: Mapping[str, Mapping[str, str]] | None = None
     states_on: str | None = None
     stages: StagesGiven | None = None
+    elementwise: bool = False
 
     def __post_init__(self) -> None:
         """Read the file; a table says of the batch what nobody else does."""

@@ -82,8 +82,7 @@ def check_class(opt: Optimizer, params: list[DistTensor], elementwise: bool, spl
         )
     raise ShardError(
         f"{kind.__name__} is not known to treat elements one by one, and {where}: if it does, say so with "
-        "mw.shard_optimizer(optimizer, elementwise=True) (for mw.compile_step of the parameters of "
-        "mw.shard_module(model, mesh, layouts, sync=False); with stored_over in eager steps alone)"
+        "elementwise=True, to mw.shard_optimizer(optimizer, ...) in eager steps, to mw.compile_step or to mw.verify"
     )
 
 
