@@ -125,7 +125,7 @@ def graph(fn: Any, xs: Any, needs: list[bool], uses: int) -> list[Any]:
     first = torch.autograd.grad(
         (made[uses] * made[uses].detach().cos()).sum(), own, create_graph=True, allow_unused=True
     )
-    again = sum((g * g).sum() for g in first if g is not None)
+    again = torch.stack([(g * g).sum() for g in first if g is not None]).sum()
     second = torch.autograd.grad(again, own, allow_unused=True) if again.requires_grad else [None]
     return [*found, *first, *second]
 
@@ -199,13 +199,34 @@ def test_what_is_sent_does_not_depend_on_the_length() -> None:
         assert mw.simulate(partial(run, t), mesh) == [after * 2 * 2 * 3 * 8 for after in (3, 2, 1, 0)]
 
 
-def test_a_function_that_uses_a_distributed_tensor() -> None:
+@pytest.mark.parametrize("what", ["a DistTensor", "a tensor that requires a gradient and"])
+def test_a_function_that_uses_a_tensor_of_its_own(what: str) -> None:
     mesh = mw.Mesh({"cp": 2})
 
     def run() -> None:
-        scale = mw.shard_tensor(torch.rand(3), mesh, {})
+        scale = torch.rand(3).requires_grad_()
+        if what == "a DistTensor":
+            scale = mw.shard_tensor(scale.detach(), mesh, {})
         x = mw.shard_tensor(torch.rand(4, 3), mesh, {"cp": mw.Shard(0)})
+        with torch.no_grad():
+            if what != "a DistTensor":
+                associative_scan(lambda a, b: a * scale + b, x, 0, combine_mode="generic")
         associative_scan(lambda a, b: a * scale + b, x, 0, combine_mode="generic")
 
-    with pytest.raises(DispatchError, match="combine_fn uses a DistTensor that it is not given: make it one of xs"):
+    with pytest.raises(DispatchError, match=f"combine_fn uses {what} that it is not given: make it one of xs"):
         mw.simulate(run, mesh)
+
+
+def test_a_function_that_cannot_combine_nothing() -> None:
+    """PyTorch's scan of two rows calls it with none, and of three it does not."""
+    x, mesh = torch.rand(3, 2, dtype=F64), mw.Mesh({"cp": 2})
+
+    def summed(before: Tensor, row: Tensor) -> Tensor:
+        return before + row * before.sum() / before.sum()
+
+    want = associative_scan(summed, x, 0, combine_mode="generic")
+    laid = {"cp": mw.Shard(0)}
+    for found in mw.simulate(
+        lambda: mw.unshard(associative_scan(summed, mw.shard_tensor(x, mesh, laid), 0, combine_mode="generic")), mesh
+    ):
+        torch.testing.assert_close(found, want)

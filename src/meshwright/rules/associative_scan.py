@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch.overrides import has_torch_function
-from torch.utils._pytree import tree_leaves
 
 from .. import torch_changes
-from ..compat import TorchDispatchMode
+from ..compat import TorchDispatchMode, tree_leaves
 from ..operators import GIVEN, KEPT, internal, kept_whole
 from .dims import nothing, with_row
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
@@ -45,6 +44,8 @@ class Combine:
         return "combine_fn"
 
     def __call__(self, *rows: Tensor) -> list[Tensor]:
+        if not len(rows[0]):  # of two rows PyTorch's scan combines none more, which not all functions can
+            return list(rows[len(rows) // 2 :])
         fix = "make it one of xs (expanded to their length), or apply it before or after the scan"
         made: list[Tensor] = tree_leaves(on_parts(self.fn, rows, "associative_scan: combine_fn", fix))
         return made

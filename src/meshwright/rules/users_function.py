@@ -8,21 +8,32 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..compat import OpOverload, peek_interpreter_stack
 from ..errors import DispatchError
 
 Tensor = torch.Tensor
 
 
 class _Foreign(TorchFunctionMode):
-    """Inside, a distributed tensor is refused: below dispatch it would be this rank's part of it."""
+    """Inside, tensors from elsewhere are refused that are, or get, this rank's part alone.
+
+    A distributed tensor would be its local part below dispatch, and the gradient of a plain one that of a rank's rows.
+    """
 
     def __init__(self, name: str, fix: str) -> None:
         super().__init__()
         self.name, self.fix = name, fix
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(_is_distributed, (*args, *(kwargs or {}).values()))):
+        given = (*args, *(kwargs or {}).values())
+        if any(map(_is_distributed, given)):
             raise DispatchError(f"{self.name} uses a DistTensor that it is not given: {self.fix}")
+        if (
+            torch.is_grad_enabled() and not isinstance(func, OpOverload) and any(map(_is_trained, given))
+        ):  # not fakes' own
+            raise DispatchError(
+                f"{self.name} uses a tensor that requires a gradient and that it is not given: {self.fix}"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -32,11 +43,19 @@ def _is_distributed(a: Any) -> bool:
     return isinstance(a, Tensor) and "_spec" in a.__dict__
 
 
+def _is_trained(a: Any) -> bool:
+    """Whether it is no part, as those are views, and in ``torch.vmap`` require none; nor made of parts."""
+    if isinstance(a, (list, tuple)):
+        return any(map(_is_trained, a))
+    return isinstance(a, Tensor) and a.requires_grad and (a.is_leaf or peek_interpreter_stack() is not None)
+
+
 def on_parts(fn: Callable[..., Any], parts: tuple[Tensor, ...], name: str, fix: str) -> Any:
     """What ``fn`` makes of parts.
 
     Raises:
-        DispatchError: it uses a distributed tensor that it has from elsewhere (a closure, a module); with the fix.
+        DispatchError: it uses a distributed tensor that it has from elsewhere (a closure, a module), or one that
+            requires a gradient; with the fix.
     """
     parts = tuple([x.view_as(x) for x in parts])  # the object of a DistTensor may stand for what a rank has of it
     with _Foreign(name, fix):
