@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from accelerate import PartialState
+import contextlib
+from collections.abc import Iterator
+
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
@@ -24,7 +27,27 @@ def one_device() -> None:
         >>> model, optimizer = accelerator.prepare(mw.shard_module(model, mesh, layouts), optimizer)
         >>> batches = mw.shard_dataloader(accelerator.prepare(loader), mesh, {"dp": mw.Shard(0)})
     """
+    Accelerator.dispatch_batches = property(_dispatches)
     PartialState()  # makes the state where there is none yet
     for shared in (PartialState._shared_state, AcceleratorState._shared_state):
         if shared:
             shared.update(distributed_type=DistributedType.NO, num_processes=1, process_index=runtime.RT.rank)
+
+
+@contextlib.contextmanager
+def as_the_first() -> Iterator[None]:
+    """Inside, this process is the one that there is: what is made takes no number of a rank as its seed."""
+    one_device()
+    PartialState._shared_state["process_index"] = 0
+    try:
+        yield
+    finally:
+        one_device()
+
+
+_of_its_configuration = Accelerator.dispatch_batches.fget
+
+
+def _dispatches(self: Accelerator) -> bool | None:
+    """The first process reads an ``IterableDataset`` for the others, of which there are none where there is one."""
+    return False if self.num_processes == 1 else _of_its_configuration(self)

@@ -6,22 +6,28 @@ callbacks, evaluation, schedules, logs) is its own.  Batch sizes in ``TrainingAr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers.trainer import OPTIMIZER_NAME
 
 from .. import collective
 from ..checkpoint import Checkpoints
+from ..checkpoint.contents import host_generators, set_host_generators
+from ..checkpoint.manifest import remove, saves_in
 from ..errors import ShardError
 from ..layout import Placement
 from ..shard import shard_dataloader, shard_optimizer
 from ..tensor import DistTensor
 from ..tensor.api import unshard
-from .accelerate import one_device
+from .accelerate import as_the_first, one_device
 
 _STATES = "mesh"  # the folder of optimizer, schedule and random numbers inside of a checkpoint of the trainer
 
@@ -37,7 +43,7 @@ class OnMesh:
 
     Checkpoints of the trainer have the weights as one device writes them, by the first rank, and in ``mesh/`` what
     :class:`meshwright.Checkpoints` saves of optimizer, schedule and random numbers; ``resume_from_checkpoint`` loads
-    them onto any mesh.
+    them onto any mesh, and what a trainer on one device saved.
 
     Raises:
         ShardError: the model is not sharded, or is made by ``model_init``.
@@ -52,6 +58,7 @@ class OnMesh:
     optimizer: Any
     lr_scheduler: Any
     state: Any
+    _earlier: Set[Path] = frozenset()  # saves of runs before this one
 
     def __init__(self, model: nn.Module | None = None, args: Any = None, *more: Any,
                  batch: Mapping[str, Placement] | None = None, **options: Any) -> None:  # fmt: skip
@@ -65,12 +72,17 @@ class OnMesh:
 
     def _get_dataloader(self, *args: Any, **options: Any) -> Any:
         """Every loader of the trainer comes from here: training, evaluation, prediction."""
-        loader: DataLoader[Any] = super()._get_dataloader(*args, **options)  # type: ignore[misc]
-        return shard_dataloader(loader, self._mesh, self._batch)
+        with as_the_first():  # seeds of workers
+            loader: DataLoader[Any] = super()._get_dataloader(*args, **options)  # type: ignore[misc]
+        batches = shard_dataloader(loader, self._mesh, self._batch)
+        kept = getattr(self, "_eval_dataloaders", {})  # with workers that stay
+        kept.update({name: batches for name, one in kept.items() if one is loader})
+        return batches
 
     def create_optimizer(self, *args: Any) -> Any:
         optimizer = super().create_optimizer(*args)  # type: ignore[misc]
-        self.optimizer = shard_optimizer(optimizer)
+        if not isinstance(optimizer, AcceleratedOptimizer):  # that of an earlier train()
+            self.optimizer = shard_optimizer(optimizer)
         return self.optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
@@ -88,17 +100,50 @@ class OnMesh:
         if self.args.should_save:  # one process writes the file that one process is to read
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Checkpoints that are there when it begins are of earlier runs, and give way to those of the same step."""
+        one_device()  # other arguments, made since, set it anew
+        found = Path(self.args.output_dir).glob(f"checkpoint-*/{_STATES}")
+        self._earlier = {save.path for folder in found for save in saves_in(folder)}
+        return super().train(*args, **options)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        Checkpoints(Path(output_dir) / _STATES).save(
+        states = Path(output_dir) / _STATES
+        if self.is_world_process_zero():  # type: ignore[attr-defined]
+            for save in saves_in(states):
+                if save.path in self._earlier:
+                    remove(save.path)
+        collective.barrier(collective.group(self._mesh))
+        Checkpoints(states).save(
             self.state.global_step, model=self.model, optimizer=self.optimizer.optimizer, scheduler=self.lr_scheduler,
             wait=True,
         )  # fmt: skip
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            Checkpoints(Path(checkpoint) / _STATES).load(
-                model=self.model, optimizer=self.optimizer.optimizer, scheduler=self.lr_scheduler
-            )
+        """Random numbers stay where they are: the order of the data is drawn yet, and the trainer sets them behind it.
+
+        Raises:
+            CheckpointError: on all ranks: optimizer and schedule are not there, those of another step, or damaged.
+        """
+        if checkpoint is None:
+            return
+        states = Path(checkpoint) / _STATES
+        there = states.exists(), (Path(checkpoint) / OPTIMIZER_NAME).exists()
+        ours, of_one_device = collective.all_gather_object(there, collective.group(self._mesh))[0]
+        if not ours:
+            if not of_one_device:
+                warnings.warn(
+                    f"{checkpoint} has no states of an optimizer: it and the schedule begin anew", stacklevel=2
+                )
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        hosts, devices = host_generators(), [torch.cuda.current_device()] if self._mesh.device == "cuda" else []
+        with torch.random.fork_rng(devices):
+            Checkpoints(states).load(
+                model=self.model, optimizer=self.optimizer.optimizer, scheduler=self.lr_scheduler,
+                step=self.state.global_step,
+            )  # fmt: skip
+        set_host_generators(hosts)
 
 
 class MeshTrainer(OnMesh, transformers.Trainer):
