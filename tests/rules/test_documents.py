@@ -120,8 +120,9 @@ def test_what_users_have() -> None:
             check_equal(made, want)
 
 
-def test_dropout_does_not_depend_on_the_layout() -> None:
-    ids, q = ids_of(7, 9, 4), drawn(2, 2, 20, 4)
+@pytest.mark.parametrize("documents", [True, False])
+def test_dropout_does_not_depend_on_the_layout(documents: bool) -> None:
+    ids, q = ids_of(7, 9, 4) if documents else None, drawn(2, 2, 20, 4)
     mesh = mw.Mesh({"cp": 4})
 
     def run(place: dict[str, Any]) -> Tensor:
@@ -138,7 +139,7 @@ def test_dropout_does_not_depend_on_the_layout() -> None:
     ):
         check_equal(split, whole)
         check_equal(whole[0], want)
-        assert bool((split[0] != dense(q, q, q, ids, True, 5)).any())
+        assert bool((split[0] != mw.attention(q, q, q, document_ids=ids, window=5)).any())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -389,6 +390,8 @@ def test_arguments_that_do_not_fit() -> None:
         ({"document_ids": ids, "cu_seqlens": torch.tensor([0, 8])}, "give one of them"),
         ({"document_ids": ids[:4]}, r"document_ids are \(4,\): give one for each position, \(2, 8\), or \(8,\)"),
         ({"document_ids": ids.double()}, "whole numbers, and were given as torch.float64"),
+        ({"document_ids": [0] * 8}, "whole numbers, and were given as list"),
+        ({"window": 2.5}, "window=2.5 is no whole number"),
         ({"cu_seqlens": torch.zeros(2, 2, dtype=torch.int32)}, r"give \(documents \+ 1,\)"),
         ({"document_ids": ids, "window": 0}, "window=0 is less than 1"),
         ({"document_ids": ids, "window": 3, "is_causal": False}, "window=3 asks for is_causal=True"),

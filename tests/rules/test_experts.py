@@ -398,7 +398,11 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
         ({"ids": IDS.double()}, "ids .* of torch.float64"),
         ({"down": DOWN[:, :, :3]}, "down .*5, 6, 3.* do not fit"),
         ({"gate_up": GATE_UP[:4]}, r"gate_up \(4, 8, 6\)"),
+        ({"ids": IDS > 0}, "ids .* of torch.bool"),
+        ({"ids": IDS[:, :0], "weights": SCORES[:, :0]}, "do not fit"),
         ({"act": "slu"}, "did you mean 'silu'"),
+        ({"act": "softmax"}, "no such function of each element 'softmax'"),  # of a split width it would be of parts
+        ({"act": None}, "act is None: give a name"),
         ({"act": nn.PReLU()}, "PReLU has parameters"),
         ({"act": lambda rows: rows}, "act gave"),
         ({"down_bias": BIASES["gate_up_bias"]}, r"down_bias is \(5, 8\), \(5, 6\)"),

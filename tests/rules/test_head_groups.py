@@ -191,8 +191,8 @@ def test_captured() -> None:
     [
         ("gather:max_bytes=10", "max_bytes=10 is less than what one head of keys brings, 1024 bytes: give at least"),
         ("heads:max_bytes=10", "max_bytes=10 is less than what one head of keys brings, 2048 bytes: give at least"),
-        ("gather:most=10", "'gather:most=10' says nothing after the name: give gather:max_bytes=1000000"),
-        ("gather:max_bytes=-1", "says nothing after the name"),
+        ("gather:most=10", "'gather:most=10' sets no bound of bytes: give gather:max_bytes=1000000"),
+        ("gather:max_bytes=-1", "sets no bound of bytes"),
         ("gathr:max_bytes=10", "no strategy 'gathr'; did you mean 'gather'"),
     ],
 )

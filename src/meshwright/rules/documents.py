@@ -102,8 +102,9 @@ def _check(
     if ids is not None and lengths is not None:
         raise DispatchError("attention: document_ids and cu_seqlens say the same: give one of them")
     for name, x in (("document_ids", ids), ("cu_seqlens", lengths)):
-        if x is not None and (x.is_floating_point() or x.dtype == torch.bool):
-            raise DispatchError(f"attention: {name} are whole numbers, and were given as {x.dtype}")
+        if x is not None and (not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool):
+            given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise DispatchError(f"attention: {name} are a tensor of whole numbers, and were given as {given}")
     each = (*query.shape[:-3], t)
     if ids is not None and tuple(ids.shape) not in (each, (t,)):
         raise DispatchError(
@@ -114,6 +115,8 @@ def _check(
         raise DispatchError(
             f"attention: cu_seqlens are {tuple(lengths.shape)}: give (documents + 1,), beginning with 0"
         )
+    if window is not None and not hasattr(window, "__index__"):
+        raise DispatchError(f"attention: window={window!r} is no whole number")
     if window is not None and (window < 1 or not causal):
         raise DispatchError(f"attention: window={window} {'is less than 1' if causal else 'asks for is_causal=True'}")
 
@@ -248,7 +251,7 @@ STRATEGIES["attention"] = STRATEGIES["scaled_dot_product_attention"]
 @internal
 def document_mask(query: Tensor, documents: Tensor | None, causal: bool, window: int) -> Tensor:
     """Which keys the rows of a query see."""
-    return _mask(0, query, documents, causal, window)
+    return _mask(0, query.shape[-2], query, documents, causal, window)
 
 
 @rule("document_mask")
@@ -259,14 +262,14 @@ def _mask_rule(query: Arg, documents: Arg | None, causal: bool, window: int) -> 
         inputs[documents] = [*(lead if documents.ndim > 1 else []), "s"]
 
     def local(ctx: Local) -> LocalFn:
-        return partial(_mask, ctx.bounds("t")[0])
+        return partial(_mask, ctx.bounds("t")[0], t)
 
     return notation(inputs, [*lead, "1", "t", "s"], sizes={"s": t}, whole="s", lends=[query], local=local)
 
 
-def _mask(first: int, query: Tensor, documents: Tensor | None, causal: bool, window: int) -> Tensor:
+def _mask(first: int, t: int, query: Tensor, documents: Tensor | None, causal: bool, window: int) -> Tensor:
+    """Of rows from the ``first`` on, and ``t`` keys."""
     lead, rows = query.shape[:-3], query.shape[-2]
-    t = rows if documents is None else documents.shape[-1]
     which = QueryRows((0, first, rows), None, None if documents is None else _ids(documents, lead), causal, window)
     return seen(which, rows, t, query.device).expand(lead.numel(), 1, rows, t).reshape(*lead, 1, rows, t)
 

@@ -58,8 +58,9 @@ def experts(
         gate_up: (experts, 2 m, c), or (experts, m, c) without a gate; or with the halves apart, (experts, 2, m, c) or
             (experts, 1, m, c), so that ``m`` may be split too: ``mw.Shard(2)``, and of ``down`` as well.
         down: (experts, c, m).
-        act: name of a function of ``torch.nn.functional``; or a function without parameters, the same object in each
-            call: of each element of the gate, (r, m) to (r, m); with fused halves of all products, (r, 2 m) to (r, m).
+        act: name of a function of each element in ``torch.nn.functional``; or a function without parameters, the same
+            object in each call: of each element of the gate, (r, m) to (r, m); with fused halves of all products,
+            (r, 2 m) to (r, m).
         gate_up_bias: (experts, 2 m), or (experts, 2, m), as ``gate_up``.
         down_bias: (experts, c).
 
@@ -90,12 +91,14 @@ def _checked(
         parts = halves, rows[0] // halves
     fits = down.ndim == 3 and len(gate_up) == len(down) and gate_up.shape[-1] == x.shape[-1] == down.shape[1]
     fits = fits and (not each or (parts[0] in (1, 2) and parts[1] == down.shape[2]))
-    fits = fits and ids.shape == weights.shape and ids.shape[:-1] == x.shape[:-1] and not ids.is_floating_point()
+    fits = fits and ids.shape == weights.shape and ids.shape[:-1] == x.shape[:-1] and ids.shape[-1] > 0
+    fits = fits and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     if not fits:
         raise DispatchError(
             f"experts: x {tuple(x.shape)}, ids {tuple(ids.shape)} of {ids.dtype}, weights {tuple(weights.shape)}, "
-            f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit: give x (..., c), ids and weights "
-            "(..., k), gate_up (experts, 2 m or m, c) or (experts, 2 or 1, m, c), down (experts, c, m)"
+            f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit: give x (..., c), ids (whole "
+            "numbers) and weights (..., k), gate_up (experts, 2 m or m, c) or (experts, 2 or 1, m, c), down "
+            "(experts, c, m)"
         )
     for name, bias, size in zip(("gate_up_bias", "down_bias"), biases, (rows, x.shape[-1:]), strict=True):
         if bias is not None and bias.shape != (len(down), *size):
@@ -334,6 +337,11 @@ def _load_rule(ids: Arg, experts: int) -> Rule:
 
 # ---------------------------------------------------------------------------------------------- activations
 
+# Names of functions of each element alone: what they make of a part of the columns is a part of what they make.
+_EACH = (
+    "celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish",
+    "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softshrink", "softsign", "tanh", "tanhshrink",
+)  # fmt: skip
 # What stands for a function in the arguments of an op, and in keys of plans: a text.
 _NAMES: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()
 _FUNCTIONS: dict[str, Callable[[], Any]] = {}  # those of modules live as long as these
@@ -341,10 +349,12 @@ _FUNCTIONS: dict[str, Callable[[], Any]] = {}  # those of modules live as long a
 
 def _named(act: Act) -> str:
     if isinstance(act, str):
-        if not callable(getattr(F, act, None)):
-            known = ("gelu", "mish", "relu", "sigmoid", "silu", "softplus", "tanh")
-            raise DispatchError(f"experts: torch.nn.functional has no {act!r}{near(act, known)}")
+        if act not in _EACH:
+            has = "no such function of each element" if hasattr(F, act) else "no"
+            raise DispatchError(f"experts: torch.nn.functional has {has} {act!r}{near(act, _EACH)}, or give a function")
         return act
+    if not callable(act):
+        raise DispatchError(f"experts: act is {act!r}: give a name of torch.nn.functional, or a function")
     owner, part = getattr(act, "__self__", act), getattr(act, "__func__", None)
     if isinstance(act, nn.Module) and any(True for _ in act.parameters()):
         raise DispatchError(f"experts: act {type(act).__name__} has parameters, which it must not: apply it yourself")

@@ -382,7 +382,7 @@ class Wish(NamedTuple):
         except ValueError:
             most = 0
         if key != "max_bytes" or most < 1:
-            raise RuleError(f"strategies: {text!r} says nothing after the name: give {name}:max_bytes=1000000, say")
+            raise RuleError(f"strategies: {text!r} sets no bound of bytes: give {name}:max_bytes=1000000, say")
         return cls(name, most)
 
 
