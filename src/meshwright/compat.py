@@ -256,6 +256,19 @@ def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _apply.__get__(None, cls)(*args, **kwargs)
 
 
+# ---------------------------------------------------------------------------------------------- hooks
+
+
+def add_hook(t: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    """``t.register_hook(hook)``, of a view too whose base was written to.
+
+    torch makes the ``grad_fn`` of such a view anew when it is next asked for.  Where that is inside of
+    ``register_hook``, the hooks that it is about to add are forgotten meanwhile, and the process ends (2.10 to 2.15).
+    """
+    _ = t.grad_fn
+    return torch.Tensor.register_hook(t, hook)
+
+
 # ---------------------------------------------------------------------------------------------- overrides
 
 

@@ -354,3 +354,40 @@ def test_a_base_whose_writes_nobody_counts_leaves_what_was_saved_of_its_copy(wri
             assert (got is None) == (expected is None)
             if got is not None:
                 torch.testing.assert_close(got, expected)
+
+
+HOOKED: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda h: h[:2], "columns": lambda h: h[:, 1:3], "t": lambda h: h.t(), "view": lambda h: h.view(2, 12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_hook_on_a_view_whose_base_was_written_to(name: str, dim: int) -> None:
+    """Where the view is a copy, that is made anew at its next use: the hook is of what is used."""
+    mesh = mw.Mesh({"x": 2})
+
+    def grad(lay: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        p = lay(torch.arange(24.0, dtype=torch.float64).view(4, 6)).requires_grad_()
+        h = p * 2
+        seen = HOOKED[name](h)
+        h.mul_(0.5)
+        _ = seen.grad_fn  # without it a plain view ends the process
+        seen.register_hook(lambda g: g * 3)
+        (seen.sin().sum() + h.sum()).backward()
+        return p.grad
+
+    found = mw.simulate(lambda: mw.unshard(grad(lambda t: mw.shard_tensor(t, mesh, {"x": mw.Shard(dim)}))), mesh)
+    torch.testing.assert_close(found[0], grad(lambda t: t))
+
+
+def test_a_hook_on_a_view_ends_no_process() -> None:
+    def hooked() -> list[Any]:
+        h = mw.shard_tensor(torch.ones(4, 6), mw.Mesh({"x": 2}), {"x": mw.Shard(0)}).requires_grad_() * 2
+        seen, got = h.t(), list[Any]()
+        h.mul_(0.5)
+        seen.register_hook(lambda g: got.append(tuple(g.shape)))
+        seen.sum().backward()
+        return got
+
+    assert mw.simulate(hooked, mw.Mesh({"x": 2})) == [[(6, 4)]] * 2

@@ -97,6 +97,21 @@ def test_what_a_program_folds_is_neither_missed_nor_blamed(lies: bool, monkeypat
     assert report.covered[0].missed == ()
 
 
+def written_base(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Torch makes the ``grad_fn`` of a view of what was written to anew, and ends a process that adds a hook then."""
+    h = model.up(model.table(batch[0]).flatten(0, 1))
+    seen = h.t()
+    h.mul_(2.0)
+    return seen.to(seen.dtype).sin().mean()
+
+
+@pytest.mark.parametrize("passes", [(), ["gradient-merge:k_steps=2"]])
+def test_gradients_of_captured_steps_are_told_once(passes: Any) -> None:
+    """Passes name what they add gradients up in, too."""
+    report = verified(loss_fn=written_base, passes=passes, modes=["captured"], save=False)
+    assert report.passed and not report.notes, report
+
+
 class Heavy(torch.optim.Optimizer):
     """A class of the user's own, with a tensor and a number as states; one that mixes elements, if asked to."""
 

@@ -278,9 +278,9 @@ class DistTensor(torch.Tensor):
     def register_hook(self, hook: Callable[[DistTensor], DistTensor | None]) -> Any:
         """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
         self._spec.grad()  # complain now
-
+        refresh(self, call_enabled)  # else a write to what it is a view of takes its place, and the hook with it
         with disabled():
-            return Tensor.register_hook(self, GradientHook(self, hook))
+            return compat.add_hook(self, GradientHook(self, hook))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[DistTensor], None]) -> Any:
         """``hook(tensor)`` after the gradient was accumulated into ``tensor.grad``, and synchronised there."""

@@ -133,10 +133,16 @@ class WatchedPasses(PassManager):
 
 
 def watched(program: Program, tell: Tell) -> Program:
-    """The program with calls of ``tell`` behind each value of the user's program, and each of its gradients."""
-    made = copied(program)
+    """The program with calls of ``tell`` behind each value of the user's program, and each of its gradients.
+
+    The first node of a name is told of: passes name what they add a gradient up in after it, too.
+    """
+    made, known = copied(program), set[Key]()
     for node in list(made.graph.nodes):
         for key, spec in _keys(node):
+            if key in known:
+                continue
+            known.add(key)
             name = key[2] if key[1] == "leaf" else ""
             seen = Observed(key, "", info_of(node).line, None, spec, name)
             with made.graph.inserting_after(node):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..compat import pytree
+from ..compat import add_hook, pytree
 from ..dispatch import QUESTIONS, disabled, gradient_types
 from ..layout import Spec
 from ..local_tensor import bare
@@ -150,7 +150,7 @@ def watch_gradient(t: Tensor, seen: Observed, tell: Tell) -> None:
                 tell(replace(seen, value=bare(grad).clone(), spec=spec))
 
     with disabled():
-        Tensor.register_hook(t, told)
+        add_hook(t, told)
 
 
 def random_state() -> int:

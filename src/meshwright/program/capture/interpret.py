@@ -128,7 +128,7 @@ class Interpreter:
                 node = recorder.node_of(grad)
                 annotate(node, gradient_at=(*info_of(node).gradient_at, (name, spec.grad())))
 
-        made.register_hook(note)
+        compat.add_hook(made, note)
 
     def _node(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         func: Any = node.target
