@@ -108,6 +108,24 @@ def test_random_models_over_memory_formats(seed: int) -> None:
     compare(make, squares, batches, mesh, optimizer=OPTIMIZERS[number], **options)
 
 
+class Residual(nn.Module):
+    """Of one image the steps of a dim of one differ by kernel, and group norm reads the memory format from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rows, self.last = nn.GroupNorm(2, 4), nn.Linear(4, 4), nn.GroupNorm(2, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows(self.first(x).flatten(2).transpose(1, 2))
+        return self.last((rows.transpose(1, 2).reshape(x.shape) + x) / 1.0)
+
+
+def test_a_rank_with_one_image() -> None:
+    batches = [x[:2] for x in images(3)]
+    compare(Residual, squares, batches, TWO, **BY_ROWS)
+
+
 class Group(nn.Module):
     """Convolution, group norm, permute: kernels that walk through memory as autograd says."""
 

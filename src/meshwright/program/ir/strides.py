@@ -54,10 +54,20 @@ def laid(t: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
+def with_strides(t: Tensor, strides: Strides) -> Tensor:
+    """``t`` with exactly these strides: itself, an alias of it, or a copy where they mean other places in memory."""
+    if t.stride() == strides:
+        return t
+    if not same(t.shape, t.stride(), strides):
+        return laid(t, strides)
+    # Of four and five dims PyTorch reads the memory format from strides of dims of one, too, and kernels ask for it.
+    return t.as_strided(t.shape, strides) if t.ndim in (4, 5) and t.numel() else t
+
+
 def _fake(t: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
 
 
 LAID = operator("laid(Tensor x, int[] strides) -> Tensor", laid, _fake)
 
-__all__ = ["LAID", "dense", "is_dense", "laid", "row_major", "same", "unless_row_major"]
+__all__ = ["LAID", "dense", "is_dense", "laid", "row_major", "same", "unless_row_major", "with_strides"]

@@ -27,7 +27,7 @@ from ..ir.inplace import written
 from ..ir.nodes import Value, checked_value, info_of
 from ..ir.program import PASSED, PIPELINE, WHOLE, Input, Program
 from ..ir.sizes import Variables, value_at
-from ..ir.strides import laid, same
+from ..ir.strides import laid, same, with_strides
 from .inductor import with_inductor
 from .runner import Compiled, Runner
 
@@ -443,7 +443,9 @@ def zeros(value: Value, device: Any) -> Tensor:
 
 def lying(t: Tensor, value: Value) -> Tensor:
     """``t`` with the strides that a program was recorded with; ``t`` itself where it has them."""
-    return t if same(value.shape, tuple(t.stride()), value.strides) else laid(t.detach(), value.strides)
+    plain = t.detach()
+    made = with_strides(plain, value.strides)
+    return t if made is plain else made
 
 
 def local(t: Tensor) -> Tensor:

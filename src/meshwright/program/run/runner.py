@@ -22,7 +22,7 @@ from ..ir.nodes import checked_value, is_mutating, value_of
 from ..ir.program import PASSED, Program
 from ..ir.purposes import Purpose
 from ..ir.sizes import Size, Variables
-from ..ir.strides import LAID, Strides, laid, same
+from ..ir.strides import LAID, Strides, laid, with_strides
 
 Tensor = torch.Tensor
 Runner = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -84,16 +84,16 @@ class Compiled:
 
     def _looked_at(self, node: fx.Node) -> tuple[Any, ...] | None:
         value = value_of(node)
-        return None if value is None else (self._as_recorded, node.name, tuple(value.shape), value.strides)
+        return None if value is None else (self._as_recorded, node.name, value.strides)
 
     def _laid(self, node: fx.Node) -> tuple[Any, ...]:
-        return laid, checked_value(node).strides
+        return with_strides, checked_value(node).strides
 
-    def _as_recorded(self, t: Tensor, name: str, shape: tuple[int, ...], strides: Strides) -> Tensor:
-        if same(shape, t.stride(), strides):
-            return t
-        self._odd.add(name)
-        return laid(t, strides)
+    def _as_recorded(self, t: Tensor, name: str, strides: Strides) -> Tensor:
+        made = with_strides(t, strides)
+        if made is not t:
+            self._odd.add(name)
+        return made
 
 
 Watch = Callable[[fx.Node], "tuple[Any, ...] | None"]
