@@ -42,6 +42,11 @@ def scaled(w: Written, x: fx.Node) -> fx.Node:
     return w.op(aten.t.default, w.op(aten.mul.Tensor, x, 0.5))
 
 
+def own_rows(w: Written, x: fx.Node) -> fx.Node:
+    """As the rank has them that gets all rows: others get none of them, or the next ones."""
+    return w.op(aten.slice.Tensor, x, 0, 0, 4)
+
+
 def squared(w: Written, x: fx.Node) -> fx.Node:
     return w.op(aten.mul.Tensor, x, x)
 
@@ -57,7 +62,7 @@ def read_twice(w: Written, x: fx.Node) -> fx.Node:
         (nothing, "a b", "a,b"), (nothing, "b a", "a,b"), (nothing, "c a", "a,c"), (nothing, "c a,b", "a,b,c"),
         (nothing, "b c a", "a,b,c"), (nothing, "a", "a"), (scaled, "b a", "a,b"), (scaled, "c b a", "a,b,c"),
         (nothing, "a a", "a a"), (nothing, "a,b b,c", "a,b b,c"), (squared, "a b", "a b"), (squared, "a b c", "a b c"),
-        (read_twice, "a b", "a b"), (nothing, "a b a", "a,b a"),
+        (read_twice, "a b", "a b"), (own_rows, "a b", "a b"), (nothing, "a b a", "a,b a"),
     ],
 )  # fmt: skip
 def test_sums_in_a_row(between: Callable[..., Any], sent: str, want: str) -> None:

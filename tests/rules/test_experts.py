@@ -534,3 +534,33 @@ def test_one_expert_on_many_ranks() -> None:
 
     for found in mw.simulate(run, mesh):
         check_equal(found, plain(fn(*given)))
+
+
+def test_one_expert_of_two_ranks_under_the_pass_that_joins_sums() -> None:
+    """Its gradient is summed over ``ep``, cut to a rank's part, which one has not, and summed over ``dp``."""
+    mesh = mw.Mesh({"dp": 2, "ep": 2})
+    x = torch.randn(4, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(GATE_UP[:1].clone()), nn.Parameter(DOWN[:1].clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            ids = torch.zeros(*x.shape[:-1], 1, dtype=torch.int64)
+            return mw.experts(x, ids, ids + 0.5, self.up, self.down).square().mean()
+
+    alone = One()
+    alone(x).backward()
+
+    def run() -> Tensor:
+        model, rows = One(), mw.Shard(0)
+        step = mw.compile_step(
+            model, None, torch.optim.SGD(model.parameters(), lr=0.0), x, mesh=mesh, batch={"dp": rows, "ep": rows},
+            layouts={"up": {"ep": rows}, "down": {"ep": rows}}, gradients=True, passes=["data-parallel-optimization"],
+        )  # fmt: skip
+        step(x)
+        return mw.unshard(model.up.grad)
+
+    for grad in mw.simulate(run, mesh):
+        torch.testing.assert_close(grad, alone.up.grad)

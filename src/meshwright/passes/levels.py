@@ -46,10 +46,19 @@ def _inner(node: fx.Node) -> fx.Node | None:
         if at.target is node.target and at.args[1:-2] == node.args[1:-2] and is_sum(at):
             own, other = (set(str(n.args[-2]).split(",")) for n in (node, at))
             return at if own.isdisjoint(other) and not info_of(at).grad_of else None
-        if not is_linear(at):
+        if not is_linear(at) or _picks(at):
             return None
         at = at.args[0]
     return None
+
+
+_PLACES = {"start", "end", "index", "indices", "length", "pad", "shifts", "split_size", "split_sizes", "storage_offset"}
+
+
+def _picks(node: fx.Node) -> bool:
+    """Whether a node takes elements by their place, which may be this rank's own: other ranks take other ones."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(a.name in _PLACES for a in schema.arguments)
 
 
 __all__ = ["flattened"]
