@@ -113,6 +113,43 @@ def test_gradients_of_captured_steps_are_told_once(passes: Any) -> None:
     assert not report.notes, report
 
 
+def hooked(params: Any) -> torch.optim.Optimizer:
+    made = torch.optim.SGD(params, lr=0.1)
+
+    def halve(opt: Any, *args: Any) -> None:
+        for p in opt.param_groups[0]["params"]:
+            p.grad.mul_(0.5)
+
+    made.register_step_pre_hook(halve)
+    return made
+
+
+def some(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in params if p.ndim > 1], lr=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [hooked, some])
+@pytest.mark.parametrize("mode", ["eager", "captured"])
+def test_gradients_that_a_hook_writes_to_or_no_optimizer_takes(optimizer: Any, mode: str) -> None:
+    report = verified(optimizer=optimizer, modes=[mode], steps=2)
+    assert report.passed, str(report)
+    counted = report.covered[0].values
+    assert counted["stepped" if optimizer is hooked else "grad"] > 10
+
+
+@pytest.mark.parametrize(
+    ("said", "unused"),
+    [
+        ({"layouts": {"up.*": [mw.Replicate(), mw.Shard(0)]}, "batch": [mw.Shard(0), mw.Replicate()]}, []),
+        ({"layouts": {"up.*": mw.Layout(MESH, COLUMN)}, "batch": {"0": SPLIT, "1": SPLIT}}, []),
+        ({"layouts": {"up.*": {"tp": mw.Replicate()}}, "batch": None, "states_over": ("dp",)}, ["tp"]),
+    ],
+)
+def test_axes_are_used_by_name_and_by_place(said: dict[str, Any], unused: list[str]) -> None:
+    report = verified(modes=["eager"], save=False, **said)
+    assert [n.split("'")[1] for n in report.notes] == unused
+
+
 class Heavy(torch.optim.Optimizer):
     """A class of the user's own, with a tensor and a number as states; one that mixes elements, if asked to."""
 

@@ -16,7 +16,7 @@ import torch.nn as nn
 
 from ..compat import pytree
 from ..errors import CaptureError, MeshwrightError, VerifyError, near, takes
-from ..layout import Placements, read_layouts
+from ..layout import Layout, Placements, read_layouts
 from ..mesh import Mesh
 from ..passes import Pass, PassManager
 from ..program import Plan, build
@@ -181,9 +181,23 @@ def _check(model: nn.Module, optimizer: Optimizers, batch: Any, modes: Sequence[
 
 
 def _unused(mesh: Mesh, plan: Plan) -> list[str]:
-    """Axes that nothing that was said names."""
-    text = repr((plan.layouts, plan.batch, plan.inputs, plan.outputs, plan.stored_over, plan.states_over))
-    return [f"no layout names the axis {a!r}: its ranks do the same work" for a in mesh.axes if repr(a) not in text]
+    """Axes that nothing that was said splits anything over."""
+    said = (plan.layouts, plan.batch, plan.inputs, plan.outputs, plan.stored_over, plan.states_over)
+    used = {a for x in said for a in _splitting(x, mesh)} | {*(plan.stages or ())}
+    return [f"no layout names the axis {a!r}: its ranks do the same work" for a in mesh.axes if a not in used]
+
+
+def _splitting(said: Any, mesh: Mesh) -> Iterator[str]:
+    """The axes of placements, of each by its name or its place, and of what has placements or names of axes in it."""
+    if isinstance(said, str):
+        yield said
+        return
+    said = said.placements if isinstance(said, Layout) else said
+    for axis, x in said.items() if isinstance(said, Mapping) else zip(mesh.axes, said or (), strict=False):
+        if isinstance(x, (str, Mapping, Sequence, Layout)):
+            yield from _splitting(x, mesh)
+        elif x is not None and repr(x) != "Replicate()":
+            yield axis
 
 
 @contextmanager

@@ -181,7 +181,7 @@ class RankJournal:
             verb = "ranks do not compute it" if inside == "forward" else "it gets no gradient on ranks"
             text = f"{verb}; so {value}: {found.text}"
             return Departure(self.mode, step, inside, made.op, made.line, (), _in_words(made), "", text, found.relative)
-        if what == "backward" or (what == "grad" and not self._contributed(step, want.name)):
+        if what == "backward" or (what in ("grad", "stepped") and not self._contributed(step, want.name)):
             users = self.journal.uses.get((step, "forward", *key[2:]), [])
             users = users or self.journal.uses.get((step, "forward", "leaf", want.name), [])
             (op, line), *rest = dict.fromkeys(users) or [(want.op, want.line)]
@@ -194,7 +194,7 @@ class RankJournal:
         """What one device computed for the op that departs and ranks did not, since they ran another op there; or the
         first value in the backward that has no gradient on ranks, where a parameter has none."""
         step, what, *_ = key
-        if what == "grad" and seen.value is None:
+        if what in ("grad", "stepped") and seen.value is None:
             outs = (k for k in self.journal.seen if k[0] == step and k[1] == "backward" and k[-2] == "out")
             return next((k for k in outs if k not in self.compared), None)
         if what != "forward" or want.key[-2] != "out":
@@ -216,6 +216,11 @@ class RankJournal:
 PHASES = {
     "loss": ("forward", "the loss", "the loss function"),
     "grad": ("gradients", "the reduction of the gradient over ranks", "the backward"),
+    "stepped": (
+        "gradients",
+        "the reduction of the gradient over ranks, or optimizer.step",
+        "the backward or the optimizer",
+    ),
     "clipped": ("clipping", "clip_grad_norm_", "the step"),
     "param": ("update", "optimizer.step", "the optimizer"),
     "state": ("update", "optimizer.step", "the optimizer"),

@@ -35,7 +35,8 @@ class Coverage:
 
 _WORDS = {
     "forward": "values of the forward", "backward": "gradients of values", "loss": "losses",
-    "grad": "gradients of parameters", "clipped": "clipped gradients", "param": "parameters", "state": "states",
+    "grad": "gradients of parameters", "clipped": "clipped gradients", "stepped": "gradients after the update",
+    "param": "parameters", "state": "states",
     "buffer": "buffers", "random": "states of the random generator", "loaded": "values after the load",
 }  # fmt: skip
 

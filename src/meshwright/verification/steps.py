@@ -14,6 +14,7 @@ from ..compat import pytree
 from ..errors import VerifyError
 from ..program.capture.export import LossFn, leaf_names
 from ..program.step import CompiledStep
+from ..shard.optimizers.kinds import own_work, reads_no_shapes
 from .watch import Key, Observed, Tell, Watch, held, random_state
 
 Tensor = torch.Tensor
@@ -73,9 +74,11 @@ class Training:
         if self.step_fn is None:
             self._finish(tell)
         elif self.calls == 1:
-            self._told(tell, "grad" if self.clip is None else "clipped", gradients(self.model))
+            what = "stepped" if may_write(self.optimizer) else "grad" if self.clip is None else "clipped"
+            self._told(tell, what, gradients(self.model))
         self.told(tell)
         self.optimizer.zero_grad()
+        self.model.zero_grad()  # of parameters, too, that are not the optimizer's: captured steps do not add to these
         return calls
 
     def _finish(self, tell: Tell) -> None:
@@ -88,6 +91,8 @@ class Training:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
             self._told(tell, "clipped", gradients(self.model))
         self.optimizer.step()
+        if may_write(self.optimizer):
+            self._told(tell, "stepped", gradients(self.model))
 
     def forward(self, tell: Tell) -> tuple[Any, Calls]:
         """What the loss function returns, and the calls that it made."""
@@ -111,6 +116,11 @@ class Training:
 def _numbered(tell: Tell, i: int) -> Tell:
     """``tell`` for one of several batches."""
     return lambda seen: tell(replace(seen, key=(seen.key[0], f"batch {i}", *seen.key[1:])))
+
+
+def may_write(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step may write to gradients: behind a captured program they are not seen before it."""
+    return bool(own_work(optimizer)) or not reads_no_shapes(optimizer)
 
 
 def gradients(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
