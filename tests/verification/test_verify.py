@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,29 @@ def test_a_report_is_kept_and_checked(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(VerifyError, match="is no report of"):
         Verification.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"passed": False}, "says both"), ({"digest": None}, "digest is None"), ({"seconds": "1"}, "seconds is '1'"),
+        ({"departures": {}}, "departures is {}"), ({"notes": "x"}, "notes is 'x'"), ({"more": 1}, "more"),
+    ],
+)  # fmt: skip
+def test_a_report_that_was_changed_is_none(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    report = Verification("title", (), (), (), "digest", 1.0)
+    (tmp_path / "report.json").write_text(json.dumps(json.loads(report.to_json()) | changed))
+    with pytest.raises(VerifyError, match=f"is no report of mw.verify.*{words}"):
+        Verification.load(tmp_path / "report.json")
+
+
+def test_a_difference_without_bounds_is_kept(tmp_path: Path) -> None:
+    departure = Departure("eager", 0, "forward", "mul", "a.py:1", (), "x", "", "off", float("inf"))
+    report = Verification("title", (departure,), (), (), "", 1.0)
+    report.save(tmp_path / "report.json")
+    kept = Verification.load(tmp_path / "report.json")
+    assert kept == report
+    assert kept.to_json() == report.to_json()
 
 
 @pytest.mark.parametrize(

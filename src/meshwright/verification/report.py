@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ class Verification:
         """:meth:`to_dict` as one JSON object; ``how`` as for ``json.dumps``."""
         made = self.to_dict()
         for d in made["departures"]:
-            d["relative"] = d["relative"] if d["relative"] < float("inf") else None
+            d["relative"] = d["relative"] if d["relative"] < math.inf else None
         return json.dumps(made, **how)
 
     def save(self, path: str | Path) -> None:
@@ -118,11 +119,32 @@ class Verification:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            data.pop("passed")
-            departures = tuple(Departure(**d | {"others": tuple(d["others"])}) for d in data.pop("departures"))
+            _check_kinds(data)
+            if data.pop("passed") is bool(data["departures"]):
+                raise ValueError("it says both that it passed and that it did not")
+            departures = tuple(_departure(d) for d in data.pop("departures"))
             covered = tuple(Coverage(c["mode"], c["values"], tuple(c["missed"])) for c in data.pop("covered"))
             return cls(departures=departures, covered=covered, **data | {k: tuple(data[k]) for k in ("notes", "taken")})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise VerifyError(
                 f"{path} is no report of mw.verify: {error!r}; write one with report.save(path)"
             ) from None
+
+
+_KINDS: Mapping[str, Any] = {
+    "passed": bool, "title": str, "digest": str, "seconds": (int, float), "departures": list, "covered": list,
+    "notes": list, "taken": list,
+}  # fmt: skip
+
+
+def _check_kinds(data: Mapping[str, Any]) -> None:
+    """Raises ValueError for an entry that is of another kind than what is written."""
+    for name, kind in _KINDS.items():
+        if not isinstance(data[name], kind):
+            raise ValueError(f"{name} is {data[name]!r}")
+
+
+def _departure(data: Mapping[str, Any]) -> Departure:
+    """JSON has no word for what is infinite: it is null there."""
+    relative = math.inf if data["relative"] is None else float(data["relative"])
+    return Departure(**{**data, "others": tuple(data["others"]), "relative": relative})
