@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,7 +79,9 @@ class _OneDevice(fx.Interpreter):
         return made
 
     def _given(self, node: fx.Node, made: Tensor) -> bool:
-        """Whether an op gave what it was given, as ``to`` and ``detach`` do."""
+        """Whether an op gave what it was given, as ``to`` and ``detach`` do, or is one of several that another gave."""
+        if node.target is operator.getitem:
+            return True
         given = (self.env[n] for n in node.all_input_nodes if n in self.env)
         return not is_mutating(node) and any(isinstance(t, Tensor) and made.is_set_to(t) for t in given)
 

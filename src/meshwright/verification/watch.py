@@ -54,8 +54,8 @@ class Observed:
         value: of a distributed tensor this rank's part.
         spec: how it lies on the mesh; None for what is not distributed.
         name: of a parameter, buffer or batch tensor.
-        folded: captured programs need no node for it: it is what the op was given, computed of constants alone, or
-            what nothing depends on.
+        folded: captured programs need no node for it: it is what the op was given, one of several results,
+            computed of constants alone, or what nothing depends on.
     """
 
     key: Key
