@@ -65,7 +65,7 @@ lines({
     "sum": lambda x, dim=None, keepdim=False, **kwargs: reduction(x, dim, keepdim, op="sum", linear=[x]),
     # Not linear: a NaN may come about only when parts are added.
     "nansum": lambda x, dim=None, keepdim=False, **kwargs: reduction(x, dim, keepdim, op="sum"),
-    "count_nonzero": lambda x, dim=None: reduction(x, dim, op="sum"),
+    "count_nonzero": lambda x, dim=None, *more: reduction(x, (dim, *more) if more else dim, op="sum"),
     "trace": lambda x: notation("i j ->", x, linear=[x]),
     "any": _logical("any", "max"),
     "all": _logical("all", "min"),
