@@ -135,3 +135,13 @@ def test_loaders_whose_workers_stay_are_split_again(tmp_path: Path) -> None:
     trainer.eval_dataset = trainer.train_dataset
     first = trainer.get_eval_dataloader()
     assert trainer.get_eval_dataloader() is first
+
+
+def test_all_ranks_go_by_the_metrics_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.integrations import trainer as integration
+
+    other = SimpleNamespace(all_gather_object=lambda own, _: [{"eval_loss": 7.0}, own], group=lambda mesh: None)
+    trainer = made(tmp_path)
+    trainer.eval_dataset = trainer.train_dataset
+    monkeypatch.setattr(integration, "collective", other)
+    assert trainer.evaluate()["eval_loss"] == 7.0

@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -406,6 +407,21 @@ def _saved(x):
     torch.save({"x": x}, file)
     file.seek(0)
     return torch.load(file, weights_only=False)["x"]
+
+
+def test_who_writes_parts_to_a_file_is_told():
+    def run():
+        net = mw.shard_module(nn.Linear(4, 4), FOUR, {"weight": (S0,)})
+        whole = {name: mw.unshard(t) for name, t in net.state_dict().items()}
+        with pytest.warns(UserWarning, match=r"the file has this rank's alone, .*mw\.save_weights\(") as told:
+            torch.save(net.state_dict(), io.BytesIO())
+        assert len(told) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            copy.deepcopy(net)
+            torch.save({"bias": net.bias, **whole}, io.BytesIO())  # whole on each rank
+
+    on_ranks(run)
 
 
 def test_parameters_and_state_dicts():

@@ -79,6 +79,11 @@ class OnMesh:
         kept.update({name: batches for name, one in kept.items() if one is loader})
         return batches
 
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """All choose the best model, and stop, by the first rank's metrics: some are drawn, or a clock's."""
+        made = super().evaluation_loop(*args, **options)  # type: ignore[misc]
+        return made._replace(metrics=collective.all_gather_object(made.metrics, collective.group(self._mesh))[0])
+
     def create_optimizer(self, *args: Any) -> Any:
         optimizer = super().create_optimizer(*args)  # type: ignore[misc]
         if not isinstance(optimizer, AcceleratedOptimizer):  # that of an earlier train()

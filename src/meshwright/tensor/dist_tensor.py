@@ -7,6 +7,7 @@ What it *does* is put in place by the modules beside this one, one for each conc
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
@@ -208,8 +209,10 @@ class DistTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if is_part(self._spec) and sends_objects():
-            refuse_by_hand("an object collective", self._spec)
+        if is_part(self._spec):
+            if sends_objects():
+                refuse_by_hand("an object collective", self._spec)
+            warnings.warn(_PICKLED, stacklevel=2)  # a rank does not know what the others do, and the file is kept
         refresh(self, call_enabled)
         local = bare(self)
         spec = self._spec
@@ -428,6 +431,13 @@ def plain(t: Tensor) -> Tensor:
 def raw_grad(t: Tensor) -> Tensor | None:
     """What autograd's slot for the gradient holds."""
     return cast("Tensor | None", call_disabled(get_grad, (), (t,), NO))
+
+
+_PICKLED = (
+    "torch.save or pickle was given DistTensors of which each rank holds a part: the file has this rank's alone, which "
+    "the same rank of the same mesh can load and no other process. To save a model use mw.save_weights(model, folder) "
+    "or mw.Checkpoints, or save {name: mw.unshard(t) for name, t in model.state_dict().items()}, which every rank makes"
+)
 
 
 def _rebuild(local: Tensor, about: dict[str, Any]) -> DistTensor:
