@@ -230,3 +230,14 @@ def test_a_function_that_cannot_combine_nothing() -> None:
         lambda: mw.unshard(associative_scan(summed, mw.shard_tensor(x, mesh, laid), 0, combine_mode="generic")), mesh
     ):
         torch.testing.assert_close(found, want)
+
+
+def test_a_function_that_changes_the_dtype() -> None:
+    mesh = mw.Mesh({"cp": 3})
+
+    def run() -> None:
+        x = mw.shard_tensor(torch.ones(6, dtype=F64), mesh, {"cp": mw.Shard(0)})
+        associative_scan(lambda a, b: (a + b).float(), x, 0, combine_mode="generic")
+
+    with pytest.raises(DispatchError, match="combine_fn makes .*float32.* of rows of .*float64.*: convert xs before"):
+        mw.simulate(run, mesh)

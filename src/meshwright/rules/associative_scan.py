@@ -17,6 +17,7 @@ from torch.overrides import has_torch_function
 
 from .. import torch_changes
 from ..compat import TorchDispatchMode, tree_leaves
+from ..errors import DispatchError
 from ..operators import GIVEN, KEPT, internal, kept_whole
 from .dims import nothing, with_row
 from .factor_notation import Arg, Local, LocalFn, Rule, composite, notation, rule
@@ -48,6 +49,12 @@ class Combine:
             return list(rows[len(rows) // 2 :])
         fix = "make it one of xs (expanded to their length), or apply it before or after the scan"
         made: list[Tensor] = tree_leaves(on_parts(self.fn, rows, "associative_scan: combine_fn", fix))
+        given, found = [x.dtype for x in rows[len(rows) // 2 :]], [x.dtype for x in made]
+        if given != found:  # the first row stays as it is, so ranks would have different types
+            raise DispatchError(
+                f"associative_scan: combine_fn makes {found} of rows of {given}: convert xs before the scan, or cast "
+                "what it returns back"
+            )
         return made
 
     def scan(self, xs: Sequence[Tensor], short: bool = False) -> list[Tensor]:
