@@ -239,5 +239,5 @@ def test_a_function_that_changes_the_dtype() -> None:
         x = mw.shard_tensor(torch.ones(6, dtype=F64), mesh, {"cp": mw.Shard(0)})
         associative_scan(lambda a, b: (a + b).float(), x, 0, combine_mode="generic")
 
-    with pytest.raises(DispatchError, match="combine_fn makes .*float32.* of rows of .*float64.*: convert xs before"):
+    with pytest.raises(DispatchError, match=r"combine_fn makes .*float32.* of rows of .*float64.*: convert xs before"):
         mw.simulate(run, mesh)
