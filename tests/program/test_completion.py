@@ -173,7 +173,7 @@ def test_repeated_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> Non
             ShardError,
             r"'\*.upp.weight' matches no .*close ones: .*up.weight",
         ),
-        ({"layouts": {"*.up.weight": {"tq": S(0)}}}, MeshError, "unknown axis 'tq'"),
+        ({"layouts": {"*.up.weight": {"tq": S(0)}}}, MeshError, r"up.weight, of shape .*: unknown axis 'tq'"),
         (
             {"layouts": {"*.up.weight": {"tp": S(2)}}},
             LayoutError,

@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from ... import compat
 from ...dispatch import make_rule, map_tensors, resolve, tensors_in
-from ...errors import LayoutError
+from ...errors import LayoutError, MeshwrightError
 from ...layout import REPLICATE, Layout, Placement, Shard, Spec, crowded
 from ...mesh import Mesh
 from ...resharding.cost import held_bytes
@@ -224,16 +224,13 @@ class Completion:
     def _say(self, name: str, placements: Any, *, all_axes: bool, label: str) -> None:
         key = self.same.get((name, 0), (name, 0))
         state = self.states[key]
-        if isinstance(placements, Mapping):
-            axes = {self.mesh.axis_index(a) for a in placements}
-            axes = set(range(self.mesh.ndim)) if all_axes else axes
-        else:
-            axes = set(range(self.mesh.ndim))
         try:
             layout = Layout(self.mesh, placements, ndim=len(state.shape))
-        except LayoutError as error:
-            raise LayoutError(f"{label}, of shape {state.shape}: {error}") from error
-        for a in sorted(axes):
+        except MeshwrightError as error:
+            error.args = (f"{label}, of shape {state.shape}: {error}",)
+            raise
+        some = isinstance(placements, Mapping) and not all_axes
+        for a in sorted(map(self.mesh.axis_index, placements)) if some else range(self.mesh.ndim):
             p, old = layout.placements[a], state.entries[a]
             if old is not None and old.placement != p:
                 raise LayoutError(
