@@ -443,9 +443,7 @@ def zeros(value: Value, device: Any) -> Tensor:
 
 def lying(t: Tensor, value: Value) -> Tensor:
     """``t`` with the strides that a program was recorded with; ``t`` itself where it has them."""
-    plain = t.detach()
-    made = with_strides(plain, value.strides)
-    return t if made is plain else made
+    return t if t.stride() == value.strides else with_strides(t.detach(), value.strides)
 
 
 def local(t: Tensor) -> Tensor:
