@@ -138,12 +138,12 @@ class WatchedPasses(PassManager):
 def watched(program: Program, tell: Tell) -> Program:
     """The program with calls of ``tell`` behind each value of the user's program, and each of its gradients.
 
-    The first node of a name is told of: passes name what they add a gradient up in after it, too.
+    Of gradients the first node of a name is told of: passes name what they add a gradient up in after it, too.
     """
     made, known = copied(program), set[Key]()
     for node in list(made.graph.nodes):
         for key, spec in _keys(node):
-            if key in known:
+            if key in known and key[0] == "backward":
                 continue
             known.add(key)
             name = key[2] if key[1] == "leaf" else ""
