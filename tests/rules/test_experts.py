@@ -223,8 +223,9 @@ def test_gradients_expert_by_expert(act: str, biased: bool) -> None:
         )
 
 
-# Of three experts with tokens: products of two in the forward, and in the backward what the asked gradients need.
-PRODUCTS = {"x": 2, "scores": 1, "gate_up": 2, "down": 1, "x scores gate_up down": 4, "scores gate_up down": 3}
+# Of three experts with tokens: three products in the forward (gates, what they gate, down), and in the backward what the
+# asked gradients need; of x what they gate is added in place.
+PRODUCTS = {"x": 2, "scores": 1, "gate_up": 3, "down": 1, "x scores gate_up down": 5, "scores gate_up down": 4}
 
 
 @pytest.mark.parametrize("asked", PRODUCTS)
@@ -243,7 +244,7 @@ def test_no_gradient_is_computed_that_nobody_asks_for(asked: str, monkeypatch: p
     monkeypatch.setattr(torch, "mm", counted)
     made = mw.experts(own["x"], ids, *list(own.values())[1:])
     check_equal(plain(torch.autograd.grad(made.square().sum(), leaves)), plain(want))
-    assert calls[0] == 3 * (2 + PRODUCTS[asked])
+    assert calls[0] == 3 * (3 + PRODUCTS[asked])
 
 
 def test_tokens_and_weights_go_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +273,7 @@ def test_tokens_and_weights_go_in_one_message(monkeypatch: pytest.MonkeyPatch) -
         products[0] = 0
         for first in mw.simulate(lambda of_x=of_x: run(of_x, torch.float64), mesh):
             assert first == (1, 1, {"gather_rows": 64 * 8, "scatter_rows": (1 + 64 * of_x) * 8})
-        assert products[0] == mesh.size * (2 + 1 + of_x)
+        assert products[0] == mesh.size * (3 + 1 + of_x)
     for messages, records, _ in mw.simulate(lambda: run(True, torch.float32), mesh):
         assert messages == records == 2
 

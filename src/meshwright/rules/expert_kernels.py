@@ -49,16 +49,21 @@ def _forward(
     x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, act: str, parts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    made, products = x.new_zeros(x.shape, dtype=_wide(x)), x.new_empty(len(order), gate_up.shape[1])
+    # Gates and what they gate apart: of halves side by side each kernel behind would walk through rows with gaps.
+    products = x.new_empty(parts, len(order), gate_up.shape[1] // parts)
+    made = x.new_zeros(x.shape, dtype=_wide(x))
     tokens, scores = order // weights.shape[1], weights.flatten()
     for e, start, end in _spans(ends):
         if start == end:
             continue
-        at, rows = tokens[start:end], products[start:end]
-        torch.mm(x.index_select(0, at), gate_up[e].t(), out=rows)
+        at, rows = tokens[start:end], products[:, start:end]
+        given = x.index_select(0, at)
+        for i, w in enumerate(gate_up[e].chunk(parts)):
+            torch.mm(given, w.t(), out=rows[i])
         if gate_up_bias is not None:
-            rows += gate_up_bias[e]
-        y = torch.mm(acted(rows, getattr(F, act), parts), down[e].t())
+            rows += gate_up_bias[e].view(parts, 1, -1)
+        a = getattr(F, act)(rows[0])
+        y = torch.mm(a if parts == 1 else a * rows[1], down[e].t())
         if down_bias is not None:
             y += down_bias[e]
         made.index_add_(0, at, (y * scores.index_select(0, order[start:end]).unsqueeze(1)).to(made.dtype))
@@ -94,8 +99,8 @@ def _backward(
             continue
         at, slots = tokens[start:end], order[start:end]
         g, w = grad.index_select(0, at), weights.flatten().index_select(0, slots).unsqueeze(1)
-        rows, weighted = products[start:end], g * w.to(g.dtype)
-        gate, up = rows.chunk(2, -1) if parts == 2 else (rows, None)
+        gate, up = products[0, start:end], products[1, start:end] if parts == 2 else None
+        weighted = g * w.to(g.dtype)
         of_gate = getattr(F, act)(gate)
         a = of_gate if up is None else of_gate * up
         if of_down is not None:
@@ -113,21 +118,27 @@ def _backward(
         if not inside:
             continue
         back *= w.to(g.dtype)
-        h = DERIVATIVES[act](back if up is None else back * up, gate)
-        h = h if up is None else torch.cat([h, back * of_gate], 1)
+        h = [DERIVATIVES[act](back if up is None else back * up, gate), *([] if up is None else [back * of_gate])]
         if of_bias is not None:
-            of_bias[e] = h.sum(0)
+            of_bias[e] = torch.cat([of.sum(0) for of in h])
         if of_gate_up is not None:
-            torch.mm(h.t(), x.index_select(0, at), out=of_gate_up[e])
+            given = x.index_select(0, at)
+            for of, made in zip(h, of_gate_up[e].chunk(parts), strict=True):
+                torch.mm(of.t(), given, out=made)
         if of_x is not None:
-            of_x.index_add_(0, at, torch.mm(h, gate_up[e]).to(of_x.dtype))
+            first, *rest = gate_up[e].chunk(parts)
+            rows = torch.mm(h[0], first)
+            for of, w in zip(h[1:], rest, strict=True):
+                rows.addmm_(of, w)
+            of_x.index_add_(0, at, rows.to(of_x.dtype))
     none = x.new_empty(0)
     found[0] = None if of_x is None else of_x.to(x.dtype)
     return tuple([none if t is None else t for t in found])
 
 
 def _forward_fake(x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any) -> Any:
-    return x.new_empty(x.shape), x.new_empty(order.shape[0], gate_up.shape[1])
+    parts = rest[-1]
+    return x.new_empty(x.shape), x.new_empty(parts, order.shape[0], gate_up.shape[1] // parts)
 
 
 def _backward_fake(grad: Tensor, *given: Any) -> Any:
