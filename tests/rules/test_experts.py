@@ -223,8 +223,8 @@ def test_gradients_expert_by_expert(act: str, biased: bool) -> None:
         )
 
 
-# Of three experts with tokens: three products in the forward (gates, what they gate, down), and in the backward what the
-# asked gradients need; of x what they gate is added in place.
+# Of three experts with tokens: three products in the forward (gates, what they gate, down), and in the backward what
+# the asked gradients need; of x what they gate is added in place.
 PRODUCTS = {"x": 2, "scores": 1, "gate_up": 3, "down": 1, "x scores gate_up down": 5, "scores gate_up down": 4}
 
 
