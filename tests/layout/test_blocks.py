@@ -50,13 +50,14 @@ def test_ranks_hold_a_part_of_each_block() -> None:
 
 @pytest.mark.parametrize("mesh", [THREE, TWO_BY_TWO], ids=["tp3", "dp2tp2"])
 def test_conversions_and_their_transposes(mesh: mw.Mesh) -> None:
-    others = [mw.Replicate(), mw.Shard(0), mw.Shard(1), mw.Partial(), mw.Shard(0, (6, 5)), mw.Shard(1, (2, 4))]
+    others = [mw.Replicate(), mw.Shard(0), mw.Shard(1), mw.Shard(0, (6, 5)), mw.Shard(1, (2, 4))]
+    others += [mw.Partial(op) for op in ("sum", "avg", "max", "min", "product")]
     first = [{}] if mesh is THREE else [{}, {"dp": mw.Shard(1)}]
     for more, other in itertools.product(first, others):
         if more and isinstance(other, mw.Shard) and other.blocks and other.dim == 1:
             continue
         for src, dst in ((BLOCKS, other), (other, BLOCKS)):
-            if dst != mw.Partial() or src == mw.Replicate():
+            if not isinstance(dst, mw.Partial):
                 ends = (mw.Layout(mesh, {"tp": p, **more}) for p in (src, dst))
                 check_conversion(*(mw.Spec((11, 6), torch.float64, layout) for layout in ends))
 

@@ -459,10 +459,13 @@ class _Weighted(torch.autograd.Function):
         if op is None:  # made a product
             ctx.save_for_backward(1 - ready(steps).run(torch.zeros_like(local)))
             return _apart(ready(steps).run(local), local)
-        out = ready((_reduced_everywhere(step),)).run(local)
+        everywhere = _reduced_everywhere(step)
+        out = ready((everywhere,)).run(local)
         share = _share_of_product(local, group) if op == "product" else _share_of_holders(local, out, group)
         ctx.save_for_backward(share)
-        return _slice(step, step.src.mesh.coordinate(runtime.RT.rank))(out) if step.kind == "reduce_scatter" else out
+        if step.kind != "reduce_scatter":
+            return out
+        return ready((ConversionStep("slice", step.axes, everywhere.dst, step.dst),)).run(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
