@@ -214,6 +214,13 @@ def test_some_ops_by_name(op: str, args: Any, kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "call", [(torch.pixel_shuffle, rand(1, 9, 2, 2), 1), (torch.pixel_unshuffle, rand(1, 1, 9, 9), 1)]
+)
+def test_an_empty_part_of_a_dim_by_blocks_with_factors_of_one(call: Any) -> None:
+    assert mw.check_rule(*call, mesh=FOUR).cases > 3
+
+
+@pytest.mark.parametrize(
     "call", [("relu_", rand(5, 6)), ("cumsum_", rand(5, 6), 0), ("t_", rand(5, 6)), ("unsqueeze_", rand(5, 6), 0)]
 )
 def test_in_place_calls_in_every_layout(call: Any) -> None:

@@ -46,6 +46,8 @@ INAPPLICABLE = {
     "bfloat16": "parts in half precision",
 }
 MOST_INAPPLICABLE = 12
+# Samples of numbers so large that the order in which float32 is rounded shows: logs of sums of exponentials of 10,000.
+IN_FLOAT64 = {"logcumsumexp"}
 LARGEST = 50_000  # elements: larger samples take long and show nothing new
 GROUPS = 24
 
@@ -54,6 +56,7 @@ def samples(op: Any, most: int) -> Iterator[Any]:
     """Samples on the CPU with dense tensors, float32 where the op has it."""
     dtypes = op.supported_dtypes("cpu")
     dtype = torch.float32 if torch.float32 in dtypes else torch.int64
+    dtype = torch.float64 if op_name(op) in IN_FLOAT64 else dtype
     if dtype not in dtypes:
         return
     for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), most):

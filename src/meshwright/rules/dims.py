@@ -142,7 +142,7 @@ def _padding(
     for factors, n in zip(dims, shape, strict=True):
         # Of one that is a dim by itself as many as the dim has, which may be split by blocks: no range is what is here.
         alone = [f for f in factors if ctx.rule.sizes[f] != 1]
-        ranges = {f: (0, n) if alone == [f] else ctx.bounds(f) for f in factors}
+        ranges = {f: (0, n) if alone == [f] else ctx.bounds(f) if f in alone else (0, 1) for f in factors}
         added.append(0 if n else math.prod((stop - start) or 1 for start, stop in ranges.values()))
         dropped = dropped and all(f in kept for f, (start, stop) in ranges.items() if start == stop)
     return [k for n in reversed(added) for k in (0, n)], dropped
