@@ -19,6 +19,7 @@ import torch
 import zoo
 
 import meshwright as mw
+from meshwright.mesh import parse_mesh
 
 KINDS = "qwen3,qwen3-moe,vit,whisper,unet"
 
@@ -30,9 +31,9 @@ def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - begin, made
 
 
-def row(name: str, axes: dict[str, int]) -> tuple[str, bool]:
+def row(name: str, mesh: mw.Mesh) -> tuple[str, bool]:
     """The row of a model, and whether it is right."""
-    case, mesh = zoo.CASES[name], mw.Mesh(axes)
+    case = zoo.CASES[name]
     torch.manual_seed(0)
     model, batch = case.build(), case.batch(torch.Generator().manual_seed(0))
     spent, table = timed(lambda: mw.layouts(model, mesh, batch, case.loss))
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default=KINDS, help="comma list of names of zoo.py (default: %(default)s)")
     parser.add_argument("--mesh", default="dp=2,tp=2", help="default: %(default)s")
     given = parser.parse_args(argv)
-    axes = {name: int(size) for name, size in (part.split("=") for part in given.mesh.split(","))}
+    mesh = parse_mesh(given.mesh)
     print("| model | layouts | eager | captured |\n|---|---|---|---|")
     wrong = False
     for name in given.models.split(","):
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            line, right = row(name, axes)
+            line, right = row(name, mesh)
         print(line, flush=True)
         wrong |= not right
     return int(wrong)

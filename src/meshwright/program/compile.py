@@ -85,8 +85,7 @@ class _OfDevice(CaptureSource):
             laid[name].__dict__[STORED] = replace(how, dtypes=None, unit="")  # what casts and gathers it is the program
         for part in parts_of(self.optimizer):
             self._follow(part)
-            said = {name: getattr(self.plan, name) for name in ("states_over", "states_on", "elementwise")}
-            shard_optimizer(part, **said)
+            shard_optimizer(part, **self.plan.optimizer_options())
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer hold the tensors that took the place of those of a model on the meta device."""

@@ -123,8 +123,8 @@ class _Ops(TorchDispatchMode):
         self.pointwise = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        scalars = [a for a in args if isinstance(a, Tensor) and a.device.type != "meta" and a.ndim]
-        self.pointwise &= torch.Tag.pointwise in func.tags and not scalars
+        elsewhere = [a for a in args if isinstance(a, Tensor) and a.device.type != "meta" and a.ndim]
+        self.pointwise &= torch.Tag.pointwise in func.tags and not elsewhere
         return func(*args, **(kwargs or {}))
 
 

@@ -17,14 +17,6 @@ Tensor = torch.Tensor
 F: Any = torch.nn.functional
 
 
-def acted(rows: Tensor, function: Callable[[Tensor], Tensor], parts: int) -> Tensor:
-    """A function of each column: of all, or of the first half, multiplied with the second."""
-    if parts != 2:
-        return function(rows)
-    gate, up = rows.chunk(2, -1)
-    return function(gate) * up
-
-
 # Of functions that are experts' in models: the gradient of what is given, from that of what is made.
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": torch.ops.aten.silu_backward,
@@ -197,4 +189,4 @@ class ExpertRows(torch.autograd.Function):
         return None, None, None, *[of.get(i) if needs[i] else None for i in range(len(needs))]
 
 
-__all__ = ["DERIVATIVES", "ExpertRows", "acted"]
+__all__ = ["DERIVATIVES", "ExpertRows"]

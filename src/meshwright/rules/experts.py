@@ -21,7 +21,7 @@ from ..errors import DispatchError, near
 from ..layout import Shard
 from ..operators import GIVEN, internal, kept_whole, operator
 from ..ranks import runtime
-from .expert_kernels import DERIVATIVES, ExpertRows, acted
+from .expert_kernels import DERIVATIVES, ExpertRows
 from .factor_notation import STRATEGIES, TAKEN_WHERE, Arg, Local, LocalFn, Rule, composite, notation, rule
 from .strategies import Strategy, nested_bounds
 from .users_function import on_parts
@@ -378,7 +378,9 @@ def _acted(rows: Tensor, act: str, width: int, parts: int) -> Tensor:
     name = GIVEN.made[int(act[1:])] if act.startswith("@") else act
     fix = "multiply what experts gives, or give it as a part of their weights"
     fn = _FUNCTIONS[name]() if name in _FUNCTIONS else getattr(F, act)
-    made = acted(rows, lambda x: on_parts(fn, (x,), "experts: act", fix), parts)
+    gate, *up = rows.chunk(2, -1) if parts == 2 else (rows,)
+    made = on_parts(fn, (gate,), "experts: act", fix)
+    made = made * up[0] if up else made
     if made.shape != (len(rows), width):
         raise DispatchError(f"experts: act gave {tuple(made.shape)} of {tuple(rows.shape)}; width {width} was expected")
     return made

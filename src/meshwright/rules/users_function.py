@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..compat import OpOverload, peek_interpreter_stack
+from ..compat import OpOverload, peek_interpreter_stack, tree_leaves
 from ..errors import DispatchError
 
 Tensor = torch.Tensor
@@ -25,29 +25,20 @@ class _Foreign(TorchFunctionMode):
         self.name, self.fix = name, fix
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (*args, *(kwargs or {}).values())
-        if any(map(_is_distributed, given)):
+        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if any("_spec" in t.__dict__ for t in given):
             raise DispatchError(f"{self.name} uses a DistTensor that it is not given: {self.fix}")
-        if (
-            torch.is_grad_enabled() and not isinstance(func, OpOverload) and any(map(_is_trained, given))
-        ):  # not fakes' own
+        users = torch.is_grad_enabled() and not isinstance(func, OpOverload)  # else calls that fakes make
+        if users and any(map(_is_trained, given)):
             raise DispatchError(
                 f"{self.name} uses a tensor that requires a gradient and that it is not given: {self.fix}"
             )
         return func(*args, **(kwargs or {}))
 
 
-def _is_distributed(a: Any) -> bool:
-    if isinstance(a, (list, tuple)):
-        return any(map(_is_distributed, a))
-    return isinstance(a, Tensor) and "_spec" in a.__dict__
-
-
-def _is_trained(a: Any) -> bool:
+def _is_trained(t: Tensor) -> bool:
     """Whether it is no part, as those are views, and in ``torch.vmap`` require none; nor made of parts."""
-    if isinstance(a, (list, tuple)):
-        return any(map(_is_trained, a))
-    return isinstance(a, Tensor) and a.requires_grad and (a.is_leaf or peek_interpreter_stack() is not None)
+    return t.requires_grad and (t.is_leaf or peek_interpreter_stack() is not None)
 
 
 def on_parts(fn: Callable[..., Any], parts: tuple[Tensor, ...], name: str, fix: str) -> Any:

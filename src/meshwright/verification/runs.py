@@ -138,8 +138,7 @@ class Task:
             one.model, self.mesh, self.eager_layouts, inputs=plan.inputs, outputs=plan.outputs,
             regather=plan.regather, **plan.options(),
         )  # fmt: skip
-        said = {name: getattr(plan, name) for name in ("states_over", "states_on", "elementwise")}
-        shard_optimizer(one.optimizer, **said)
+        shard_optimizer(one.optimizer, **plan.optimizer_options())
         one.batch = self._laid()
         one.alone = partial(no_sync, one.model)
 

@@ -96,6 +96,10 @@ class Plan(Storage):
         if self.batch is None and isinstance(table, LayoutTable):
             object.__setattr__(self, "batch", table.batch or None)
 
+    def optimizer_options(self) -> dict[str, Any]:
+        """What ``shard_optimizer`` is told, by name."""
+        return {name: getattr(self, name) for name in ("states_over", "states_on", "elementwise")}
+
 
 @dataclass(frozen=True)
 class Built:
