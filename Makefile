@@ -70,8 +70,8 @@ bench: setup  ## the benchmarks: figures, targets, verdicts
 bench-quick: setup  ## do all benchmarks run?
 	$(BIN)/python -m bench --quick
 
-gpu: setup  ## what one CUDA device can show, in one report; without one, the same on the processor, shrunken
-	$(ONE_THREAD) $(BIN)/python -m bench.gpu
+gpu:  ## what one CUDA device can show, in one report (.venv where there is one, else PYTHON); without a device, shrunken
+	$(ONE_THREAD) PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench.gpu
 
 conformance: setup  ## PyTorch's op database on 4 processes, and DTensor beside it with bytes
 	$(BIN)/python -m conformance.opdb --against dtensor

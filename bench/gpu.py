@@ -1,7 +1,9 @@
-"""``make gpu``: all that one CUDA device can show, in one report; without one, the same on the processor, shrunken.
+"""``make gpu``: measure what one CUDA device can show; without one, run the same checks shrunken on the CPU.
 
-Checks compare a mesh with one device; four processes share the device (gloo), or have one each (NCCL).  Benchmarks are
-one process each.  Whatever fails is a line of the report, and the rest goes on.
+It starts on a bare machine, from a checkout and without an installation: ``PYTHONPATH=src python3 -m bench.gpu`` needs
+torch, numpy, rich, typer and xxhash.  Checks compare a mesh with one device; four processes share it (gloo), or
+have one each (NCCL).  Benchmarks are one process each.  Each has its own time limit, the most telling run first, the
+report (text, and JSON beside it) is rewritten after each, so that an interrupted run leaves what it measured.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from .worker import CONTEXT
 Sizes = dict[str, int]
 Found = dict[str, Any]
 ROOT = Path(__file__).parents[1]
-SECONDS = 520.0  # for everything: what would begin later is left out, and the report says so
-EACH = 150.0  # for one of them
+SECONDS = 480.0  # for everything: what would start later is left out, and the report says so
+EACH = 120.0  # for one of them
 BATCH = 12
 
 
@@ -336,15 +338,34 @@ def found_of(name: str, where: Where, limit: float) -> Found:
     return {**answer, "seconds": round(time.monotonic() - start, 1)}
 
 
+FIRST = (  # the most telling, in case the time is short; the others follow in their own order
+    "--verify dp=2,tp=2",
+    "plain PyTorch",
+    "Meshwright",
+    "Meshwright, captured",
+    "captured step",
+    "initial values and dropout",
+    "overlapped reductions on a stream",
+    "--verify dp=2,tp=2 --static",
+    "--verify dp=4 --stored-over dp --accumulate 4",
+    "torch.compile",
+    "Meshwright, captured, inductor",
+)
+
+
+def names_by_worth(containing: str = "") -> list[str]:
+    """Names of checks and benchmarks that contain a text, the most telling first."""
+    every = [*FIRST, *(n for n in (*CHECKS, *CONTENDERS) if n not in FIRST)]
+    return [name for name in every if containing in name]
+
+
 def run(where: Where, names: list[str], seconds: float) -> Iterator[tuple[str, Found]]:
     """All of them, one after the other, while there is time."""
     end = time.monotonic() + seconds
     for name in names:
         left = end - time.monotonic()
-        yield (
-            name,
-            found_of(name, where, min(EACH, left)) if left > 10 else {"passed": True, "left out": "no time left"},
-        )
+        late: Found = {"passed": True, "left out": "no time left"}
+        yield name, found_of(name, where, min(EACH, left)) if left > 10 else late
 
 
 def line_of(name: str, found: Found) -> str:
@@ -357,38 +378,48 @@ def line_of(name: str, found: Found) -> str:
     return f"{'left out' if 'left out' in found else word:8}  {name}: {shown}"
 
 
-def report(where: Where, found: dict[str, Found]) -> str:
-    """Text for people, and below it the same as JSON."""
-    about = machine(ROOT)
-    if where.device == "cuda":
-        count = torch.cuda.device_count()
-        about["device"] = f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
-    else:
-        about["device"] = (
-            "none: on tensors of the processor, shrunken, in place of a GPU; its figures say nothing of one"
-        )
-    lines = [*(f"{k}: {v}" for k, v in about.items()), "", *(line_of(*item) for item in found.items())]
+def about(where: Where) -> Found:
+    """The machine and its device, as the run starts."""
+    if where.device != "cuda":
+        none = "none: on tensors of the CPU, shrunken, in place of a GPU; these figures say nothing about one"
+        return {**machine(ROOT), "device": none}
+    count = torch.cuda.device_count()
+    return {**machine(ROOT), "device": f"{count} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"}
+
+
+def write_report(out: Path, on: Found, found: dict[str, Found]) -> None:
+    """Write what was measured so far: text for people at ``out``, the same as JSON beside it."""
+    lines = [*(f"{k}: {v}" for k, v in on.items()), "", *(line_of(*item) for item in found.items())]
     lines += ["", "CUDA graphs: captured steps are not run as such; nothing to check"]
-    data = json.dumps({"machine": about, "found": found}, indent=1)
-    return "\n".join(["# make gpu", "", "```", *lines, "```", "", "```json", data, "```", ""])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for path, text in (
+        (out, "\n".join(["# make gpu", "", "```", *lines, "```", ""])),
+        (out.with_suffix(".json"), json.dumps({"machine": on, "found": found}, indent=1) + "\n"),
+    ):
+        beside = path.with_name(path.name + ".new")
+        beside.write_text(text)
+        beside.replace(path)  # a reader never sees half a report
 
 
 def main(words: list[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="What one CUDA device can show.")
-    parser.add_argument("--only", default="", help="checks and benchmarks whose names have this in them")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "out" / "gpu.md", help="the report")
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Measure what one CUDA device can show.")
+    parser.add_argument("--only", default="", help="checks and benchmarks whose names contain this")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for all of them (default {SECONDS:.0f})")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "bench" / "out" / "gpu.md", help="the report; .json beside it"
+    )
     given = parser.parse_args(words)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = Where(device, small=device == "cpu")
     if where.small:
-        print("there is no CUDA device: what can run on the processor does, shrunken", flush=True)
-    found = {}
-    for name, answer in run(where, [n for n in (*CHECKS, *CONTENDERS) if given.only in n], SECONDS):
+        print("there is no CUDA device: the checks run on the CPU, shrunken", flush=True)
+    found: dict[str, Found] = {}
+    on = about(where)
+    for name, answer in run(where, names_by_worth(given.only), given.seconds):
         found[name] = answer
         print(line_of(name, answer), flush=True)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(report(where, found))
+        write_report(given.out, on, found)
     print(f"report: {given.out}")
     return 0 if all(answer["passed"] for answer in found.values()) else 1
 

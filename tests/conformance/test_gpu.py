@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,14 +48,38 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "deep" / "gpu.md"
     assert gpu.main(["--out", str(out)]) == 1
-    text = out.read_text()
-    assert "FAILED    --verify tp=3: error RuntimeError: no, seconds 1.0" in text
-    assert set(json.loads(text.split("```json\n")[1].removesuffix("```\n"))["found"]) == {*gpu.CHECKS, *gpu.CONTENDERS}
+    assert "FAILED    --verify tp=3: error RuntimeError: no, seconds 1.0" in out.read_text()
+    assert list(json.loads(out.with_suffix(".json").read_text())["found"]) == gpu.names_by_worth()
+    assert sorted(gpu.names_by_worth()) == sorted([*gpu.CHECKS, *gpu.CONTENDERS])
     assert gpu.main(["--only", "fused", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.startswith("there is no CUDA device: what can run on the processor does, shrunken\n")
-    monkeypatch.setattr(gpu, "SECONDS", 0.0)
-    assert gpu.main(["--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("there is no CUDA device: the checks run on the CPU, shrunken\n")
+    assert gpu.main(["--seconds", "0", "--out", str(out)]) == 0
     assert out.read_text().count("left out  ") == len(gpu.CHECKS) + len(gpu.CONTENDERS)
+
+
+def test_the_report_is_written_after_each_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that is interrupted leaves what it measured."""
+
+    def interrupted(name: str, where: gpu.Where, limit: float) -> gpu.Found:
+        if name == gpu.FIRST[2]:
+            raise KeyboardInterrupt
+        return {"passed": True}
+
+    monkeypatch.setattr(gpu, "found_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--out", str(tmp_path / "gpu.md")])
+    assert list(json.loads((tmp_path / "gpu.json").read_text())["found"]) == list(gpu.FIRST[:2])
+
+
+def test_starts_from_a_checkout_alone(tmp_path: Path) -> None:
+    """Without an installation, as on a machine at hand for a quarter of an hour."""
+    out = tmp_path / "gpu.md"
+    command = [sys.executable, "-S", "-m", "bench.gpu", "--only", "fused AdamW", "--seconds", "60", "--out", str(out)]
+    site = [p for p in sys.path if p.endswith("site-packages")]
+    path = os.pathsep.join([str(gpu.ROOT / "src"), *site])  # -S: no .pth file is read, so no editable installation
+    done = subprocess.run(command, cwd=gpu.ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in out.read_text()
 
 
 @pytest.mark.long
