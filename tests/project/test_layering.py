@@ -20,6 +20,7 @@ LAYERS = (
         "ranks",
         "ranks.launchers",
         "operators",
+        "kernels",
         "mesh",
         "layout",
     ),

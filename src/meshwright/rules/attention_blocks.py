@@ -16,14 +16,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from .. import compat
+from .. import compat, kernels
 from ..operators import operator
 from .dims import nothing
 
 Tensor = torch.Tensor
-aten = torch.ops.aten
-KERNEL: Any = aten._scaled_dot_product_flash_attention_for_cpu
-KERNEL_BACKWARD: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
+KERNEL: Any = kernels.flash_attention
+KERNEL_BACKWARD: Any = kernels.flash_attention_backward
 FUSED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # what the kernel of the processor computes in
 
 
@@ -263,7 +262,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     given = (query, key, value)
     if 0 in query.shape:
-        return tuple([torch.zeros_like(t) for t in given])
+        return tuple([t.new_zeros(t.shape) for t in given])
     found = [t.new_zeros(t.shape, dtype=sums.dtype) for t in given]  # sums over blocks, which are rounded once
     for tile in tiles(QueryRows(tuple(spans), rows, documents, causal, window), key.shape[2]):
         b, at, keys = tile.at(len(query))

@@ -74,7 +74,7 @@ def _backward(
     primals = (x, weights, gate_up, down, gate_up_bias, down_bias)
     wide = (_wide(x), *(None if t is None else t.dtype for t in primals[1:]))
     found = [
-        None if t is None or not need else torch.empty_like(t, dtype=dtype)
+        None if t is None or not need else t.new_empty(t.shape, dtype=dtype)  # row by row, as the fake says
         for t, dtype, need in zip(primals, wide, needs, strict=True)
     ]
     for t in found[:2]:

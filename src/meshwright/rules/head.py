@@ -240,7 +240,7 @@ def _grads(
     x: Tensor, w: Tensor, bias: Tensor | None, own: Tensor, place: Tensor, weight: Tensor | None, made: Tensor,
     grad: Tensor, blocks: Blocks, wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    of_x = torch.empty_like(x)
+    of_x = x.new_empty(x.shape)
     target, tops = len(blocks) // 2, made.masked_fill(made.isneginf(), 0.0)
     # Sums over pieces, which are rounded once.
     of_w, of_b = (w.new_zeros(shape, dtype=made.dtype) for shape in (w.shape, len(w)))
@@ -268,7 +268,7 @@ def _grads(
 
 
 def _grads_fake(x: Tensor, w: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(x), torch.empty_like(w), w.new_empty(len(w)) if bias is None else torch.empty_like(bias)
+    return x.new_empty(x.shape), w.new_empty(w.shape), (w if bias is None else bias).new_empty(len(w))
 
 
 _GIVEN = "Tensor x, Tensor w, Tensor? bias, Tensor own, Tensor place, Tensor? weight"
