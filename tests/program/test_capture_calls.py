@@ -128,12 +128,12 @@ def nested(model: Any, batch: Any) -> Tensor:
         {"images.pixels": ROWS, "y": ROWS},
         {"batch.images.pixels": ROWS, "batch.y": ROWS},
         {"images.*": ROWS, "y": mw.Layout(MESH, ROWS)},
-        {"*": [mw.Replicate()], "images.pixels": ROWS, "y": ROWS},  # the narrowest counts, in whatever order
-        {"images.pixels": ROWS, "y": ROWS, "*": [mw.Replicate()]},
+        {"*": [mw.Replicate()], "images.pixels": ROWS, "y": ROWS},  # the last one counts
+        {"images.pixels": [mw.Replicate()], "*": ROWS},
         {"batch*": ROWS},
         ROWS,
     ],
-    ids=["plain", "full", "glob", "narrow last", "narrow first", "all by glob", "all"],
+    ids=["plain", "full", "glob", "narrow last", "wide last", "all by glob", "all"],
 )
 def test_tensors_of_a_batch_by_name(said: Any) -> None:
     batch = {"images": {"pixels": X}, "y": Y}

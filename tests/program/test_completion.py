@@ -180,17 +180,12 @@ def test_repeated_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> Non
             r"up.weight, of shape \(256, 64\): Shard\(2\).*2 dims",
         ),
         (
-            {"layouts": {"*.up.weight": {"tp": S(0)}, "blocks.0.*.weight": {"tp": S(1)}}},
-            LayoutError,
-            r"contradiction: .*says .* of blocks.0.mlp.up.weight, but .* says .*: keep one",
-        ),
-        (
             {"outputs": {"blocks.0.mlp.up": {"tp": S(2)}, "blocks.0.mlp.u*": {"tp": S(1)}}},
             None,
             "",
         ),
     ],
-    ids=["unknown name", "unknown axis", "no such dim", "contradiction", "the last constraint of a module counts"],
+    ids=["unknown name", "unknown axis", "no such dim", "the last constraint of a module counts"],
 )
 def test_bad_words(options: dict[str, Any], kind: Any, message: str) -> None:
     if kind is None:
@@ -200,10 +195,34 @@ def test_bad_words(options: dict[str, Any], kind: Any, message: str) -> None:
         gpt(**options)
 
 
+@pytest.mark.parametrize("globs", [("*.up.weight", "blocks.0.mlp.*.weight"), ("blocks.0.mlp.*.weight", "*.up.weight")])
+def test_the_last_glob_that_matches_counts(globs: tuple[str, str]) -> None:
+    """Whichever is the narrower one, as in shard_module."""
+    config = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=1, hidden=32, heads=4, seq=16, batch=4)
+    table = dict(zip(globs, ({"tp": S(0)}, {"tp": S(1)}), strict=True))
+    found = gpt(table, model=GPT(config, "meta")).stored["blocks.0.mlp.up.weight"].layout
+
+    def shard() -> mw.Layout:
+        return mw.shard_module(GPT(config, "cpu"), MESH, table).get_parameter("blocks.0.mlp.up.weight").spec.layout
+
+    assert found == mw.simulate(shard, MESH)[0] == mw.Layout(MESH, {"tp": S(1)})
+
+
+def test_a_glob_contradicts_a_distributed_parameter() -> None:
+    def step() -> None:
+        model = mw.shard_module(torch.nn.Linear(4, 4), MESH, {"weight": {"tp": S(0)}}, sync=False)
+        with pytest.raises(LayoutError, match=r"contradicts weight, which is a DistTensor with .* Reshard"):
+            mw.compile_step(
+                model, lambda m, x: m(x).sum(), None, torch.ones(4, 4), mesh=MESH, layouts={"weight": {"tp": S(1)}}
+            )
+
+    mw.simulate(step, MESH)
+
+
 def test_tied_weights_have_one_layout() -> None:
     config = TrainConfig(mesh={"dp": 2, "tp": 2}, layers=1, hidden=32, heads=4, seq=16, batch=4, tie=True)
-    with pytest.raises(LayoutError, match="contradiction"):
-        gpt({"tokens.weight": {"tp": S(0)}, "head.weight": {"tp": S(1)}}, model=GPT(config, "meta"))
+    built = gpt({"tokens.weight": {"tp": S(1)}, "head.weight": {"tp": S(0)}}, model=GPT(config, "meta"))
+    assert built.stored["tokens.weight"].layout == mw.Layout(MESH, {"tp": S(0)})  # one parameter: the last glob counts
     built = gpt({"head.weight": {"tp": S(0)}}, model=GPT(config, "meta"))
     assert built.stored["tokens.weight"].layout == mw.Layout(MESH, {"tp": S(0)})
     assert "head.weight" not in built.stored

@@ -50,7 +50,7 @@ TP = {"layouts": {"up.*": COLUMN, "down.weight": ROW}}
     [
         (TP, "layouts", "'up.*': {'tp': Shard(0)}: applied: 2: up.bias, up.weight"),
         ({"layouts": {"*.bias": {"tp": mw.Replicate()}, "up.bias": COLUMN, "down.bias": COLUMN}}, "layouts",
-         "'*.bias': {'tp': Replicate()}: WITHOUT EFFECT: of all that it matches a narrower glob"),
+         "'*.bias': {'tp': Replicate()}: WITHOUT EFFECT: later globs match all that it matches"),
         ({"layouts": {"up.weight": {"one": mw.Shard(0)}}}, "layouts", "WITHOUT EFFECT: the axis one has one rank"),
         ({"elementwise": True}, "elementwise", "True: WITHOUT EFFECT: AdamW, of which that is known"),
         ({"elementwise": True, "make": torch.optim.Adafactor}, "elementwise", "True: applied: Adafactor"),

@@ -300,32 +300,27 @@ def _constraints(
     by_name = {s.name: s.node for s in captured.sources}
     by_name.update({other: by_name[first] for other, first in captured.tied.items() if first in by_name})
     constraints: dict[str, Any] = {}
-    words: dict[str, tuple[set[str], str]] = {}
+    carried: dict[str, Layout] = {}  # node to the layout of the distributed tensor that stands behind it
     said_by: dict[str, str] = {}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(t, DistTensor) and name in by_name:
             # A program may have been made of the model before: then it is stored split, and the ops see what they saw.
             as_kept = plan.stored_over is None and plan.stages is None
             layout = t.spec.layout if as_kept else whole_over(t.spec, stored(t).axes)
-            constraints[by_name[name]] = layout
-            words[by_name[name]] = (set(), f"the tensor itself ({layout!r})")
+            constraints[by_name[name]] = carried[by_name[name]] = layout
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
-    # From the widest glob to the narrowest: a narrower one may differ from a wider one, others must agree.
     what = "parameter, buffer, batch tensor or value of the program"
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = {g: set(matched) for g, matched in matching(dict(plan.layouts or {}), names, what, modules).items()}
-    for glob in sorted(found, key=lambda g: -len(found[g])):
+    for glob, matched in matching(dict(plan.layouts or {}), names, what, modules).items():
         placements = dict(plan.layouts)[glob]
-        for name in sorted(found[glob]):
+        for name in sorted(matched):  # the last glob that matches counts, as in shard_module
             node = by_name.get(name, name)
-            old = words.get(node)
-            narrower = old is not None and found[glob] < old[0]
-            if old is not None and not narrower and not _alike(mesh, constraints[node], placements, name):
+            if node in carried and Layout(mesh, placements).placements != carried[node].placements:
                 raise LayoutError(
-                    f"contradiction: {glob!r} says {placements!r} of {name}, but {old[1]} says "
-                    f"{constraints[node]!r}: keep one"
+                    f"layouts={{{glob!r}: {placements!r}}} contradicts {name}, which is a DistTensor with "
+                    f"{carried[node]!r}. Reshard the parameter, or leave the glob out."
                 )
-            constraints[node], words[node], said_by[name] = placements, (found[glob], repr(glob)), glob
+            constraints[node], said_by[name] = placements, glob
     said = batch_placements(plan.batch, [s.name for s in captured.sources if s.kind == "batch"], mesh)
     for source in captured.sources:
         wanted = said.get(source.name) if source.kind == "batch" else None
@@ -341,13 +336,8 @@ def _constraints(
     return constraints, decided
 
 
-def _alike(mesh: Mesh, a: Any, b: Any, name: str) -> bool:
-    return Layout(mesh, a).placements == Layout(mesh, b).placements
-
-
 def batch_placements(given: Any, names: Sequence[str], mesh: Mesh) -> dict[str, Any]:
-    """Name of each tensor of the batch to what the user said of it, by its name or of all; of several globs the
-    narrowest counts, and of those the last.
+    """Name of each tensor of the batch to its placements, by its name or of all; the last glob that matches counts.
 
     Raises LayoutError for a name that is none of a tensor, nor of an axis.
     """
@@ -367,7 +357,7 @@ def batch_placements(given: Any, names: Sequence[str], mesh: Mesh) -> dict[str, 
                 f"{{{glob!r}: {{{mesh.axes[0]!r}: {given[glob]!r}}}}} does"
             )
     made: dict[str, Any] = {}
-    for glob in sorted(given, key=lambda g: -len(found[g])):
+    for glob in given:
         made.update(dict.fromkeys(found[glob], given[glob]))
     return made
 

@@ -81,7 +81,7 @@ class _Ledger:
         for glob, placements in self.plan.layouts.items():
             names = self.built.decided.get(glob, ())
             alone = self._single(placements) if isinstance(placements, Mapping) else ""
-            lost = "of all that it matches a narrower glob, or a later one, says something else"
+            lost = "later globs match all that it matches"
             yield Asked("layouts", _said(glob, placements), bool(names) and not alone, alone or _of(names) or lost)
 
     def batch(self) -> Iterator[Asked]:
