@@ -31,6 +31,7 @@ import typing_extensions
 from .. import compat, torch_changes
 from ..errors import CollectiveError, MeshError
 from ..layout import dtype_name
+from .batches import Batches
 
 OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The main job is user code.
@@ -226,6 +227,7 @@ class Runtime:
         was: the rank under the process group before this one, or None.
         drawn: a sum over the seeds of dropout that were drawn.
         updates: steps of optimizers that this rank has made.
+        batches: those that this rank has taken.
         writes: under inference mode, which counts none: writes to memory, by its address; None: to any.
         claims: owned by collective: what plain tensors were taken for, by the ranks that compare it.
         watcher: what hears of ranks that are gone, or None.
@@ -260,6 +262,7 @@ class Runtime:
         self.was: int | None = None
         self.drawn = 0
         self.updates = 0
+        self.batches = Batches()
         self.claims: dict[tuple[int, ...], Any] = {}
         self.watcher: Any = None
 

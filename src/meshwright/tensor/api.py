@@ -172,6 +172,7 @@ def from_local(
     """
     if isinstance(local, DistTensor):
         raise LayoutError("from_local takes the plain tensor that this rank holds: mw.reshard changes a DistTensor")
+    runtime.RT.batches.lay(mesh.ranks)
     layout = Layout(mesh, placements, order=order, ndim=local.dim())
     if check:
         _agree("from_local", (local.dim(), str(local.dtype), repr(layout)), mesh)

@@ -14,6 +14,7 @@ from ...errors import DesyncError
 from ...layout import Layout
 from ...mesh import Mesh
 from ...ranks import runtime
+from ...shard.gradients.batches import SameBatches
 from ...shard.gradients.replicas import astray
 from ...tensor import DistTensor
 from .bind import Bound, Carrier
@@ -39,6 +40,7 @@ class Peers:
     def __init__(self, mesh: Mesh, carrier: Carrier, whole: bool) -> None:
         self.mesh, self.carrier, self.whole = mesh, carrier, whole
         self.batches = 0  # digest of those since the last update
+        self.taken = SameBatches()
         self.states: list[Any] = []  # what the programs since then were made for
         self.torn = False  # a call ended with an error
 
@@ -95,12 +97,14 @@ class Peers:
         optimizer = self.carrier.optimizer
         rates = [] if optimizer is None else [float(g["lr"]) for g in optimizer.param_groups if "lr" in g]
         group = collective.group(self.mesh)
-        words = (zlib.crc32(repr((rates, self.states)).encode()), self.batches, bound.writes() - bound.seen, int(torn))
+        numbers = zlib.crc32(repr((rates, self.states)).encode())
+        words = (numbers, self.batches, bound.writes() - bound.seen, int(torn), *self.taken.words(group))
         heard = collective.so_far(words, group, doing(leaves, "a captured step") if self.whole else "")
         return lambda: self._judge(bound, group, heard(), rates)
 
     def _judge(self, bound: Bound, group: collective.Group, heard: list[tuple[int, ...]], rates: list[float]) -> None:
-        numbers, batches, writes, torn = zip(*heard, strict=True)
+        numbers, batches, writes, torn, loaded, laid = zip(*heard, strict=True)
+        self.taken.judge(group, list(zip(loaded, laid, strict=True)))
         if self.whole and len(set(numbers)) > 1:
             facts = [collective.Fact("learning rates", rates), collective.Fact(_STATES, self.states)]
             found, _ = collective.difference(group, facts)

@@ -130,7 +130,9 @@ class ShardedLoader:
             first = False
             if not self.local:
                 batch = self._padded(batch)
-            yield self._sharded(batch, self.placements if not self._by_key else None, (), self._laid)
+            made = self._sharded(batch, self.placements if not self._by_key else None, (), self._laid)
+            runtime.RT.batches.load(self.mesh.ranks, f"batch {place.batches - 1} of a {type(self.loader).__name__}")
+            yield made
         if self.local:
             self._exchanged(None, place.batches)
         elif self.mesh.size > 1 and (first or runtime.RT.check):
@@ -354,7 +356,8 @@ class ShardedLoader:
             self._sharded(batch, self.placements if not self._by_key else None, (), note)
         if self.mesh.size == 1:
             return {path: [shape] for path, shape in shapes.items()}
-        everyone = collective.all_gather_object((facts, shapes), collective.group(self.mesh))
+        doing = f"shard_dataloader, batch {count}"
+        everyone = collective.all_gather_object((facts, shapes), collective.group(self.mesh), doing)
         found, _ = differing({rank: of for rank, (of, _) in zip(self.mesh.ranks, everyone, strict=True)})
         if found:
             raise DesyncError(_SAID.format(count=count, found=found) + f"; {_fix(self.local)}")
@@ -389,7 +392,8 @@ class ShardedLoader:
 
         self._sharded(batch, self.placements if not self._by_key else None, (), note)
         said = _SAID.format(count=count, found="{}")
-        with together(self.mesh, "shard_dataloader", said, _fix(self.local)) as facts:
+        doing = f"shard_dataloader, batch {count}"
+        with together(self.mesh, "shard_dataloader", said, _fix(self.local), doing=doing) as facts:
             facts.append(Fact("no more batch" if batch is None else str(form)))
             facts.append(Fact(f"{self._length()} batches in all"))
             for (path, *_), part, digest in zip(form, parts, collective.digests(tensors), strict=True):

@@ -42,6 +42,7 @@ from ...resharding.planner import plan as plan_conversion
 from ...tensor import DistTensor, accumulates, hold, lay_aside, wrap
 from ..parameters.stored import on_host, stored
 from .backward import Backward, begin, call_after
+from .batches import SameBatches
 from .buckets import Buckets
 from .replicas import astray
 
@@ -107,6 +108,7 @@ class GradSync:
         self.updated = 0  # a sum over all updates of digests of the numbers that they were made with
         self.numbers: dict[int, dict[str, Any]] = {}  # those of the last one, by parameter group
         self.digests: dict[int, int] = {}  # of these
+        self.batches = SameBatches()
         # What was done when it was last compared, over which axes.
         self.marks: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.first = self._done()
@@ -151,23 +153,26 @@ class GradSync:
     def compare(self) -> list[Callable[[], None]]:
         """Start to compare with the other ranks what was done since the last time; the answers raise.
 
-        Only one rank left a step out, took one alone, or went on after an error: its gradients would be added to those
-        of another step, or to those for other weights.
+        Only one rank left a step or a batch out, took one alone, or went on after an error: its gradients would be
+        added to those of another step, or to those for other weights.
 
-        It travels beside the gradients.  At some backwards a sample of the values goes with it, and it goes over the
-        whole mesh where gradients do not.
+        It travels beside the gradients.  At some backwards a sample of the values goes with it.  Where gradients do not
+        go over the whole mesh this does: with a sample, and at each backward where a loader gives batches.
         """
         self.backwards += 1
         now, over, sampled = self._done(), list(self.buckets().groups), _sampled(self.backwards) or runtime.RT.check
-        if sampled and {a for a, n in enumerate(self.mesh.sizes) if n > 1} > {a for axes in over for a in axes}:
-            over.insert(0, tuple(range(self.mesh.ndim)))  # first: what differs is an error on all ranks then
+        if {a for a, n in enumerate(self.mesh.sizes) if n > 1} > {a for axes in over for a in axes}:
+            loads = self.batches.loads(self.mesh.ranks)
+            whole = [tuple(range(self.mesh.ndim))] if sampled or loads else []
+            over = whole + ([] if loads and not sampled else over)  # first: what differs is an error on all ranks then
         answers: list[Callable[[], None]] = []
         for axes in over:
             group = collective.group(self.mesh, axes)
             words = [(n - before) % WORD for n, before in zip(now, self.marks.get(axes, self.first), strict=True)]
             sample = zlib.crc32(repr(collective.digests(self._replicas(axes), whole=False)).encode()) if sampled else 0
             self.marks[axes] = now
-            answers.append(functools.partial(self._judge, group, collective.so_far((*words, sample), group)))
+            words += [sample, *self.batches.words(group)]
+            answers.append(functools.partial(self._judge, group, collective.so_far(words, group)))
         return [*answers, self._compare_values] if runtime.RT.check else answers
 
     def _replicas(self, axes: Sequence[int]) -> list[Tensor]:
@@ -188,7 +193,8 @@ class GradSync:
             raise DesyncError(f"the ranks hold {first}, after the backward at {runtime.user_line()}: {DRIFT}")
 
     def _judge(self, group: collective.Group, answer: Callable[[], list[tuple[int, ...]]]) -> None:
-        written, added, updated, drawn, sample = zip(*answer(), strict=True)
+        written, added, updated, drawn, sample, loaded, laid = zip(*answer(), strict=True)
+        self.batches.judge(group, list(zip(loaded, laid, strict=True)))
         if len(set(written)) > 1:
             self._judge_writes(group, written)
         if len(set(added)) > 1:
