@@ -8,6 +8,7 @@ the package has PyTorch as it is.  ``meshwright doctor`` prints the table.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -38,6 +39,61 @@ class TorchChange:
     why: str
     since: str = FIRST_MESH
     until: str = NEVER
+
+
+class StandIn:
+    """A function in the place of one of PyTorch, which tables of PyTorch and of users do not tell from it.
+
+    PyTorch keeps sets and dicts of its functions: the factories that ``torch.device("meta")`` reaches, overridable
+    functions, what Dynamo may put into a graph, lowerings, inference rules.  Each is filled at its first use, before or
+    after the first mesh.  So the two are equal: a table that has either has both, whenever it was filled.
+    """
+
+    def __init__(self, original: Any, run: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self.__wrapped__ = original
+        self._run, self._name = run, getattr(original, "__qualname__", "")
+        self._free = isinstance(original, types.BuiltinFunctionType)  # as an attribute of a class it binds no instance
+        self._modes = _modes_of(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._modes is not None and self._modes():  # a mode compares what it gets with what the name means now
+            overrides = sys.modules["torch.overrides"]
+            return overrides.handle_torch_function(self, (), *args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def __get__(self, of: Any, kind: Any = None) -> Any:
+        return self if of is None or self._free else types.MethodType(self, of)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self.__wrapped__ == (other.__wrapped__ if isinstance(other, StandIn) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
+    def __copy__(self) -> StandIn:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> StandIn:
+        return self
+
+    def __reduce__(self) -> Any:
+        return self._name if isinstance(self.__wrapped__, types.FunctionType) else self.__wrapped__.__reduce__()
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
+def _modes_of(original: Any) -> Callable[[], int] | None:
+    """The count of function modes that are on, for what asks them in C: functions and methods of tensors."""
+    name: str = getattr(original, "__qualname__", "")
+    if name.startswith(("_VariableFunctionsClass.", "TensorBase.")):
+        count: Callable[[], int] = importlib.import_module("torch._C")._len_torch_function_stack
+        return count
+    return None
 
 
 TABLE: list[TorchChange] = []
@@ -105,9 +161,22 @@ def put(target: str, make: Make) -> None:
     if original is None:
         return
     made = make(original, name)
+    of_module = isinstance(owner, types.ModuleType) and isinstance(original, _FUNCTIONS)
+    in_c = isinstance(original, types.MethodDescriptorType) and original.__objclass__ is not object
+    if isinstance(made, types.FunctionType) and (of_module or in_c):
+        made = StandIn(original, made)
     setattr(owner, name, made)
-    if isinstance(owner, types.ModuleType) and isinstance(original, types.FunctionType | types.BuiltinFunctionType):
+    if of_module:
         _followers[id(original)] = (original, made)
+        _know_by_identity(original, made)
+
+
+def _know_by_identity(original: Any, made: Any) -> None:
+    """TorchScript knows functions by identity: it takes ``made`` for what ``original`` is to it."""
+    scripted = sys.modules.get("torch.jit._builtins")
+    op = None if scripted is None else (scripted._builtin_table or {}).get(id(original))
+    if scripted is not None and op is not None:
+        scripted._register_builtin(made, op)
 
 
 def find(target: str) -> tuple[Any, str]:

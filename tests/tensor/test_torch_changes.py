@@ -254,3 +254,115 @@ def test_doctor_lists_them() -> None:
     for change in torch_changes.TABLE:
         assert f"changed in torch from {change.since} on, undone {change.until}: {change.why}" in text
         assert all(target in text for target in change.targets)
+
+
+TABLES = """
+import torch, torch._dynamo.trace_rules, torch.fx.experimental.migrate_gradual_types.constraint_generator as rules
+import torch.jit._builtins, torch.utils._device
+
+def tables():
+    ids = torch.jit._builtins._get_builtin_table()
+    return {
+        "device": lambda f: f in torch.utils._device._device_constructors(),
+        "names": lambda f: torch.overrides.resolve_name(f),
+        "overrides": lambda f: f in torch.overrides.get_testing_overrides(),
+        "ignored": lambda f: f in torch.overrides.get_ignored_functions(),
+        "unwrapped": lambda f: f in torch.overrides.get_default_nowrap_functions(),
+        "dynamo": lambda f: torch._dynamo.trace_rules.get_torch_obj_rule_map().get(f),
+        "fx": lambda f: rules._INFERENCE_RULES.get(f),
+        "jit": lambda f: ids.get(id(f)),
+        "a user's": lambda f: f in users,
+    }
+"""
+
+
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("filled", ["before", "after"])
+def test_tables_of_torch_know_what_was_replaced(filled: str) -> None:
+    """Whatever the order of the first mesh and of the first use of a table: it has both, or neither."""
+    functions = [t for t in FIRST if "fsdp" not in t and not t.endswith(("__", ".data", ".apply", ".step"))]
+    fresh(f"""{TABLES}
+from meshwright import torch_changes
+import meshwright as mw
+targets = {functions!r} + ["torch.jit.script", "torch.jit.trace"]
+at = {{t: torch_changes.find(t) for t in targets}}
+before = {{t: getattr(owner, name) for t, (owner, name) in at.items() if hasattr(owner, name)}}
+users = {{f for f in before.values() if getattr(f, "__hash__", None)}}
+asked = tables()
+if {filled == "before"}:
+    known = {{(t, n): ask(f) for t, f in before.items() if type(f) is not list for n, ask in asked.items()}}
+mw.Mesh({{"x": 1}})
+from meshwright.tensor.autograd_functions import guard_scripts
+guard_scripts()
+methods, wrong = ("Optimizer", "_prepare_trace", "_CheckpointFrame"), []
+for t, f in before.items():
+    owner, name = at[t]
+    now = getattr(owner, name)
+    if type(f) is list or any(m in t for m in methods):
+        continue
+    assert now is not f and now == f and f == now and hash(now) == hash(f) and now.__wrapped__ is f, t
+    wrong += [(t, n) for n, ask in asked.items() if ask(now) != ask(f)]
+    if {filled == "before"}:
+        wrong += [(t, n) for n, ask in asked.items() if ask(now) != known[t, n]]
+assert not wrong, wrong
+assert asked["device"](torch.arange) and asked["jit"](torch.full) == "aten::full" and asked["fx"](torch.arange)
+assert asked["names"](torch.Tensor.new_full) == "torch.Tensor.new_full" and asked["dynamo"](torch.tensor)
+""")
+
+
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("filled", ["before", "after"])
+def test_factories_follow_devices_and_modes(filled: str) -> None:
+    fresh(f"""
+import copy, pickle, threading, torch
+import meshwright as mw
+from torch.overrides import TorchFunctionMode
+if {filled == "before"}:
+    with torch.device("meta"):
+        torch.ones(1)
+makers = [lambda: torch.ones(2), lambda: torch.arange(2.0), lambda: torch.full((2,), 0.5), lambda: torch.tensor([1.0])]
+makers += [lambda: torch.as_tensor([1.0]), lambda: torch.asarray([1.0]), lambda: torch.scalar_tensor(1.0)]
+kinds = lambda: {{make().device.type for make in makers}}
+around = torch.device("meta")
+around.__enter__()
+mw.Mesh({{"dp": 2}})
+assert kinds() == {{"meta"}}
+with torch.device("cpu"):
+    assert kinds() == {{"cpu"}}
+assert kinds() == {{"meta"}} and torch.full((2,), 1.0, device="cpu").is_cpu
+around.__exit__(None, None, None)
+assert kinds() == {{"cpu"}}
+torch.set_default_device("meta")
+assert kinds() == {{"meta"}}
+torch.set_default_device(None)
+seen = []
+def other():
+    with torch.device("meta"):
+        seen.append(kinds())
+    seen.append(kinds())
+with torch.device("meta"):
+    threads = [threading.Thread(target=other) for _ in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+assert seen.count({{"meta"}}) == seen.count({{"cpu"}}) == 2, seen
+
+class Counts(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        seen.append(func)
+        return func(*args, **kwargs or {{}})
+seen.clear()
+with Counts(), Counts():
+    x = torch.full((2,), 1.0)
+    x.new_full((2,), 2.0), torch.tensor(x)
+assert [f for f in seen if f is torch.full] == [torch.full] * 2
+assert sum(f is torch.Tensor.new_full for f in seen) == sum(f is torch.tensor for f in seen) == 2
+for f in (torch.full, torch.Tensor.new_full, torch.compile):
+    assert copy.deepcopy(f) is f and pickle.loads(pickle.dumps(f)) == f
+class Holds:
+    make, compile = torch.tensor, torch.compile
+assert Holds().make([1]).tolist() == [1] and Holds().compile.__self__
+class Traced(torch.nn.Module):
+    def forward(self, x):
+        return torch.full((2,), x) + torch.arange(2)
+assert "torch.full((2,), x)" in torch.fx.symbolic_trace(Traced()).code
+""")

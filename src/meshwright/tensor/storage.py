@@ -208,12 +208,7 @@ def _reading(original: Any, name: str) -> Any:
         rest, kwargs = map_tensors((args[first:], kwargs), _detached)
         return original(*args[:first], *global_values(rest), **global_values(kwargs))
 
-    if first:
-        return staticmethod(reading) if name == "__new__" else reading
-    scripted = compat.jit_builtins  # TorchScript knows functions by identity
-    if getattr(torch, name, None) is original and scripted._builtin_table is not None:
-        scripted._register_builtin(reading, f"aten::{name}")
-    return reading
+    return staticmethod(reading) if name == "__new__" else reading
 
 
 def _detached(t: Tensor) -> Tensor:
