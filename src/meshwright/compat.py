@@ -104,6 +104,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "new_group_with_tag": ("torch.distributed.distributed_c10d._new_group_with_tag", "groups before torch 2.12"),
     "OpOverload": ("torch._ops.OpOverload", "ops by their signature"),
     "OpOverloadPacket": ("torch._ops.OpOverloadPacket", "ops by their name"),
+    "parametrize": ("torch.nn.utils.parametrize", "parametrize.cached() on simulated ranks"),
     "peek_interpreter_stack": ("torch._C._functorch.peek_interpreter_stack", "whether torch.func transforms a call"),
     "pop_saved_tensors_default_hooks": (
         "torch._C._autograd._pop_saved_tensors_default_hooks",

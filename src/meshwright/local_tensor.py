@@ -145,13 +145,22 @@ class SharedMemory:
 
 
 class Sharing:
-    """Whether any memory of this process was ever shared: as long as none was, nobody needs to look."""
+    """Whether any memory of this process was ever shared: as long as none was, nobody needs to look.
+
+    ``counted``: so that :func:`version_of` knows of all writes, as by reading ``.data``.
+    """
 
     ever = False
+    counted = False
 
 
-_MEMORY = "_memory"  # in the dict of a storage, which lives as long as the memory
+# In the dict of a storage, which lives as long as the memory.
+_MEMORY = "_memory"
+_COUNTER = "_counter"  # an empty tensor that shares the version counter of all ``.data`` of this memory
 _get_storage: Any = Tensor.untyped_storage
+_get_version: Any = Tensor._version.__get__  # type: ignore[attr-defined]
+_get_data: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+_set_data: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def shared_memory(t: Tensor) -> SharedMemory | None:
@@ -164,6 +173,36 @@ def share_memory(t: Tensor) -> None:
     Sharing.ever = True
     memory = _place(t).setdefault(_MEMORY, SharedMemory())
     memory.shared, memory.aliased = memory.shared + 1, True
+
+
+def data_of(t: Tensor) -> Tensor:
+    """``t.data``, whose writes :func:`version_of` counts for all that have this memory.
+
+    To be called with dispatch disabled.  Reading ``.data`` changes nothing that a rank decides by: only writes count,
+    so that one rank alone may look at it.
+    """
+    data: Tensor = _get_data(t)
+    if t.is_inference() or data.__class__ is not Tensor or data.layout is not torch.strided:
+        share_memory(t)
+        return data
+    space = _place(t)
+    counter = space.get(_COUNTER)
+    if counter is None:
+        counter = space[_COUNTER] = data.detach()
+        _set_data(counter, data.new_empty(0))  # or the storage would hold itself
+        Sharing.counted = True
+        return data
+    made: Tensor = counter.detach()
+    _set_data(made, data)
+    return made
+
+
+def version_of(t: Tensor) -> int:
+    """How often the memory of a tensor was written to, as far as that is counted; with dispatch disabled."""
+    version: int = _get_version(t)
+    if Sharing.counted and (counter := _place(t).get(_COUNTER)) is not None:
+        version += _get_version(counter)
+    return version
 
 
 def _place(t: Tensor) -> dict[str, Any]:
@@ -192,6 +231,7 @@ __all__ = [
     "as_plain",
     "bare",
     "close_tensors",
+    "data_of",
     "distributed",
     "get_grad",
     "is_sparse",
@@ -204,4 +244,5 @@ __all__ = [
     "set_grad",
     "share_memory",
     "shared_memory",
+    "version_of",
 ]

@@ -47,7 +47,8 @@ def of_both_ways(forward: Callable[[], Any]) -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def _rank_of_eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Sharing, "ever", False)  # other tests of the process write through ``.data``
+    for name in ("ever", "counted"):  # other tests of the process write through ``.data``
+        monkeypatch.setattr(Sharing, name, False)
     # Simulated ranks that enter and leave modes in turn leave PyTorch's flag as one of them found it.
     monkeypatch.setattr(python_dispatch, "_is_in_non_infra_torch_dispatch_mode", False)
     with fake_group(block.DP * block.TP):

@@ -226,3 +226,32 @@ def test_tied_weights_have_one_layout() -> None:
     built = gpt({"head.weight": {"tp": S(0)}}, model=GPT(config, "meta"))
     assert built.stored["tokens.weight"].layout == mw.Layout(MESH, {"tp": S(0)})
     assert "head.weight" not in built.stored
+
+
+def test_a_pattern_for_weights_leaves_counters_alone() -> None:
+    """As in ``shard_module``: of a tensor without dims there is nothing to split, unless it is named in full."""
+    mesh, x = mw.Mesh({"tp": 2}), torch.randn(6, 4, dtype=torch.float64)
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6, dtype=torch.float64), nn.BatchNorm1d(6, dtype=torch.float64))
+
+    def squares(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(m(x).pow(4).mean())
+
+    want = squares(net(), x).item()
+
+    def run() -> tuple[float, int, Any]:
+        model = net()
+        step = mw.compile_step(model, squares, None, x, mesh=mesh, layouts=globs)
+        losses = [float(step(x)) for _ in range(2)]
+        return losses[0], int(model[1].num_batches_tracked), model[1].running_mean
+
+    globs = {"0.*": {"tp": S(0)}, "1.*": {"tp": S(0)}}
+    for loss, count, mean in mw.simulate(run, mesh):
+        assert abs(loss - want) < 1e-12
+        assert count == 2
+        assert mean.placements == (S(0),)
+    named = {"1.num_batches_tracked": {"tp": S(0)}}
+    with pytest.raises(LayoutError, match="nothing to split"):
+        build(net(), squares, None, x, mesh, Plan(named))

@@ -13,6 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 from meshwright import collective
 from meshwright.errors import CollectiveError, DesyncError
@@ -442,3 +444,51 @@ def test_ranks_have_the_callers_autocast_of_a_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "autocast", autocast)  # without a GPU PyTorch would not turn it on
     simulate(lambda: None, Mesh({"x": 2}))
     assert entered == [("cuda", torch.get_autocast_dtype("cuda"))] * 2
+
+
+def test_ranks_keep_their_own_parametrized_weights() -> None:
+    """``cached()`` counts for the process: a rank that leaves it early must not go on with the weights of before."""
+
+    class Twice(torch.nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return w * 2
+
+    shared = torch.nn.Linear(1, 1, bias=False)
+    parametrize.register_parametrization(shared, "weight", Twice())
+
+    def fn() -> list[float]:
+        layer, found = torch.nn.Linear(1, 1, bias=False), []
+        parametrize.register_parametrization(layer, "weight", Twice())
+        for step in range(3):
+            if rank() == 0:
+                meet(TWO)
+            with parametrize.cached():
+                layer.parametrizations.weight.original.data.fill_(step + rank())
+                found.append(layer.weight.item())
+                assert layer.weight is layer.weight
+                shared.weight  # noqa: B018
+                if rank() == 1:
+                    meet(TWO)
+        return found
+
+    assert simulate(fn, TWO) == [[0.0, 2.0, 4.0], [2.0, 4.0, 6.0]]
+    with parametrize.cached():
+        kept = shared.weight
+        simulate(fn, TWO)
+        assert shared.weight is kept
+    assert shared.weight is not kept
+
+
+def test_ranks_choose_their_own_attention_kernels() -> None:
+    def fn() -> None:
+        if rank() == 1:
+            meet(TWO)
+        with sdpa_kernel(SDPBackend.MATH):
+            meet(TWO)
+            assert not torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        if rank() == 0:
+            meet(TWO)
+
+    simulate(fn, TWO)
+    assert torch.backends.cuda.flash_sdp_enabled()

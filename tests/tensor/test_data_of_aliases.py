@@ -168,3 +168,54 @@ def test_a_view_in_a_forward_sees_what_out_writes(kept: str) -> None:
     want = run(False)
     for made in mw.simulate(lambda: run(True), MESH):
         torch.testing.assert_close(made, want, rtol=1e-12, atol=1e-12)
+
+
+READERS: dict[str, Callable[[Tensor], object]] = {
+    "norm": lambda t: t.data.norm(),
+    "one rank": lambda t: t.data.shape if mw.ranks.runtime.RT.rank == 0 else None,
+    "one rank, of a view": lambda t: t.detach().t().data if mw.ranks.runtime.RT.rank == 0 else None,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_reading_data_changes_nothing(name: str) -> None:
+    """Views that are copies stay as they are, and what was reduced or gathered is not sent again by one rank."""
+
+    def run() -> list[Tensor]:
+        rows = mw.shard_tensor(torch.arange(30.0).view(5, 6), MESH, {"dp": mw.Shard(0)})
+        parts = mw.shard_tensor(torch.arange(30.0).view(5, 6), MESH, {"dp": mw.Partial()})
+        early = [rows.view(-1), parts.amax(0)]
+        for t in (rows, parts):
+            READERS[name](t)
+        with torch.no_grad():
+            return [mw.unshard(t) for t in (*early, rows.flatten() * 2, rows.reshape(30) + 1, parts.amax(0))]
+
+    x = torch.arange(30.0).view(5, 6)
+    for made in mw.simulate(run, MESH):
+        torch.testing.assert_close(made, [x.view(-1), x.amax(0), x.flatten() * 2, x.reshape(30) + 1, x.amax(0)])
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_one_rank_reads_data_of_stored_parameters(cast: bool) -> None:
+    def run(on_mesh: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 4, dtype=F64), nn.Linear(4, 4, dtype=F64)), torch.ones(6, 4, dtype=F64)
+        if on_mesh:
+            model = mw.shard_module(model, MESH, {}, stored_over="dp")
+            x = mw.shard_tensor(x, MESH, {"dp": mw.Shard(0)})
+        losses = []
+        for step in range(4):
+            for p in model.parameters():
+                if step > 1:
+                    p.data.mul_(0.9)
+                kept = p.data if on_mesh and mw.ranks.runtime.RT.rank == 0 else None
+            with torch.autocast("cpu", enabled=cast):
+                loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            del kept
+        return [mw.unshard(t) if on_mesh else t for t in (*losses, *(p.grad for p in model.parameters()))]
+
+    want = run(False)
+    for made in mw.simulate(lambda: run(True), MESH):
+        torch.testing.assert_close(made, want, rtol=1e-2 if cast else 1e-12, atol=1e-2 if cast else 1e-12)

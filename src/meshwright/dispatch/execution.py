@@ -12,7 +12,7 @@ import torch
 from .. import compat
 from ..errors import RuleError
 from ..layout import NO_MARKS, REPLICATE, Layout, MarkedSpec, Marks, Partial, Placements, Spec, marked, marks_of, widest
-from ..local_tensor import Sharing, as_plain, moved, shared_memory
+from ..local_tensor import Sharing, as_plain, moved, shared_memory, version_of
 from ..ranks import runtime
 from ..resharding import executor, planner, record
 from ..rules import Native
@@ -47,7 +47,7 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
     alone = not Sharing.ever or shared_memory(t) is None
     if "_spec" in space and alone and (_kept(t, steps) if grad else not _inference(t)):
         version, memo = space.get("_memo", _NO_MEMO)
-        now = _version(t)
+        now = version_of(t) if Sharing.counted else _version(t)
         if version != now:
             memo = {}
             space["_memo"] = (now, memo)
@@ -162,7 +162,7 @@ def _already_there(
             note(steps, False)
         return executor.apply_known(steps.steps, t, value) if value is not None else None
     origin, versions = t.__dict__.get("_origin", (None, None))
-    if steps.moves or origin is None or versions != (origin._version, t._version):
+    if steps.moves or origin is None or versions != (version_of(origin), version_of(t)):
         return None
     direct = planner.plan(origin.__dict__["_spec"].decided(), steps.dst)
     if direct.backward_bytes >= steps.backward_bytes or direct.weighted:
@@ -468,7 +468,7 @@ def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
         made = made.clone()
     out: Tensor = wrap(made, target)
     if x.requires_grad and not x.is_leaf:
-        out.__dict__["_origin"] = (x, (x._version, out._version))
+        out.__dict__["_origin"] = (x, (version_of(x), version_of(out)))
     return out
 
 

@@ -18,7 +18,7 @@ import torch
 from ..compat import outside_modes
 from ..errors import DispatchError
 from ..layout import MarkedSpec, marked, marks_of
-from ..local_tensor import Sharing, as_plain, shared_memory
+from ..local_tensor import Sharing, as_plain, shared_memory, version_of
 from ..operators import Internal
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -144,7 +144,7 @@ def _version(t: Tensor) -> Any:
     if t.is_inference():
         writes = runtime.RT.writes
         return writes.get(None, 0), writes.get(t.untyped_storage()._cdata, 0)
-    return t._version
+    return version_of(t) if Sharing.counted else t._version
 
 
 def _counted(t: Tensor) -> int:

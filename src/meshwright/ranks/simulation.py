@@ -80,12 +80,20 @@ class _Lane(_Rendezvous):
     """A receive: the second rank waits for what the first one sends."""
 
 
+_ATTENTION = [
+    (getattr(torch.backends.cuda, f"{kind}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
+    for kind in ("flash", "mem_efficient", "math", "cudnn")
+]
+
+
 class _Flags(NamedTuple):
     """What PyTorch keeps for the whole process and ``with`` blocks change: each rank has its own."""
 
     dtype: torch.dtype
     anomaly: tuple[bool, bool]
     deterministic: tuple[bool, bool]
+    attention: tuple[bool, ...]  # which kernels it may choose
+    parametrized: tuple[int, dict[Any, Any]]  # how many ``parametrize.cached()`` are open, and what they keep
 
     @classmethod
     def now(cls) -> _Flags:
@@ -93,13 +101,18 @@ class _Flags(NamedTuple):
             torch.get_default_dtype(),
             (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            tuple([enabled() for enabled, _ in _ATTENTION]),
+            (compat.parametrize._cache_enabled, compat.parametrize._cache),
         )
 
     def set(self) -> None:
-        if self != _Flags.now():
+        compat.parametrize._cache_enabled, compat.parametrize._cache = self.parametrized
+        if self[:-1] != _Flags.now()[:-1]:  # not what tensors are kept, which would be compared
             torch.set_default_dtype(self.dtype)
             torch.set_anomaly_enabled(*self.anomaly)
             torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+            for (_, enable), value in zip(_ATTENTION, self.attention, strict=True):
+                enable(value)
 
 
 class Simulation:
@@ -117,7 +130,8 @@ class Simulation:
         self.turns = {r: threading.Semaphore(0) for r in self.ranks}
         start = torch.random.get_rng_state()
         self.rng = dict.fromkeys(self.ranks, start)
-        self.flags = dict.fromkeys(self.ranks, _Flags.now())
+        flags = _Flags.now()
+        self.flags = {r: flags._replace(parametrized=(flags.parametrized[0], {})) for r in self.ranks}
         self.results: dict[int, Any] = {}
         self.failures: list[tuple[int, BaseException]] = []
         self.aborted = ""
@@ -320,6 +334,7 @@ class Simulation:
         self.runtimes[self.ranks[0]].records = outer.records
         runtime.RT = self.runtimes[self.ranks[0]]
         try:
+            self.flags[self.ranks[0]].set()
             self.turns[self.ranks[0]].release()
             self._wait(timeout)
         except BaseException as e:

@@ -42,7 +42,7 @@ from ..layout import (
     spec_data,
     spec_from,
 )
-from ..local_tensor import bare, get_grad, moved, share_memory
+from ..local_tensor import bare, data_of, get_grad, moved, share_memory
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
 from ..resharding import executor, planner
@@ -240,13 +240,13 @@ class DistTensor(torch.Tensor):
 
     @property
     def data(self) -> DistTensor:
-        """The tensor without its history, sharing memory (writes to one are not counted for the other)."""
+        """The tensor without its history, sharing memory (autograd does not count writes to one for the other)."""
         itself(self)
         spec = self._spec
         typed = spec.with_(undecided=spec.mesh.everywhere)
-        made = wrap(call_disabled(_GET_DATA, (), (self,), NO), marked(typed, Marks(copied=marks_of(spec).copied)))
-        self.__dict__.pop("_memo", None)
-        share_memory(self)
+        with disabled():
+            data = data_of(self)
+        made = wrap(data, marked(typed, Marks(copied=marks_of(spec).copied)))
         remember_detached(self, made)
         return made
 

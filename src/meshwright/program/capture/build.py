@@ -311,10 +311,13 @@ def _constraints(
     names = [*by_name, *(n.name for n in captured.graph.nodes if n.op == "call_function")]
     what = "parameter, buffer, batch tensor or value of the program"
     modules = dict(model.named_modules(remove_duplicate=False))
+    numbers = {s.node for s in captured.sources if not s.fake.ndim}
     for glob, matched in matching(dict(plan.layouts or {}), names, what, modules).items():
         placements = dict(plan.layouts)[glob]
         for name in sorted(matched):  # the last glob that matches counts, as in shard_module
             node = by_name.get(name, name)
+            if node in numbers and name != glob:
+                continue  # a pattern for weights meets counters too, of which there is nothing to split
             if node in carried and Layout(mesh, placements).placements != carried[node].placements:
                 raise LayoutError(
                     f"layouts={{{glob!r}: {placements!r}}} contradicts {name}, which is a DistTensor with "

@@ -10,9 +10,9 @@ import torch
 
 from ... import compat
 from ...dispatch import disabled
-from ...local_tensor import bare
+from ...local_tensor import Sharing, bare
 from ...tensor import DistTensor
-from ..parameters.versions import state_of
+from ..parameters.versions import is_held, state_of
 from .wholes import Whole
 
 Tensor = torch.Tensor
@@ -49,6 +49,7 @@ class Saved:
     cast: bool  # autocast made this of it
     state: Any  # of the parameter then, as far as writes that are not counted may have changed it
     kept: Tensor | None  # None: gather again
+    again: bool  # gather all the same: the ranks do it together
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
@@ -94,10 +95,13 @@ class Saver:
             self.keep()
             i, dtype, cast = self.at[t.untyped_storage().data_ptr()]
             version, *_ = cast or self.wholes[i].state
-            state, kept = cast or state_of(self.unit.params[i]), None if self.again else bare(t)
+            p = self.unit.params[i]
+            # What ``.data`` may write to meanwhile is cast as it was, and not again from what it is in the backward.
+            written = cast is not None and Sharing.counted and is_held(p)
+            state, kept = cast or state_of(p), bare(t) if written or not self.again else None
             self.unit.again |= self.again
             where = Tensor.size(t), t.stride(), t.storage_offset()
-            return Saved(self.unit, i, version, dtype, cast is not None, state, kept, *where)
+            return Saved(self.unit, i, version, dtype, cast is not None, state, kept, self.again, *where)
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor again."""
@@ -110,14 +114,16 @@ class Saver:
                     f"{name} is at version {p._version}; expected version {saved.version} instead"
                 )
             same = state_of(p) == saved.state
-            if saved.kept is not None and same:
+            if saved.kept is not None and (same or saved.cast) and not saved.again:
                 return saved.kept
-            if saved.cast and not same:  # on one device the cast of before is kept
+            if saved.cast and not same and saved.kept is None:  # on one device the cast of before is kept
                 raise RuntimeError(
                     f"{p.__dict__.get('_param_name', 'a parameter')} was given to .data or .detach() after autocast"
                     " cast it, and may have been written to: its backward needs what it was; do so behind the backward"
                 )
             whole = saved.unit.gather(keep=compat.current_graph_task_id() != -1)[saved.index]
+            if saved.kept is not None and saved.cast:
+                return saved.kept
             with torch.no_grad():
                 whole = whole.to(saved.dtype)
                 return whole.as_strided(saved.size, saved.stride, saved.offset)
