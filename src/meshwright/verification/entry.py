@@ -33,7 +33,6 @@ from .report import Coverage, Verification
 from .runs import Optimizers, Task, copies
 from .sizes import Step, fitted, valued
 from .steps import named_leaves
-from .values import differing
 from .work import on_meta
 
 Tensor = torch.Tensor
@@ -264,7 +263,7 @@ def _capture_departs(journal: Journal, own: Journal) -> Departure | None:
     """Where the graph that was captured does something else than the code, on one device."""
     for key, want in journal.seen.items():
         if key[1] not in ("forward", "backward") and key in own.seen:
-            off = differing(own.seen[key].value, want.value, journal.tolerance[key])
+            off = journal.differing(key, own.seen[key].value)
             if off is not None:
                 return Departure(
                     "captured", key[0], "capture", "torch.export", want.line, (), want.name, "",

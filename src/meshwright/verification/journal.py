@@ -6,11 +6,14 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import CaptureError, LayoutError, MeshError, PassError, ShardError
 from ..testing.values import tolerance_of
-from .values import NOISE, UPDATED, Difference, Tensor, assemble, differing
+from .values import NOISE, UPDATED, Difference, Tensor, apart, assemble, differing
 from .watch import RAISED, Key, Observed
+
+ROUNDINGS = 100.0  # how much more ranks may round than one device in another order
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,18 @@ class Journal:
 
     Attributes:
         size: how many ranks there are.
-        seen: by step and key, in the order of one device; ``tolerance``: what rounding explains of each.
+        seen: by step and key, in the order of one device; ``tolerance``: what rounding explains of each, by its largest
+            number; ``noise``: what it explains whatever the numbers are, of sums whose terms cancel.
         uses: by step and key, the ops that were given the value.
+        again: keys of several values: gradients that the loss itself asks for come before those of the loss.
     """
 
     size: int
     seen: dict[Key, Observed] = field(default_factory=dict)
     tolerance: dict[Key, float] = field(default_factory=dict)
+    noise: dict[Key, float] = field(default_factory=dict)
     uses: dict[Key, list[tuple[str, str]]] = field(default_factory=dict)
+    again: set[Key] = field(default_factory=set)
     _loosest: float = 1e-9
 
     def note(self, step: int, seen: Observed) -> None:
@@ -71,14 +78,47 @@ class Journal:
         if seen.key[0] == "forward" and isinstance(seen.value, Tensor):
             self._loosest = max(self._loosest, tolerance_of(seen.value))
         key = (step, *seen.key)
-        self.seen.setdefault(key, seen)
-        self.tolerance.setdefault(key, self._loosest)
+        if key in self.seen:
+            self.again.add(key)
+            return
+        self.seen[key], self.tolerance[key] = seen, self._loosest
+
+    def differing(self, key: Key, got: Any) -> Difference | None:
+        """How a value differs from that of one device by more than rounding explains."""
+        return differing(got, self.seen[key].value, self.tolerance[key], self.noise_of(key))
+
+    def noise_of(self, key: Key) -> float:
+        """What rounding explains of a value whatever its numbers are."""
+        return max(self.noise.get(key, 0.0), UPDATED if key[1] in ("param", "loaded") else NOISE)
 
     def used(self, step: int, calls: Iterable[tuple[str, str, tuple[Key, ...]]]) -> None:
         """Which ops were given which values."""
         for op, line, keys in calls:
             for key in filter(None, keys):
                 self.uses.setdefault((step, *key), []).append((op, line))
+
+
+class Rounding:
+    """What rounding makes of each value of a journal: measured in a run that rounds otherwise.
+
+    A gradient that is nothing but what is left of terms that cancel (of a bias in front of a batch norm, of keys) has
+    no scale of its own, and what Adam makes of it is of the size of its rate.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal, self.told = journal, set[Key]()
+
+    def note(self, step: int, seen: Observed) -> None:
+        """A value of the other run."""
+        key = (step, *seen.key)
+        if key in self.told or (first := self.journal.seen.get(key)) is None:
+            return
+        self.told.add(key)
+        a, b = first.value, seen.value
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.is_floating_point():
+            off = apart(b, a)
+            if 0 < off < math.inf:
+                self.journal.noise[key] = ROUNDINGS * off
 
 
 class RankJournal:
@@ -96,13 +136,19 @@ class RankJournal:
         self.compared: dict[Key, None] = {}
         self.steps: dict[int, int] = {}  # of each rank, where it is
         self.raised: Departure | None = None
+        self.terms: set[Key] = set()  # gradients that ranks are given in several terms, and one device in one
 
     def tell(self, step: int, rank: int, seen: Observed) -> None:
         """A value of one rank."""
         key = (step, *seen.key)
         self.steps[rank] = step
         want = self.journal.seen.get(key)
-        if want is None or key in self.compared:
+        if want is None or (self.mode == "captured" and key in self.journal.again):
+            return  # programs add up gradients of one value where they like
+        if key in self.compared or rank in self.waiting.get(key, ()):
+            if key[1] == "backward" and key not in self.journal.again:
+                self.terms.add(key)
+                self.departed.pop(key, None)
             return
         table = self.waiting.setdefault(key, {})
         table[rank] = seen
@@ -118,18 +164,13 @@ class RankJournal:
         elif isinstance(first.value, Tensor):
             if first.spec is None and isinstance(want.value, Tensor) and first.value.shape != want.value.shape:
                 return  # a rank's own part, by the user's hand
-            whole, words = assemble([p.value for p in parts], first.spec)
+            whole, words = assemble([p.value for p in parts], first.spec, self.journal.noise_of(key))
             copies = first.spec is not None  # else, and where no result departs, a rank's own by the user's hand
-            noise = UPDATED if key[1] in ("param", "loaded") else NOISE
-            found = (
-                Difference(words, copies=copies)
-                if words
-                else differing(whole, want.value, self.journal.tolerance[key], noise)
-            )
+            found = Difference(words, copies=copies) if words else self.journal.differing(key, whole)
         else:
             for p in parts:
-                found = found or differing(p.value, want.value, self.journal.tolerance[key])
-        if found is not None:
+                found = found or self.journal.differing(key, p.value)
+        if found is not None and key not in self.terms:
             self.departed[key] = first, found
 
     @contextmanager
@@ -149,7 +190,7 @@ class RankJournal:
 
     def first(self) -> Departure | None:
         """The first value that departs, in the order of one device; None where no result does."""
-        if not self.wrong:
+        if not self.wrong and (self.raised is None or not self.departed):
             return self.raised
         # Where a generator stands matters by what is drawn from it: numbers that differ are named before.
         order = [k for k in self.journal.seen if k in self.departed]
@@ -167,7 +208,7 @@ class RankJournal:
     def harmless(self) -> Departure | None:
         """The first value that departs where no result does."""
         key = next((k for k in self.journal.seen if k in self.departed), None)
-        return None if key is None or self.wrong else self._departure(key)
+        return None if key is None or self.wrong or self.raised is not None else self._departure(key)
 
     def _departure(self, key: Key) -> Departure:
         want, (seen, found) = self.journal.seen[key], self.departed[key]
@@ -210,7 +251,7 @@ class RankJournal:
     def _contributed(self, step: int, name: str) -> bool:
         """Whether what ranks contribute to the gradient of a parameter was compared, and adds up to it."""
         key = (step, "backward", "leaf", name)
-        return key in self.compared and key not in self.departed
+        return key in self.compared and key not in self.departed and key not in self.terms
 
 
 PHASES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -28,11 +28,13 @@ from ..ranks.simulation import simulate
 from ..shard import no_sync, shard_module, shard_optimizer
 from ..tensor.api import shard_tensor
 from .captured import WatchedPasses
-from .journal import Journal, RankJournal
-from .steps import Training
+from .journal import Journal, RankJournal, Rounding
+from .steps import Calls, Training
+from .watch import Observed
 
 Tensor = torch.Tensor
 Optimizers = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+NUDGE = 2.0**-40  # of a gradient: below every tolerance, and enough to round all that follows from it otherwise
 PATIENCE = 3600.0  # seconds that a rank may compute alone: machines are busy
 
 
@@ -93,15 +95,23 @@ class Task:
 
     def on_one(self, kind: type[Training] = Training, **more: Any) -> Journal:
         """Train on one device."""
-        journal, one = Journal(self.mesh.size), self.training(kind, **more)
+        journal = Journal(self.mesh.size)
+        for step, calls in enumerate(self._updates(self.training(kind, **more), journal.note)):
+            journal.used(step, calls)
+        # The same again with all gradients larger by a part that is nothing: each rounds as if summed in another order.
+        again = Rounding(journal)
+        for _ in self._updates(self.training(kind, seed=1 + NUDGE, **more), again.note):
+            pass
+        return journal
+
+    def _updates(self, one: Training, note: Callable[[int, Observed], None]) -> Iterator[Calls]:
+        """Train on one device; after each update, the calls that it was of."""
         torch.manual_seed(self.seed)
         with reproducible_random():
-            for step in range(self.steps):
-                journal.used(step, one.update(partial(journal.note, step)))
-            if self.save:
-                one.told(partial(journal.note, self.steps), "loaded")
-                journal.used(self.steps, one.update(partial(journal.note, self.steps)))
-        return journal
+            for step in range(self.steps + self.save):
+                if step == self.steps:
+                    one.told(partial(note, step), "loaded")
+                yield one.update(partial(note, step))
 
     # -- ranks ----------------------------------------------------------------------------------------
 

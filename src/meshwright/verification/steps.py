@@ -31,6 +31,7 @@ class Training:
         alone: inside of what it gives, gradients are not synchronised.
         step_fn: what takes a step in place of all this, captured.
         tell: who is told of what a captured step computes.
+        seed: the gradient of each loss.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Training:
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
     step_fn: CompiledStep | None = None
     tell: Tell = lambda seen: None
+    seed: float = 1.0
 
     @property
     def names(self) -> dict[int, str]:
@@ -68,7 +70,7 @@ class Training:
                 with self.alone() if i + 1 < self.calls else nullcontext():
                     made, more = self.forward(counted)
                     loss = scalar(made, self.loss_fn)
-                    loss.backward()
+                    loss.backward(torch.full_like(loss, self.seed) if self.seed != 1 else None)
                 calls += more
             counted(held(loss.detach(), Observed(("loss", "loss"), "the loss", "", None, name="the loss")))
         if self.step_fn is None:

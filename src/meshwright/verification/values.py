@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..layout import Spec
+from ..layout import At, Shard, Spec
 from ..testing.values import tolerance_of
 
 Tensor = torch.Tensor
@@ -41,12 +41,12 @@ class Difference:
     copies: bool = False
 
 
-def assemble(parts: Sequence[Tensor], spec: Spec | None) -> tuple[Tensor, str]:
+def assemble(parts: Sequence[Tensor], spec: Spec | None, noise: float = NOISE) -> tuple[Tensor, str]:
     """The value of which the ranks, in order, hold ``parts``; and which of them hold different copies, in words."""
     if spec is None:
-        return parts[0], _copies(parts, list(range(len(parts))))
+        return parts[0], _copies(parts, list(range(len(parts))), noise)
     mesh, partial = spec.mesh, spec.layout.partial
-    split = [a for axes in spec.layout.dim_axes().values() for a in axes]
+    split = [a for a, p in enumerate(spec.layout.placements) if isinstance(p, (Shard, At))]
     terms: dict[tuple[int, ...], Tensor] = {}
     first: dict[tuple[int, ...], int] = {}
     for i, (rank, part) in enumerate(zip(mesh.ranks, parts, strict=True)):
@@ -54,7 +54,7 @@ def assemble(parts: Sequence[Tensor], spec: Spec | None) -> tuple[Tensor, str]:
         term = tuple(here[a] for a in partial)
         place = (*term, *(here[a] for a in split))
         if place in first:
-            if words := _copies([parts[first[place]], part], [first[place], i]):
+            if words := _copies([parts[first[place]], part], [first[place], i], noise):
                 return part, words
             continue
         first[place] = i
@@ -72,10 +72,10 @@ def assemble(parts: Sequence[Tensor], spec: Spec | None) -> tuple[Tensor, str]:
     return terms[()], ""
 
 
-def _copies(parts: Sequence[Tensor], ranks: Sequence[int]) -> str:
+def _copies(parts: Sequence[Tensor], ranks: Sequence[int], noise: float) -> str:
     """In words, which ranks hold something else than the first of them; empty where all hold the same."""
     for part, rank in zip(parts[1:], ranks[1:], strict=True):
-        found = differing(part, parts[0])
+        found = differing(part, parts[0], noise=noise)
         if found is not None:
             return f"ranks {ranks[0]} and {rank} hold different copies of it: {found.text}"
     return ""
@@ -104,18 +104,25 @@ def differing(got: Any, want: Any, tolerance: float = 1e-9, noise: float = NOISE
         return None
     at = wrong.nonzero()[0].tolist() if want.ndim else []
     g, w = (t[tuple(at)].item() for t in (got, want))
-    off = (
-        torch.nan_to_num((got.to(torch.float64) - want.to(torch.float64)).abs(), nan=math.inf).max().item()
-        if not want.is_complex()
-        else (got - want).abs().max().item()
-    )
+    off = apart(got, want)
     where = f" at {at}" if at else ""
     return Difference(
         f"{_text(g)} instead of {_text(w)}{where}; {count} of {want.numel()} differ", off / (_scale(want) or 1)
     )
 
 
+def apart(got: Tensor, want: Tensor) -> float:
+    """The largest difference of two tensors of one shape; infinite where one has a NaN, or an infinity, alone."""
+    if not want.numel():
+        return 0.0
+    got, want = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (got, want))
+    off = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, (got - want).abs())
+    return float(torch.nan_to_num(off, nan=math.inf).max())
+
+
 def _scale(t: Tensor) -> float:
+    """The largest finite magnitude."""
+    t = t if t.is_floating_point() or t.is_complex() else t.to(torch.float64)
     largest = float(t.abs().max()) if t.numel() else 0.0
     if math.isfinite(largest):
         return largest

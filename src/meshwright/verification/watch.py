@@ -22,7 +22,8 @@ from ..dispatch import QUESTIONS, disabled, gradient_types
 from ..layout import Spec
 from ..local_tensor import bare
 from ..ranks import runtime
-from ..tensor import DistTensor, methods
+from ..shard.parameters.stored import AS_SEEN, stored
+from ..tensor import DistTensor, GradientHook, methods
 from ..tensor.dist_tensor import GLOBAL_METHODS
 from . import doubled
 
@@ -150,7 +151,8 @@ def watch_gradient(t: Tensor, seen: Observed, tell: Tell) -> None:
                 tell(replace(seen, value=bare(grad).clone(), spec=spec))
 
     with disabled():
-        add_hook(t, told)
+        # Gradients of parameters that are stored split are added up at the leaf only for hooks of the user's.
+        add_hook(t, told if stored(t) == AS_SEEN else GradientHook(t, told))
 
 
 def random_state() -> int:
