@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 
+from meshwright.program.step import CompiledStep
 from tests.support import sweep as sweeps
 
 
@@ -17,6 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: the tests of Ctrl-C need it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What programs prove of themselves the tests compare with one device; of check= there are tests of its own.
+    CompiledStep.compares = bool(config.getoption("--whole"))
     if config.getoption("--whole"):
         sweeps.WHOLE = True
         config.option.markexpr = ""

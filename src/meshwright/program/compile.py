@@ -34,6 +34,7 @@ from .capture.stages import Homes
 from .capture.update import update_of
 from .run.guard import check_hooks
 from .run.lengths import Read
+from .run.proof import Check
 from .step import CaptureSource, CompiledStep, Recorded
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ def compile_step(
     init: Callable[[nn.Module], Any] | None = None,
     strategies: Mapping[str, Mapping[str, str]] | None = None,
     backend: str | None = None,
+    check: Check = "first",
 ) -> CompiledStep:
     """Capture a training step of ``model`` on a mesh as one static program, which ``loss = step(batch)`` runs.
 
@@ -199,9 +201,12 @@ def compile_step(
             1}}``, or to ``"auto"``: stages that take equally long.  Parameters and their states are stored at their
             stage alone (``mw.At``), and seen by all.
         backend: ``"inductor"`` compiles what lies between collectives.
+        check: compare the loss and each gradient with those of the same program without ``passes``, on all ranks and
+            before the update: in the ``"first"`` call of each capture, in each call (``"always"``), or not (False).
 
     Raises:
-        PassError: a pass given twice, passes that conflict, one that cannot be applied.
+        PassError: a pass given twice, passes that conflict, one that cannot be applied; in a step, one that changes a
+            gradient.
         CaptureError, LayoutError, ShardError, DesyncError (programs differ): on all ranks, before anything runs.
     """
     if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -218,7 +223,7 @@ def compile_step(
     )  # fmt: skip
     _check_prepared(model, trained, plan)
     source = _OfDevice(model, trained, mesh, plan, loss_fn, init, names, manager.homes)
-    return CompiledStep(source, example_batch, transform=manager, backend=backend)
+    return CompiledStep(source, example_batch, transform=manager, backend=backend, check=check)
 
 
 def _check_prepared(model: nn.Module, optimizer: Any, plan: Plan) -> None:
@@ -278,6 +283,7 @@ def capture_local(
     batch: Any,
     passes: Sequence[Pass | str] | PassManager = (),
     backend: str | None = None,
+    check: Check = "first",
 ) -> CompiledStep:
     """Capture a step that was written by hand for one rank, with calls of ``torch.distributed``.
 
@@ -305,13 +311,14 @@ def capture_local(
             after it.  Several as a list: all that the step calls.
         batch: this rank's batch, as an example: shapes, dtypes and structure count.
         backend: ``"inductor"`` compiles what lies between collectives.
-        passes: as for :func:`compile_step`.
+        passes, check: as for :func:`compile_step`.
 
     Returns:
         A step: ``loss = step(batch)``, with this rank's batch and loss.
 
     Raises:
-        PassError: a pass given twice, passes that conflict, one that cannot be applied.
+        PassError: a pass given twice, passes that conflict, one that cannot be applied; in a step, one that changes a
+            gradient.
         CaptureError: the step reads values, calls what no program can hold, or leaves gradients to the next step.
         DesyncError: the ranks recorded different steps; before anything runs.
     """
@@ -320,7 +327,7 @@ def capture_local(
     with together(mesh, "capture_local"):
         trained = as_one(optimizer)
     source = _ByHand(model, trained, mesh, Plan(), step_fn)
-    return CompiledStep(source, batch, transform=_manager(passes), backend=backend)
+    return CompiledStep(source, batch, transform=_manager(passes), backend=backend, check=check)
 
 
 def _manager(passes: Sequence[Pass | str] | PassManager) -> PassManager:

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -35,6 +36,7 @@ from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
 from .run.peers import Peers, doing
 from .run.pipeline import cut_batch, twice_known_by
+from .run.proof import Check, Proofs
 
 if TYPE_CHECKING:
     from .capture.conditions import Conditions
@@ -54,6 +56,7 @@ class Recorded:
         module: the graph of global values, if there is one: its numbers are the same on all ranks.
         places: where the step found tensors outside of the model.
         built: all that the stages returned, of a step of global values.
+        plain: the program before any passes, where it is to be compared with what they made.
     """
 
     program: Program
@@ -62,6 +65,7 @@ class Recorded:
     module: Any = None
     places: Sequence[Place] = ()
     built: Built | None = None
+    plain: Program | None = None
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,11 @@ class CompiledStep:
         carrier, cycle: what its programs work on, and where it is between two updates.
         training: whether calls train or only compute the loss.
         built: all that the stages returned for the example batch, of ``compile_step``.
-        ledger: what was asked of it, and what became of each request; empty for a step by hand.
+        compares: False: steps made from then on compare nothing, whatever ``check=`` is.
     """
 
     most_programs = 32
+    compares: ClassVar[bool] = True
 
     @torch.inference_mode(False)  # a step trains, whatever is on around it; this turns gradients on too
     def __init__(
@@ -139,12 +144,14 @@ class CompiledStep:
         *,
         transform: Callable[[Program], Program],
         backend: str | None = None,
+        check: Check = "first",
     ) -> None:
         if backend not in BACKENDS:
             raise ProgramError(f"backend={backend!r}: None or 'inductor' was expected")
         self.mesh, self.model, self.optimizer = source.mesh, source.model, source.optimizer
         self.training = True
         self._source, self._transform = source, transform
+        self._proofs = Proofs(source.name, transform, check, self.compares)
         self._ready: dict[Any, Ready] = {}  # the one used last at the end
         self._captured: Counter[Any] = Counter()  # shapes of batches, by what else a program is made for
         self._splits = int(getattr(transform, "splits", 1))  # micro-batches of a call
@@ -156,7 +163,7 @@ class CompiledStep:
         recorded = self._recorded(example_batch, again=False)
         self.built, self._options = recorded.built, options_of(self.optimizer)
         self._digest: str | None = None
-        self.ledger = self._asked(recorded, {**source.more, "backend": backend})
+        self._ledger = self._asked(recorded, {**source.more, "backend": backend})
         source.prepare(recorded)
         updates, how = bool(recorded.program.update), source.plan.loss_scale
         self.carrier = Carrier(self.model, self.optimizer, updates, source.plan.gradients, backend)
@@ -181,7 +188,8 @@ class CompiledStep:
         ) as facts:
             with forgotten(), interrupts_deferred():
                 made = self._source.record(batch, self.training, again)
-            made = replace(made, program=self._passed(made.program, batch, again))
+            plain = self._proofs.plain(made.program) if self.training else None
+            made = replace(made, program=self._passed(made.program, batch, again), plain=plain)
             facts += [Fact("default dtype, deterministic algorithms, autocast", modes())]
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
         self._affordable(made.program)
@@ -211,6 +219,7 @@ class CompiledStep:
     def _bound(self, made: Recorded, leaves: Sequence[Any]) -> Ready:
         """A capture, ready to run; others that differ in sizes may follow from it."""
         ready = Ready(made.program, self.carrier, (made.leaves, made.tree), made.places)
+        self._proofs.begin(ready, made.plain)
         if self.carrier.backend is None:
             batch = pytree.tree_unflatten(list(leaves), self._tree)
             capture = Capture(ready, made.module, self._source.reads())
@@ -249,6 +258,11 @@ class CompiledStep:
                 made = self._source.record(given, self.training, True).program
             ready.program, ready.many = self._passed(made, given), False
         return ready.program
+
+    @property
+    def ledger(self) -> tuple[Asked, ...]:
+        """What was asked of the step, and what became of each request; of a step by hand, what its passes came to."""
+        return (*self._ledger, *self._proofs.asked())
 
     @property
     def passes(self) -> tuple[Any, ...]:
@@ -391,7 +405,9 @@ class CompiledStep:
         cycle, bound = self.cycle, self.cycle.join(ready)
         if ready.program.pipeline is not None:
             bound = cycle.pipelined(readies, micros)
-        made = self._peers.run(bound, leaves, cycle.done + 1 == cycle.calls, self._state())
+        run = partial(self._peers.run, bound, leaves, cycle.done + 1 == cycle.calls, self._state())
+        proof = self._proofs.of(ready)
+        made = run() if proof is None else proof.run(bound, leaves, run)
         cycle.done = (cycle.done + 1) % cycle.calls
         return made
 

@@ -275,6 +275,20 @@ class Bound:
         Args:
             given: what other parts made, by name: what is used is taken out.
         """
+        inputs = self.filled(leaves, given)
+        made = self.run(inputs)
+        if self.numbers:
+            for one in parts_of(self.carrier.optimizer):
+                one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        torch.autograd.graph.increment_version(
+            [self.inputs[x.place] for x in self.owned] + [self.inputs[i] for i in self.written]
+        )
+        for i, *_ in self.batch:
+            self.inputs[i] = None
+        return made
+
+    def filled(self, leaves: Sequence[Any], given: dict[str, Tensor]) -> list[Any]:
+        """The inputs of a run, as of :meth:`values`."""
         inputs, optimizer = self.inputs, self.carrier.optimizer
         if self.batch:
             for i, leaf, spec, value in self.batch:
@@ -287,16 +301,7 @@ class Bound:
             copy.copy_(held.detach())
         for group, number in self.numbers:
             number.fill_(float(optimizer.param_groups[group]["lr"]))
-        made = self.run(inputs)
-        if self.numbers:
-            for one in parts_of(optimizer):
-                one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
-        torch.autograd.graph.increment_version(
-            [self.inputs[x.place] for x in self.owned] + [self.inputs[i] for i in self.written]
-        )
-        for i, *_ in self.batch:
-            self.inputs[i] = None
-        return made
+        return inputs
 
     def _give_gradients(self, made: list[Tensor]) -> None:
         carrier = self.carrier

@@ -73,6 +73,14 @@ class Compiled:
 
         return run
 
+    def once(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run it for one size, without making the code that further runs would have."""
+        if autocast.active():  # its casts are nodes
+            with torch.autocast(self.program.mesh.device, enabled=False):
+                return self.once(inputs)
+        with torch.no_grad(), compat.AutoDispatchBelowAutograd():
+            return self._body(None)(inputs)
+
     def _body(self, odd: frozenset[str] | None) -> Callable[..., list[Tensor]]:
         """The code; without ``odd`` it finds out.  While somebody profiles, collectives in it say what they are for."""
         key = odd, profiler._is_profiler_enabled
