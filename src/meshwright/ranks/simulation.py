@@ -133,6 +133,7 @@ class Simulation:
         flags = _Flags.now()
         self.flags = {r: flags._replace(parametrized=(flags.parametrized[0], {})) for r in self.ranks}
         self.results: dict[int, Any] = {}
+        self.shared: dict[str, Any] = {}  # what one rank computed for all, by the layer that owns it
         self.failures: list[tuple[int, BaseException]] = []
         self.aborted = ""
         self.finished = threading.Event()

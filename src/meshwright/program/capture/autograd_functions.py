@@ -119,6 +119,11 @@ def functions_as_ops() -> Iterator[None]:
         yield
 
 
+def has_calls() -> bool:
+    """Whether ops of the step that this thread captured last run functions of the user's, which only it can call."""
+    return bool(_CALLS.made or GIVEN.made)
+
+
 class Kept(TorchFunctionMode):
     """Inside, functions of PyTorch that are to stay one call do."""
 
@@ -126,4 +131,4 @@ class Kept(TorchFunctionMode):
         return KEPT.get(func, func)(*args, **(kwargs or {}))
 
 
-__all__ = ["Kept", "functions_as_ops"]
+__all__ = ["Kept", "functions_as_ops", "has_calls"]

@@ -34,7 +34,8 @@ from ...tensor.graph_marks import gradients_marked
 from ...torch_changes import note
 from ..ir.regions import Path
 from ..ir.strides import Strides, dense
-from .autograd_functions import Kept, functions_as_ops
+from . import shared_export
+from .autograd_functions import Kept, functions_as_ops, has_calls
 from .checkpoint_calls import Regions
 from .constant_documents import forget_single_documents
 from .fakes import replaced
@@ -50,6 +51,7 @@ from .refusals import (
     refused,
     without_validation,
 )
+from .shared_export import Exported, pointer
 from .source_lines import check_returned, files_of, instead, line_of, naming_the_line, own_loss, refusal_at, used_by
 
 aten = torch.ops.aten
@@ -169,21 +171,12 @@ def capture(
         CaptureError: the model decides by values what to do, or calls what cannot be captured; names the user's line.
     """
     _check_batch(batch)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = StepModule(model, loss_fn, batch)
-    fakes, tied = fake_state(step, mode, device, dtypes or {})
     leaves, names = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)], leaf_names(batch)
-    given = [fake_of(t, mode, device) for t in leaves]
-    exported, regions = export(step, model, fakes, given)
-    graph = exported.graph_module.graph
-    _check_nodes(model, graph)
-    _check_mapped(graph)
-    copy_into_out(graph)
-    forget_single_documents(graph)
+    done = _exported(step, model, batch, leaves, device, dtypes or {})
+    exported, fakes, tied, given, mode = done.program, done.fakes, done.tied, done.given, done.mode
     sources: list[Source] = []
-    own = {
-        _pointer(t): n for n, t in (*step.named_buffers(), *step.named_parameters()) if not isinstance(t, DistTensor)
-    }
+    own = {pointer(t): n for n, t in (*step.named_buffers(), *step.named_parameters()) if not isinstance(t, DistTensor)}
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target) in fakes:
@@ -195,8 +188,8 @@ def capture(
             where = _strides(leaves[i])
             sources.append(Source(node.name, "batch", names[i], given[i], leaf=step.tensors[i], strides=where))
         else:
-            value = _constant(exported, step, node, str(spec.target))
-            twin = own.get(_pointer(value))
+            value = done.own(_constant(exported, step, node, str(spec.target)))
+            twin = own.get(pointer(value))
             if twin is not None:  # a parameter that the loss function closes over
                 kind = "param" if isinstance(fakes[twin], nn.Parameter) else "buffer"
                 sources.append(Source(node.name, kind, tied.get(twin[6:], twin[6:]), fakes[twin]))
@@ -207,8 +200,34 @@ def capture(
     returned = exported.call_spec.out_spec
     return Captured(
         exported.graph_module, tuple(sources), tuple(output.args[0]), None if returned.is_leaf() else returned,
-        tied, regions, mode, _places(step.loss_fn, model, sources),
+        tied, done.regions, mode, _places(step.loss_fn, model, sources),
     )  # fmt: skip
+
+
+def _exported(
+    step: StepModule, model: nn.Module, batch: Any, leaves: Sequence[Tensor], device: str, dtypes: Dtypes
+) -> Exported:
+    """Export a step, or take the export of another simulated rank that asked for the same."""
+    roots = (step.loss_fn, model, batch, device, dict(dtypes))
+    request = shared_export.request_of(*roots) if shared_export.is_shared() else None
+    if request is not None and (done := shared_export.find(request)) is not None:
+        return done
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes, tied = fake_state(step, mode, device, dtypes)
+    given = [fake_of(t, mode, device) for t in leaves]
+    with shared_export.noting_rank() as asked:
+        program, regions = export(step, model, fakes, given)
+    graph = program.graph_module.graph
+    _check_nodes(model, graph)
+    _check_mapped(graph)
+    copy_into_out(graph)
+    forget_single_documents(graph)
+    done = Exported(program, regions, fakes, tied, given, mode)
+    # Where tracing changed the model, asked for the rank or left calls of the user's in the graph, each rank traces.
+    own = asked or has_calls() or not {m for m, _ in step.assigned}.isdisjoint(step.modules())
+    if request is not None and not own and shared_export.request_of(*roots).tokens == request.tokens:
+        shared_export.keep(request, done)
+    return done
 
 
 def export(
@@ -318,11 +337,6 @@ def fake_state(
             tied[name.removeprefix("model.")] = first[id(t)].removeprefix("model.")
         named[name] = made[id(t)]
     return named, tied
-
-
-def _pointer(t: Tensor) -> Any:
-    """Where a tensor is; nothing else has it."""
-    return (t.data_ptr(), t.shape, t.stride()) if t.numel() and not t.is_meta else id(t)
 
 
 @contextmanager
