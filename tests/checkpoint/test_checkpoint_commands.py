@@ -113,7 +113,7 @@ def test_show_and_verify(tmp_path: Path) -> None:
         return CliRunner().invoke(app, ["checkpoint", *words, str(tmp_path)], env={"COLUMNS": "200"})
 
     assert run("show").exit_code == 2
-    assert "has no checkpoints, and is none" in run("show").stderr
+    assert "Pass the folder of --save" in run("show").stderr
     model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False))
     model.append(model[0])
     for step in (4, 5):

@@ -89,7 +89,7 @@ def test_what_cannot_be_exported(saved: dict[str, torch.Tensor], tmp_path: Path)
         assert message in done.stderr
         assert sorted(tmp_path.iterdir()) == there
 
-    fails(2, "has no checkpoints, and is none", tmp_path / "none", out)
+    fails(2, "no checkpoint in", tmp_path / "none", out)
     fails(2, "no complete checkpoint of step 7 (complete: 2, 1)", run, out, "--step", 7)
     (tmp_path / "there").mkdir()
     (tmp_path / "there/x").write_text("kept")

@@ -116,8 +116,8 @@ def test_as_data_and_as_text() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: mw.At(-1), "index of a rank along the axis, not -1"),
-        (lambda: mw.At(True), "index of a rank along the axis, not True"),
+        (lambda: mw.At(-1), "mw.At: index=-1, expected the index of a rank"),
+        (lambda: mw.At(True), "mw.At: index=True, expected the index of a rank"),
         (lambda: mw.Layout(MESH, {"pp": mw.At(3)}), r"At\(3\) on axis 'pp', which has 3 ranks, from 0"),
         (lambda: mw.Layout(MESH, {"pp": mw.At(1)}, ndim=0), "a tensor without dims: a number is on all ranks"),
         (lambda: mw.Layout(MESH, {"pp": mw.At(1)}).to_torch(), "torch's placements cannot express"),

@@ -137,7 +137,7 @@ def test_windows_bring_what_they_reach_where_that_is_under_the_bound() -> None:
     (found, sent), _ = mw.simulate(lambda: run(reached), mesh)
     check_equal(found, in_windows(*given))
     assert sent == {"exchange_rows": reached}
-    with pytest.raises(DispatchError, match="than what one head of keys brings"):
+    with pytest.raises(DispatchError, match="is too small: one key head needs"):
         mw.simulate(lambda: run(reached - 1), mesh)
 
 
@@ -189,8 +189,8 @@ def test_captured() -> None:
 @pytest.mark.parametrize(
     ("wish", "text"),
     [
-        ("gather:max_bytes=10", "max_bytes=10 is less than what one head of keys brings, 1024 bytes: give at least"),
-        ("heads:max_bytes=10", "max_bytes=10 is less than what one head of keys brings, 2048 bytes: give at least"),
+        ("gather:max_bytes=10", "max_bytes=10 is too small: one key head needs 1024 bytes. Raise it"),
+        ("heads:max_bytes=10", "max_bytes=10 is too small: one key head needs 2048 bytes. Raise it"),
         ("gather:most=10", "'gather:most=10' sets no bound of bytes: give gather:max_bytes=1000000"),
         ("gather:max_bytes=-1", "sets no bound of bytes"),
         ("gathr:max_bytes=10", "no strategy 'gathr'; did you mean 'gather'"),

@@ -20,7 +20,7 @@ def saves_at(path: Path) -> list[SaveFolder]:
     """
     found = saves_in(path) or [s for s in saves_in(path.parent) if s.path.name == path.name]
     if not found:
-        raise CheckpointError(f"{path} has no checkpoints, and is none: give the folder that was given to --save")
+        raise CheckpointError(f"no checkpoint in {path}. Pass the folder of --save.")
     return found
 
 

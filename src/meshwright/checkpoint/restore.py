@@ -124,7 +124,9 @@ def _plan(made: Restore, roles: Roles) -> Restore:
     if roles.program is not None and "program" in manifest.values:
         made.steps += restore_merge(roles.program, manifest.values["program"], made.fill, made.whole)
     elif roles.program is not None and roles.program.micro_step:
-        raise CheckpointError("it was saved between updates of a step that is not captured: call step.flush() first")
+        raise CheckpointError(
+            "program= is inside an accumulation, the checkpoint holds whole updates. Call step.flush() before loading."
+        )
     elif micro := manifest.values.get("program", {}).get("micro_step"):
         raise CheckpointError(
             f"it was saved after micro-step {micro} of a merge, with sums of gradients: give program=, a step with "
@@ -189,7 +191,10 @@ def _model(made: Restore, roles: Roles, found: ModelTensors) -> None:
     extras = manifest.values["model"]
     if set(extras) != set(found.extra):
         other = sorted(set(extras) ^ set(found.extra))[0]
-        raise CheckpointError(f"module {other!r} has an extra state only here, or only in the checkpoint")
+        lacks = "model" if other in extras else "checkpoint"
+        raise CheckpointError(
+            f"module {other!r}: the {lacks} has no extra state of it. Load into the model that was saved."
+        )
     assert roles.model is not None
     for prefix, data in extras.items():
         module, state = roles.model.get_submodule(prefix), decoded(data, made.whole)

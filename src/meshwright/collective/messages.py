@@ -72,7 +72,9 @@ class Post:
             if watcher is not None and (lost := watcher.error(f"a round of words about {self.subject}")):
                 raise lost
             if time.monotonic() > end:
-                raise CollectiveError(f"rank {rank} said nothing for {self.timeout:g} s: it is stopped, or has ended")
+                raise CollectiveError(
+                    f"rank {rank} did not answer for {self.timeout:g} s. It is stopped or has exited."
+                )
             time.sleep(wait)
             wait = min(2 * wait, longest)
         word: bytes = self.store.get(key)

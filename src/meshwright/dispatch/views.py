@@ -201,9 +201,8 @@ def _refuse_unknown(view: View) -> None:
     name, spec = op_name(view.func), view.base.__dict__["_spec"]
     if view.turned != view.base.__dict__.get("_turned", 0):
         raise DispatchError(
-            f"{name} of a tensor needed communication, so it is a copy here; the tensor was then turned in place "
-            f"(t_, unsqueeze_, ...), and it or the copy written to: which elements are the same is not known any more. "
-            f"Turn it by x = x.t(), or make the view afterwards: it is {spec!r} now"
+            f"{name}: cannot write, because the base was transposed in place (t_, unsqueeze_, ...) after {name} copied "
+            f"it. Use x = x.t(), or call {name} later (the base is {spec!r} now)."
         )
     if view.apart:
         raise DispatchError(

@@ -110,7 +110,7 @@ class At:
 
     def __post_init__(self) -> None:
         if not isinstance(self.index, int) or isinstance(self.index, bool) or self.index < 0:
-            raise LayoutError(f"At takes the index of a rank along the axis, not {self.index!r}")
+            raise LayoutError(f"mw.At: index={self.index!r}, expected the index of a rank along the axis (int >= 0)")
 
     def __repr__(self) -> str:
         return f"At({self.index})"

@@ -145,8 +145,8 @@ class Spec:
         """
         if "product" in self.layout.partial.values():
             raise LayoutError(
-                f"{self!r} has no gradient as a whole, only its factors have: reduce it first (mw.reshard), or "
-                "differentiate the parts that you give to mw.from_local"
+                f"{self!r}: a Partial('product') leaf has no gradient. Reduce it with mw.reshard first, or "
+                "differentiate the local tensors that you pass to mw.from_local."
             )
         return self.dual().decided()
 

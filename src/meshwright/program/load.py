@@ -81,7 +81,7 @@ def _check_origin(path: str | Path, data: Any, mesh: Mesh | None, rank: int | No
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ProgramError(f"{path} holds no program")
     if data.get("version") != VERSION:
-        raise ProgramError(f"{path} has version {data.get('version')} of the format; this reads version {VERSION}")
+        raise ProgramError(f"{path}: program format {data.get('version')}, expected {VERSION}. Save the program again.")
     if data.get("torch") != torch_version():
         raise ProgramError(
             f"{path} was saved with torch {data.get('torch')}, this is {torch_version()}: ops may differ, so capture "
@@ -236,7 +236,7 @@ def _operator(name: str) -> Any:
 
 def _word(a: Any) -> str:
     if not isinstance(a, str):
-        raise TypeError(f"a word was expected, not {a!r}")
+        raise TypeError(f"expected a string, got {a!r}")
     return a
 
 

@@ -200,8 +200,7 @@ def in_groups(ctx: Local, bounds: Bounds | None) -> Attend | None:
         units, each = heads // n, math.prod(k[:-3]) * per * item
     if bounds.most < each:
         raise DispatchError(
-            f"max_bytes={bounds.most} is less than what one head of keys brings, {each} bytes: give at least that, or "
-            "split more dims"
+            f"max_bytes={bounds.most} is too small: one key head needs {each} bytes. Raise it or shard more dims."
         )
     count, unit = -(-units // (bounds.most // each)), 1 if bounds.name == "gather" else n
     what, most = "keys and values" if unit == 1 else "queries, keys, values and results", -(-units // count)

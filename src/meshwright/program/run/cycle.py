@@ -142,9 +142,9 @@ def _alike(made: Ready, before: Ready, folded: bool = False) -> None:
         )
     name = next(n for n, s in made.sums.items() if s != before.sums[n])
     raise ProgramError(
-        f"the gradient of {name} lies as {made.sums[name]!r} here and as {before.sums[name]!r} in the "
-        "micro-step before: a dim of one element is not split, so its work is done by every rank; call "
-        "step.flush() before this batch, or give micro-batches with more than one element in each split dim"
+        f"gradient merge: micro-batches of 1 and of more elements in a sharded dim give the gradient of {name} other "
+        f"layouts ({made.sums[name]!r}, {before.sums[name]!r} before). Pass larger micro-batches, or call step.flush() "
+        "before this batch."
     )
 
 

@@ -183,8 +183,11 @@ class ShardedLoader:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ShardError for a state that :meth:`load_state_dict` cannot take."""
         if ("own" in state) != hasattr(self.loader, "load_state_dict"):
-            there = "with" if "own" in state else "without"
-            raise ShardError(f"shard_dataloader: the state is that of a loader {there} a state_dict() of its own")
+            saved, here = ("a stateful", "no") if "own" in state else ("a stateless", "a")
+            raise ShardError(
+                f"shard_dataloader: the state was saved with {saved} loader, and this loader has {here} state_dict(). "
+                "Wrap the same kind of loader."
+            )
         if "own" in state:
             return
         if state["length"] != self._length():

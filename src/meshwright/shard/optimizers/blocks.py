@@ -133,9 +133,8 @@ class Apart:
         ):
             return True
         raise ShardError(
-            f"the states of {name_of(p)} that {type(opt).__name__} was given are not one value per element (its "
-            f"{key or 'other states'!r}), and nothing says what of them is this rank's part ({spec.layout!r}): start "
-            "with new states (delete optimizer.state[p]), or use an optimizer with a state per element, such as AdamW"
+            f"{type(opt).__name__}: state {key or 'of some key'!r} of {name_of(p)} is not one value per element and "
+            f"cannot be sharded as {spec.layout!r}. Start with new states (del optimizer.state[p]) or use AdamW."
         )
 
     def refusal(self, what: str) -> str:

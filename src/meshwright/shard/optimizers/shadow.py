@@ -132,9 +132,8 @@ class Shadow:
         }
         if "_init_group" in self.opt.__dict__.keys() - found:
             raise ShardError(
-                f"_init_group of this {type(self.opt).__name__} was replaced on the object, by what may ask the object "
-                "for its states; with states_over or states_on a step is on parts that another one has: override it in "
-                "a class of your own, with mw.shard_optimizer(..., elementwise=True)"
+                f"shard_optimizer: {type(self.opt).__name__}._init_group was patched on the instance, which fails "
+                "with states_over and states_on. Override it in a subclass and pass elementwise=True."
             )
         return found
 

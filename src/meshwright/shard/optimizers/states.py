@@ -224,8 +224,8 @@ def held_state(value: Tensor, spec: Spec, key: str, p: Tensor, opt: Optimizer) -
         )
         if distributed and value.numel() != 1:
             raise ShardError(
-                f"{name_of(p)} had the shape {shape} when {type(opt).__name__} made (or was given) its state {key!r}, "
-                f"and has {whole} now: make the optimizer anew, or delete optimizer.state[p]"
+                f"{type(opt).__name__}: state {key!r} of {name_of(p)} has shape {shape}, {name_of(p)} has {whole}. "
+                "Create a new optimizer, or delete optimizer.state[p]."
             )
         if like_a_part:
             check_state(value, spec, key, p, opt)
