@@ -378,5 +378,5 @@ def test_a_loader_with_a_state_of_its_own() -> None:
     assert loader.state_dict() == {"own": {"at": 7}}
     loader.load_state_dict(loader.state_dict())
     assert loader.loader.at == 7
-    with pytest.raises(ShardError, match="a loader with a state_dict"):
+    with pytest.raises(ShardError, match=r"saved with a stateful loader, and this loader has no state_dict"):
         mw.shard_dataloader([torch.zeros(2)], ONE).load_state_dict({"own": {}})
