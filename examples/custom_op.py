@@ -49,7 +49,7 @@ def tempered_softmax_rule(scores: Arg, temperature: float) -> Rule:
 
 def main() -> None:
     """Check the rule, then use the op on the processes that are there."""
-    rank = int(os.environ.get("RANK", 0))
+    rank = mw.rank()
     # 5 rows over 4 ranks: even, uneven and empty parts, values and gradients.
     report = mw.check_rule("examples::tempered_softmax", torch.randn(5, 3, dtype=torch.float64), 2.0)
     if rank == 0:

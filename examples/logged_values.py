@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--wandb", metavar="DIR", help="where runs of Weights & Biases go, offline")
     given = parser.parse_args()
     mesh = mw.init_mesh({"dp": int(os.environ.get("WORLD_SIZE", 1)) // given.tp, "tp": given.tp})
-    first = int(os.environ.get("RANK", 0)) == 0
+    first = mw.rank() == 0
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.Linear(9, 3)).double()

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--captured", action="store_true", help="one program, with mw.compile_step")
     given = parser.parse_args()
     mesh = mw.init_mesh({"dp": int(os.environ.get("WORLD_SIZE", 1)) // given.tp, "tp": given.tp})
-    first = int(os.environ.get("RANK", 0)) == 0
+    first = mw.rank() == 0
 
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3))

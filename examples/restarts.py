@@ -38,7 +38,7 @@ def main() -> None:
     store = mw.Checkpoints(given.folder, keep=2)
     parts = {"model": model, "optimizer": optimizer, "loader": loader}
     step = store.load(**parts) or 0
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = mw.rank() == 0
     if first:
         print(f"from step {step} on {mesh.size} ranks", flush=True)
     while step < given.steps:

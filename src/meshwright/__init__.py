@@ -21,6 +21,7 @@ if TYPE_CHECKING or not _COMMAND:
     from .generator import reproducible_random
     from .layout import At, Float8, Layout, LayoutTable, Partial, Replicate, Shard, Spec, load_layouts
     from .mesh import Mesh
+    from .ranks.runtime import rank
     from .ranks.simulation import simulate
     from .rules.documents import attention
     from .rules.experts import expert_load, experts
@@ -79,7 +80,7 @@ _LATER = {
 # Where the others are from.  The command line imports them when it has something to compute: not for help and errors.
 _CORE = (
     "tensor.autograd_functions", "tensor.api", "errors", "generator", "tensor.split_checkpoints", "layout", "mesh",
-    "shard", "ranks.simulation", "rules.documents", "rules.experts", "tensor",
+    "shard", "ranks.runtime", "ranks.simulation", "rules.documents", "rules.experts", "tensor",
 )  # fmt: skip
 
 
@@ -143,6 +144,7 @@ __all__ = [
     "load_weights",
     "no_sync",
     "passes",
+    "rank",
     "reproducible_random",
     "reshard",
     "rule",

@@ -467,6 +467,11 @@ def make_rule(op: Op, specs: Sequence[Spec], args: Args, kwargs: Kwargs) -> Rule
         raise
     except (IndexError, ValueError, TypeError, KeyError) as error:
         raise RuleError(f"the rule of {op.name!r} failed: {type(error).__name__}: {error}") from error
+    if made is not None and not isinstance(made, Rule):
+        raise RuleError(
+            f"the rule of {op.name!r} returned {made!r}. Return notation('a b -> a b', x) of meshwright.rules, with "
+            "the tensors as arguments; or None to gather them."
+        )
     if made is not None and len(made.inputs) != len(specs):
         raise RuleError(f"the rule of {op.name!r} covers {len(made.inputs)} of {len(specs)} tensor arguments")
     return made

@@ -143,6 +143,11 @@ def load_layouts(path: str | os.PathLike[str]) -> LayoutTable:
     """
     try:
         found = tomllib.loads(read_regular(Path(path)).decode())
+    except FileNotFoundError as error:
+        raise LayoutError(
+            f"{str(path)!r} is no file of layouts. Pass a dict, glob of names to placements: "
+            '{"*.weight": {"tp": mw.Shard(0)}}. For data parallelism pass no layouts, and shard the batch.'
+        ) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise LayoutError(f"{path}: cannot be read as layouts: {error}") from error
     if unknown := found.keys() - _KEYS:

@@ -32,6 +32,7 @@ from .. import compat, torch_changes
 from ..errors import CollectiveError, MeshError
 from ..layout import dtype_name
 from .batches import Batches
+from .launchers import launched
 
 OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The main job is user code.
@@ -402,6 +403,22 @@ if dist.is_available():
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def rank() -> int:
+    """Return the number of this rank: 0 to the number of ranks - 1.
+
+    On simulated ranks it is that of the simulated rank; before the process group is there, what the launcher says; in
+    a script that nobody launched, 0.  Read values on all ranks, and print or write them on one::
+
+        value = loss.item()         # every rank: it may have to be summed over ranks
+        if mw.rank() == 0:
+            print(value)
+    """
+    if "rank" in RT.__dict__ or (dist.is_available() and dist.is_initialized()):
+        return RT.rank
+    launch = launched()
+    return 0 if launch is None else launch.rank
+
+
 # -- the user's code ---------------------------------------------------------------------------------------
 
 
@@ -425,11 +442,14 @@ def _column(frame: types.FrameType) -> int:
     return 0 if column is None else column + 1
 
 
-def user_line(*, exactly: bool = False) -> str:
-    """``file:line`` of the nearest frame outside this package and torch; ``exactly``: and the column there."""
-    if RT.line is not None:
+def user_line(*, exactly: bool = False, frame: types.FrameType | None = None) -> str:
+    """``file:line`` of the nearest frame outside this package and torch; ``exactly``: and the column there.
+
+    ``frame``: the innermost one, of another thread.
+    """
+    if RT.line is not None and frame is None:
         return RT.line
-    frame: types.FrameType | None = sys._getframe(1)
+    frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
         name = frame.f_code.co_filename
         if is_users(name):

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,8 @@ class Call(NamedTuple):
         text = f"{self.kind}({', '.join(inner)})" if inner else self.kind
         if self.dtype is not None:
             text += f" of {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-        return f"{text}, for the value read at {self.tag}" if self.tag else text
+        read = f", for the value read at {self.tag} (read it on every rank: v = x.item(), then print v on one)"
+        return text + read if self.tag else text
 
 
 class _Left(BaseException):
@@ -71,9 +73,9 @@ class _Rendezvous:
     results: dict[int, Any] = field(default_factory=dict)
     error: str = ""
 
-    def table(self) -> str:
-        """A line per rank: what it called."""
-        return "".join(f"\n  rank {r}: {self.calls[r]}" for r in self.ranks if r in self.calls)
+    def table(self, line_of: Callable[[int], str]) -> str:
+        """A line per rank: what it called, and where."""
+        return "".join(f"\n  rank {r}: {self.calls[r]} at {line_of(r)}" for r in self.ranks if r in self.calls)
 
 
 class _Lane(_Rendezvous):
@@ -153,7 +155,8 @@ class Simulation:
         following = self._next(rank)
         if following is None and self.waits:
             table = "".join(
-                f"\n  rank {r}: waits in {m.calls[r]} over ranks {m.ranks}" for r, m in sorted(self.waits.items())
+                f"\n  rank {r}: waits in {m.calls[r]} over ranks {m.ranks} at {self._line_of(r)}"
+                for r, m in sorted(self.waits.items())
             )
             self._break(self.waits, f"deadlock: every rank waits for another one{table}")
             following = self._next(rank)
@@ -166,6 +169,11 @@ class Simulation:
         torch.random.set_rng_state(self.rng[following])
         self.flags[following].set()
         self.turns[following].release()
+
+    def _line_of(self, rank: int) -> str:
+        """The user's line at which a rank is."""
+        thread = self.threads[rank].ident if rank in self.threads else None
+        return runtime.user_line(frame=None if thread is None else sys._current_frames().get(thread))
 
     def _next(self, rank: int) -> int | None:
         at = self.ranks.index(rank)
@@ -283,7 +291,7 @@ class Simulation:
             except Exception as e:  # all ranks must hear of it, or they wait for ever
                 one.error = f"{first} over ranks {one.ranks} failed: {type(e).__name__}: {e}"
         else:
-            one.error = f"ranks {one.ranks} disagree in one collective{one.table()}"
+            one.error = f"ranks {one.ranks} disagree in one collective{one.table(self._line_of)}"
         one.payloads.clear()
         del self.underway[one.ranks]
         for r in one.ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..dispatch import (
     call,
     call_disabled,
     count_write,
+    disabled,
     key_of,
     key_part,
     mesh_of,
@@ -52,6 +54,27 @@ def claim_plain(func: Any, args: Args, kwargs: Kwargs) -> None:
 EAGER = Frontend(wrap, call_enabled, compute, SPECIAL, with_stand_ins, claim_plain)
 
 
+PYTORCHS = (RuntimeError, ValueError, IndexError)  # and no error of ours
+
+
+def fix_of_parts(text: str, tensors: Sequence[Tensor]) -> str:
+    """The text of an error, and what to do where a plain tensor is as long as this rank's part of a distributed one;
+    empty where none is."""
+    with disabled():
+        parts = [(t._spec, Tensor.size(t)) for t in tensors if isinstance(t, DistTensor)]
+        for t in [t for t in tensors if not isinstance(t, DistTensor)]:
+            for spec, part in parts:
+                for d, axes in spec.layout.dim_axes().items():
+                    if d < t.ndim and t.shape[d] == part[d] != spec.shape[d] and "mw.from_local" not in text:
+                        names = ", ".join(f"{spec.mesh.axes[a]!r}: mw.Shard({d})" for a in axes)
+                        return (
+                            f"{text.rstrip('. ')}. The plain tensor of shape {tuple(t.shape)} is as long as this "
+                            f"rank's part of {spec!r}. Plain tensors have global values. Wrap a rank's part: "
+                            f"mw.from_local(t, mesh, {{{names}}})."
+                        )
+    return ""
+
+
 def dispatch(
     func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, known: Known | None = None
 ) -> Any:
@@ -79,7 +102,12 @@ def dispatch(
             key = (key, *named)
         known = runtime.RT.fast.get(key)
         if known is None:
-            return call(EAGER, key, func, args, kwargs or NO)
+            try:
+                return call(EAGER, key, func, args, kwargs or NO)
+            except (RuntimeError, ValueError, IndexError) as error:
+                if type(error) in PYTORCHS and (fix := fix_of_parts(str(error), tensors_in((args, kwargs)))):
+                    raise type(error)(fix) from error
+                raise
     spec, run = known
     if run is None:
         out = call_disabled(func, types, args, kwargs or NO)

@@ -88,12 +88,14 @@ class Known:
         function: its name; empty: any.
         fix: what to write instead.
         text: what its line says, as a regular expression.
+        always: whatever the error is; else where the next step depends on values.
     """
 
     file: str
     function: str
     fix: str
     text: str = ""
+    always: bool = False
 
     def is_at(self, frame: Frame) -> bool:
         """Whether a frame is in it."""
@@ -127,6 +129,12 @@ _KNOWN = (
         "torch/nn/modules/batchnorm.py", "forward",
         "momentum=None averages over all steps so far, by a number that is read; give the BatchNorm a momentum (0.1), "
         "or train eagerly;",
+    ),
+    *(
+        Known(file, "", "packed sequences have shapes that follow from lengths; pass the padded batch to the RNN and "
+        "leave the padding out of the loss (the outputs before it are the same where the RNN is not bidirectional), or "
+        "train eagerly;", text, always=True)
+        for file, text in (("torch/nn/utils/rnn.py", ""), ("torch/nn/modules/rnn.py", r"torch\.zeros\(|batch_sizes"))
     ),
     Known("torch/nn/functional.py", "ctc_loss", "ctc_loss makes shapes from the lengths of targets; train eagerly;"),
     Known(
@@ -201,6 +209,9 @@ def _reason(error: Exception, frames: Sequence[Frame]) -> str:
             "the loss function closes over a DistTensor: reach parameters through the model that it is given, and make "
             "other modules part of that model;"
         )
+    always = [known.fix for frame in reversed(frames) for known in _KNOWN if known.always and known.is_at(frame)]
+    if always:
+        return always[0]
     return f"{kind}: {text.strip().splitlines()[0] if text.strip() else ''};"
 
 

@@ -280,6 +280,13 @@ def lay_module(
 def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
     """First name of each tensor to be laid on the mesh, to its spec."""
     chosen: dict[str, Placements] = {}
+    for axis, placement in placements.items():
+        if axis in mesh.axes and not isinstance(placement, (Mapping, Layout, list, tuple)):
+            raise ShardError(
+                f"shard_module: placements gives the axis {axis!r} {placement!r}, and no names of parameters. Pass "
+                f'{{"*.weight": {{{axis!r}: {placement!r}}}}}; for data parallelism pass no placements, and shard the '
+                "batch."
+            )
     for glob, matched in matching(placements, names.all, "parameter or buffer", names.modules).items():
         for name in matched:
             # A pattern for weights meets counters too (num_batches_tracked), of which there is nothing to split.
