@@ -180,7 +180,7 @@ def _build(
 ) -> Built:
     casts = _casts(model, mesh, plan)
     with _hooks(model, mesh, plan, casts) as met:
-        captured = capture(model, loss_fn, batch, mesh.device, {n: d.compute for n, d in casts.dtypes.items()})
+        captured = capture(model, loss_fn, batch, mesh.device, casts.dtypes)
     constraints, decided = _constraints(model, captured, mesh, plan, batch)
     if again:
         plain = {n for n, b in model.named_buffers() if not isinstance(b, DistTensor)}
@@ -218,7 +218,7 @@ def conditions_of(
 
     casts = _casts(model, mesh, plan)
     with no_collection(), without_anomaly_mode(), writing_nothing(), _hooks(model, mesh, plan, casts):
-        return conditions(model, loss_fn, batch, mesh.device, {n: d.compute for n, d in casts.dtypes.items()}, dims)
+        return conditions(model, loss_fn, batch, mesh.device, casts.dtypes, dims)
 
 
 def _check_scaled(model: nn.Module, optimizer: Any, update: Update | None) -> None:

@@ -15,7 +15,7 @@ from torch.export import Dim
 
 from ...compat import FakeTensor, FakeTensorMode, pytree
 from ..ir.sizes import Unlike
-from .export import Dtypes, LossFn, StepModule, export, fake_of, fake_state
+from .export import LossFn, ParamDtypes, StepModule, export, fake_of, fake_state
 
 Tensor = torch.Tensor
 Open = Mapping[int, Sequence[int]]
@@ -75,7 +75,7 @@ class Conditions:
 
 
 def conditions(
-    model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str, dtypes: Dtypes, dims: Open
+    model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str, dtypes: ParamDtypes, dims: Open
 ) -> Conditions:
     """What sizes must fulfil.
 
@@ -87,8 +87,8 @@ def conditions(
         CaptureError: as capture does.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    step = StepModule(model, loss_fn, batch)
-    fakes, _ = fake_state(step, mode, device, dtypes)
+    step = StepModule(model, loss_fn, batch, dtypes)
+    fakes, _ = fake_state(step, mode, device)
     leaves = pytree.tree_leaves(batch)
     given = [fake_of(leaves[i], mode, device) for i in step.tensors]
     dynamic = (tuple(dict.fromkeys(dims.get(i, ()), Dim.AUTO) for i, _ in enumerate(step.tensors)),)

@@ -29,6 +29,7 @@ from ...compat import FakeTensor, FakeTensorMode, pytree
 from ...dispatch import disabled
 from ...errors import CaptureError
 from ...ranks.runtime import is_users
+from ...shard.parameters.precision import Dtypes
 from ...tensor import DistTensor
 from ...tensor.graph_marks import gradients_marked
 from ...torch_changes import note
@@ -56,7 +57,7 @@ from .source_lines import check_returned, files_of, instead, line_of, naming_the
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
-Dtypes = Mapping[str, torch.dtype]
+ParamDtypes = Mapping[str, Dtypes]
 LossFn = Callable[[nn.Module, Any], Any]
 _RETURNED = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -118,9 +119,9 @@ class Captured:
 class StepModule(nn.Module):
     """Model and loss as one module; takes the leaves of a batch."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, batch: Any) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, batch: Any, dtypes: ParamDtypes | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.dtypes = model, dtypes or {}
         leaves, self.tree = pytree.tree_flatten(batch)
         self.loss_fn = loss_fn or own_loss
         self.assigned = Assigned()
@@ -142,6 +143,13 @@ class StepModule(nn.Module):
         # A cache of keys, which models of transformers return beside the loss, is no value of a program.
         return pytree.tree_map(lambda x: x if isinstance(x, _RETURNED) else None, made)
 
+    def grad_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype of the gradient of a value: of a parameter the one in which it is reduced."""
+        for name, p in self.model.named_parameters():
+            if p is x and name in self.dtypes:
+                return self.dtypes[name].reduce
+        return x.dtype
+
 
 @contextlib.contextmanager
 def _autocast_caches(enabled: bool) -> Iterator[None]:
@@ -156,7 +164,7 @@ def _autocast_caches(enabled: bool) -> Iterator[None]:
 
 
 def capture(
-    model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = "cpu", dtypes: Dtypes | None = None
+    model: nn.Module, loss_fn: LossFn | None, batch: Any, device: str = "cpu", dtypes: ParamDtypes | None = None
 ) -> Captured:
     """The step of one device on batches like ``batch``.
 
@@ -165,15 +173,15 @@ def capture(
         loss_fn: ``loss_fn(model, batch)`` returns the loss, or a tuple that begins with it; None: the model does.
         batch: an example: a tensor, or tuples, lists and dicts of tensors; global shapes.
         device: type of the device that the program will run on.
-        dtypes: name of a parameter to the dtype in which ops see it, where that is not its own.
+        dtypes: name of a parameter to its dtypes, where it has a precision.
 
     Raises:
         CaptureError: the model decides by values what to do, or calls what cannot be captured; names the user's line.
     """
     _check_batch(batch)
-    step = StepModule(model, loss_fn, batch)
+    step = StepModule(model, loss_fn, batch, dtypes)
     leaves, names = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)], leaf_names(batch)
-    done = _exported(step, model, batch, leaves, device, dtypes or {})
+    done = _exported(step, model, batch, leaves, device)
     exported, fakes, tied, given, mode = done.program, done.fakes, done.tied, done.given, done.mode
     sources: list[Source] = []
     own = {pointer(t): n for n, t in (*step.named_buffers(), *step.named_parameters()) if not isinstance(t, DistTensor)}
@@ -204,16 +212,14 @@ def capture(
     )  # fmt: skip
 
 
-def _exported(
-    step: StepModule, model: nn.Module, batch: Any, leaves: Sequence[Tensor], device: str, dtypes: Dtypes
-) -> Exported:
+def _exported(step: StepModule, model: nn.Module, batch: Any, leaves: Sequence[Tensor], device: str) -> Exported:
     """Export a step, or take the export of another simulated rank that asked for the same."""
-    roots = (step.loss_fn, model, batch, device, dict(dtypes))
+    roots = (step.loss_fn, model, batch, device, dict(step.dtypes))
     request = shared_export.request_of(*roots) if shared_export.is_shared() else None
     if request is not None and (done := shared_export.find(request)) is not None:
         return done
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes, tied = fake_state(step, mode, device, dtypes)
+    fakes, tied = fake_state(step, mode, device)
     given = [fake_of(t, mode, device) for t in leaves]
     with shared_export.noting_rank() as asked:
         program, regions = export(step, model, fakes, given)
@@ -243,7 +249,7 @@ def export(
     regions: dict[str, Path] = {}
     with (
         _swapped(step, fakes), naming_the_line(model, step.loss_fn), _quiet(), _noting_users_frames(),
-        gradients_marked(), preserve_node_meta(), Regions(partial(_annotated, regions)).noted(), Kept(),
+        gradients_marked(step.grad_dtype), preserve_node_meta(), Regions(partial(_annotated, regions)).noted(), Kept(),
         _regions_flat(),
     ):  # fmt: skip
         return torch.export.export(step, tuple(given), strict=False, dynamic_shapes=dynamic), regions
@@ -319,9 +325,7 @@ def _held(step: nn.Module, name: str) -> Strides | None:
     return _strides(t) if isinstance(t, DistTensor) or not isinstance(t, nn.Parameter) else None
 
 
-def fake_state(
-    step: nn.Module, mode: FakeTensorMode, device: str, dtypes: Dtypes
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def fake_state(step: StepModule, mode: FakeTensorMode, device: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every name of a parameter or buffer to its stand-in (tied ones share it), and tied names to first names."""
     made: dict[int, Tensor] = {}
     first: dict[int, str] = {}
@@ -330,7 +334,8 @@ def fake_state(
     given = (*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False))
     for name, t in given:
         if id(t) not in made:
-            fake = fake_of(t, mode, device, dtypes.get(name.removeprefix("model.")))
+            dtypes = step.dtypes.get(name.removeprefix("model."))
+            fake = fake_of(t, mode, device, None if dtypes is None else dtypes.compute)
             made[id(t)] = nn.Parameter(fake, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else fake
             first[id(t)] = name
         elif first[id(t)] != name:

@@ -24,7 +24,7 @@ from ...dispatch import (
     wanted,
 )
 from ...errors import CaptureError, MeshwrightError
-from ...layout import NO_MARKS, Spec, marked
+from ...layout import NO_MARKS, Spec, dtype_from, marked
 from ...tensor import GlobalCalls
 from ...tensor import tell as wrap
 from ...tensor.graph_marks import CONSTRAIN, GRAD, read_placements
@@ -48,6 +48,13 @@ def _differentiated_by(node: fx.Node) -> bool:
     return any(u.target is GRAD.default and node in u.args[1] for u in node.users)  # type: ignore[operator]
 
 
+def _as_leaf(node: fx.Node, value: Any) -> Any:
+    """The value of a node; one that needs no gradient, but for those of the loss, is a leaf of these."""
+    if isinstance(value, Tensor) and not value.requires_grad and _differentiated_by(node):
+        value.requires_grad_()
+    return value
+
+
 _ASSERTIONS = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default}
 
 
@@ -58,10 +65,18 @@ class Interpreter:
         recorder: told which captured node is being run.
         constraints: node name to the placements that its value is to be brought to.
         regions: of checkpointed calls, by the word for them that captured nodes have.
+        leaf_of: maps the value that ops see of a parameter to the leaf that autograd differentiates for; others to
+            themselves.
     """
 
-    def __init__(self, recorder: Recorder, constraints: dict[str, Any], regions: dict[str, Path]) -> None:
-        self.recorder, self.constraints, self.regions = recorder, constraints, regions
+    def __init__(
+        self,
+        recorder: Recorder,
+        constraints: dict[str, Any],
+        regions: dict[str, Path],
+        leaf_of: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.recorder, self.constraints, self.regions, self.leaf_of = recorder, constraints, regions, leaf_of
         self.calls = GlobalCalls()
         self.autocasts: list[torch.autocast] = []  # that are entered
 
@@ -81,7 +96,8 @@ class Interpreter:
         def value(node: fx.Node) -> Any:
             if node not in env:
                 with self._outside(outside):
-                    env[node] = read(node) if node.op == "placeholder" else getattr(module, str(node.target))
+                    made = read(node) if node.op == "placeholder" else getattr(module, str(node.target))
+                env[node] = _as_leaf(node, made)
             return env[node]
 
         last = {n: user for user in module.graph.nodes for n in user.all_input_nodes}
@@ -153,8 +169,7 @@ class Interpreter:
             made = func(*args, **kwargs)  # operator.getitem and arithmetic on numbers
         if node.name in self.constraints:
             made = self._brought(made, self.constraints[node.name])
-        if isinstance(made, Tensor) and not made.requires_grad and _differentiated_by(node):
-            made.requires_grad_()  # a leaf of the loss's own gradients
+        made = _as_leaf(node, made)
         if isinstance(made, Tensor):
             graph_node = self.recorder.node_of(made) if "_node" in made.__dict__ else None
             if graph_node is not None and info_of(graph_node).spec is None:
@@ -162,9 +177,18 @@ class Interpreter:
         return made
 
     def _differentiated(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create: bool
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        create: bool,
+        dtypes: str,
     ) -> list[Tensor]:
-        """Gradients that are part of the loss: autograd's own, each in the layout that the type of its primal says."""
+        """Gradients that are part of the loss: autograd's own, each in the layout that the type of its primal says.
+
+        That of a parameter is for the leaf, in the layout in which it is stored: conversions of the value that ops see
+        are differentiated past that value, so it has a part of the gradient at most.
+        """
         seeds = []
         outputs = [root(y, wrap) for y in outputs]
         for i, y in enumerate(outputs):
@@ -175,13 +199,15 @@ class Interpreter:
                     raise CaptureError("autograd.grad of a value that is no scalar needs grad_outputs")
                 seeds.append(unit_cotangent(spec, spec.mesh.device))
             else:
-                seeds.append(relayout(cotangents[i], spec.grad(), wrap))
+                seeds.append(relayout(cotangents[i], spec.grad().with_(dtype=cotangents[i].dtype), wrap))
+        inputs = [self.leaf_of(x) for x in inputs]
         made = torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, create_graph=create, allow_unused=True)
         found = []
-        for x, g in zip(inputs, made, strict=True):
+        for x, g, name in zip(inputs, made, dtypes.split(","), strict=True):
             resolve_types(x, x.__dict__["_spec"].decided())
-            spec = x.__dict__["_spec"].grad()
-            found.append(wrap(torch.zeros_like(x) if g is None else g.view_as(g), spec))
+            spec, dtype = x.__dict__["_spec"].grad(), dtype_from(name)
+            g = torch.zeros(x.shape, dtype=dtype, device=x.device) if g is None else g.to(dtype)
+            found.append(wrap(g.view_as(g), spec if dtype is spec.dtype else spec.summed_as(dtype)))
         return found
 
     def _brought(self, x: Any, placements: Any) -> Any:

@@ -148,6 +148,7 @@ class _Partition:
         self.leaves: dict[int, Tensor] = {}  # id of the global fake to the local one: tied ones share it
         self.by_node: dict[str, Tensor] = {}
         self.gathered: dict[int, tuple[Tensor, int]] = {}  # and its version when it was gathered
+        self.seen_of: dict[int, Tensor] = {}  # id of what ops see of a stored parameter to the leaf that it was made of
         self.outputs: list[tuple[Output, fx.Node]] = []
         self.grads: dict[str, Tensor] = {}
         self.chunks: dict[str, Spec] = {}  # of parameters of which this rank updates a part only
@@ -192,7 +193,9 @@ class _Partition:
 
     def forward(self) -> None:
         """Record the forward; outputs are the loss and what the loss function returned beside it."""
-        interpreter = Interpreter(self.recorder, dict(self.laid.constraints), self.captured.regions)
+        interpreter = Interpreter(
+            self.recorder, dict(self.laid.constraints), self.captured.regions, self._differentiable
+        )
         made = interpreter.run(self.captured.module, self._read)
         for i, value in enumerate(made):
             if not isinstance(value, Tensor):
@@ -239,7 +242,12 @@ class _Partition:
             made.__dict__[BRING] = brought
             made.__dict__[ONCE] = Once(self.mesh.device)
         link([leaf, made])
+        self.seen_of[id(made)] = leaf
         return made
+
+    def _differentiable(self, value: Tensor) -> Tensor:
+        """What a gradient by ``value`` is asked of: of a stored parameter the leaf, of others themselves."""
+        return self.seen_of.get(id(value), self._leaf(value))
 
     def _leaf(self, local: Tensor) -> Tensor:
         """What gradients of a parameter are those of: itself, or what it would be on the mesh's device."""
