@@ -87,12 +87,12 @@ class StandIn:
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def _modes_of(original: Any) -> Callable[[], int] | None:
-    """The count of function modes that are on, for what asks them in C: functions and methods of tensors."""
+def _modes_of(original: Any) -> Callable[[], bool] | None:
+    """Whether function modes are on, and not disabled, for what asks them in C: functions and methods of tensors."""
     name: str = getattr(original, "__qualname__", "")
     if name.startswith(("_VariableFunctionsClass.", "TensorBase.")):
-        count: Callable[[], int] = importlib.import_module("torch._C")._len_torch_function_stack
-        return count
+        enabled: Callable[[], bool] = importlib.import_module("torch._C")._is_torch_function_mode_enabled
+        return enabled
     return None
 
 

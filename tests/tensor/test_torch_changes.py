@@ -366,3 +366,11 @@ class Traced(torch.nn.Module):
         return torch.full((2,), x) + torch.arange(2)
 assert "torch.full((2,), x)" in torch.fx.symbolic_trace(Traced()).code
 """)
+
+
+def test_what_is_replaced_runs_where_modes_are_on_and_disabled() -> None:
+    mw.Mesh({"dp": 1})
+    with torch.device("meta"), torch._C.DisableTorchFunction():
+        assert torch.arange(3).device.type == "cpu"
+        t = torch.zeros(2)
+        assert t.set_(torch.ones(2)).sum() == 2
