@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 import zlib
 
 import pytest
@@ -10,9 +12,16 @@ import pytest
 from meshwright.program.step import CompiledStep
 from tests.support import sweep as sweeps
 
+SALT = "MESHWRIGHT_SALT"  # in the environment, so that all workers of a run have one
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="all cases of grids and sweeps, long tests too")
+    parser.addoption("--salt", help="which covering array of three-way interactions; else another one in each run")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return f"interactions: --salt {os.environ[SALT]}" if config.getoption("--whole") else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # What programs prove of themselves the tests compare with one device; of check= there are tests of its own.
     CompiledStep.compares = bool(config.getoption("--whole"))
+    if not hasattr(config, "workerinput"):
+        os.environ[SALT] = config.getoption("--salt") or str(int(time.time()))
     if config.getoption("--whole"):
         sweeps.WHOLE = True
         config.option.markexpr = ""

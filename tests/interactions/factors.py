@@ -1,0 +1,153 @@
+"""The table: factors, each with its values, one line each.  The first value is the default, to which cases shrink."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .blocks import BLOCKS
+from .losses import LOSSES
+
+# Axes of the mesh: the rows of a batch are split over dp, its positions over cp, weights over tp.
+MESHES: dict[str, dict[str, int]] = {
+    "dp=2": {"dp": 2},
+    "dp=3": {"dp": 3},
+    "dp=4": {"dp": 4},
+    "tp=2": {"tp": 2},
+    "tp=3": {"tp": 3},
+    "cp=2": {"cp": 2},
+    "dp=2,tp=2": {"dp": 2, "tp": 2},
+    "dp=2,cp=2": {"dp": 2, "cp": 2},
+    "dp=2,cp=2,tp=2": {"dp": 2, "cp": 2, "tp": 2},
+}
+
+# Rows of a batch, of the number of ranks that share it.
+ROWS: dict[str, Any] = {
+    "even": lambda n: 2 * n,
+    "uneven": lambda n: 3 * n - 1,
+    "one on the last": lambda n: 2 * n - 1 if n > 1 else 3,
+    "one each": lambda n: n,
+    "none on some": lambda n: {1: 2, 2: 1, 3: 4}.get(n, 5),
+}
+
+# Rows of the second batch, of the number of ranks and the rows of the first.
+SECOND: dict[str, Any] = {
+    "same": lambda n, rows: rows,
+    "more": lambda n, rows: rows + n,
+    "one on the last": lambda n, rows: n + 1 if n == 2 else 2 * n - 1 if n > 1 else 1,
+    "one": lambda n, rows: 1,
+}
+
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"kind": "eager"},
+    "captured": {"kind": "captured"},
+    "data-parallel": {"kind": "captured", "passes": ["data-parallel-optimization"]},
+    "by hand": {"kind": "by hand"},
+    "by hand, data-parallel": {"kind": "by hand", "passes": ["data-parallel-optimization"]},
+    "stages": {"kind": "captured", "stages": 2},
+    "pipeline": {"kind": "captured", "stages": 2},
+}
+
+# Of a pipeline; elsewhere it means nothing.
+SCHEDULES: tuple[str, ...] = ("1f1b", "gpipe", "zero-bubble", "looped,chunks=2", "v")
+
+# Micro-batches of an update: by no_sync, gradient-merge, a loop in a step by hand, the pipeline.
+MICRO: dict[str, int] = {"1": 1, "2": 2, "3": 3}
+
+# Over (or on) what parameters or states are stored; "data" is the first axis of the mesh.
+STORAGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stored_over": {"stored_over": "data"},
+    "stored_over, kept": {"stored_over": "data", "regather": False},
+    "stored_on": {"stored_on": "cpu"},
+    "stored_over and on": {"stored_over": "data", "stored_on": "cpu"},
+    "states_over": {"states_over": "data"},
+}
+
+# How weights of the model are split over the last axis of the mesh.
+LAYOUTS: tuple[str, ...] = ("none", "columns and rows", "rows", "found", "Partial", "sequence")
+
+INPUTS: tuple[str, ...] = ("contiguous", "transposed", "expanded", "every second", "sliced")
+VALUES: tuple[str, ...] = ("contiguous", "last dim outside", "positions first", "expanded", "every second", "flat")
+
+INITIAL: tuple[str, ...] = ("as built", "meta", "loaded", "meta, loaded", "from a file")
+
+UPDATES: dict[str, dict[str, Any]] = {
+    "SGD": {"kind": "SGD"},
+    "SGD, momentum, clipped": {"kind": "SGD", "momentum": 0.9, "clip": 0.05},
+    "AdamW": {"kind": "AdamW"},
+    "AdamW, clipped": {"kind": "AdamW", "clip": 0.05},
+    "RMSprop": {"kind": "RMSprop"},
+    "two optimizers": {"kind": "SGD", "two": True},
+    "scheduled": {"kind": "SGD", "scheduled": True},
+    "gradients only": {"kind": None},
+}
+
+CONTEXTS: tuple[str, ...] = (
+    "none",
+    "checkpoint",
+    "reentrant checkpoint",
+    "saved_split",
+    "forward hook",
+    "tensor hook",
+    "frozen",
+    "frozen in between",
+    "eval in between",
+    "inference in between",
+    "device",
+    "no_grad",
+    "exception",
+    "function",
+)
+
+# (stored, computed, reduced) where they are not float64.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float64": {},
+    "float32": {"stored": "float32"},
+    "computed in float32": {"compute": "float32", "reduce": "float64"},
+    "reduced in float32": {"reduce": "float32"},
+    "autocast": {"autocast": True},
+}
+
+RANDOM: tuple[str, ...] = ("none", "dropout", "noise")
+
+# Positions of each batch.
+LENGTHS: dict[str, tuple[int, ...]] = {"one": (4, 4, 4), "two": (4, 6, 4), "many": (4, 6, 8, 5)}
+
+RESUMED: tuple[str, ...] = ("no", "same mesh", "other layout")
+
+FACTORS: dict[str, tuple[str, ...]] = {
+    "mesh": tuple(MESHES),
+    "rows": tuple(ROWS),
+    "second": tuple(SECOND),
+    "mode": tuple(MODES),
+    "schedule": SCHEDULES,
+    "micro": tuple(MICRO),
+    "storage": tuple(STORAGES),
+    "block": tuple(BLOCKS),
+    "layouts": LAYOUTS,
+    "loss": tuple(LOSSES),
+    "inputs": INPUTS,
+    "values": VALUES,
+    "initial": INITIAL,
+    "update": tuple(UPDATES),
+    "context": CONTEXTS,
+    "precision": tuple(PRECISIONS),
+    "random": RANDOM,
+    "lengths": tuple(LENGTHS),
+    "resumed": RESUMED,
+}
+DEFAULTS: dict[str, str] = {name: values[0] for name, values in FACTORS.items()}
+Case = dict[str, str]
+
+
+def case(**values: str) -> Case:
+    """A case, of the values that are not the defaults."""
+    for name, value in values.items():
+        if value not in FACTORS[name]:
+            raise ValueError(f"{name}={value!r}: one of {FACTORS[name]} was expected")
+    return {**DEFAULTS, **values}
+
+
+def short(made: Case) -> Case:
+    """Of a case, the values that are not the defaults."""
+    return {name: value for name, value in made.items() if value != DEFAULTS[name]}

@@ -1,0 +1,110 @@
+"""What becomes of a case: compared with one device, refused as promised, or a finding, made smaller and printed."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.errors import ConversionError, DesyncError, MeshwrightError, RuleError
+
+from . import device, mesh
+from .factors import DEFAULTS, Case, case, short
+from .limits import refusal_of
+from .program import Result
+
+_DEFECTS = (RuleError, ConversionError, DesyncError)  # these say that Meshwright contradicts itself
+TOLERANCES = {"float64": 1e-7, "autocast": 6e-2}
+BAD = ("wrong", "internal", "unpromised")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``equal``, ``refused`` (as the documents say), ``wrong``, ``internal``, ``unpromised`` or ``invalid``.
+
+    Attributes:
+        why: what differs, or the error.
+    """
+
+    kind: str
+    why: str = ""
+
+    @property
+    def same(self) -> tuple[str, str]:
+        """What a smaller case must have in common to be the same finding."""
+        return self.kind, self.why.partition(":")[0] if self.kind != "wrong" else ""
+
+
+def judge(made: Case) -> Verdict:
+    """Run a case on one device and on its mesh."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            want = device.run(made)
+        except Exception as error:
+            return Verdict("invalid", f"one device: {type(error).__name__}: {error}")
+        try:
+            got = mesh.run(made)
+        except MeshwrightError as error:
+            expected = refusal_of(made, error)
+            if expected is not None and not isinstance(error, _DEFECTS):
+                return Verdict("refused", expected)
+            kind = "internal" if isinstance(error, _DEFECTS) else "unpromised"
+            return Verdict(kind, f"{type(error).__name__}: {_line(str(error))}")
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            where = next((f for f in reversed(frames) if "meshwright" in f.filename), frames[-1])
+            at = f"{where.filename.rpartition('meshwright/')[2]}:{where.lineno}"
+            return Verdict("internal", f"{type(error).__name__} at {at}: {_line(str(error))}")
+    return _compared(made, got, want)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:600]
+
+
+def _compared(made: Case, got: list[Result], want: list[Result]) -> Verdict:
+    tolerance = TOLERANCES.get(made["precision"], 3e-4)
+    for rank, mine in enumerate(got):
+        other = want[rank if len(want) > 1 else 0]
+        for name, b in other.items():
+            if name not in mine:
+                return Verdict("wrong", f"{name}: missing on rank {rank}")
+            a, size = mine[name], float(b.abs().max()) if b.numel() else 0.0
+            if a.shape != b.shape:
+                return Verdict("wrong", f"{name}: shape {tuple(a.shape)} on rank {rank}, one device {tuple(b.shape)}")
+            a, b = a.double(), b.double()
+            if not torch.allclose(a, b, rtol=0, atol=tolerance * max(size, 1e-2)):
+                off = float((a - b).abs().max())
+                return Verdict("wrong", f"{name}: off by {off:.2g} of {size:.2g} on rank {rank}")
+    return Verdict("equal")
+
+
+def shrink(made: Case, verdict: Verdict) -> tuple[Case, Verdict]:
+    """With defaults in the place of values, one by one, as long as it fails in the same way."""
+    changed = True
+    while changed:
+        changed = False
+        for name in short(made):
+            smaller = {**made, name: DEFAULTS[name]}
+            found = judge(smaller)
+            if found.same == verdict.same:
+                made, verdict, changed = smaller, found, True
+    return made, verdict
+
+
+def script(made: Case, verdict: Verdict) -> str:
+    """A program that shows a finding, for the root of a checkout."""
+    values = ", ".join(f"{k}={v!r}" for k, v in short(made).items())
+    return f"""\
+# {verdict.kind}: {verdict.why}
+from tests.interactions.factors import case
+from tests.interactions.judge import judge
+
+print(judge(case({values})))
+"""
+
+
+__all__ = ["BAD", "Verdict", "case", "judge", "script", "shrink"]

@@ -1,0 +1,194 @@
+"""What does not go together: values that make no program, and what is documented as refused, each with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .factors import FACTORS, MODES, Case
+
+Values = Mapping[str, "str | tuple[str, ...]"]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Values that make no program, or none that one device can be compared with.
+
+    Attributes:
+        when: of each factor the values; all must be there.
+    """
+
+    when: Values
+    why: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is refused, by an error that the documents promise.
+
+    Attributes:
+        says: a pattern of the error.
+        page: of ``docs/``, and ``promise``: words there.
+        always: whether these values are always refused; they are then left out of arrays, and tried alone.
+    """
+
+    when: Values
+    says: str
+    page: str
+    promise: str
+    always: bool = True
+
+
+def but(factor: str, *values: str) -> tuple[str, ...]:
+    """All other values of a factor."""
+    return tuple(v for v in FACTORS[factor] if v not in values)
+
+
+BY_HAND = tuple(m for m, how in MODES.items() if how["kind"] == "by hand")
+CAPTURED = tuple(m for m, how in MODES.items() if how["kind"] == "captured")
+GLOBAL = ("eager", *CAPTURED)
+
+APART = [
+    Apart({"mode": BY_HAND, "layouts": but("layouts", "none")}, "a step by hand works on a rank's own plain tensors"),
+    Apart({"mode": BY_HAND, "storage": but("storage", "plain")}, "the same"),
+    Apart({"mode": BY_HAND, "initial": ("meta", "meta, loaded")}, "the same: PyTorch gives no values to meta tensors"),
+    Apart({"mode": BY_HAND, "precision": ("computed in float32", "reduced in float32")}, "options of the package"),
+    Apart({"mode": BY_HAND, "resumed": but("resumed", "no")}, "torch.save does that"),
+    Apart({"mode": BY_HAND, "update": "gradients only"}, "a step by hand clears its gradients itself"),
+    Apart({"mode": BY_HAND, "rows": "none on some"}, "the loss of no rows is NaN"),
+    Apart({"mode": BY_HAND, "second": "one"}, "the same"),
+    Apart({"mode": BY_HAND, "random": but("random", "none")}, "each rank draws its own"),
+    Apart(
+        {"mode": BY_HAND, "context": ("saved_split", "eval in between", "inference in between", "exception")},
+        "options of the package, or written otherwise",
+    ),
+    Apart(
+        {"random": "noise", "precision": ("computed in float32", "autocast")},
+        "PyTorch draws other numbers in other dtypes",
+    ),
+    Apart({"context": "reentrant checkpoint", "loss": "gradient penalty"}, "PyTorch refuses it"),
+    Apart(
+        {"block": ("attention", "heads innermost", "rotary"), "loss": "gradient penalty"},
+        "PyTorch's kernel has no second derivative",
+    ),
+    Apart(
+        {
+            "mode": (*CAPTURED, *BY_HAND),
+            "block": "batch norm",
+            "context": ("checkpoint", "reentrant checkpoint", "saved_split"),
+        },
+        "program.md: buffers that a checkpoint writes to are written to once, by PyTorch twice",
+    ),
+    Apart({"mode": "pipeline", "random": but("random", "none")}, "micro-batches draw for themselves"),
+    Apart(
+        {"mode": CAPTURED, "micro": ("2", "3"), "random": but("random", "none")}, "micro-batches draw for themselves"
+    ),
+]
+REFUSED = [
+    Refusal(
+        {"mode": "eager", "context": "reentrant checkpoint"},
+        "reentrant checkpoints do so",
+        "limits.md",
+        "`torch.utils.checkpoint(use_reentrant=True)` | works in captured steps only",
+    ),
+    Refusal(
+        {"mode": (*CAPTURED, *BY_HAND), "context": "tensor hook"},
+        "calls Tensor.register_hook",
+        "program.md",
+        "hooks of tensors, of `grad_fn`",
+    ),
+    Refusal(
+        {"mode": CAPTURED, "micro": ("2", "3"), "block": "batch norm"},
+        "no weighted mean",
+        "gradient-merge.md",
+        "what mixes rows earlier",
+    ),
+    Refusal(
+        {"mode": CAPTURED, "micro": ("2", "3"), "loss": ("contrastive", "over rows")},
+        "no weighted mean",
+        "gradient-merge.md",
+        "pairs of rows as contrastive losses have them",
+    ),
+    Refusal(
+        {"mode": CAPTURED, "micro": ("2", "3"), "loss": "gradient penalty"},
+        "no weighted mean",
+        "gradient-merge.md",
+        "What is no weighted mean is refused",
+        always=False,
+    ),
+    Refusal(
+        {"mode": "pipeline", "loss": "z-loss"},
+        "two means over different numbers",
+        "limits.md",
+        "two means over different counts (z-loss with a mask beside ignored labels)",
+    ),
+    Refusal(
+        {"mode": CAPTURED, "micro": ("2", "3"), "loss": "z-loss"},
+        "two means over different numbers",
+        "gradient-merge.md",
+        "two means of which the values of a batch say over how much each is",
+    ),
+    Refusal(
+        {"layouts": "found", "context": "tensor hook"},
+        "calls Tensor.register_hook",
+        "finding-layouts.md",
+        "where no module can be captured either",
+    ),
+    Refusal(
+        {"mode": "pipeline", "loss": "auxiliary"},
+        "returns other values beside the loss",
+        "pipeline.md",
+        "values that are returned beside the loss",
+    ),
+    Refusal(
+        {"mode": "pipeline", "block": "batch norm"},
+        "no weighted mean",
+        "pipeline.md",
+        "running statistics and other writes to",
+    ),
+]
+# Classes that are being mended: values of a finding, and which.  Empty when they are.
+KNOWN: list[Apart] = [
+    Apart(
+        {
+            "initial": ("meta", "meta, loaded"),
+            "block": ("layer norm", "rotary", "position", "lora", "experts", "layer scale", "weight norm"),
+        },
+        "6: from the meta device only reset_parameters gives values",
+    ),
+    Apart(
+        {"mode": CAPTURED, "micro": ("2", "3"), "rows": ("one on the last", "one each", "none on some")},
+        "3: one row of a rank in a micro-batch",
+    ),
+    Apart({"mode": CAPTURED, "micro": ("2", "3"), "second": ("one on the last", "one")}, "3: the same"),
+    Apart({"mode": CAPTURED, "micro": ("2", "3"), "layouts": "rows"}, "3: parts of weights"),
+    Apart(
+        {"mode": CAPTURED, "loss": "gradient penalty", "storage": but("storage", "plain", "states_over")},
+        "7: a gradient in the loss",
+    ),
+    Apart(
+        {"mode": CAPTURED, "loss": "gradient penalty", "precision": ("computed in float32", "reduced in float32")},
+        "7: the same",
+    ),
+    Apart({"mode": BY_HAND, "second": but("second", "same")}, "new: another shape on some ranks alone"),
+    Apart({"initial": ("meta", "meta, loaded"), "block": "rotary"}, "5: arange and full pass torch.device by"),
+]
+
+
+def meets(made: Case, when: Values) -> bool:
+    """Whether a case has these values."""
+    return all(made[k] in ((v,) if isinstance(v, str) else v) for k, v in when.items())
+
+
+def refusal_of(made: Case, error: BaseException) -> str | None:
+    """The promise that an error of a case keeps."""
+    for row in REFUSED:
+        if meets(made, row.when) and re.search(row.says, str(error)):
+            return f"{row.page}: {row.promise}"
+    return None
+
+
+def known(made: Case) -> Apart | None:
+    """The class of findings that a case belongs to."""
+    return next((k for k in KNOWN if meets(made, k.when)), None)
