@@ -72,8 +72,8 @@ class Rotary(Attention):
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         q, k, v = super().heads(x)
-        t = x.shape[1]
-        return *(h * self.cos[:t] + torch.stack([-h[..., 1], h[..., 0]], -1) * self.sin[:t] for h in (q, k)), v
+        cos, sin = (table[: x.shape[1]].to(x.dtype) for table in (self.cos, self.sin))
+        return *(h * cos + torch.stack([-h[..., 1], h[..., 0]], -1) * sin for h in (q, k)), v
 
 
 class Documents(Attention):

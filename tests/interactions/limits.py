@@ -69,7 +69,7 @@ APART = [
     ),
     Apart({"context": "reentrant checkpoint", "loss": "gradient penalty"}, "PyTorch refuses it"),
     Apart(
-        {"block": ("attention", "heads innermost", "rotary"), "loss": "gradient penalty"},
+        {"block": ("attention", "heads innermost", "rotary", "documents"), "loss": "gradient penalty"},
         "PyTorch's kernel has no second derivative",
     ),
     Apart(
@@ -130,6 +130,12 @@ REFUSED = [
         "two means of which the values of a batch say over how much each is",
     ),
     Refusal(
+        {"mode": "pipeline", "loss": "gradient penalty"},
+        "no weighted mean",
+        "pipeline.md",
+        "a loss that is no weighted mean of those of micro-batches",
+    ),
+    Refusal(
         {"layouts": "found", "context": "tensor hook"},
         "calls Tensor.register_hook",
         "finding-layouts.md",
@@ -150,6 +156,9 @@ REFUSED = [
 ]
 # Classes that are being mended: values of a finding, and which.  Empty when they are.
 KNOWN: list[Apart] = [
+    Apart({"mode": CAPTURED, "micro": ("2", "3"), "loss": "by a count"}, "9: divisors from the batch"),
+    Apart({"mode": "pipeline", "loss": "by a count"}, "9: the same"),
+    Apart({"context": "function", "storage": "stored_over and on"}, "new: a gather on some ranks alone"),
     Apart(
         {
             "initial": ("meta", "meta, loaded"),
