@@ -131,19 +131,22 @@ class WatchedPasses(PassManager):
         self.tell = tell
 
     def __call__(self, program: Program) -> Program:
-        made = watched(super().__call__(program), self.tell)
-        return replace(made, parts={name: watched(part, self.tell) for name, part in made.parts.items()})
+        made = super().__call__(program)
+        sums = bool(made.parts)
+        parts = {name: watched(part, self.tell, sums) for name, part in made.parts.items()}
+        return replace(watched(made, self.tell, sums), parts=parts)
 
 
-def watched(program: Program, tell: Tell) -> Program:
+def watched(program: Program, tell: Tell, sums: bool) -> Program:
     """The program with calls of ``tell`` behind each value of the user's program, and each of its gradients.
 
-    Of gradients the first node of a name is told of: passes name what they add a gradient up in after it, too.
+    Of gradients the first node of a name is told of: passes name what they add a gradient up in after it, too.  Where
+    several calls make an update, sums of gradients of parameters are called so before anything is added to them.
     """
     made, known = copied(program), set[Key]()
     for node in list(made.graph.nodes):
         for key, spec in _keys(node):
-            if key in known and key[0] == "backward":
+            if key[0] == "backward" and (key in known or (sums and key[1] == "leaf")):
                 continue
             known.add(key)
             name = key[2] if key[1] == "leaf" else ""

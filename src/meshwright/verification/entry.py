@@ -29,6 +29,7 @@ from ..tensor import DistTensor
 from .captured import CapturedTraining
 from .doubled import doubled
 from .journal import Departure, Journal, RankJournal
+from .merged import merged
 from .report import Coverage, Verification
 from .runs import Optimizers, Task, copies
 from .sizes import Step, fitted, valued
@@ -133,6 +134,10 @@ def verify(
             found += [departure] if departure is not None else []
             notes += [f"without consequence: {d}" for d in (ranks.harmless,) if d is not None]
             covered.append(_covered(ranks))
+        if "captured" in modes and manager.calls_per_update > 1 and not found:
+            departure, note = merged(task)
+            found += [departure] if departure is not None else []
+            notes += [note] if note else []
     size = sum(p.numel() for p in model.parameters())
     where = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.sizes, strict=True))
     title = f"{type(model).__name__} of {size} parameters on {where}, against one device in float64"

@@ -115,8 +115,10 @@ class Task:
 
     # -- ranks ----------------------------------------------------------------------------------------
 
-    def on_ranks(self, found: RankJournal, begin: Callable[[Training], None]) -> None:
-        """Train on simulated ranks; ``begin`` lays a training on the mesh."""
+    def on_ranks(
+        self, found: RankJournal, begin: Callable[[Training], None], make: Callable[[], Training] | None = None
+    ) -> None:
+        """Train on simulated ranks; ``begin`` lays a training on the mesh, which ``make`` makes."""
 
         def run(folder: str) -> None:
             rank, at = runtime.RT.rank, [0]
@@ -124,7 +126,7 @@ class Task:
             def tell(seen: Any) -> None:
                 found.tell(at[0], rank, seen)
 
-            one = self.training()
+            one = self.training() if make is None else make()
             begin(one)
             for at[0] in range(self.steps):
                 one.update(tell)

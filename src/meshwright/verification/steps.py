@@ -53,6 +53,11 @@ class Training:
         return {id(t): n for n, t in named}
 
     @property
+    def states(self) -> Iterator[tuple[str, Any]]:
+        """States of the optimizer by name."""
+        return states(self.model, self.optimizer)
+
+    @property
     def saved(self) -> dict[str, Any]:
         """What a checkpoint is given."""
         own = {"model": self.model, "optimizer": self.optimizer}
@@ -104,7 +109,7 @@ class Training:
     def told(self, tell: Tell, what: str = "") -> None:
         """Parameters, states and buffers as they are now, and the random generator."""
         self._told(tell, what or "param", self.model.named_parameters())
-        self._told(tell, what or "state", states(self.model, self.optimizer))
+        self._told(tell, what or "state", self.states)
         self._told(tell, what or "buffer", self.model.named_buffers())
         tell(Observed((what or "random", "random"), "", "", random_state(), name="the random generator"))
 
