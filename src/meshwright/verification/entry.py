@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from os import PathLike
@@ -112,38 +112,54 @@ def verify(
     step = Step(model, loss_fn or own_loss, optimizer, example_batch, plan)
     step = valued(fitted(step, mesh, len(set(modes)), steps + save, seconds, shrink))
     with _in_float64():
-        own, made = copies(step.model, step.optimizer)
-        own = own.cpu().double()
-        opt = made if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        batch, plan = pytree.tree_map(_wide, step.batch), step.plan
-        laid = _of_model(plan.layouts, own) if "captured" in modes else plan.layouts  # which has found the others
-        task = Task(own, opt, doubled(step.loss_fn), batch, mesh, plan, laid, manager, steps, save, seed)
-        try:
-            journal = _on_one(task)
-        except VerifyError:  # what is asked for in float32 may be so since an op has nothing else
-            task = replace(task, loss_fn=step.loss_fn)
-            journal = _on_one(task)
-            notes.append(
-                "float32 that the model asks for is rounded to, as an op has no float64: values behind it are "
-                "compared to 1e-4"
-            )
-        found: list[Departure] = []
-        covered: list[Coverage] = []
-        for mode in dict.fromkeys(modes):
-            ranks, departure = _eager(task, journal) if mode == "eager" else _captured(task, journal)
-            found += [departure] if departure is not None else []
-            notes += [f"without consequence: {d}" for d in (ranks.harmless,) if d is not None]
-            covered.append(_covered(ranks))
-        if "captured" in modes and manager.calls_per_update > 1 and not found:
-            departure, note = merged(task)
-            found += [departure] if departure is not None else []
-            notes += [note] if note else []
+        task = _task(step, mesh, manager, steps, save, seed, of_model="captured" in modes)
+        found, covered, more = _compared(task, step.loss_fn, dict.fromkeys(modes))
     size = sum(p.numel() for p in model.parameters())
     where = ", ".join(f"{a}={n}" for a, n in zip(mesh.axes, mesh.sizes, strict=True))
     title = f"{type(model).__name__} of {size} parameters on {where}, against one device in float64"
     return Verification(
-        title, tuple(found), tuple(covered), tuple(notes), digest, time.monotonic() - began, step.taken
+        title, tuple(found), tuple(covered), (*notes, *more), digest, time.monotonic() - began, step.taken
     )  # fmt: skip
+
+
+def _task(
+    step: Step, mesh: Mesh, passes: PassManager, steps: int, save: bool, seed: int, *, of_model: bool
+) -> Task:  # fmt: skip
+    """What is verified, in float64.  ``of_model``: eager steps leave out layouts of other values than the model's."""
+    own, made = copies(step.model, step.optimizer)
+    own, plan = own.cpu().double(), step.plan
+    optimizer = made if isinstance(step.optimizer, torch.optim.Optimizer) else step.optimizer
+    batch = pytree.tree_map(_wide, step.batch)
+    laid = _of_model(plan.layouts, own) if of_model else plan.layouts  # which captured steps find
+    return Task(own, optimizer, doubled(step.loss_fn), batch, mesh, plan, laid, passes, steps, save, seed)
+
+
+def _compared(
+    task: Task, loss_fn: LossFn, modes: Iterable[str]
+) -> tuple[list[Departure], list[Coverage], list[str]]:  # fmt: skip
+    """What departs in each mode, what was compared, and notes."""
+    found: list[Departure] = []
+    covered: list[Coverage] = []
+    notes: list[str] = []
+    try:
+        journal = _on_one(task)
+    except VerifyError:  # what is asked for in float32 may be so since an op has nothing else
+        task = replace(task, loss_fn=loss_fn)
+        journal = _on_one(task)
+        notes.append(
+            "float32 that the model asks for is rounded to, as an op has no float64: values behind it are compared to "
+            "1e-4"
+        )
+    for mode in modes:
+        ranks, departure = _eager(task, journal) if mode == "eager" else _captured(task, journal)
+        found += [departure] if departure is not None else []
+        notes += [f"without consequence: {d}" for d in (ranks.harmless,) if d is not None]
+        covered.append(_covered(ranks))
+    if any(c.mode == "captured" for c in covered) and task.passes.calls_per_update > 1 and not found:
+        departure, note = merged(task)
+        found += [departure] if departure is not None else []
+        notes += [note] if note else []
+    return found, covered, notes
 
 
 def _plan(layouts: Any, said: dict[str, Any]) -> tuple[Plan, list[str]]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from ..compat import pytree
-from ..errors import PassError
+from ..errors import PassError, ProgramError
 from ..program.capture.build import batch_placements
 from ..program.capture.export import leaf_names
 from .journal import Departure, RankJournal
@@ -63,7 +63,7 @@ class MergedTraining(Training):
         seeds = [self.weight * self.seed] * len(losses)
         if self.together and self.weight != 1:
             whole = scalar(self.loss_fn(self.model, joined(micros)), self.loss_fn)
-            if not math.isclose(float(whole), sum(map(float, losses)), rel_tol=1e-9):
+            if not math.isclose(whole.item(), sum(loss.item() for loss in losses), rel_tol=1e-9):
                 losses, seeds = [whole], [self.seed]
         for loss, seed in zip(losses, seeds, strict=True):
             loss.backward(torch.full_like(loss, seed))
@@ -89,8 +89,8 @@ def merged(task: Task) -> tuple[Departure | None, str]:
     except PassError as error:
         return None, f"{_WITHOUT}PassError: {error}"
     first = found.first()
-    if first is None:
-        return None, ""
+    if first is None or (first is found.raised and first.text.startswith(ProgramError.__name__)):
+        return None, ""  # unequal ones that the step itself refuses, with what to give it
     rows = [_rows(micro) for micro in micros[first.step]]
     what = f"an update from micro-batches of {', '.join(map(str, rows))} rows: {first.value}"
     return replace(first, phase="merge", op="the merge of micro-batches", line="the passes", value=what), ""
@@ -106,7 +106,7 @@ def draws(task: Task) -> bool:
 
 
 def _micro_batches(task: Task) -> tuple[list[list[Any]], str]:
-    """Of two updates: unequal ones, and ones with a row for each rank; or why there are none."""
+    """Of two updates: ones with a row for each rank, then unequal ones; or why there are none."""
     leaves = [x for x in pytree.tree_leaves(task.batch) if isinstance(x, Tensor) and x.ndim]
     if len({len(x) for x in leaves}) != 1:
         return [], "the tensors of the batch have different numbers of rows"
@@ -120,7 +120,7 @@ def _micro_batches(task: Task) -> tuple[list[list[Any]], str]:
         at = torch.randint(rows, (n,), generator=generator)
         return pytree.tree_map(lambda x: x[at].contiguous() if isinstance(x, Tensor) and x.ndim else x, task.batch)
 
-    sizes = [[(rows, few)[i % 2] for i in range(calls)], [few] * calls]
+    sizes = [[few] * calls, [(rows, few)[i % 2] for i in range(calls)]]
     return [[micro(n) for n in of] for of in sizes], ""
 
 
