@@ -30,7 +30,7 @@ def test_the_import_changes_nothing_and_the_first_mesh_what_the_table_says() -> 
 import importlib, inspect, sys, types
 import torch, torch.distributed.nn, torch.nested, torch.optim, torch.utils.dlpack
 import torch._functorch.autograd_function, torch._functorch.eager_transforms, torch._functorch.vmap
-import torch.utils.checkpoint, torch.utils._foreach_utils, torch._subclasses.fake_tensor
+import torch.utils.checkpoint, torch.utils._device, torch.utils._foreach_utils, torch._subclasses.fake_tensor
 
 KEPT = {{("torch._weights_only_unpickler", "_marked_safe_globals_set"), ("torch.ops", "_dir")}}  # registries
 KEPT.add(("torch.ops", "meshwright"))
@@ -294,7 +294,7 @@ if {filled == "before"}:
 mw.Mesh({{"x": 1}})
 from meshwright.tensor.autograd_functions import guard_scripts
 guard_scripts()
-methods, wrong = ("Optimizer", "_prepare_trace", "_CheckpointFrame"), []
+methods, wrong = ("Optimizer", "_prepare_trace", "_CheckpointFrame", "Module", "__torch_function__"), []
 for t, f in before.items():
     owner, name = at[t]
     now = getattr(owner, name)

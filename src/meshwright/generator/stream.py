@@ -74,6 +74,15 @@ def draw_own(
     return local
 
 
+def skip(size: int, like: Tensor, draw: Draw, kind: str, generator: Generator | None = None) -> None:
+    """Use up the numbers that ``draw`` takes for a tensor of ``size`` elements, and keep none."""
+    with torch.no_grad():
+        if like.is_complex():
+            size, like = 2 * size, torch.view_as_real(like)
+        for _ in _stream(size, like, draw, kind, generator, (0, 0)):
+            pass
+
+
 def one_holder(local: Tensor, spec: Spec, here: Sequence[int]) -> Tensor:
     """Make the same values on all ranks a Partial: one rank brings them, the others what changes nothing.
 

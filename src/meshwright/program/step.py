@@ -18,6 +18,7 @@ from ..errors import ExplicitError, ProgramError
 from ..explanation import Explanation, check_budget, explain_program
 from ..mesh import Mesh
 from ..ranks import runtime
+from ..shard.initialization.values import check_loaded
 from ..shard.optimizers.kinds import own_work
 from .capture.build import Built, Plan
 from .capture.export_caches import forgotten
@@ -394,6 +395,7 @@ class CompiledStep:
             with torch.inference_mode(False):
                 return self(batch)
         self._unchanged()
+        check_loaded(self.model)
         leaves = self._leaves(batch)
         micros = self._micro_batches(leaves)
         readies = [self._for(micro) for micro in micros]

@@ -8,8 +8,10 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from ..errors import VerifyError
+from ..errors import ShardError, VerifyError
 from ..mesh import Mesh
+from ..shard.initialization.values import give_values, origins_of
+from ..shard.parameters.names import Names
 
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")  # of the stream
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
@@ -85,19 +87,12 @@ def with_values(model: nn.Module) -> nn.Module:
         made.to(dtype=next(model.parameters()).dtype)
         _like(made, model)
         return cast(nn.Module, made)
+    names = Names(model)
     made = copy.deepcopy(model)
-    for name, module in made.named_modules():
-        if not any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
-            where = next(n for n in empty if n.rpartition(".")[0] == name)
-            raise VerifyError(
-                f"{where} of {kind} is on the meta device, and verify trains: give a model with values, of few layers, "
-                f"or give {type(module).__name__} a reset_parameters()"
-            )
-        module.to_empty(device="cpu", recurse=False)
-        reset()
+    try:
+        give_values(made, Names(made), origins_of(names.tensors), "cpu", None)
+    except ShardError as error:
+        raise VerifyError(f"verify trains {kind}, which is on the meta device: {error}") from error
     return cast(nn.Module, made)
 
 

@@ -11,6 +11,7 @@ from ...collective import Fact
 from ...dispatch import disabled
 from ...layout import Spec
 from ...tensor import DistTensor
+from ..initialization.values import ValueOrigin, digest_of
 from ..parameters.names import Names
 
 _SEEDED = (
@@ -19,7 +20,7 @@ _SEEDED = (
 )
 
 
-def facts_of(names: Names, plan: Mapping[str, Spec]) -> list[Fact]:
+def facts_of(names: Names, plan: Mapping[str, Spec], origins: Mapping[str, ValueOrigin]) -> list[Fact]:
     """How a model is laid, and digests of its values, or of the generator that those will be drawn from."""
     plain = {n: t for n, t in names.tensors.items() if not isinstance(t, DistTensor)}
     there = {n: t for n, t in plain.items() if not t.is_meta}
@@ -27,6 +28,7 @@ def facts_of(names: Names, plan: Mapping[str, Spec]) -> list[Fact]:
         digests = dict(zip(there, collective.digests(list(there.values())), strict=True))
         if len(there) < len(plain):
             digests["the default random generator"] = collective.digests([torch.random.get_rng_state()])[0]
+            digests["what constructors did on the meta device"] = digest_of(origins)
     how = [Fact(f"{n} {s!r}") for n, s in plan.items()]
     return [*how, *(Fact(f"values of {n}", f"digest {digest:x}", fix=_SEEDED) for n, digest in digests.items())]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from types import NoneType
 from typing import Any
@@ -25,6 +23,7 @@ from ...tensor import DistTensor, GradientHook, wrap
 from ...tensor.api import MESH_WANTED, shard_tensor
 from ...tensor.autograd_functions import guard_scripts
 from ..gradients.sync import BUCKET_BYTES, GradSync
+from ..initialization.values import Init, ValueOrigin, become, give_values, origins_of
 from ..parameters.host import HOST, in_host_memory
 from ..parameters.names import Globs, Names, inside, matching
 from ..parameters.precision import PRECISION_WANTED, Dtypes, Precisions, casts_of
@@ -64,7 +63,7 @@ def shard_module(
     precision: Precisions | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     sync: bool = True,
-    init: Callable[[nn.Module], Any] | None = None,
+    init: Init = None,
 ) -> nn.Module:
     """Lay the parameters of a model on a mesh, in place; their gradients are synchronised in the backward.
 
@@ -87,13 +86,16 @@ def shard_module(
             names of parameters or modules to those.  Where several globs match a name the last one counts.
         bucket_bytes: gradients travel together up to this size.
         sync: False: gradients stay Partial where ranks did their own work (``mw.reshard(p.grad, ...)`` reduces one).
-        init: called with a meta-device model that has memory now, in place of ``reset_parameters()`` of modules.
+        init: of a model from the meta device: called with the model, which has memory now, and writes its parameters.
+            ``"load"``: weights are loaded next (``mw.load_weights``, ``load_state_dict``); what was not loaded by the
+            first call raises.  Default: what the constructor did is done again, shard by shard.
 
     Returns:
-        The model.  Its parameters are the same objects as before (new ones, if it was on the meta device).
+        The model.  Its parameters are the same objects as before.
 
     Raises:
-        ShardError: a glob without a match, a parameter that is sharded already, a meta module that cannot initialise.
+        ShardError: a glob without a match, a parameter that is sharded already, a tensor from the meta device that
+            nothing writes.
         LayoutError: a placement for a dim that the parameter does not have.
         DesyncError: ranks that pass different models or placements.
     """
@@ -101,12 +103,12 @@ def shard_module(
     guard_scripts()
     _check_sync(sync, stored_over, stored_on, precision)
     around = {"inputs": inputs or {}, "outputs": outputs or {}}
-    names, kept = _laid(
+    names, kept, origins = _laid(
         model, mesh, placements or {}, around, Storage(stored_over=stored_over, stored_on=stored_on), precision
     )
     params = {n: t for n, t in names.current().items() if isinstance(t, DistTensor) and isinstance(t, nn.Parameter)}
-    if any(t.is_meta for t in names.tensors.values()):
-        _materialise(model, names, mesh, init)
+    if origins:
+        give_values(model, names, origins, mesh.device, init)
     if not sync:
         return model
     before: GradSync | None = model.__dict__.get("_gradient_sync")  # it was sharded before, and got other parameters
@@ -124,8 +126,8 @@ def _laid(
     constraints: dict[str, Globs],
     storage: Storage,
     precision: Precisions | None,
-) -> tuple[Names, dict[str, Stored]]:
-    """Lay tensors and attach constraints, or raise the same on all ranks; the records of parameters by name."""
+) -> tuple[Names, dict[str, Stored], dict[str, ValueOrigin]]:
+    """Lay tensors and attach constraints, or raise the same on all ranks; records of parameters and origins by name."""
     names, modules = Names(model), dict(model.named_modules())
     with together(mesh, "shard_module", fix="build the same model everywhere") as facts:
         plan = _plan(names, mesh, read_layouts(placements))
@@ -137,7 +139,8 @@ def _laid(
         _check_kept(names, storage, casts.dtypes)
         _check_scripted(names, plan)
         hooks = [hooked(modules, globs, what) for what, globs in constraints.items()]
-        facts += [*facts_of(names, plan), *(Fact(f"precision {part!r}") for part in casts.parts())]
+        origins = origins_of(names.tensors)
+        facts += [*facts_of(names, plan, origins), *(Fact(f"precision {part!r}") for part in casts.parts())]
         facts += [Fact(f"{name} is {how.text(mesh)}") for name, how in kept.items()]
     for name, spec in plan.items():
         _lay(names, name, spec, hosted=kept.get(name, AS_SEEN).device is not None)
@@ -145,7 +148,7 @@ def _laid(
     for found, kind in zip(hooks, (Inputs, Outputs), strict=True):
         for module, constraint in found:
             kind(mesh, constraint).attach(module)
-    return names, kept
+    return names, kept, origins
 
 
 def _check_scripted(names: Names, plan: Mapping[str, Spec]) -> None:
@@ -240,7 +243,7 @@ def lay_module(
     mesh: Mesh,
     specs: Mapping[str, Spec],
     kept: Mapping[str, Stored],
-    init: Callable[[nn.Module], Any] | None = None,
+    init: Init = None,
 ) -> dict[str, DistTensor]:
     """Lay the parameters and buffers of a model as ``specs`` and records say (by their first names); nothing else is
     done to it.
@@ -260,8 +263,8 @@ def lay_module(
             have = t._spec.layout if isinstance(t, DistTensor) else spec.layout
             if have != spec.layout:
                 raise ShardError(f"{name} is sharded already, as {have!r}, and the program needs {spec.layout!r}")
-        facts += facts_of(names, plan)
-    meta = any(t.is_meta for t in names.tensors.values())
+        origins = origins_of(names.tensors)
+        facts += facts_of(names, plan, origins)
     for name in specs:
         t, hosted = names.tensors[name], kept.get(name, AS_SEEN).device is not None
         if name in plan:
@@ -269,8 +272,8 @@ def lay_module(
         elif hosted:
             with torch.no_grad(), disabled():
                 t.data = in_host_memory(bare(t), mesh.device)
-    if meta:
-        _materialise(model, names, mesh, init)
+    if origins:
+        give_values(model, names, origins, mesh.device, init)
     return {n: t for n, t in names.current().items() if isinstance(t, DistTensor)}
 
 
@@ -314,97 +317,30 @@ def _plan(names: Names, mesh: Mesh, placements: Globs) -> dict[str, Spec]:
 
 
 def _lay(names: Names, name: str, spec: Spec, *, hosted: bool = False) -> None:
-    """Make one tensor of the model distributed: the same object, unless it is on the meta device."""
+    """Make one tensor of the model distributed: the same object, which an optimizer may hold already."""
     t = names.tensors[name]
     mesh = spec.mesh
     here = mesh.coordinate(runtime.RT.rank)
-    if t.is_meta:
-        local = torch.empty(spec.local_shape(here), dtype=t.dtype, device=HOST if hosted else mesh.device)
-        made = wrap(in_host_memory(local, mesh.device) if hosted else local, spec)
-        made.__dict__.update({k: v for k, v in t.__dict__.items() if k not in made.__dict__})
-        made.requires_grad_(t.requires_grad)
-        made._is_param = isinstance(t, nn.Parameter)
-        for module, key, _ in names.places(name):
-            _registry(module, key)[key] = made
-        return
     param = isinstance(t, nn.Parameter)
-    local = shard_tensor(t.detach(), mesh, spec.layout, order=dict(spec.layout.order), check=False)
-    with torch.no_grad(), disabled():
-        t.grad = None
-        if t.requires_grad:
-            # A graph from before (weight_norm, prune) may keep the node to which gradients of the old shape go; only
-            # data of another dtype have it made anew.
-            t.data = t.new_empty(0, dtype=torch.float16 if t.dtype is not torch.float16 else torch.float32)
-        put = in_host_memory(local, mesh.device) if hosted else Tensor.to(local, mesh.device)
-        t.data = put.as_subclass(Tensor)
+    if t.is_meta:
+        part = torch.empty(spec.local_shape(here), dtype=t.dtype, device=HOST if hosted else mesh.device)
+        become(t, in_host_memory(part, mesh.device) if hosted else part)
+    else:
+        local = shard_tensor(t.detach(), mesh, spec.layout, order=dict(spec.layout.order), check=False)
+        with torch.no_grad(), disabled():
+            t.grad = None
+            if t.requires_grad:
+                # A graph from before (weight_norm, prune) may keep the node to which gradients of the old shape go;
+                # only data of another dtype have it made anew.
+                t.data = t.new_empty(0, dtype=torch.float16 if t.dtype is not torch.float16 else torch.float32)
+            put = in_host_memory(local, mesh.device) if hosted else Tensor.to(local, mesh.device)
+            t.data = put.as_subclass(Tensor)
     wrap(t, spec)
     hooks: Any = t._backward_hooks or {}
     for at, hook in hooks.items():  # autograd would call them with local gradients
         hooks[at] = GradientHook(t, hook)
     if param:
         t._is_param = True
-
-
-def _registry(module: nn.Module, key: str) -> dict[str, Any]:
-    return module._parameters if key in module._parameters else module._buffers
-
-
-def _materialise(model: nn.Module, names: Names, mesh: Mesh, init: Callable[[nn.Module], Any] | None) -> None:
-    """Give a model from the meta device its values: those that its construction draws from the same seed."""
-    for name, t in names.current().items():
-        if t.is_meta:  # a buffer: small, the same everywhere
-            made = torch.empty_like(t, device=mesh.device)
-            for module, key, _ in names.places(name):
-                module._buffers[key] = made
-    if init is not None:
-        with torch.no_grad():
-            init(model)
-        return
-    helpless = []
-    done: set[int] = set()
-    for prefix, module in _construction_order(model):
-        own = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
-            with _apart(module, done):
-                reset()
-            done.update(id(p) for p in module.parameters(recurse=False))
-        elif own:
-            helpless.append(f"{prefix or type(module).__name__} ({type(module).__name__}: {', '.join(own)})")
-    if helpless:
-        raise ShardError(
-            "on the meta device, and without reset_parameters() to initialise themselves: "
-            f"{'; '.join(helpless)}. Give "
-            "these modules a reset_parameters(), pass shard_module(..., init=fn), or build the model on a "
-            "real device"
-        )
-
-
-@contextlib.contextmanager
-def _apart(module: nn.Module, done: set[int]) -> Iterator[None]:
-    """Let a module draw for tied parameters that have their values already, but into scratch memory."""
-    tied = {k: p for k, p in module._parameters.items() if p is not None and id(p) in done}
-    module._parameters.update({k: copy.deepcopy(p) for k, p in tied.items()})
-    try:
-        yield
-    finally:
-        module._parameters.update(tied)
-
-
-def _construction_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Children before their parent, which initialises its own parameters after having made them."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-
-    def visit(prefix: str, module: nn.Module) -> None:
-        if id(module) in found:
-            return
-        for key, child in module._modules.items():
-            if child is not None:
-                visit(f"{prefix}.{key}" if prefix else key, child)
-        found[id(module)] = (prefix, module)
-
-    visit("", model)
-    return list(found.values())
 
 
 def _compatible(a: Tensor, b: Tensor) -> bool:
