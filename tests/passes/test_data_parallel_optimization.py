@@ -25,6 +25,7 @@ from meshwright.train.config import TrainConfig
 from meshwright.train.model import GPT, loss_of
 from meshwright.train.plan import plan_for
 from tests.support import sweep as sweeps
+from tests.support.alone import passed_together
 from tests.support.processes import run_processes
 
 Tensor = torch.Tensor
@@ -255,8 +256,8 @@ def programs(name: str, axes: dict[str, int], *passes: Any) -> list[Program]:
         model, loss, batch, options = case(name, axes)
         plan = Plan(**options)
         built = build(model, loss, torch.optim.AdamW(model.parameters()), batch, mesh, plan, rank=rank)
-        made.append(PassManager(passes)(built.program))
-    return made
+        made.append(built.program)
+    return passed_together(made, passes)
 
 
 def places(program: Program) -> dict[Any, int]:

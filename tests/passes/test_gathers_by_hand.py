@@ -11,10 +11,10 @@ import torch
 import torch.fx as fx
 
 from meshwright.collective import OPERATORS
-from meshwright.passes.gathers import gathered
 from meshwright.program.ir.nodes import info_of, value_of
 from meshwright.program.ir.program import Program
 from meshwright.resharding.copies import TO_DEVICE
+from tests.support.alone import gathered
 from tests.support.graphs import Written, lines
 
 aten = torch.ops.aten

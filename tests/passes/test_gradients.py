@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.fx as fx
 
-from meshwright.layout import At, Partial, Replicate, Shard
+from meshwright.errors import DesyncError
+from meshwright.layout import Partial, Shard
+from meshwright.passes.buckets import FusedBucket
 from meshwright.passes.gradients import (
     Gradients,
     chain_up,
     grad_below,
-    is_even,
     is_reduction,
     is_view,
     parameter_of,
@@ -22,6 +22,7 @@ from meshwright.passes.gradients import (
 )
 from meshwright.program.ir.nodes import annotate
 from meshwright.program.ir.program import Program
+from tests.support.alone import ordered
 from tests.support.graphs import Written
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ def test_where_gradients_are_complete_and_needed() -> None:
     assert (second.node, second.gradient, second.name, second.nbytes) == (t, h, "q", 128)
     assert (second.key, second.ready, second.needed) == ((4, 1), 4, 7)
     assert first.kind.name == "all_reduce"
-    assert (found.inputs, found.even, found.later) == (3, True, False)
+    assert (found.inputs, found.later) == (3, False)
     assert first.group != second.group
     assert first.group == (first.kind, torch.float64, "sum", None, "a", w.text, "")
     assert [found.place[n] for n in (p, q, x, g)] == [0, 1, 2, 3]
@@ -64,7 +65,9 @@ def test_the_order_is_that_of_the_backward() -> None:
     h, g = w.gradient(x, x, "q"), w.gradient(x, x, "p")
     s, t = w.sum(g, "a"), w.sum(h, "a")
     w.update((p, s), (q, t))
-    assert [(r.name, r.key) for r in Gradients(w.program()).reductions] == [("q", (3, 1)), ("p", (4, 0))]
+    program = w.program()
+    assert [(r.name, r.key) for r in Gradients(program).reductions] == [("p", (4, 0)), ("q", (3, 1))]
+    assert [(r.name, r.key) for r in ordered(program).sums()] == [("q", (0, 0, 1)), ("p", (0, 1, 0))]
 
 
 def test_a_sum_that_nobody_reads_is_needed_at_the_end() -> None:
@@ -175,84 +178,106 @@ def test_sums_of_sums_come_later() -> None:
 # -- sizes, ranks with others ----------------------------------------------------------------------------
 
 
-def uneven(rank: int = 5) -> tuple[Written, Any]:
-    """A rank with one of five rows, where the first has two."""
-    w = Written(AXES, torch.float32)
-    spec = w.spec((5, 4), b=Shard(0), a=Partial())
-    x = w.given("x", 1, 1, kind="batch", spec=w.spec((3, 5), b=Shard(1)))
-    y = w.given("y", 1, 4, kind="batch")
-    w.inputs.append(w.inputs.pop())
-    g = w.gradient(x, y, "p", spec, source="first")
-    return w, (x, y, g)
+def rank_with(*lines: str, rank: int = 0, rows: int = 4, sums: str = "pq") -> Program:
+    """A program of a rank with so many rows: gradients (``"p"``, ``"q"``), meetings (``"meet"``), reads of sums
+    (``"read p"``), in this order; the sums that are not read before come last."""
+    w = Written(AXES)
+    x, y = w.given("x", rows, 4, kind="batch"), w.given("y", 4, 4, kind="batch")
+    made: dict[str, fx.Node] = {}
+    reads: dict[str, fx.Node] = {}
+    for line in lines:
+        if line == "meet":
+            w.sum(y, "b", role="backward")
+        elif line.startswith("read "):
+            n = line[-1]
+            reads[n] = w.sum(made[n], "a", sync=n)
+            w.op(aten.neg.default, reads[n], role="backward")
+        elif line == "own":
+            w.op(aten.neg.default, x)
+        else:
+            made[line] = w.gradient(w.op(aten.t.default, x, shape=(4, rows)), x, line)
+    for n in sums:
+        if n not in reads:
+            w.op(aten.neg.default, w.sum(made[n], "a", sync=n), role="optimizer")
+    return replace(w.program(), rank=rank)
 
 
 def test_bytes_are_those_of_the_rank_that_has_most() -> None:
-    w, (_, _, g) = uneven()
-    other = w.op(aten.mul.Tensor, g, 2.0, source="second")
-    w.sum(w.op(aten.t.default, other, shape=(4, 1)), "a", sync="p")
-    found = Gradients(replace(w.program(), rank=5))
-    (r,) = found.reductions
-    assert not found.even
-    assert r.nbytes == 2 * 4 * 4, "of float32, whatever the spec says"
-    same = Gradients(replace(found.program, rank=0))
-    assert same.reductions[0].nbytes == 1 * 4 * 4, "of what is no gradient of this spec the local shape tells"
+    def part(rank: int, rows: int) -> Program:
+        w = Written(AXES, torch.float32)
+        x, y = w.given("x", rows, 1, kind="batch"), w.given("y", 1, 4, kind="batch")
+        w.sum(w.gradient(x, y, "p", w.spec((3, 4), b=Shard(0), a=Partial())), "a", sync="p")
+        return replace(w.program(), rank=rank)
+
+    assert [r.nbytes for r in Gradients(part(2, 1)).reductions] == [16]
+    for given in ((part(0, 2), part(2, 1)), (part(2, 1), part(0, 2))):
+        assert [r.nbytes for r in ordered(*given).sums()] == [32]
 
 
-def test_on_ranks_with_other_ops_the_captured_step_says_the_order() -> None:
-    w, (x, y, g) = uneven()
-    w.op(aten.neg.default, y, source="first")
-    w.sum(g, "b", source="first")
-    last = w.op(aten.abs.default, y, source="first")
-    w.op(aten.neg.default, y, source="second")
-    h = w.gradient(x, y, "q", w.spec((5, 4), b=Shard(0), a=Partial()), source="second")
-    s, t = w.sum(g, "a", sync="p"), w.sum(h, "a", sync="q")
-    w.op(aten.neg.default, s, role="optimizer")
-    w.op(aten.neg.default, t, role="optimizer")
-    found = Gradients(w.program())
-    by_name = {r.node: r for r in found.reductions}
-    one, two = by_name[s], by_name[t]
-    # The first node that serves what the gradient is of.
-    assert found.first == {"first": 2, "second": 6}
-    assert found.last == {"first": found.place[last], "second": found.place[h]}
-    assert (one.key[0], two.key[0], two.ready) == (2, 6, 7)
-    assert found.meets == {"first"}
-    assert found.after([one], 0) == found.place[last], "ranks meet behind the gradient, for what it is of"
-    assert found.after([two], 0) == 7
-    assert found.after([one, two], 0) == 7
-    assert found.after([two], 9) == 9
-    found.even = True
-    assert found.after([one], 0) == one.ready
+def starts_of(*programs: Program, overlap: bool = True) -> list[list[tuple[str, int, str]]]:
+    """On each rank, of each start the parameter, the meetings ahead of it, and behind which node it is."""
+    made = []
+    for i, program in enumerate(programs):
+        order = ordered(program, *programs[:i], *programs[i + 1 :])
+        starts = order.starts([FusedBucket((r,)) for r in order.sums()], overlap)
+        nodes = order.gradients.order
+        made.append([(s.bucket.members[0].name, s.slot, nodes[s.place].name) for s in starts])
+    return made
 
 
-def test_nobody_waits_for_meeting_ranks_longer_than_the_sum_may() -> None:
-    w, (_, y, g) = uneven()
-    s = w.sum(g, "a", sync="p")
-    w.op(aten.neg.default, s, role="optimizer")
-    w.sum(y, "b", source="first", role="backward")
-    found = Gradients(w.program())
-    (r,) = found.reductions
-    assert found.after([r], 0) == r.ready == 2
-    assert found.meets == {"first"}
+def test_ranks_start_in_one_order_whatever_their_local_ops() -> None:
+    one, other = rank_with("p", "own", "q"), rank_with("q", "own", "p", rank=1, rows=1)
+    assert starts_of(one) == [[("p", 0, "mm"), ("q", 0, "mm_1")]]
+    assert starts_of(other) == [[("q", 0, "mm"), ("p", 0, "mm_1")]]
+    assert starts_of(one, other) == [
+        [("p", 0, "mm"), ("q", 0, "mm_1")],
+        [("p", 0, "mm_1"), ("q", 0, "mm_1")],
+    ]
+    # Most of the ranks of three have q first, but on one it is last.
+    assert [[n for n, *_ in s] for s in starts_of(other, one, replace(other, rank=2))] == [["p", "q"]] * 3
 
 
-@pytest.mark.parametrize(
-    ("shape", "placements", "even"),
-    [
-        ((6, 4), {"b": Shard(0)}, True), ((5, 4), {"b": Shard(0)}, False),
-        ((6, 4), {"a": Shard(1), "b": Shard(0)}, True),
-        ((6, 3), {"a": Shard(1), "b": Shard(0)}, False), ((12, 4), {"a": Shard(0), "b": Shard(0)}, True),
-        ((9, 4), {"a": Shard(0), "b": Shard(0)}, False), ((5, 7), {}, True), ((5, 7), {"a": Partial()}, True),
-        ((6, 4), {"a": At(1)}, False), ((2, 4), {"b": Shard(0)}, False),
-    ],
-)  # fmt: skip
-def test_whether_all_ranks_hold_alike(shape: tuple[int, ...], placements: dict[str, Any], even: bool) -> None:
-    for on_input in (True, False):
-        w = Written(AXES)
-        spec = w.spec(shape, **placements)
-        x = w.given("x", 4, 4, spec=spec if on_input else None)
-        w.op(aten.neg.default, x, spec=None if on_input else spec)
-        assert is_even(w.program()) == even
-    assert Replicate() == w.spec(shape).layout.placements[0]
+def test_what_starts_between_two_meetings_on_one_rank_does_on_all() -> None:
+    early, late = rank_with("p", "meet", "q", "meet"), rank_with("own", "meet", "p", "q", "meet", rank=1)
+    assert starts_of(early)[0] == [("p", 0, "mm"), ("q", 1, "mm_1")]
+    assert starts_of(early, late) == [
+        [("p", 1, "all_reduce"), ("q", 1, "mm_1")],
+        [("p", 1, "mm"), ("q", 1, "mm_1")],
+    ]
+
+
+def test_a_sum_that_some_rank_needs_early_starts_ahead_of_others_on_all() -> None:
+    # On the second rank q is complete, summed and read before p is there.
+    one, other = rank_with("p", "q", "read q"), rank_with("q", "read q", "own", "p", rank=1)
+    assert starts_of(one) == [[("p", 0, "mm"), ("q", 0, "mm_1")]]
+    assert starts_of(one, other) == [
+        [("q", 0, "mm_1"), ("p", 0, "mm_1")],
+        [("q", 0, "mm"), ("p", 0, "mm_1")],
+    ]
+
+
+def test_buckets_whose_sums_ranks_need_at_other_places_come_apart() -> None:
+    one, other = rank_with("p", "q", "read p", "read q"), rank_with("p", "read p", "q", "read q", rank=1)
+    order = ordered(one, other)
+    p, q = order.sums()
+    fits = order.fitting()
+    assert [fits(r) for r in (p, q)] == [True, False]
+    assert [fits(r) for fits in (ordered(one).fitting(),) for r in (p, q)] == [True, True]
+    starts = order.starts([FusedBucket((p, q))], True)
+    assert [[r.name for r in s.bucket.members] for s in starts] == [["p"], ["q"]]
+
+
+def test_ranks_that_sum_different_gradients_are_named() -> None:
+    with pytest.raises(DesyncError, match=r"different steps: rank 0: the gradient of q is .*; rank 1: nothing more"):
+        ordered(rank_with("p", "q"), rank_with("p", rank=1, sums="p"))
+    with pytest.raises(DesyncError, match="rank 0: all_reduce over b; rank 1: nothing more"):
+        ordered(rank_with("p", "q", "meet"), rank_with("p", "q", rank=1))
+
+
+def test_without_overlap_sums_start_where_they_were_recorded() -> None:
+    one, other = rank_with("p", "own", "q", "meet"), rank_with("q", "own", "p", "own", "meet", rank=1)
+    for made in starts_of(one, other, overlap=False):
+        assert made == [("p", 1, "all_reduce_1"), ("q", 1, "all_reduce_2")]
 
 
 # -- what a node is --------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import torch
 import torch.fx as fx
 
 from meshwright.collective import COLLECTIVES, OPERATORS
-from meshwright.passes.levels import flattened
 from meshwright.program.ir.nodes import info_of, value_of
 from meshwright.program.ir.program import Program
+from tests.support.alone import flattened
 from tests.support.graphs import Written
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ alone: a rank with an empty part must still take part.
 
 from __future__ import annotations
 
-from .agreement import Fact, difference, differing, together
+from .agreement import Fact, Facts, difference, differing, together
 from .checking import claim_all, compare, same_values, so_far
 from .digest import digests
 from .direct_calls import OPERATORS as BY_HAND
@@ -98,6 +98,7 @@ __all__ = [
     "Cut",
     "Emitter",
     "Fact",
+    "Facts",
     "Group",
     "Kind",
     "Pending",

@@ -15,6 +15,8 @@ from .claims import listed
 from .groups import Group, group
 from .ops import all_gather_object
 
+_END = "the end"
+
 
 class Fact(NamedTuple):
     """One thing that ranks have alike.
@@ -63,6 +65,72 @@ def difference(of: Group, facts: Sequence[Fact]) -> tuple[str, str]:
     return differing(dict(zip(of.ranks, all_gather_object(list(facts), of), strict=True)))
 
 
+class _Word(NamedTuple):
+    """What a rank sends in one round: what it is about, the error that it met, and a value or its digest."""
+
+    about: str
+    error: str = ""
+    value: Any = ""
+
+
+class Facts(list[Fact]):
+    """What ranks must have alike, and the rounds in which they exchange more before they compare that.
+
+    Args:
+        what: is being done; ``kind``: of the error on ranks that made no mistake; ``doing``: as of :func:`together`.
+
+    Attributes:
+        over: whether a round raised, on all ranks alike: nothing more is sent.
+    """
+
+    def __init__(self, mesh: Mesh, what: str, kind: type[MeshwrightError], doing: str) -> None:
+        super().__init__()
+        self.mesh, self.what, self.kind, self.doing, self.over = mesh, what, kind, doing, False
+
+    def exchange(self, about: str, value: Any) -> list[Any]:
+        """The values of all ranks, in the order of the mesh.
+
+        Where all are alike only digests are sent, so ``repr`` must write a value as every process does.
+
+        Args:
+            about: what the value is, the same on all ranks.
+
+        Raises:
+            DesyncError: on every rank, where they exchange different things; or the error that a rank met.
+        """
+        if self.mesh.size == 1:
+            return [value]
+        if len({w.value for w in self._round(_Word(about, value=_digest(value)))}) == 1:
+            return [value] * self.mesh.size
+        return [w.value for w in self._round(_Word(f"{about}, where ranks differ", value=value))]
+
+    def end(self) -> bool:
+        """Whether all ranks have the same facts."""
+        mine = _digest([(f.text, f.value) for f in self])
+        return len({w.value for w in self._round(_Word(_END, value=mine))}) == 1
+
+    def failed(self, error: Exception) -> None:
+        """Let the others know that this rank met an error."""
+        all_gather_object(_Word(_END, str(error) or repr(error)), group(self.mesh), self.doing)
+
+    def _round(self, mine: _Word) -> list[_Word]:
+        seen: list[_Word] = all_gather_object(mine, group(self.mesh), self.doing)
+        steps: dict[str, list[int]] = {}
+        for rank, word in zip(self.mesh.ranks, seen, strict=True):
+            if word.error:
+                self.over = True
+                raise self.kind(f"{self.what} failed on rank {rank}: {word.error}")
+            steps.setdefault(word.about, []).append(rank)
+        if len(steps) > 1:
+            self.over = True
+            raise DesyncError(f"{self.what}: the ranks are not at the same step: {listed(steps)}{by_threads()}")
+        return seen
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha1(repr(value).encode()).hexdigest()
+
+
 @contextmanager
 def together(
     mesh: Mesh,
@@ -71,10 +139,11 @@ def together(
     fix: str = "",
     kind: type[MeshwrightError] = DesyncError,
     doing: str = "",
-) -> Iterator[list[Fact]]:
+) -> Iterator[Facts]:
     """Inside, ranks prepare what they then do together: a mistake on one is raised on all when they leave it.
 
     ``with together(mesh, "shard_tensor") as facts: ...; facts.append(Fact(...))``: what must be alike is appended.
+    Values that ranks need of each other on the way are exchanged by ``facts.exchange(about, value)``.
 
     Args:
         what: is being done.
@@ -86,26 +155,21 @@ def together(
     Raises:
         DesyncError: on every rank, where facts differ.
     """
-    facts: list[Fact] = []
+    facts = Facts(mesh, what, kind, doing)
     if mesh.size == 1:
         yield facts
         return
     try:
         yield facts
     except Exception as error:
-        all_gather_object((str(error) or repr(error), ""), group(mesh), doing)
+        if not facts.over:
+            facts.failed(error)
         raise
-    everyone = group(mesh)
-    digest = hashlib.sha1(repr([(f.text, f.value) for f in facts]).encode()).hexdigest()
-    seen = all_gather_object(("", digest), everyone, doing)
-    for rank, (text, _) in zip(mesh.ranks, seen, strict=True):
-        if text:
-            raise kind(f"{what} failed on rank {rank}: {text}")
-    if len(set(seen)) > 1:
-        found, own = difference(everyone, facts)
+    if not facts.end():
+        found, own = difference(group(mesh), facts)
         if found:
             end = f"; {own or fix}" if own or fix else ""
             raise DesyncError((said or f"{what}: the ranks disagree: {{}}").format(found) + end + by_threads())
 
 
-__all__ = ["Fact", "difference", "differing", "together"]
+__all__ = ["Fact", "Facts", "difference", "differing", "together"]

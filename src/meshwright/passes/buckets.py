@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
@@ -42,6 +41,19 @@ class Network:
     flops: float
 
 
+class SeenByAll(Protocol):
+    """What all ranks see of the reductions together (``order.Order``)."""
+
+    def fusible(self, r: SentGradient) -> bool:
+        """Whether on every rank a reduction can share a buffer with others."""
+
+    def born(self, r: SentGradient) -> float:
+        """When a gradient is complete, on the rank where that is latest."""
+
+    def fitting(self) -> Callable[[SentGradient], bool]:
+        """A function that is given one reduction after the other, and says whether all of them may start together."""
+
+
 @dataclass(frozen=True)
 class FusedBucket:
     """Reductions that run as one.
@@ -60,7 +72,7 @@ class FusedBucket:
         return sum(r.nbytes for r in self.members)
 
 
-def by_limit(reductions: Sequence[SentGradient], limit: int, gradients: Gradients) -> list[FusedBucket]:
+def by_limit(reductions: Sequence[SentGradient], limit: int, order: SeenByAll) -> list[FusedBucket]:
     """Buckets of at most ``limit`` bytes: neighbours in the order of the backward; larger gradients alone."""
     made: list[FusedBucket] = []
     open_: dict[Any, list[SentGradient]] = {}
@@ -71,11 +83,11 @@ def by_limit(reductions: Sequence[SentGradient], limit: int, gradients: Gradient
             made.append(FusedBucket(tuple(members), why if len(members) == 1 else ""))
 
     for r in reductions:
-        if not fusible(r) or r.nbytes >= limit:
-            made.append(FusedBucket((r,), f"{r.nbytes} bytes fill a bucket" if fusible(r) else _UNFUSIBLE))
+        if not order.fusible(r) or r.nbytes >= limit:
+            made.append(FusedBucket((r,), f"{r.nbytes} bytes fill a bucket" if order.fusible(r) else _UNFUSIBLE))
             continue
         members = open_.setdefault(r.group, [])
-        if members and not together([*members, r], gradients):
+        if members and not together([*members, r], order):
             close(r.group, "used before the next gradient exists")
         elif sum(m.nbytes for m in members) + r.nbytes > limit:
             close(r.group, "the next one does not fit into its bucket")
@@ -96,15 +108,15 @@ def fusible(r: SentGradient) -> bool:
     return list(sizes) == chunk_sizes(value.shape[dim], len(sizes))  # type: ignore[arg-type, index]
 
 
-def by_unit(reductions: Sequence[SentGradient], gradients: Gradients) -> list[FusedBucket]:
+def by_unit(reductions: Sequence[SentGradient], order: SeenByAll) -> list[FusedBucket]:
     """Buckets of what is scattered to where it is stored: one per unit, whatever its size, as in eager code."""
     open_: dict[Any, list[SentGradient]] = {}
     made: list[FusedBucket] = []
     for r in reductions:
-        members = open_.get(r.group, []) if fusible(r) else []
-        if members and not together([*members, r], gradients):
+        members = open_.get(r.group, []) if order.fusible(r) else []
+        if members and not together([*members, r], order):
             made.append(FusedBucket(tuple(open_.pop(r.group)), "used before the next gradient exists"))
-        if fusible(r):
+        if order.fusible(r):
             open_.setdefault(r.group, []).append(r)
         else:
             made.append(FusedBucket((r,), _UNFUSIBLE))
@@ -112,9 +124,10 @@ def by_unit(reductions: Sequence[SentGradient], gradients: Gradients) -> list[Fu
     return made
 
 
-def together(members: Sequence[SentGradient], gradients: Gradients) -> bool:
-    """Whether none of the sums is used before the last of the gradients exists."""
-    return gradients.after(list(members), 0) < min(r.needed for r in members)
+def together(members: Sequence[SentGradient], order: SeenByAll) -> bool:
+    """Whether on no rank one of the sums is used before the last of the gradients exists."""
+    fits = order.fitting()
+    return [fits(r) for r in members][-1]
 
 
 def in_order(buckets: list[FusedBucket]) -> list[FusedBucket]:
@@ -122,7 +135,7 @@ def in_order(buckets: list[FusedBucket]) -> list[FusedBucket]:
     return sorted(buckets, key=lambda b: max(r.key for r in b.members))
 
 
-def by_time(reductions: Sequence[SentGradient], network: Network, gradients: Gradients) -> list[FusedBucket]:
+def by_time(reductions: Sequence[SentGradient], network: Network, order: SeenByAll) -> list[FusedBucket]:
     """Buckets such that the last collective ends soonest after the backward, by a model of both.
 
     One wire carries the collectives of a group one after the other.  When the best way to send the first gradients is
@@ -131,27 +144,26 @@ def by_time(reductions: Sequence[SentGradient], network: Network, gradients: Gra
     made: list[FusedBucket] = []
     groups: dict[Any, list[SentGradient]] = {}
     for r in reductions:
-        if fusible(r):
+        if order.fusible(r):
             groups.setdefault(r.group, []).append(r)
         else:
             made.append(FusedBucket((r,), _UNFUSIBLE))
-    born = _times(reductions, network, gradients)
     for listed in groups.values():
-        for members in _cut(listed, network, born):
+        for members in _cut(listed, network, order):
             why = "sending it with its neighbours would end later" if len(members) == 1 else ""
             made.append(FusedBucket(tuple(members), why))
     return in_order(made)
 
 
-def _cut(listed: list[SentGradient], network: Network, born: dict[fx.Node, float]) -> list[list[SentGradient]]:
+def _cut(listed: list[SentGradient], network: Network, order: SeenByAll) -> list[list[SentGradient]]:
     """Neighbours in the order of the backward that run as one."""
     wire = [0.0]  # seconds that the first gradients take on the wire, latency apart
     for r in listed:
         wire.append(wire[-1] + _wire_bytes(r) / network.bandwidth)
     exists = [0.0]  # time at which the first gradients exist
     for r in listed:
-        exists.append(max(exists[-1], born[r.node] + _LAUNCH))
-    ends = _first_members(listed, wire, max(wire[-1] * _MOST, network.latency * _LATENCIES))
+        exists.append(max(exists[-1], order.born(r) + _LAUNCH))
+    ends = _first_members(listed, wire, max(wire[-1] * _MOST, network.latency * _LATENCIES), order)
 
     def done(i: int, j: int, before: float) -> float:
         """Time at which a bucket of the gradients i to j is sent, if those before it are sent at a time."""
@@ -171,15 +183,14 @@ def _cut(listed: list[SentGradient], network: Network, born: dict[fx.Node, float
     return cuts[::-1]
 
 
-def _first_members(listed: list[SentGradient], wire: list[float], most: float) -> list[int]:
+def _first_members(listed: list[SentGradient], wire: list[float], most: float, order: SeenByAll) -> list[int]:
     """Of a bucket that ends before each place, the first place at which it may begin."""
     made = [0]
     for j in range(1, len(wire)):
-        ready, needed, i = 0, math.inf, j
+        fits, i = order.fitting(), j
         while i > max(0, j - _WINDOW):
-            r = listed[i - 1]
-            ready, needed = max(ready, r.ready), min(needed, r.needed)
-            if i < j and (wire[j] - wire[i - 1] > most or ready >= needed):
+            fit = fits(listed[i - 1])
+            if i < j and (wire[j] - wire[i - 1] > most or not fit):
                 break
             i -= 1
         made.append(i)
@@ -195,23 +206,13 @@ def _wire_bytes(r: SentGradient) -> float:
 # ---------------------------------------------------------------------------------------------- time
 
 
-_ROWS = 1024  # rows of the batch that meet each parameter, where nothing better may be used
-
-
-def _times(reductions: Sequence[SentGradient], network: Network, gradients: Gradients) -> dict[fx.Node, float]:
-    """Seconds from the start of the program to when each gradient exists, roughly; the same on all ranks."""
-    if gradients.even:
-        clock, now = [], 0.0
-        for node in gradients.order:
-            now += _seconds(node, network)
-            clock.append(now)
-        return {r.node: clock[r.ready] for r in reductions}
-    # Ranks have shards of other sizes, so their own ops must not decide: as if all gradients were those of matmuls.
-    made, now = {}, 0.0
-    for r in reductions:
-        now += 4 * _ROWS * r.nbytes / r.group[1].itemsize / network.flops
-        made[r.node] = now
-    return made
+def times(gradients: Gradients, network: Network) -> dict[fx.Node, float]:
+    """Seconds from the start of the program to when each gradient exists on this rank, roughly."""
+    clock, now = [], 0.0
+    for node in gradients.order:
+        now += _seconds(node, network)
+        clock.append(now)
+    return {r.node: clock[r.ready] for r in gradients.reductions}
 
 
 def _seconds(node: fx.Node, network: Network) -> float:
@@ -233,4 +234,4 @@ def _meta(node: fx.Node) -> Any:
     return None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-__all__ = ["FusedBucket", "Network", "by_limit", "by_time", "by_unit", "in_order"]
+__all__ = ["FusedBucket", "Network", "by_limit", "by_time", "by_unit", "fusible", "in_order", "times"]

@@ -6,20 +6,23 @@ with the backward.  Here on a graph in which gradients, their producers and the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import PassError
 from ..program.ir.nodes import value_of
-from ..program.ir.program import Program
+from ..program.ir.program import WHOLE, Program
 from ..program.ir.subgraphs import copied
-from .buckets import FusedBucket, Network, by_limit, by_time, by_unit, in_order
+from .agreement import StepPart, on_any_rank, parts_of, views_of
+from .buckets import FusedBucket, Network, by_limit, by_time, by_unit, in_order, times
 from .fusing import Fusing
-from .gathers import gathered
-from .gradients import Gradients, SentGradient
-from .levels import flattened
+from .gathers import Gathers
+from .gradients import Gradients, SentGradient, sums_of
+from .levels import Levels
+from .order import Order, Start, view_of
 from .pass_manager import Pass, PassRecord, register
-from .scaling import Pruned, prune
+from .scaling import Pruned, Pruning
 
 
 @register
@@ -69,53 +72,90 @@ class DataParallelOptimization(Pass):
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         """The program with fewer reductions of gradients, which run beside the backward."""
-        made, record = self._one(program, [])
-        parts, ends, reduced = {}, {runs[-1] for runs in made.schedules.values()}, list[FusedBucket]()
-        for name, part in made.parts.items():
-            # What adds to sums adds to them as the part does that uses them.
-            buckets = reduced if program.pipeline is not None else []
-            parts[name], other = replace(self, prune=self.prune and name in ends)._one(part, buckets)
-            record = replace(record, lines=(*record.lines, f"the part {name}: {other.summary}"))
-        return replace(made, parts=parts), record
+        ends = {WHOLE, *(runs[-1] for runs in program.schedules.values())}
+        works = [_Work(p) for p in parts_of(program)]
+        for work in works:
+            work.program = copied(work.program)
+        self._join(works)
+        if self.prune:
+            self._prune([w for w in works if w.part.name in ends])
+        self._reduce(works)
+        self._gather(works, program.pipeline is not None)
+        whole, *parts = works
+        record = whole.record()
+        lines = (*record.lines, *(f"the part {w.part.name}: {w.record().summary}" for w in parts))
+        decisions = [f"{w.part.name}: {d}" for w in works for d in w.decisions]
+        made = replace(whole.program, parts={w.part.name: w.program for w in parts})
+        return made, replace(record, lines=lines, decisions=tuple(decisions))
 
-    def _one(self, program: Program, buckets: list[FusedBucket]) -> tuple[Program, PassRecord]:
-        """One of the programs of a step.
+    def _join(self, works: Sequence[_Work]) -> None:
+        """Sums over one axis after another become one."""
+        found = {w.part.name: Levels(w.program) for w in works}
+        views = views_of("sums of sums", [w.part for w in works], {n: f.view for n, f in found.items()})
+        for work, (part, heard) in zip(works, views, strict=True):
+            work.program, joined = found[part.name].join(heard)
+            work.joined, work.decisions = len(joined), [*work.decisions, *joined]
+
+    def _prune(self, works: Sequence[_Work]) -> None:
+        """Factors go to where backwards start, or behind the sums."""
+        parts, found = [w.part for w in works], {w.part.name: Pruning(w.program) for w in works}
+        views = views_of("factors of gradients", parts, {n: f.factors for n, f in found.items()})
+        could = {part.name: found[part.name].look(heard) for part, heard in views}
+        for work, (part, heard) in zip(works, views_of("which factors may go", parts, could), strict=True):
+            work.pruned = found[part.name].apply(heard)
+            work.decisions += work.pruned.decisions
+
+    def _reduce(self, works: Sequence[_Work]) -> None:
+        """Reductions become buckets that start where all ranks start them; sums of sums in another round."""
+        network = Network(self.alpha_us * 1e-6, self.gb_per_s * 1e9, self.gflops * 1e9)
+        parts, later = [w.part for w in works], True
+        while later:
+            later = False
+            found: dict[str, Gradients] = {}
+            for part, heard in views_of("which sums come first", parts, {p.name: sums_of(p.program) for p in parts}):
+                every, first = (set.intersection(*map(set, of)) for of in zip(*heard.values(), strict=True))
+                found[part.name] = Gradients(part.program, first)
+                later |= bool(first) and not first.issuperset(every)
+            mine = {n: view_of(g, times(g, network)) for n, g in found.items()}
+            for work, (part, views) in zip(works, views_of("sums of gradients", parts, mine), strict=True):
+                gradients = found[part.name]
+                order = Order(gradients, mine[part.name], views)
+                fusing = Fusing(work.program, gradients, self.overlap)
+                fusing.splits = not work.reductions and not gradients.later  # else sums wait for sums
+                starts = order.starts(self._buckets(order, network), self.overlap)
+                fusing.run(order, starts)
+                work.program = fusing.done()
+                work.note(order, starts, fusing.in_place)
+            later = on_any_rank("sums of sums are left", later)
+
+    def _gather(self, works: Sequence[_Work], staged: bool) -> None:
+        """Gathers of parameters become one for each unit or bucket.
 
         Args:
-            buckets: those of other parts, to which it adds its own.
+            staged: of a pipeline, whose parts update what other parts have summed.
         """
-        made, joined = flattened(copied(program))
-        pruned = prune(made) if self.prune else Pruned()
-        reductions: list[SentGradient] = []
-        before = len(buckets)
-        in_place, later = 0, True
-        while later:
-            gradients = Gradients(made)
-            fusing = Fusing(made, gradients, self.overlap)
-            fusing.splits = not reductions and not gradients.later  # else sums wait for sums
-            cut = self._buckets(gradients)
-            for bucket in cut:
-                fusing.run(bucket)
-            made = fusing.done()
-            reductions += gradients.reductions
-            buckets += cut
-            in_place, later = in_place + fusing.in_place, gradients.later
-        made, gathers = gathered(made, buckets, self.fuse, self.overlap)
-        return made, _record(reductions, buckets[before:], pruned, in_place, joined, gathers)
+        together = [b for w in works[1:] for b in w.buckets]
+        found = {}
+        for w in works:
+            buckets = together if staged and w is not works[0] else w.buckets
+            found[w.part.name] = Gathers(w.program, buckets, self.fuse, self.overlap)
+        views = views_of("gathers of parameters", [w.part for w in works], {n: f.view for n, f in found.items()})
+        for work, (part, heard) in zip(works, views, strict=True):
+            work.program, work.gathers, decisions = found[part.name].run(heard)
+            work.decisions += decisions
 
-    def _buckets(self, gradients: Gradients) -> list[FusedBucket]:
-        reductions = gradients.reductions
+    def _buckets(self, order: Order, network: Network) -> list[FusedBucket]:
+        reductions = order.sums()
         if isinstance(self.bucket_bytes, int):
             for r in reductions:
                 self._large_enough(r, self.bucket_bytes)
         if not self.fuse:
             return in_order([FusedBucket((r,), "fuse=False") for r in reductions])
-        stored = by_unit([r for r in reductions if r.unit], gradients)
+        stored = by_unit([r for r in reductions if r.unit], order)
         rest = [r for r in reductions if not r.unit]
         if isinstance(self.bucket_bytes, int):
-            return in_order([*stored, *by_limit(rest, self.bucket_bytes, gradients)])
-        network = Network(self.alpha_us * 1e-6, self.gb_per_s * 1e9, self.gflops * 1e9)
-        return in_order([*stored, *by_time(rest, network, gradients)])
+            return in_order([*stored, *by_limit(rest, self.bucket_bytes, order)])
+        return in_order([*stored, *by_time(rest, network, order)])
 
     def _large_enough(self, r: SentGradient, size: int) -> None:
         value = value_of(r.gradient)
@@ -126,38 +166,73 @@ class DataParallelOptimization(Pass):
             )
 
 
-def _record(
-    reductions: list[SentGradient],
-    buckets: list[FusedBucket],
-    pruned: Pruned,
-    in_place: int,
-    joined: int,
-    gathers: tuple[int, int],
-) -> PassRecord:
-    alone = [(b.members[0].name, b.why) for b in buckets if len(b.members) == 1]
-    fused = [b for b in buckets if len(b.members) > 1]
-    if not reductions:
-        return PassRecord("no gradient is summed over ranks: nothing to do", details={"before": 0, "after": 0})
-    lines = [f"{gathers[0]} gathers of parameters became {gathers[1]}"] if gathers[0] else []
-    lines += [f"{joined} sums over one axis after another became one over all"] if joined else []
-    lines += [pruned.text()] if pruned.text() else []
-    for b in fused:
-        first = b.members[0]
-        axes = first.node.args[-2]
-        lines.append(f"{len(b.members)} gradients over {axes}, {b.nbytes} bytes: {first.name} ... {b.members[-1].name}")
-    lines += [f"alone: {name} ({why})" for name, why in alone]
-    starts = pruned.folded[0] if len(pruned.folded) == 1 else pruned.folded or 1.0
-    details: dict[str, Any] = {
-        "before": len(reductions), "after": len(buckets), "alone": dict(alone), "pruned": pruned.removed,
-        "folded": starts, "rescaled": dict(pruned.rescaled), "written_in_place": in_place, "joined": joined,
-        "gathers": gathers,
-        "buckets": [{"gradients": [r.name for r in b.members], "bytes": b.nbytes} for b in buckets],
-    }  # fmt: skip
-    summary = (
-        f"{len(reductions)} reductions of gradients became {len(buckets)}: {len(fused)} fused, {len(alone)} alone; "
-        f"{in_place} gradients are written where they are sent from"
-    )
-    return PassRecord(summary, tuple(lines), details)
+@dataclass
+class _Work:
+    """One of the programs of a step while the pass changes it, and what became of it.
+
+    Attributes:
+        part: which it is, and on which ranks.
+        reductions, buckets: of gradients; ``in_place``: how many are written where they are sent from.
+        joined: sums that went into others; ``gathers``: of parameters, before and after.
+        decisions: what reaches a collective, in words, the same on all ranks.
+    """
+
+    part: StepPart
+    reductions: list[SentGradient] = field(default_factory=list)
+    buckets: list[FusedBucket] = field(default_factory=list)
+    pruned: Pruned = field(default_factory=Pruned)
+    in_place: int = 0
+    joined: int = 0
+    gathers: tuple[int, int] = (0, 0)
+    decisions: list[str] = field(default_factory=list)
+
+    @property
+    def program(self) -> Program:
+        """As it is now."""
+        return self.part.program
+
+    @program.setter
+    def program(self, made: Program) -> None:
+        self.part.program = made
+
+    def note(self, order: Order, starts: Sequence[Start], in_place: int) -> None:
+        """Note what became of the reductions of a round."""
+        self.reductions += order.gradients.reductions
+        self.buckets += [s.bucket for s in starts]
+        self.in_place += in_place
+        for start in starts:
+            members = start.bucket.members
+            what = f"{members[0].kind} over {members[0].node.args[-2]}, {start.bucket.nbytes} bytes"
+            names = " and ".join(r.name for r in members)
+            self.decisions.append(f"gradients of {names}: {what}, behind {start.slot} collectives")
+
+    def record(self) -> PassRecord:
+        """What was done, in words."""
+        buckets, pruned, gathers = self.buckets, self.pruned, self.gathers
+        alone = [(b.members[0].name, b.why) for b in buckets if len(b.members) == 1]
+        fused = [b for b in buckets if len(b.members) > 1]
+        if not self.reductions:
+            return PassRecord("no gradient is summed over ranks: nothing to do", details={"before": 0, "after": 0})
+        lines = [f"{gathers[0]} gathers of parameters became {gathers[1]}"] if gathers[0] else []
+        lines += [f"{self.joined} sums over one axis after another became one over all"] if self.joined else []
+        lines += [pruned.text()] if pruned.text() else []
+        for b in fused:
+            first, last = b.members[0], b.members[-1]
+            axes = first.node.args[-2]
+            lines.append(f"{len(b.members)} gradients over {axes}, {b.nbytes} bytes: {first.name} ... {last.name}")
+        lines += [f"alone: {name} ({why})" for name, why in alone]
+        starts = pruned.folded[0] if len(pruned.folded) == 1 else pruned.folded or 1.0
+        details: dict[str, Any] = {
+            "before": len(self.reductions), "after": len(buckets), "alone": dict(alone), "pruned": pruned.removed,
+            "folded": starts, "rescaled": dict(pruned.rescaled), "written_in_place": self.in_place,
+            "joined": self.joined, "gathers": gathers,
+            "buckets": [{"gradients": [r.name for r in b.members], "bytes": b.nbytes} for b in buckets],
+        }  # fmt: skip
+        summary = (
+            f"{len(self.reductions)} reductions of gradients became {len(buckets)}: {len(fused)} fused, {len(alone)} "
+            f"alone; {self.in_place} gradients are written where they are sent from"
+        )
+        return PassRecord(summary, tuple(lines), details)
 
 
 __all__ = ["DataParallelOptimization"]

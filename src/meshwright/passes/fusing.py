@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,20 +12,30 @@ import torch
 import torch.fx as fx
 
 from .. import compat
-from ..collective import STARTS, WAIT_OP
+from ..collective import COLLECTIVES, STARTS, WAIT_OP
 from ..program.ir.inplace import storages
-from ..program.ir.nodes import VIEWS, Value, annotate, call, checked_value, info_of, value_of
+from ..program.ir.nodes import VIEWS, annotate, call, checked_value, info_of, value_of
 from ..program.ir.packed import PACK
 from ..program.ir.program import Program
 from ..program.ir.subgraphs import Rewrite, read_instead
 from ..shard.parameters.packing import Packing, aligned
-from .buckets import FusedBucket
 from .gradients import Gradients, SentGradient, is_view
+from .order import Order, Start
 from .splitting import split_updates
 
 aten = torch.ops.aten
 
 ALIGNED = 256  # bytes: at multiples of them gradients begin in a buffer, as memory of their own does
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A collective that was started: of these gradients, which begin at these elements of what it gives (None: it gives
+    the only one)."""
+
+    node: fx.Node
+    members: Sequence[SentGradient]
+    offsets: Sequence[int] | None
 
 
 class Fusing(Rewrite):
@@ -42,7 +52,6 @@ class Fusing(Rewrite):
     def __init__(self, program: Program, gradients: Gradients, overlap: bool) -> None:
         super().__init__(program)
         self.gradients, self.overlap = gradients, overlap
-        self.started = 0  # place of the last start: all ranks start in one order
         self.tail: dict[int, fx.Node] = {}  # place to the last node that was put behind it
         self.in_place = 0
         self.splits = True  # whether what has arrived is updated while the last sums are under way
@@ -58,16 +67,29 @@ class Fusing(Rewrite):
             split_updates(self.graph, list(dict.fromkeys(self.waits.values())), self.waits)
         return super().done()
 
-    def run(self, bucket: FusedBucket) -> None:
-        """Let the reductions of a bucket run as one."""
-        members = bucket.members
-        if members[0].kind.scatters:
-            if len(members) == 1:
-                self._scatter(members[0])
+    def run(self, order: Order, starts: Sequence[Start]) -> None:
+        """Let the reductions of each bucket run as one, which starts where all ranks start it."""
+        made, met = list[_Started](), list[int]()
+        for k, start in enumerate(starts):
+            made.append(self._started(start))
+            if COLLECTIVES[made[k].node.target].staged:
+                met.append(k)
             else:
-                self._scatter_together(members)
-            return
-        place = self._place(bucket.members)
+                self._wait(made[k], None)
+        # Ranks meet in these waits, too: ahead of the same start or fence, one after the other.
+        ends, limits = order.ends(starts) if met else [], dict[int, fx.Node]()
+        for k in reversed(met):
+            fence, later = order.event(ends[k], starts)
+            end = self.gradients.order[fence] if later is None else made[later].node
+            limits[ends[k]] = self._wait(made[k], limits.get(ends[k], end))
+
+    def _started(self, start: Start) -> _Started:
+        members, place = start.bucket.members, start.place
+        if not members[0].kind.scatters:
+            return self._sum(members, place)
+        return self._scatter_together(members, place) if len(members) > 1 else self._scatter(members[0], place)
+
+    def _sum(self, members: Sequence[SentGradient], place: int) -> _Started:
         offsets, count = _offsets(members)
         buffer = self._buffer(members, count)
         for r, offset in zip(members, offsets, strict=True):
@@ -77,20 +99,9 @@ class Fusing(Rewrite):
         annotate(started, cause=self._cause(members, started))
         if len(members) > 1:
             annotate(started, sync=", ".join(r.name for r in members))
-        self._wait(started, members, offsets)
+        return _Started(started, members, offsets)
 
     # -- where ----------------------------------------------------------------------------------------
-
-    def _place(self, members: Sequence[SentGradient]) -> int:
-        """Behind which place a collective starts."""
-        earliest = self.started
-        if not self.overlap:
-            earliest = max(earliest, *(self.gradients.place[r.node] for r in members))
-        place = self.gradients.after(list(members), earliest)
-        if place >= min(r.needed for r in members):
-            place = self.gradients.after(list(members), 0)
-        self.started = max(self.started, place)
-        return place
 
     def _behind(self, place: int, target: Any, args: tuple[Any, ...], value: Any, like: fx.Node) -> fx.Node:
         """A node behind a place, and behind what was put there before."""
@@ -172,39 +183,37 @@ class Fusing(Rewrite):
 
     # -- starts and waits -----------------------------------------------------------------------------
 
-    def _wait(self, started: fx.Node, members: Sequence[SentGradient], offsets: Sequence[int]) -> None:
-        """Wait at the first use of one of the sums; each is a part of what was sent."""
-        whole = checked_value(started)
-        readers = {u for r in members for u in r.node.users}
-        first = min(readers) if self.overlap and readers else None
-        waited = self._waited(started, first, whole)
+    def _wait(self, one: _Started, end: fx.Node | None) -> fx.Node:
+        """Wait at the first use of one of the sums, and ahead of ``end``; each is a part of what was sent."""
+        started, whole = one.node, checked_value(one.node)
+        ends = [*dict.fromkeys(u for r in one.members for u in r.node.users), *([] if end is None else [end])]
+        where = self.graph.inserting_before(min(ends)) if self.overlap and ends else self.graph.inserting_after(started)
+        with where:
+            waited = call(self.graph, WAIT_OP, (started,), info_of(started).beside(whole, info_of(started).sync))
+        if one.offsets is None:
+            (r,) = one.members
+            waited.meta["info"] = replace(info_of(r.node), cause=None)
+            self.sums[r.node] = self.waits[waited] = waited
+            return waited
         at = waited
-        for r, offset in zip(members, offsets, strict=True):
+        for r, offset in zip(one.members, one.offsets, strict=True):
             shape = checked_value(r.node).shape
             info = replace(info_of(r.node), cause=None, value=replace(whole, shape=shape))
             with self.graph.inserting_after(at):
                 at = call(self.graph, aten.as_strided.default, (waited, list(shape), _strides(shape), offset), info)
             self.sums[r.node] = at
             self.waits[at] = waited
+        return waited
 
-    def _waited(self, started: fx.Node, first: fx.Node | None, value: Value) -> fx.Node:
-        where = self.graph.inserting_before(first) if first is not None else self.graph.inserting_after(started)
-        with where:
-            return call(self.graph, WAIT_OP, (started,), info_of(started).beside(value, info_of(started).sync))
+    def _scatter(self, r: SentGradient, place: int) -> _Started:
+        """A reduce-scatter of one gradient, started."""
+        started = self._behind(place, STARTS[r.node.target], r.node.args, checked_value(r.node), r.node)
+        annotate(started, cause=info_of(r.node).cause)
+        return _Started(started, [r], None)
 
-    def _scatter(self, r: SentGradient) -> None:
-        """A reduce-scatter of one gradient, started and waited for."""
-        place, info, value = self._place([r]), info_of(r.node), checked_value(r.node)
-        started = self._behind(place, STARTS[r.node.target], r.node.args, value, r.node)
-        annotate(started, cause=info.cause)
-        readers = set(r.node.users)
-        waited = self._waited(started, min(readers) if self.overlap and readers else None, value)
-        waited.meta["info"] = replace(info, cause=None)
-        self.sums[r.node] = self.waits[waited] = waited
-
-    def _scatter_together(self, members: Sequence[SentGradient]) -> None:
+    def _scatter_together(self, members: Sequence[SentGradient], place: int) -> _Started:
         """Reduce-scatters of several gradients as one: each rank gets a row with its chunks of all."""
-        place, first = self._place(members), members[0].node
+        first = members[0].node
         _, op, _, sizes, index, *rest = first.args
         n = len(sizes)  # type: ignore[arg-type]
         values = [checked_value(r.gradient) for r in members]
@@ -217,7 +226,7 @@ class Fusing(Rewrite):
         row = self.value((packing.row,), checked_value(buffer).dtype)
         started = self._behind(place, STARTS[first.target], (buffer, op, 0, packing.sizes, index, *rest), row, first)
         annotate(started, sync=", ".join(r.name for r in members), cause=self._cause(members, started))
-        self._wait(started, members, packing.offsets)
+        return _Started(started, members, packing.offsets)
 
     def _cause(self, members: Sequence[SentGradient], started: fx.Node) -> int:
         """Number of a record that says what one collective serves."""

@@ -1,25 +1,24 @@
 """Gradients and what reduces them, in a program: where each is complete, where its sum is first needed.
 
-What ranks must do alike is decided from what all of them know: global shapes and the order of the captured step.  On
-ranks with shards of other sizes the same step may consist of other local ops.
+This is what one rank sees.  Others may run other local ops: what ranks must do alike is decided in ``order``, from what
+all of them see.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
 
 from ..collective import COLLECTIVES, STARTS, Kind
-from ..layout import At, Shard, Spec, block_of, wire_from
+from ..layout import block_of, wire_from
 from ..program.ir.inplace import storages, written
 from ..program.ir.linear import is_linear
-from ..program.ir.nodes import checked_value, draws, info_of, is_mutating, is_sum, value_of
+from ..program.ir.nodes import checked_value, draws, info_of, is_mutating, is_sum
 from ..program.ir.program import Program
 
 
@@ -31,10 +30,10 @@ class SentGradient:
         node: the collective; ``gradient``: what goes in.
         name: of the parameter.
         kind: an all-reduce or a reduce-scatter.
-        nbytes: of what goes in, on the rank that has most: the same number on every rank.
-        key: place in the order of the backward; the same order on every rank.
-        ready: place of the last node that writes the gradient.
-        needed: place of the first node that reads the sum.
+        nbytes: of what goes in; once ranks have agreed, on the rank that has most.
+        key: place in the order of the backward; ends with the number among the reductions.
+        ready: place of the last node that writes the gradient on this rank.
+        needed: place of the first node that reads the sum on this rank.
         unit: whose parameters are gathered together (ZeRO-3): their gradients are scattered together.
     """
 
@@ -43,10 +42,15 @@ class SentGradient:
     name: str
     kind: Kind
     nbytes: int
-    key: tuple[int, int]
+    key: tuple[int, ...]
     ready: int
     needed: int
     unit: str = ""
+
+    @property
+    def index(self) -> int:
+        """Number among the reductions of the program, the same on every rank."""
+        return self.key[-1]
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -79,26 +83,28 @@ class Gradients:
 
     Args:
         program: its graph may be changed: what prepares a gradient moves to where the gradient is made.
+        numbers: which of the collectives; None: of sums of what others sum, the first.
 
     Attributes:
-        reductions: in the order of the backward; of sums of what others sum, the first.
+        reductions: in the order of the program.
         later: whether there are such others: look again when these have been dealt with.
+        order: the nodes; ``place``: of each of them; ``inputs``: how many of them are inputs.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, numbers: Collection[int] | None = None) -> None:
         self.program, self.graph = program, program.graph
-        self.even = is_even(program)
         self._given = {n: storages(n) for n in self.graph.nodes}
         self._written = {n: written(n) for n in self.graph.nodes if is_mutating(n)}
-        every = dict.fromkeys(n for n in self.graph.nodes if is_reduction(n))
-        found = [n for n in every if list(chain_up(n.args[0], autograd=True))[-1] not in every]
+        every, first = sums_of(program)
+        chosen = first if numbers is None else numbers
+        found = [n for i, n in enumerate(program.collectives()) if i in chosen]
         self.later = len(found) < len(every)
         self._units = units_of(program)
         self._index()
         self._hoist(found)
         self._sink(found)
         self._index()
-        self.reductions = sorted((self._reduction(n, i) for i, n in enumerate(found)), key=lambda r: r.key)
+        self.reductions = [self._reduction(n, i) for i, n in enumerate(found)]
 
     def _index(self) -> None:
         self.order: list[fx.Node] = list(self.graph.nodes)
@@ -106,9 +112,6 @@ class Gradients:
         self.inputs = sum(n.op == "placeholder" for n in self.order)
         self.touched: dict[int, list[int]] = defaultdict(list)  # storage to the places of nodes that read or make it
         self.writes: dict[int, list[int]] = defaultdict(list)
-        self.first: dict[str, int] = {}  # captured node to the place of the first node that serves its backward
-        self.last: dict[str, int] = {}
-        self.meets: set[str] = set()  # captured nodes whose backward runs collectives
         for i, node in enumerate(self.order):
             given, read = self._given[node], {s for n in node.all_input_nodes for s in self._given[n]}
             for s in read.union(given):
@@ -116,12 +119,6 @@ class Gradients:
             # What a node makes, it writes; a view makes nothing.
             for s in self._written.get(node, () if read.issuperset(given) else given):
                 self.writes[s].append(i)
-            info = info_of(node)
-            if info.role == "backward" and info.source and not info.sync:
-                self.first.setdefault(info.source, i)
-                self.last[info.source] = i
-                if node.target in COLLECTIVES:
-                    self.meets.add(info.source)
 
     def last_write(self, node: fx.Node, before: int) -> int:
         """Place of the last node ahead of a place that writes to the storages of ``node``."""
@@ -171,35 +168,11 @@ class Gradients:
     def _reduction(self, node: fx.Node, index: int) -> SentGradient:
         gradient = node.args[0]
         assert isinstance(gradient, fx.Node)
-        value = checked_value(gradient)
-        place = self.place[node]
-        ready = max(self.last_write(gradient, place), self.inputs - 1)
-        spec = self._spec(gradient)
-        nbytes = local_bytes(spec) if spec is not None else math.prod(value.shape) * value.dtype.itemsize
-        source = info_of(gradient).source
-        stage = ready if self.even else self.first.get(source, ready)
+        ready = max(self.last_write(gradient, self.place[node]), self.inputs - 1)
         needed = min((self.place[u] for u in node.users), default=len(self.order) - 1)
         unit = self._units.get(grad_below(node), "")
-        name = ", ".join(parameter_of(node)) or gradient.name
-        return SentGradient(node, gradient, name, COLLECTIVES[node.target], nbytes, (stage, index), ready, needed, unit)
-
-    def _spec(self, gradient: fx.Node) -> Spec | None:
-        value = value_of(gradient)
-        for node in chain_up(gradient):
-            for _, spec in info_of(node).grad_of:
-                here = spec.local_shape(self.program.mesh.coordinate(self.program.rank))
-                if value is not None and math.prod(here) == math.prod(value.shape):
-                    return spec.with_(dtype=value.dtype)
-        return None
-
-    def after(self, reductions: list[SentGradient], earliest: int) -> int:
-        """Place behind which all these gradients exist, and at which every rank has met in the same collectives."""
-        place = max(earliest, *(r.ready for r in reductions))
-        source = info_of(self.order[place]).source
-        if not self.even and source in self.meets:
-            pushed = max(place, self.last[source])
-            place = pushed if pushed < min(r.needed for r in reductions) else place
-        return place
+        name, nbytes = ", ".join(parameter_of(node)) or gradient.name, checked_value(gradient).size
+        return SentGradient(node, gradient, name, COLLECTIVES[node.target], nbytes, (ready, index), ready, needed, unit)
 
     def alone_after(self, node: fx.Node, place: int, reader: fx.Node) -> bool:
         """Whether nobody but ``reader`` touches the storage of ``node`` behind a place."""
@@ -222,6 +195,13 @@ def is_reduction(node: fx.Node) -> bool:
     if info_of(node).sync or any(info_of(n).grad_of for n in chain_up(node.args[0])):
         return True
     return COLLECTIVES[node.target].scatters and bool(grad_below(node))
+
+
+def sums_of(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers, among the collectives, of the reductions of a program, and of those that sum no sum of another."""
+    every = {n: i for i, n in enumerate(program.collectives()) if is_reduction(n)}
+    first = (i for n, i in every.items() if list(chain_up(n.args[0], autograd=True))[-1] not in every)  # type: ignore[arg-type]
+    return tuple(every.values()), tuple(first)
 
 
 def grad_below(node: fx.Node) -> str:
@@ -256,26 +236,4 @@ def parameter_of(node: fx.Node) -> tuple[str, ...]:
     return (found,) if found else ()
 
 
-def local_bytes(spec: Spec) -> int:
-    """Bytes on the rank that holds most."""
-    return math.prod(spec.local_shape((0,) * spec.layout.mesh.ndim)) * spec.dtype.itemsize
-
-
-def is_even(program: Program) -> bool:
-    """Whether all ranks hold parts of the same shapes, as far as the program tells: then all run the same local ops."""
-    specs = {i.spec for i in program.inputs} | {info_of(n).spec for n in program.graph.nodes}
-    return all(_splits_evenly(s) for s in specs if s is not None)
-
-
-def _splits_evenly(spec: Spec) -> bool:
-    first = spec.local_shape((0,) * spec.layout.mesh.ndim)
-    parts = [1] * len(first)
-    for p, n in zip(spec.layout.placements, spec.layout.mesh.sizes, strict=True):
-        if isinstance(p, At) and n > 1:
-            return False
-        if isinstance(p, Shard):
-            parts[p.dim] *= n
-    return all(a * b == n for a, b, n in zip(first, parts, spec.shape, strict=True))
-
-
-__all__ = ["Gradients", "SentGradient", "chain_up", "is_reduction", "parameter_of", "units_of"]
+__all__ = ["Gradients", "SentGradient", "chain_up", "is_reduction", "parameter_of", "sums_of", "units_of"]

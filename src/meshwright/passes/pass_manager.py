@@ -34,6 +34,7 @@ class PassRecord:
         name: of the pass; ``options``: its fields as text.
         summary: one line; ``lines``: more, one thing each.
         details: the same as data.
+        decisions: what of it reaches a collective, one text each: ranks compare them when the step is captured.
         seconds: that ``apply`` took; ``verify_seconds``: of the check after it.
         nodes: how many the program had before and after.
         kinds: kind of collective to how many there were before and after.
@@ -48,6 +49,7 @@ class PassRecord:
     verify_seconds: float = 0.0
     nodes: tuple[int, int] = (0, 0)
     kinds: tuple[Mapping[str, int], Mapping[str, int]] = field(default_factory=lambda: ({}, {}))
+    decisions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.name}{self.options and f'({self.options})'}: {self.summary} [{self.seconds * 1e3:.0f} ms]"

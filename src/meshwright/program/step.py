@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +17,7 @@ from ..compat import pytree
 from ..errors import ExplicitError, ProgramError
 from ..explanation import Explanation, check_budget, explain_program
 from ..mesh import Mesh
+from ..passes.agreement import Answers, Exchange, exchanging
 from ..ranks import runtime
 from ..shard.initialization.values import check_loaded
 from ..shard.optimizers.kinds import own_work
@@ -28,7 +29,7 @@ from .capture.ledger import Asked, ledger_of
 from .capture.optimizers import check_unscaled, difference, numbers_of, options_of, parts_of
 from .capture.scale import SCALE
 from .check.digest import digest_of
-from .check.facts import CAPTURED, REBUILD, numbers, program_facts
+from .check.facts import CAPTURED, REBUILD, decided, numbers, program_facts
 from .ir.program import STEP, Program
 from .ir.sizes import Unlike
 from .run.bind import BACKENDS, Carrier, Ready
@@ -58,6 +59,7 @@ class Recorded:
         places: where the step found tensors outside of the model.
         built: all that the stages returned, of a step of global values.
         plain: the program before any passes, where it is to be compared with what they made.
+        answers: what passes heard of other ranks.
     """
 
     program: Program
@@ -67,6 +69,7 @@ class Recorded:
     places: Sequence[Place] = ()
     built: Built | None = None
     plain: Program | None = None
+    answers: Answers = field(default_factory=Answers)
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class CompiledStep:
         self._source, self._transform = source, transform
         self._proofs = Proofs(source.name, transform, check, self.compares)
         self._ready: dict[Any, Ready] = {}  # the one used last at the end
+        self._answers: dict[Any, Answers] = {}  # of the last capture, by what else than sizes a program is made for
         self._captured: Counter[Any] = Counter()  # shapes of batches, by what else a program is made for
         self._splits = int(getattr(transform, "splits", 1))  # micro-batches of a call
         self._tree = pytree.tree_flatten(example_batch)[1]
@@ -162,7 +166,7 @@ class CompiledStep:
             leaves = self._micro_batches(pytree.tree_leaves(example_batch))[0]
         example_batch = pytree.tree_unflatten(list(leaves), self._tree)
         recorded = self._recorded(example_batch, again=False)
-        self.built, self._options = recorded.built, options_of(self.optimizer)
+        self.built, self._options, self._example = recorded.built, options_of(self.optimizer), recorded.answers
         self._digest: str | None = None
         self._ledger = self._asked(recorded, {**source.more, "backend": backend})
         source.prepare(recorded)
@@ -189,19 +193,21 @@ class CompiledStep:
         ) as facts:
             with forgotten(), interrupts_deferred():
                 made = self._source.record(batch, self.training, again)
-            plain = self._proofs.plain(made.program) if self.training else None
-            made = replace(made, program=self._passed(made.program, batch, again), plain=plain)
+            plain, answers = self._proofs.plain(made.program) if self.training else None, Answers()
+            passed = self._passed(made.program, batch, again, answers.noting(facts.exchange))
+            made = replace(made, program=passed, plain=plain, answers=answers)
             facts += [Fact("default dtype, deterministic algorithms, autocast", modes())]
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
+            facts += decided(made.program)
         self._affordable(made.program)
         return made
 
     def _capturing(self, leaves: Sequence[Any]) -> str:
         return "" if self._source.by_hand else doing(leaves, "the capture of a step")
 
-    def _passed(self, made: Program, batch: Any, again: bool = True) -> Program:
-        """After the passes, which may ask what the step is for twice as many rows."""
-        with twice_known_by(batch, lambda given: self._source.record(given, True, again).program):
+    def _passed(self, made: Program, batch: Any, again: bool, exchange: Exchange) -> Program:
+        """After the passes, which may ask what the step is for twice as many rows, and what other ranks see."""
+        with twice_known_by(batch, lambda given: self._source.record(given, True, again).program), exchanging(exchange):
             return self._transform(made) if self.training else made
 
     def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[Asked, ...]:
@@ -221,6 +227,7 @@ class CompiledStep:
         """A capture, ready to run; others that differ in sizes may follow from it."""
         ready = Ready(made.program, self.carrier, (made.leaves, made.tree), made.places)
         self._proofs.begin(ready, made.plain)
+        self._answers[self._key(leaves)] = made.answers
         if self.carrier.backend is None:
             batch = pytree.tree_unflatten(list(leaves), self._tree)
             capture = Capture(ready, made.module, self._source.reads())
@@ -257,7 +264,9 @@ class CompiledStep:
             given = pytree.tree_unflatten(ready.given, self._tree)
             with torch.inference_mode(False), torch.enable_grad(), forgotten(), interrupts_deferred():
                 made = self._source.record(given, self.training, True).program
-            ready.program, ready.many = self._passed(made, given), False
+            # What ranks exchanged for a capture of another size is alike, but for bytes.
+            answers = self._answers.get(self._key(pytree.tree_leaves(given)), self._example).again(self.mesh.size)
+            ready.program, ready.many = self._passed(made, given, True, answers), False
         return ready.program
 
     @property
@@ -276,9 +285,12 @@ class CompiledStep:
         of :func:`meshwright.verify` of the same step; empty for a step by hand."""
         if self._digest is None:
             made = self.built
-            self._digest = "" if made is None else digest_of(
-                self._transform(made.program), made.captured.module, self._options
-            )  # fmt: skip
+            if made is None:
+                self._digest = ""
+            else:
+                with exchanging(self._example.again(self.mesh.size)):
+                    passed = self._transform(made.program)
+                self._digest = digest_of(passed, made.captured.module, self._options)
         return self._digest
 
     def explain(self) -> Explanation:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...collective import COLLECTIVES, WAIT_OP, Fact
-from ..ir.nodes import target_name, value_of
+from ...collective import COLLECTIVES, STARTS, WAIT_OP, Fact
+from ..ir.nodes import info_of, target_name, value_of
 from ..ir.program import Program, Staging, of_stages
 
+_STARTED = set(STARTS.values())
 CAPTURED = "the ranks captured different steps: {}"
 REBUILD = "build the same model, loss and batch shapes on all ranks"
 
@@ -43,7 +44,9 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
         sizes = [a for a in alike if isinstance(a, (list, tuple))]
         along = sorted(program.mesh.axis_index(a) for a in str(axes).split(","))
         lead = program.mesh.group_ranks(program.rank, along)[0]
-        found.append(Fact(f"{kind}{[*fixed, axes]} of {dtype}", str(sizes), lead))
+        # What a pass has started says for which gradients: they must be the same on the ranks that meet.
+        names = f" for {info_of(node).sync}" if node.target in _STARTED and info_of(node).sync else ""
+        found.append(Fact(f"{kind}{[*fixed, axes]} of {dtype}", f"{sizes}{names}", lead))
     # What a rank holds for a backward its own kernels decide.
     found += [Fact(f"output {o.kind} {o.name}") for o in program.outputs if o.kind not in ("held", "gathered")]
     for name, part in program.parts.items():
@@ -54,6 +57,20 @@ def program_facts(program: Program, *, inputs: bool = True) -> list[Fact]:
         found.append(Fact(f"schedules {dict(program.schedules)}"))
     if program.pipeline is not None:
         found += _of_stages(program, program.pipeline)
+    return found
+
+
+def decided(program: Program) -> list[Fact]:
+    """What passes decided that reaches a collective; of a pipeline that is cut, by stage."""
+    how, found = program.pipeline, list[Fact]()
+    staged = how is not None and any(map(of_stages, program.parts))
+    for record in program.passes:
+        texts = [f"{record.name}: {d}" for d in record.decisions]
+        if staged and how is not None:
+            here = program.mesh.coordinate(program.rank)[how.axis]
+            found.append(Fact(f"decisions of {record.name}", texts, ("stage", here)))
+        else:
+            found += map(Fact, texts)
     return found
 
 
@@ -90,4 +107,4 @@ def _plain(a: Any) -> str:
     return repr(a) if isinstance(a, (bool, int, float, complex, str, NoneType, torch.dtype)) else type(a).__name__
 
 
-__all__ = ["CAPTURED", "REBUILD", "numbers", "program_facts"]
+__all__ = ["CAPTURED", "REBUILD", "decided", "numbers", "program_facts"]
