@@ -550,3 +550,41 @@ def test_a_parameter_that_was_swapped_is_named(options: dict[str, Any]) -> None:
             model(mw.shard_tensor(torch.ones(2, 4), mesh, {"dp": mw.Shard(0)}))
 
     mw.simulate(run, mesh)
+
+
+class _Narrow(nn.Module):
+    """Four columns over three ranks: the last one has none of ``up.weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.up, self.head = (nn.Linear(4, n, dtype=torch.float64) for n in (4, 4, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.enter(x)
+        return self.head(h + self.up(h).tanh())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("stored_over", [None, {"up.bias": "dp"}], ids=["whole", "split"])
+@pytest.mark.parametrize("rows", [6, 1])
+def test_ranks_with_empty_shards_gather_when_the_others_do(
+    size: int, stored_over: dict[str, str] | None, rows: int
+) -> None:
+    """A saved weight without elements has no address, and gathers in the backward all the same: else the ranks'
+    collectives are in different orders."""
+    mesh, x = mw.Mesh({"dp": size}), torch.randn(rows, 2, 4, dtype=torch.float64)
+    layouts = {"enter.*": {"dp": mw.Shard(0)}, "head.*": {"dp": mw.Shard(0)}, "up.weight": {"dp": mw.Shard(1)}}
+    plain = _Narrow()
+    plain(x).square().mean().backward()
+
+    def run() -> dict[str, torch.Tensor]:
+        model = mw.shard_module(_Narrow(), mesh, layouts, stored_on="cpu", stored_over=stored_over)
+        for _ in range(2):
+            model.zero_grad()
+            model(mw.shard_tensor(x, mesh, {"dp": mw.Shard(0)})).square().mean().backward()
+        return {n: mw.unshard(p.grad) for n, p in model.named_parameters()}
+
+    for found in mw.simulate(run, mesh):
+        for name, p in plain.named_parameters():
+            assert torch.allclose(found[name], p.grad, rtol=1e-12, atol=1e-14), name

@@ -71,9 +71,10 @@ class Saver:
 
     def note(self, wholes: Sequence[Whole]) -> None:
         """These were gathered."""
-        of_casts = {p: a for p, a in self.at.items() if any(p == c.untyped_storage().data_ptr() for c in self.casts)}
+        # By storage and not by address: an empty shard has none, and its rank gathers when the others do all the same.
+        of_casts = {s: a for s, a in self.at.items() if any(s == c.untyped_storage()._cdata for c in self.casts)}
         seen = [w.seen for w in wholes]
-        self.at = {t.untyped_storage().data_ptr(): (i, t.dtype, None) for i, t in enumerate(seen) if t.numel()}
+        self.at = {t.untyped_storage()._cdata: (i, t.dtype, None) for i, t in enumerate(seen)}
         self.at |= of_casts
         self.wholes = wholes
 
@@ -81,19 +82,17 @@ class Saver:
         """This was made of a gathered parameter by autocast."""
         with disabled():
             local = bare(cast)
-        if local.numel():
-            p = self.unit.params[index]
-            self.at[local.untyped_storage().data_ptr()] = index, local.dtype, state_of(p)
-            self.casts.append(local)
+        self.at[local.untyped_storage()._cdata] = index, local.dtype, state_of(self.unit.params[index])
+        self.casts.append(local)
 
     def pack(self, t: Tensor) -> Any:
         """A reference, if ``t`` looks at a gathered parameter."""
         with disabled():
-            found = self.at.get(t.untyped_storage().data_ptr())
+            found = self.at.get(t.untyped_storage()._cdata)
             if found is None or found[1] is not t.dtype:
                 return t
             self.keep()
-            i, dtype, cast = self.at[t.untyped_storage().data_ptr()]
+            i, dtype, cast = self.at[t.untyped_storage()._cdata]
             version, *_ = cast or self.wholes[i].state
             p = self.unit.params[i]
             # What ``.data`` may write to meanwhile is cast as it was, and not again from what it is in the backward.
