@@ -63,7 +63,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Any, str]] = {
         r'Pass \{"\*\.weight": \{\'dp\': Shard\(0\)\}\}',
     ),
     "a value read on one rank": (read_on_one_rank, DesyncError, "read it on every rank"),
-    "rows of a rank": (other_rows_on_each_rank, DesyncError, r"rank 0: .* at test_first_mistakes\.py:\d+\n"),
+    "rows of a rank": (other_rows_on_each_rank, DesyncError, r"collective\n  rank 0: .* at test_first_mis"),
     "packed sequences": (capture_packed, CaptureError, "pass the padded batch to the RNN"),
 }  # fmt: skip
 

@@ -220,10 +220,11 @@ def test_mismatch_lists_what_each_rank_called() -> None:
 
     with pytest.raises(DesyncError) as caught:
         simulate(fn, TWO)
+    first = fn.__code__.co_firstlineno
     assert str(caught.value) == (
         "ranks (0, 1) disagree in one collective"
-        "\n  rank 0: all_reduce(sum) of float32[2, 3]"
-        "\n  rank 1: all_gather(dim=0, sizes=(4, 4)) of int64[4]"
+        f"\n  rank 0: all_reduce(sum) of float32[2, 3] at test_simulation.py:{first + 4}"
+        f"\n  rank 1: all_gather(dim=0, sizes=(4, 4)) of int64[4] at test_simulation.py:{first + 6}"
     )
     assert seen == [str(caught.value)] * 2
 
@@ -254,12 +255,13 @@ def test_deadlock_lists_where_each_rank_waits() -> None:
 
     with pytest.raises(DesyncError) as caught:
         simulate(fn, FOUR)
+    first = fn.__code__.co_firstlineno
     assert str(caught.value) == (
         "deadlock: every rank waits for another one"
-        "\n  rank 0: waits in all_reduce(sum) of float32[3] over ranks (0, 2)"
-        "\n  rank 1: waits in barrier over ranks (0, 1, 2, 3)"
-        "\n  rank 2: waits in barrier over ranks (0, 1, 2, 3)"
-        "\n  rank 3: waits in barrier over ranks (0, 1, 2, 3)"
+        f"\n  rank 0: waits in all_reduce(sum) of float32[3] over ranks (0, 2) at test_simulation.py:{first + 2}"
+        f"\n  rank 1: waits in barrier over ranks (0, 1, 2, 3) at test_simulation.py:{first + 4}"
+        f"\n  rank 2: waits in barrier over ranks (0, 1, 2, 3) at test_simulation.py:{first + 4}"
+        f"\n  rank 3: waits in barrier over ranks (0, 1, 2, 3) at test_simulation.py:{first + 4}"
     )
 
 

@@ -147,6 +147,10 @@ def _learned(spec: Spec, steps: planner.ConversionPlan, typed: bool) -> tuple[Sp
 _NO_MEMO: tuple[None, None] = (None, None)
 
 
+def _versions(a: Tensor, b: Tensor) -> tuple[int, int]:
+    return (version_of(a), version_of(b)) if Sharing.counted else (_version(a), _version(b))
+
+
 def _already_there(
     t: Tensor, steps: planner.ConversionPlan, memo: dict[Any, Tensor] | None, note: Note | None
 ) -> Tensor | None:
@@ -162,7 +166,7 @@ def _already_there(
             note(steps, False)
         return executor.apply_known(steps.steps, t, value) if value is not None else None
     origin, versions = t.__dict__.get("_origin", (None, None))
-    if steps.moves or origin is None or versions != (version_of(origin), version_of(t)):
+    if steps.moves or origin is None or versions != _versions(origin, t):
         return None
     direct = planner.plan(origin.__dict__["_spec"].decided(), steps.dst)
     if direct.backward_bytes >= steps.backward_bytes or direct.weighted:
@@ -468,7 +472,7 @@ def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
         made = made.clone()
     out: Tensor = wrap(made, target)
     if x.requires_grad and not x.is_leaf:
-        out.__dict__["_origin"] = (x, (version_of(x), version_of(out)))
+        out.__dict__["_origin"] = (x, _versions(x, out))
     return out
 
 

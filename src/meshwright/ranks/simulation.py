@@ -173,7 +173,10 @@ class Simulation:
     def _line_of(self, rank: int) -> str:
         """The user's line at which a rank is."""
         thread = self.threads[rank].ident if rank in self.threads else None
-        return runtime.user_line(frame=None if thread is None else sys._current_frames().get(thread))
+        frame = None if thread is None else sys._current_frames().get(thread)
+        while frame is not None and runtime.is_users(frame.f_code.co_filename):
+            frame = frame.f_back  # it waits in the threading module, for the baton
+        return runtime.user_line(frame=frame)
 
     def _next(self, rank: int) -> int | None:
         at = self.ranks.index(rank)
