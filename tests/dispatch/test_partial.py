@@ -387,6 +387,40 @@ def test_a_value_that_was_reduced_is_not_reduced_again(w_layout):
             torch.testing.assert_close(g, expected)
 
 
+def _of_leaf(x):
+    """Consumers that are not linear, and one that is linear in the leaf and in what it was reduced to."""
+    return x.exp().sum() + x.sigmoid().square().sum() + (x.amax(0) - x + 1e-300).sqrt().detach().sum() + x.cos().sum()
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("learning", [True, False])
+def test_a_leaf_is_reduced_once_for_all_its_consumers(op, learning):
+    parts = torch.randn(4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = {"sum": parts.sum(0), "avg": parts.mean(0), "max": parts.amax(0), "min": parts.amin(0)}[op]
+    x = whole.requires_grad_(learning)
+    want = [_of_leaf(x), _of_leaf(3 * x.detach())]
+    (first,) = torch.autograd.grad(want[0], x, create_graph=True) if learning else (x,)
+    (second,) = torch.autograd.grad(first.square().sum(), x) if learning else (x,)
+
+    def run():
+        x = mw.from_local(parts[mw.rank()].clone(), FOUR, (mw.Partial(op),)).requires_grad_(learning)
+        made, sent = kinds(lambda: _of_leaf(x))
+        if not learning or op == "sum":
+            assert sent == {"all_reduce": 1}
+        # Twice: what is kept of the first time has no graph that a second backward would find freed.
+        grads = [torch.autograd.grad(_of_leaf(x), x, create_graph=True)[0] for _ in range(2 * learning)]
+        if learning and op == "sum":
+            torch.testing.assert_close(mw.unshard(torch.autograd.grad(grads[1].square().sum(), x)[0]), second)
+            for g in grads:
+                torch.testing.assert_close(mw.unshard(g.detach()), first.detach())
+        with torch.no_grad():
+            x.mul_(3)
+        return mw.unshard(made).detach(), mw.unshard(_of_leaf(x)).detach()
+
+    for got in on_ranks(run):
+        torch.testing.assert_close(list(got), [t.detach() for t in want])
+
+
 def _changed(x, change):
     h = x * 2
     first = h.relu()

@@ -73,7 +73,8 @@ def convert_tensor(t: Tensor, steps: planner.ConversionPlan, note: Note | None =
             note(steps, steps.moves)
         made = executor.apply(steps.steps, t)
     if memo is not None and (made is not t or steps.moves):  # itself (on the rank that keeps it): would hold itself
-        memo[ends] = made
+        if not grad or not _is_leaf(t):  # of a leaf the value alone: a graph would outlive its backward
+            memo[ends] = made
         if steps.moves:
             if grad:
                 memo.setdefault(steps.dst.layout, made.detach())
@@ -86,8 +87,11 @@ def _kept(t: Tensor, steps: planner.ConversionPlan) -> bool:
     """Whether what a tensor that needs a gradient is converted to is kept for its next use.
 
     Not where a conversion saves tensors, which a checkpoint counts in both of its runs: neither finds the other's.
+    Of leaves only what a Partial was reduced to: the gathered value of a weight would stay in memory.
     """
-    return not _is_leaf(t) and not (steps.weighted and saving())
+    if _is_leaf(t):
+        return steps.moves and not saving() and bool(steps.src.layout.partial)
+    return not (steps.weighted and saving())
 
 
 def _inference(t: Tensor) -> bool:
