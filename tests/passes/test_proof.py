@@ -10,8 +10,11 @@ import torch.nn as nn
 
 import meshwright as mw
 from meshwright.errors import PassError, ProgramError
-from meshwright.passes import pass_manager
+from meshwright.passes import PassManager, pass_manager
+from meshwright.program import Plan
 from meshwright.program.step import CompiledStep
+from meshwright.ranks import runtime
+from tests.support import by_hand
 from tests.support import planted_passes as plants
 from tests.support.by_hand import Captured, Case, all_reduce
 
@@ -155,6 +158,17 @@ def test_values_that_are_not_finite_are_compared_again() -> None:
     assert len(seen["losses"]) == 2
 
 
+def buffers(made: Captured, passes: list[Any], check: Any) -> dict[str, Tensor]:
+    """Of the model of a step by hand, after two calls."""
+    model, optimizer = made.case.made()
+    rank = runtime.RT.rank
+    source = by_hand._Kept(model, optimizer, made.case.mesh, Plan(), made.recorded[rank])
+    step = CompiledStep(source, made.case.data(0, rank), transform=PassManager(passes), check=check)
+    for i in range(2):
+        step(made.case.data(i, rank))
+    return dict(model.named_buffers())
+
+
 def test_steps_by_hand() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         loss = model(x).square().mean()
@@ -169,7 +183,9 @@ def test_steps_by_hand() -> None:
         return loss
 
     made = Captured(Case(step, Net, {"dp": 2}))
-    made.run([FUSED])
+    for passes in ([FUSED], ["gradient-merge:k_steps=2"]):  # kernels write statistics of batch norms unseen
+        compared, plain = [mw.simulate(lambda c=c, p=passes: buffers(made, p, c), DP) for c in ("first", False)]
+        assert all(_same(a, b) for a, b in zip(compared, plain, strict=True))
     with pytest.raises(PassError, match="kept: pass planted changes"):
         made.run([FUSED, plants.Planted(plants.scaled)])
     with pytest.raises(PassError, match="kept: pass planted changes"):
@@ -207,3 +223,80 @@ def test_differences_that_are_rounding(name: str) -> None:
         return step.ledger[-1].why
 
     assert "1 capture equal" in mw.simulate(rank, mesh)[0]
+
+
+class Plain(nn.Module):
+    """Linears of one shape, without a batch norm: micro-batches have no statistics in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+def merged(passes: list[Any], clip: float | None = None) -> tuple[str, str]:
+    """The error of two cycles of micro-steps of uneven rows and ignored labels, and what the ledger says."""
+
+    def rank() -> tuple[str, str]:
+        torch.manual_seed(0)
+        model = Plain()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def data(n: int) -> tuple[Tensor, Tensor]:
+            y = torch.arange(n) % 5
+            y[: n - 3] = -100
+            return batch(n), y
+
+        def loss_fn(m: nn.Module, b: Any) -> Tensor:
+            return nn.functional.cross_entropy(m(b[0]), b[1])
+
+        step = mw.compile_step(
+            model, loss_fn, optimizer, data(4), mesh=DP, batch={"dp": mw.Shard(0)}, passes=passes, clip_grad_norm=clip
+        )
+        try:
+            for n in (4, 7, 4, 7):
+                step(data(n))
+        except PassError as error:
+            return str(error), ""
+        return "", step.ledger[-1].why
+
+    made: list[tuple[str, str]] = mw.simulate(rank, DP)
+    return made[0]
+
+
+def wrong_weight(program: Any) -> None:
+    """The last micro-step counts twice."""
+    added = next(n for n in program.graph.nodes if n.target is torch.ops.aten.addcmul_.default)
+    added.kwargs = {"value": 2.0}
+
+
+def dropped(program: Any) -> None:
+    """What the last micro-step adds is not added."""
+    added = next(n for n in program.graph.nodes if n.target is torch.ops.aten.addcmul_.default)
+    added.kwargs = {"value": 0.0}
+
+
+def kept(program: Any) -> None:
+    """The micro-steps before the last one add nothing."""
+    part = program.parts["accumulate"]
+    for node in [n for n in part.graph.nodes if n.target is torch.ops.aten.addcmul_.default]:
+        node.kwargs = {"value": 0.0}
+
+
+MERGED: dict[str, Any] = {f.__name__: f for f in (plants.scaled, wrong_weight, dropped, kept)}
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_merged_steps(clip: float | None) -> None:
+    error, why = merged(["gradient-merge:k_steps=2", FUSED], clip)
+    assert not error
+    assert "equal those without gradient-merge" in why
+
+
+@pytest.mark.parametrize("name", MERGED)
+@pytest.mark.thin(3)
+def test_planted_errors_in_merged_steps(name: str, unverified: None) -> None:
+    error, _ = merged(["gradient-merge:k_steps=2", plants.Planted(MERGED[name])])
+    assert "one of the passes gradient-merge, planted changes" in error

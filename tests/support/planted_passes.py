@@ -38,6 +38,7 @@ class Planted(Pass):
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         made = copied(program)
+        made = replace(made, parts={name: copied(part) for name, part in made.parts.items()})
         if self.ranks is None or program.rank in self.ranks:
             self.edit(made)
         return made, PassRecord(f"planted: {self.edit.__name__}")

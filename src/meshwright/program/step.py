@@ -38,7 +38,8 @@ from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
 from .run.peers import Peers, doing
 from .run.pipeline import cut_batch, twice_known_by
-from .run.proof import Check, Proofs
+from .run.proof import Check
+from .run.proofs import Proofs
 
 if TYPE_CHECKING:
     from .capture.conditions import Conditions
@@ -155,7 +156,7 @@ class CompiledStep:
         self.mesh, self.model, self.optimizer = source.mesh, source.model, source.optimizer
         self.training = True
         self._source, self._transform = source, transform
-        self._proofs = Proofs(source.name, transform, check, self.compares)
+        self._proofs = Proofs(source.name, transform, check, self.compares, self._loss_alone)
         self._ready: dict[Any, Ready] = {}  # the one used last at the end
         self._answers: dict[Any, Answers] = {}  # of the last capture, by what else than sizes a program is made for
         self._captured: Counter[Any] = Counter()  # shapes of batches, by what else a program is made for
@@ -209,6 +210,12 @@ class CompiledStep:
         """After the passes, which may ask what the step is for twice as many rows, and what other ranks see."""
         with twice_known_by(batch, lambda given: self._source.record(given, True, again).program), exchanging(exchange):
             return self._transform(made) if self.training else made
+
+    def _loss_alone(self, leaves: Sequence[Any]) -> tuple[Program, Mapping[str, int], Any]:
+        """The program of the loss of a batch, without a backward."""
+        with forgotten(), interrupts_deferred():
+            made = self._source.record(pytree.tree_unflatten(list(leaves), self._tree), False, True)
+        return made.program, made.leaves, made.tree
 
     def _asked(self, recorded: Recorded, more: Mapping[str, Any]) -> tuple[Asked, ...]:
         if recorded.built is None:
@@ -420,8 +427,7 @@ class CompiledStep:
         if ready.program.pipeline is not None:
             bound = cycle.pipelined(readies, micros)
         run = partial(self._peers.run, bound, leaves, cycle.done + 1 == cycle.calls, self._state())
-        proof = self._proofs.of(ready)
-        made = run() if proof is None else proof.run(bound, leaves, run)
+        made = self._proofs.call(bound, readies, micros, (cycle.done, cycle.calls), run)
         cycle.done = (cycle.done + 1) % cycle.calls
         return made
 

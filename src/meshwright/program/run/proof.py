@@ -12,33 +12,31 @@ value sent in 8 bits then differ from themselves as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from ... import collective
-from ...errors import MeshwrightError, PassError, ProgramError
-from ...passes import PassManager
+from ...errors import MeshwrightError, PassError
 from ...ranks import runtime
-from ..capture.ledger import Asked
 from ..ir.program import Program
-from ..ir.subgraphs import copied
 from .bind import BACKENDS, Bound, Carrier, Ready
 from .runner import Compiled
 from .sketches import Sketch, sketch
-from .watched import watched, written_inputs
+from .watched import GRADIENT, LOSS, watched, written_inputs
 
 Tensor = torch.Tensor
 
 SEED = 1.3  # what the backward starts from where rounding is measured: no power of two
 _ULPS = 16  # a difference of so many roundings of a gradient's dtype is not looked into
 _NOISE = 8.0  # times what rounding was measured to be
-_TRIES = 3  # calls that are compared where values are not finite
+WHAT = "the comparison of passes"  # that ranks do together
+TRIES = 3  # calls that are compared where values are not finite
 Sketches = Mapping[str, Sketch]
 Check = Literal["first", "always", False]
-WORDS = ("first", "always")
 
 
 @dataclass(frozen=True)
@@ -67,41 +65,51 @@ class Outcome:
         values: how many values were.
         largest: the largest difference on this rank, in the norm of the value.
         finite: whether all values were.
+        note: what was not compared.
     """
 
     passes: tuple[str, ...]
     values: int = 0
     largest: float = 0.0
     finite: bool = True
+    note: str = ""
 
 
 class PlainRun:
     """A program that runs for what it shows, without its update; what it works on stays as it is."""
 
-    def __init__(self, program: Program, carrier: Carrier, how: tuple[Mapping[str, int], Any]) -> None:
+    def __init__(
+        self, program: Program, carrier: Carrier, how: tuple[Mapping[str, int], Any], unclipped: bool = False
+    ) -> None:
         self._sketches: dict[str, Sketch] = {}
         self._factor = 1.0
-        self.program = watched(program, self._show, seed=self._seed)
+        self.loss: Tensor | None = None
+        self.program = watched(program, self._show, seed=self._seed, unclipped=unclipped)
         self._code = Compiled(self.program)
         self.bound = Bound(self.program, carrier, *how, compiled=(self._code, ()))
         self.places = written_inputs(self.program)
 
-    def __call__(self, leaves: Sequence[Any], before: Before, factor: float = 1.0) -> Sketches:
+    def __call__(self, leaves: Sequence[Any], before: Before, factor: float = 1.0, seed: int | None = None) -> Sketches:
         """What it shows, with the random numbers and written tensors of ``before``.
 
         Args:
             factor: the backward starts from this.
+            seed: of the random numbers, where the call sets one.
         """
         self._sketches, self._factor = {}, factor
-        inputs = self.bound.filled(leaves, {})
+        inputs = [*self.bound.filled(leaves, {})]
         for i in self.places:
             inputs[i] = before.copy(self.program.inputs[i].name, inputs[i])
         with before.drawing():
+            if seed is not None:
+                torch.manual_seed(seed)
             self._code.once(inputs)
         return self._sketches
 
     def _show(self, name: str, t: Tensor) -> None:
         self._sketches[name] = sketch(t)
+        if name == LOSS:
+            self.loss = t
 
     def _seed(self, t: Tensor) -> Tensor:
         return t if self._factor == 1.0 else t * self._factor
@@ -136,23 +144,26 @@ class Before:
             for t, was in self._tensors.values():
                 t.copy_(was)
 
-    def drawing(self) -> _Drawing:
-        """Inside, the numbers are drawn that the call draws; behind, none has been."""
-        return _Drawing(self)
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, the numbers are drawn that the call draws; behind, none has been, and nothing sent."""
+        now = self._now()
+        self._set(self._states)
+        try:
+            with uncounted():
+                yield
+        finally:
+            self._set(now)
 
 
-class _Drawing:
-    def __init__(self, of: Before) -> None:
-        self.of = of
-
-    def __enter__(self) -> None:
-        self.now, self.counts = self.of._now(), runtime.RT.counts
-        runtime.RT.counts = runtime.Counts()  # what is sent here is not what the step sends
-        self.of._set(self.of._states)
-
-    def __exit__(self, *_: object) -> None:
-        self.of._set(self.now)
-        runtime.RT.counts = self.counts
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Inside, collectives are not counted: the step does not send them."""
+    counts, runtime.RT.counts = runtime.RT.counts, runtime.Counts()
+    try:
+        yield
+    finally:
+        runtime.RT.counts = counts
 
 
 @dataclass
@@ -180,7 +191,7 @@ class Proof:
     @property
     def done(self) -> bool:
         """Whether nothing is left to compare."""
-        return self.tries > 0 and (self.outcome.finite or self.tries >= _TRIES)
+        return self.tries > 0 and (self.outcome.finite or self.tries >= TRIES)
 
     def run(self, bound: Bound, leaves: Sequence[Any], call: Callable[[], Any]) -> Any:
         """A call of the step that is compared.
@@ -222,40 +233,25 @@ class Proof:
         group = collective.group(self.plain.mesh)
         mine = self._differing(names, self._wanted, self._shown, None)
         finite = all(s.finite for s in self._shown.values())
-        everyone = collective.all_gather_object((bool(mine), finite), group, "the comparison of passes")
+        everyone = collective.all_gather_object((bool(mine), finite), group, WHAT)
         self.outcome.finite &= all(f for _, f in everyone)
         if not any(differ for differ, _ in everyone):
             return
         noise = self._reference(self._leaves, self._before, SEED)
         mine = self._differing(names, self._wanted, self._shown, noise)
-        found = [f for of in collective.all_gather_object(mine, group, "the comparison of passes") for f in of]
+        found = [f for of in collective.all_gather_object(mine, group, WHAT) for f in of]
         if found:
             self._fail(found)
 
     def _differing(
-        self, names: Sequence[str], wanted: Sketches, shown: Sketches, noise: Sketches | None
+        self, names: Iterable[str], wanted: Sketches, shown: Sketches, noise: Sketches | None
     ) -> list[Discrepancy]:
-        """What differs beyond rounding, the largest first; without ``noise`` what may."""
-        found: list[Discrepancy] = []
-        for name in names:
-            text, size = _difference(name, wanted, shown, noise)
-            if text:
-                found.append(Discrepancy(runtime.RT.rank, name, text, size))
-            self.outcome.largest = max(self.outcome.largest, 0.0 if text else size)
-        return sorted(found, key=lambda f: -f.size)
+        return differing(names, wanted, shown, noise, self.outcome)
 
     def _fail(self, found: Sequence[Discrepancy]) -> None:
-        worst = max(found, key=lambda f: f.size)
         name = self._blamed()
         self._before.restore()
-        ranks = sorted({f.rank for f in found})
-        others = len({f.name for f in found}) - 1
-        more = f" and {others} more values" if others else ""
-        raise PassError(
-            f"{self.where}: {name} changes {worst.name}{more} on rank{'s' if len(ranks) > 1 else ''} "
-            f"{', '.join(map(str, ranks))}: on rank {worst.rank} {worst.text}. Nothing was updated. Leave the pass "
-            "out or mend it; check=False if it is meant to change gradients."
-        )
+        raise PassError(message(self.where, name, found))
 
     def _blamed(self) -> str:
         """The first pass behind which the program differs; all ranks ask together."""
@@ -270,12 +266,68 @@ class Proof:
                 return f"one of the passes {', '.join(names)}"
             noise = self._reference(self._leaves, self._before, SEED)
             mine = self._differing([*self._wanted], self._wanted, shown, noise)
-            if any(collective.all_gather_object(bool(mine), group, "the comparison of passes")):
+            if any(collective.all_gather_object(bool(mine), group, WHAT)):
                 return f"pass {name}"
         return f"pass {names[-1]}"
 
 
-def _difference(name: str, wanted: Sketches, shown: Sketches, noise: Sketches | None) -> tuple[str, float]:
+def differing(
+    names: Iterable[str],
+    wanted: Sketches,
+    shown: Sketches,
+    noise: Sketches | None,
+    outcome: Outcome,
+    factor: float | None = None,
+) -> list[Discrepancy]:
+    """What differs beyond rounding; without ``noise`` what may.  The outcome gets the largest difference.
+
+    Args:
+        factor: what the gradients in ``noise`` are multiplied by; None: as they say.
+    """
+    found: list[Discrepancy] = []
+    moved = _noise_of(wanted, noise, factor)
+    for name in names:
+        text, size = _difference(name, wanted, shown, noise, moved.get(name, 0.0))
+        if text:
+            found.append(Discrepancy(runtime.RT.rank, name, text, size))
+        outcome.largest = max(outcome.largest, 0.0 if text else size)
+    return found
+
+
+def message(where: str, name: str, found: Sequence[Discrepancy]) -> str:
+    """Of the error: which pass changes what, on which ranks, and how far."""
+    worst = max(found, key=lambda f: f.size)
+    ranks = sorted({f.rank for f in found})
+    others = len({f.name for f in found}) - 1
+    more = f" and {others} more value{'s' if others > 1 else ''}" if others else ""
+    return (
+        f"{where}: {name} changes {worst.name}{more} on rank{'s' if len(ranks) > 1 else ''} "
+        f"{', '.join(map(str, ranks))}: on rank {worst.rank} {worst.text}. Nothing was updated. Leave the pass "
+        "out or mend it; check=False if it is meant to change gradients."
+    )
+
+
+def _noise_of(wanted: Sketches, noise: Sketches | None, factor: float | None) -> dict[str, float]:
+    """Of each value, how far rounding may have moved it.
+
+    A gradient of a few elements may be rounded alike by chance: what is usual for the others may happen to it, too.
+    """
+    if noise is None:
+        return {}
+    names = [n for n in wanted if n in noise]
+    gradients = [n for n in names if n.startswith(GRADIENT)]
+    if factor is None:  # a clip takes it off again
+        squares = [sum(x[n].norm ** 2 for n in gradients) for x in (wanted, noise)]
+        factor = (squares[1] / squares[0]) ** 0.5 if all(squares) else 1.0
+    apart = {n: wanted[n].apart(noise[n], factor if n in gradients else 1.0) for n in names}
+    parts = sorted(apart[n] / wanted[n].norm for n in gradients if wanted[n].norm)
+    usual = parts[len(parts) // 2] if parts else 0.0
+    return {n: max(d, usual * wanted[n].norm if n in gradients else 0.0) for n, d in apart.items()}
+
+
+def _difference(
+    name: str, wanted: Sketches, shown: Sketches, noise: Sketches | None, moved: float
+) -> tuple[str, float]:
     """How a value differs, in words, empty if it does not; and how far."""
     if name not in shown or name not in wanted:
         where = "with the passes" if name not in shown else "without the passes"
@@ -287,72 +339,16 @@ def _difference(name: str, wanted: Sketches, shown: Sketches, noise: Sketches | 
         if noise is not None and not want.same_odd(noise[name]):
             return "", 0.0
         return "other elements are not finite than without the passes", float("inf")
-    norm, distance = max(want.norm, got.norm), want.distance(got)
+    norm, distance = max(want.norm, got.norm, want.terms), want.distance(got)
     eps = max(torch.finfo(s.dtype).eps if s.dtype.is_floating_point or s.dtype.is_complex else 0.0 for s in (want, got))
     size = distance / norm if norm else 0.0
-    limit = _ULPS * eps * norm + (0.0 if noise is None else _NOISE * want.apart(noise[name]))
+    limit = _ULPS * eps * norm + _NOISE * moved
     if distance <= limit:
         return "", size
     return f"by {size:.2g} of its norm, {limit / norm:.2g} would be rounding", size
 
 
-class Proofs:
-    """The comparisons of a step.
-
-    Args:
-        where: the function that captured it.
-        transform: what applies its passes.
-        check: as of ``compile_step``.
-        compares: False: nothing is compared.
-    """
-
-    def __init__(self, where: str, transform: Any, check: Check, compares: bool) -> None:
-        if check is not False and check not in WORDS:
-            raise ProgramError(f"{where}: check={check!r}. Pass {', '.join(map(repr, WORDS))} or False.")
-        self.where, self.check = where, check
-        self._passes: tuple[Any, ...] = tuple(getattr(transform, "passes", ()))
-        self._compares = compares and check is not False and bool(self._passes)
-        self._open: dict[int, Proof] = {}  # by id of the programs, which it holds
-        self.outcomes: list[Outcome] = []
-
-    def plain(self, program: Program) -> Program | None:
-        """A copy of a program before its passes; None where nothing is to be compared."""
-        return copied(program) if self._compares else None
-
-    def begin(self, ready: Ready, plain: Program | None) -> None:
-        """Compare the first call of these programs, where passes made them."""
-        ran = [r.name for r in ready.program.passes[len(plain.passes) :]] if plain is not None else []
-        if plain is None or not ran or ready.program.parts:
-            return
-        applied = [p for p in self._passes if p.name in ran]
-        prefixes = [(p.name, PassManager(applied[: i + 1], keep_order=True)) for i, p in enumerate(applied)]
-        self._open[id(ready)] = Proof(ready, plain, prefixes, self.where)
-
-    def of(self, ready: Ready) -> Proof | None:
-        """The comparison that the next call of these programs makes."""
-        proof = self._open.get(id(ready))
-        if proof is not None and proof.done and self.check != "always":
-            self.outcomes.append(proof.outcome)
-            del self._open[id(ready)]
-            return None
-        return proof
-
-    def asked(self) -> Iterator[Asked]:
-        """What became of ``check=``."""
-        if not self._compares:
-            return
-        outcomes = [*self.outcomes, *(p.outcome for p in self._open.values() if p.tries)]
-        why = "no call was compared yet"
-        if outcomes:
-            values, largest = sum(o.values for o in outcomes), max(o.largest for o in outcomes)
-            captures = f"{len(outcomes)} capture{'s' if len(outcomes) > 1 else ''}"
-            passes = ", ".join(dict.fromkeys(n for o in outcomes for n in o.passes))
-            why = f"{values} values of {captures} equal those without {passes}; largest difference {largest:.1g}"
-            if not all(o.finite for o in outcomes):
-                why += "; some were not finite"
-        elif not self._open:
-            why = "no pass changed the program"
-        yield Asked("check", repr(self.check), bool(outcomes or self._open), why)
-
-
-__all__ = ["Check", "Discrepancy", "Outcome", "Proof", "Proofs"]
+__all__ = [
+    "SEED", "TRIES", "WHAT", "Before", "Check", "Discrepancy", "Outcome", "PlainRun", "Proof", "Sketches", "differing",
+    "message", "uncounted",
+]  # fmt: skip

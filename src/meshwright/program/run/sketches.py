@@ -27,12 +27,14 @@ class Sketch:
         signed: sums of its finite elements, times random factors.
         odd: the same of where elements are not finite; None where all are.
         shape, dtype: of the tensor.
+        terms: of a sum, the largest norm of what was added up: what it was rounded by.
     """
 
     signed: Tensor
     odd: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
+    terms: float = 0.0
 
     @property
     def norm(self) -> float:
@@ -48,10 +50,13 @@ class Sketch:
         """About the Euclidean norm of the difference of the finite elements."""
         return float(torch.linalg.vector_norm(self.signed - other.signed))
 
-    def apart(self, other: Sketch) -> float:
-        """As :meth:`distance`, from the multiple of this one that is closest to the other: a factor is no distance."""
+    def factor(self, other: Sketch) -> float | None:
+        """The multiple of this one that is closest to the other; None of zeros."""
         square = float(self.signed @ self.signed)
-        factor = float(self.signed @ other.signed) / square if square else 0.0
+        return float(self.signed @ other.signed) / square if square else None
+
+    def apart(self, other: Sketch, factor: float) -> float:
+        """As :meth:`distance`, from a multiple of this one."""
         return float(torch.linalg.vector_norm(other.signed - factor * self.signed))
 
     def same_odd(self, other: Sketch) -> bool:
@@ -62,12 +67,13 @@ class Sketch:
 
     def times(self, weight: float) -> Sketch:
         """Of the tensor times a number."""
-        return replace(self, signed=self.signed * weight)
+        return replace(self, signed=self.signed * weight, terms=max(self.terms, self.norm) * abs(weight))
 
     def plus(self, other: Sketch) -> Sketch:
         """Of the sum of two tensors of one shape."""
         odd = self.odd if other.odd is None else other.odd if self.odd is None else self.odd + other.odd
-        return replace(self, signed=self.signed + other.signed, odd=odd)
+        terms = max(self.terms, other.terms)
+        return replace(self, signed=self.signed + other.signed, odd=odd, terms=terms)
 
 
 def sketch(t: Tensor) -> Sketch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ...collective import COLLECTIVES
+from ...collective import COLLECTIVES, WAIT_OP
 from ..check.flow import updates
 from ..ir.inplace import storages, written
-from ..ir.nodes import ancestors, draws, info_of, is_mutating
+from ..ir.linear import is_linear
+from ..ir.nodes import ancestors, draws, info_of, is_mutating, is_sum, reduces
 from ..ir.program import Program
 from ..ir.subgraphs import needed
 from .inductor import Segment
@@ -20,6 +22,7 @@ from .inductor import Segment
 Tensor = torch.Tensor
 Show = Callable[[str, Tensor], None]
 
+LOSS, GRADIENT = "the loss", "the gradient"  # how names of points begin
 _HELD = ("param", "buffer", "constant", "state", "scale")  # kinds of inputs that outlive a step
 
 
@@ -38,21 +41,28 @@ class Point:
     reader: fx.Node
 
 
-def points_of(program: Program) -> list[Point]:
-    """What of a program is shown: what it returns, what its updates read, and buffers that it writes to."""
+def points_of(program: Program, unclipped: bool = False) -> list[Point]:
+    """What of a program is shown: what it returns, what its updates read, and buffers that it writes to.
+
+    Args:
+        unclipped: gradients before their norm is clipped.
+    """
     (output,) = program.graph.find_nodes(op="output")
     points: list[Point] = []
     names = {n: i.name for n, i in zip(program.placeholders, program.inputs, strict=True)}
     count: dict[str, int] = {}
     for out, node in zip(program.outputs, program.results, strict=True):
-        words = {"loss": "the loss", "grad": f"the gradient of {out.name}"}
-        points.append(Point(words.get(out.kind, f"{out.name} beside the loss"), node, output))
+        words = {"loss": LOSS, "grad": f"{GRADIENT} of {out.name}", "aux": f"{out.name} beside the loss"}
+        if out.kind in words:
+            points.append(Point(words[out.kind], node, output))
     for reader in program.graph.nodes:
         for param, gradient in updates(reader):
             name = names.get(_source(param), param.name)
             count[name] = count.get(name, 0) + 1
             again = f", update {count[name]}" if count[name] > 1 else ""
-            points.append(Point(f"the gradient that updates {name}{again}", gradient, reader))
+            points.append(Point(f"{GRADIENT} that updates {name}{again}", gradient, reader))
+    if unclipped:
+        points = [_unclipped(p) if p.name.startswith(GRADIENT) else p for p in points]
     touched = {s for n in program.graph.nodes if info_of(n).role != "optimizer" for s in written(n)}
     points += [
         Point(f"the {'parameter' if i.kind == 'param' else i.kind} {i.name} after the forward", n, output)
@@ -62,10 +72,37 @@ def points_of(program: Program) -> list[Point]:
     return points
 
 
-def written_inputs(program: Program) -> list[int]:
-    """Places of the inputs that a program writes to."""
+def _unclipped(point: Point) -> Point:
+    """The point in front of the factor of a clip."""
+    at: Any = point.node
+    while at.op == "call_function" and info_of(at).role == "optimizer" and len(at.all_input_nodes) == 1:
+        (before,) = at.all_input_nodes
+        if at.target is operator.getitem and before.target is torch.ops.aten._foreach_mul.Tensor:
+            return Point(point.name, before.args[0][at.args[1]], before)
+        at = before
+    return point
+
+
+def is_added_up(point: Point) -> bool:
+    """Whether a gradient is what autograd gave, by linear ops alone: that of a mean of steps is the mean of theirs."""
+    at = point.node
+    while not info_of(at).grad_of:
+        sent = at.target in COLLECTIVES and (is_sum(at) or not reduces(at))
+        if at.op != "call_function" or not (sent or is_linear(at) or at.target is WAIT_OP):
+            return False
+        at = at.all_input_nodes[0]
+    return True
+
+
+def written_inputs(program: Program, buffers: bool = True) -> list[int]:
+    """Places of the inputs that a program writes to.
+
+    Args:
+        buffers: all buffers, too: kernels of batch norms write to them, and their schemas do not say so.
+    """
     touched = {s for n in program.graph.nodes for s in written(n)}
-    return [i for i, n in enumerate(program.placeholders) if not touched.isdisjoint(storages(n))]
+    pairs = enumerate(zip(program.placeholders, program.inputs, strict=True))
+    return [i for i, (n, of) in pairs if (buffers and of.kind == "buffer") or not touched.isdisjoint(storages(n))]
 
 
 def watched(
@@ -73,15 +110,17 @@ def watched(
     show: Show,
     verdict: Callable[[], None] | None = None,
     seed: Callable[[Tensor], Tensor] | None = None,
+    unclipped: bool = False,
 ) -> Program:
     """The same program, in which ``show(name, value)`` is called with each of its points.
 
     Args:
         seed: what becomes of the number that a backward starts from.
+        unclipped: as of :func:`points_of`.
         verdict: called when all points have been shown, and before anything is updated; None: the program ends there,
             and updates nothing.
     """
-    points = points_of(program)
+    points = points_of(program, unclipped)
     first = _needed(program, points)
     if verdict is not None:
         first = _before(program, first)
@@ -197,4 +236,4 @@ def _complete(point: Point, place: Mapping[fx.Node, int], writers: Mapping[int, 
     return max([point.node, *by], key=place.__getitem__)
 
 
-__all__ = ["Point", "points_of", "watched", "written_inputs"]
+__all__ = ["GRADIENT", "LOSS", "Point", "is_added_up", "points_of", "watched", "written_inputs"]
