@@ -145,7 +145,7 @@ class RankJournal:
         want = self.journal.seen.get(key)
         if want is None or (self.mode == "captured" and key in self.journal.again):
             return  # programs add up gradients of one value where they like
-        if key in self.compared or rank in self.waiting.get(key, ()):
+        if key in self.compared or (key[1] == "backward" and rank in self.waiting.get(key, ())):
             if key[1] == "backward" and key not in self.journal.again:
                 self.terms.add(key)
                 self.departed.pop(key, None)
