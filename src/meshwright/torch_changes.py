@@ -15,7 +15,7 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 FIRST_MESH = "the first mesh"
 NEVER = "never"
@@ -41,26 +41,26 @@ class TorchChange:
     until: str = NEVER
 
 
-class StandIn:
+class StandIn(functools.partial[Any]):
     """A function in the place of one of PyTorch, which tables of PyTorch and of users do not tell from it.
 
     PyTorch keeps sets and dicts of its functions: the factories that ``torch.device("meta")`` reaches, overridable
     functions, what Dynamo may put into a graph, lowerings, inference rules.  Each is filled at its first use, before or
     after the first mesh.  So the two are equal: a table that has either has both, whenever it was filled.
+    A partial, which calls ``run`` from C: hot paths pay for no call of Python more.
     """
 
-    def __init__(self, original: Any, run: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original)
-        self.__wrapped__ = original
-        self._run, self._name = run, getattr(original, "__qualname__", "")
-        self._free = isinstance(original, types.BuiltinFunctionType)  # as an attribute of a class it binds no instance
-        self._modes = _modes_of(original)
+    def __new__(cls, original: Any, run: Callable[..., Any]) -> Self:
+        made = super().__new__(cls, run)
+        functools.update_wrapper(made, original)
+        made.__wrapped__ = original
+        made._name = getattr(original, "__qualname__", "")
+        made._free = isinstance(original, types.BuiltinFunctionType)  # as an attribute of a class it binds no instance
+        return made
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._modes is not None and self._modes():  # a mode compares what it gets with what the name means now
-            overrides = sys.modules["torch.overrides"]
-            return overrides.handle_torch_function(self, (), *args, **kwargs)
-        return self._run(*args, **kwargs)
+    __wrapped__: Any
+    _name: str
+    _free: bool
 
     def __get__(self, of: Any, kind: Any = None) -> Any:
         return self if of is None or self._free else types.MethodType(self, of)
@@ -84,16 +84,27 @@ class StandIn:
         return self._name if isinstance(self.__wrapped__, types.FunctionType) else self.__wrapped__.__reduce__()
 
 
+class SeenByModes(StandIn):
+    """A stand-in for what asks function modes in C: they compare what they get with what the name means now."""
+
+    _modes_enabled: Callable[[], bool]  # and not disabled
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._modes_enabled():
+            overrides = sys.modules["torch.overrides"]
+            return overrides.handle_torch_function(self, (), *args, **kwargs)
+        return self.func(*args, **kwargs)
+
+
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def _modes_of(original: Any) -> Callable[[], bool] | None:
-    """Whether function modes are on, and not disabled, for what asks them in C: functions and methods of tensors."""
-    name: str = getattr(original, "__qualname__", "")
-    if name.startswith(("_VariableFunctionsClass.", "TensorBase.")):
-        enabled: Callable[[], bool] = importlib.import_module("torch._C")._is_torch_function_mode_enabled
-        return enabled
-    return None
+def _stand_in(original: Any, run: Callable[..., Any]) -> StandIn:
+    if not getattr(original, "__qualname__", "").startswith(("_VariableFunctionsClass.", "TensorBase.")):
+        return StandIn(original, run)
+    made = SeenByModes(original, run)
+    made._modes_enabled = importlib.import_module("torch._C")._is_torch_function_mode_enabled
+    return made
 
 
 TABLE: list[TorchChange] = []
@@ -164,7 +175,7 @@ def put(target: str, make: Make) -> None:
     of_module = isinstance(owner, types.ModuleType) and isinstance(original, _FUNCTIONS)
     in_c = isinstance(original, types.MethodDescriptorType) and original.__objclass__ is not object
     if isinstance(made, types.FunctionType) and (of_module or in_c):
-        made = StandIn(original, made)
+        made = _stand_in(original, made)
     setattr(owner, name, made)
     if of_module:
         _followers[id(original)] = (original, made)
