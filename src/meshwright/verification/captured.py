@@ -58,7 +58,7 @@ class _OneDevice(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is GRAD.default:
-            outputs, inputs, cotangents, create = args
+            outputs, inputs, cotangents, create, _ = args  # dtypes are those of the inputs on one device
             made = torch.autograd.grad(
                 outputs, inputs, cotangents or None, retain_graph=True, create_graph=create, allow_unused=True
             )
