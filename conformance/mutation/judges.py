@@ -35,7 +35,9 @@ MANY = 12  # of one of a module's own
 
 # What judges a module first: more cases of it are run.
 _OWN = {
-    "passes/batch_weights.py": "batch_weights losses_of_micro_batches",
+    "passes/batch_weights.py": "batch_weights losses_of_micro_batches micro_batch_axis",
+    "program/capture/loss_terms.py": "micro_batch_axis batch_weights losses_of_micro_batches",
+    "program/capture/micro_batches.py": "micro_batch_axis batch_weights losses_of_micro_batches",
     "dispatch/autocast.py": "casts autocast autocast_weights",
     "passes/buckets.py": "buckets data_parallel_optimization",
     "passes/data_parallel_optimization.py": "fused_graphs passes_by_hand",

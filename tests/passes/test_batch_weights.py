@@ -184,7 +184,7 @@ def test_all_alike_where_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        (lambda m, b: m(b[0]).square().mean().sqrt(), "aten.sqrt.default over the batch"),
+        (lambda m, b: m(b[0]).square().mean().sqrt(), "aten.sqrt.default of a sum over the batch"),
         (lambda m, b: F.cross_entropy(*flat(m, b)) + 0.1 * m(b[0]).square().mean(), "two means over different numbers"),
         (lambda m, b: (each(m, b) * masked(b)).sum() / masked(b).sum() / each(m, b).sum(), "again"),
         (
@@ -193,23 +193,32 @@ def test_all_alike_where_it_is_asked_for() -> None:
             ),
             "two means over different numbers",
         ),
-        (lambda m, b: each(m, b).sum() / m.embed(b[0]).detach().norm(), "over the batch"),
-        (lambda m, b: each(m, b).sum() / m.up(m.embed(b[0])).detach().max(), "aten.amax.default over the batch"),  # type: ignore[operator]
-        (lambda m, b: each(m, b).sum() / b[0].max(), "aten.amax.default over the batch"),
-        (lambda m, b: each(m, b).sum() / masked(b).sum().square(), "aten.pow.Tensor_Scalar over the batch"),
-        (lambda m, b: each(m, b).sum() / masked(b).any(), "aten.any.default over the batch"),
+        (
+            lambda m, b: each(m, b).sum() / m.embed(b[0]).detach().norm(),
+            "linalg_vector_norm.default uses a sum over the rows",
+        ),
+        (lambda m, b: each(m, b).sum() / m.up(m.embed(b[0])).detach().max(), "aten.max.default reduces over all rows"),  # type: ignore[operator]
+        (lambda m, b: each(m, b).sum() / b[0].max(), "aten.max.default reduces over all rows"),
+        (lambda m, b: each(m, b).sum() / masked(b).sum().square(), r"divided by a power \(2\) of a sum over the batch"),
+        (lambda m, b: each(m, b).sum() / masked(b).any(), "aten.any.default reduces over all rows"),
         (lambda m, b: each(m, b).square().sum() / each(m, b).sum(), "the gradient goes through"),
         (lambda m, b: each(m, b).mean() / masked(b).sum(), "divide a sum by a sum"),
         (lambda m, b: m.up.weight.square().sum() / masked(b).sum(), "divide a sum by a sum"),  # type: ignore[operator,union-attr]
         (lambda m, b: each(m, b).mean() / masked(b).double().mean().clamp(0.1), "kept from zero: divide sums"),
-        (lambda m, b: (m(b[0]).sum((1, 2)) * (b[0][:, :1] == b[0][:, 0]).sum(1)).mean(), "pairs of rows"),
-        (lambda m, b: (m(b[0]).sum((1, 2)) * torch.cdist(*[m.embed(b[0])[:, 0].detach()] * 2).sum(1)).mean(), "pairs"),  # type: ignore[operator]
+        (
+            lambda m, b: (m(b[0]).sum((1, 2)) * (b[0][:, :1] == b[0][:, 0]).sum(1)).mean(),
+            "reads rows of other micro-batches",
+        ),
+        (
+            lambda m, b: (m(b[0]).sum((1, 2)) * torch.cdist(*[m.embed(b[0])[:, 0].detach()] * 2).sum(1)).mean(),
+            "reads rows of other micro-batches",
+        ),  # type: ignore[operator]
         (
             lambda m, b: (
                 m(b[0]).sum((1, 2))
                 / b[0].new_zeros(99).scatter_add(0, b[0][:, 0], torch.ones_like(b[0][:, 0]))[b[0][:, 0]]
             ).sum(),
-            "a sum over the rows",
+            "reads rows of other micro-batches",
         ),
     ],
 )
@@ -277,16 +286,16 @@ MIXED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (
         functools.partial(Normed, True),
         LOSSES["ignored labels"],
-        r"native_batch_norm.* takes the statistics of the batch",
+        "batch_norm.default uses a sum over the rows",
     ),
     (
         functools.partial(Normed, False),
         LOSSES["ignored labels"],
-        r"native_batch_norm.* takes the statistics of the batch",
+        "batch_norm.default uses a sum over the rows",
     ),
-    (Net, similar, r"aten.mm.default takes pairs of rows of the batch"),
-    (Net, lambda m, b: (m(b[0]) - m(b[0]).mean(0)).square().mean(), r"a sum over the rows of the batch"),
-    (Net, lambda m, b: m(b[0]).softmax(0).square().mean(), r"all rows of the batch together"),
+    (Net, similar, "reads rows of other micro-batches"),
+    (Net, lambda m, b: (m(b[0]) - m(b[0]).mean(0)).square().mean(), "uses a sum over the rows of the batch"),
+    (Net, lambda m, b: m(b[0]).softmax(0).square().mean(), "softmax.int reduces over all rows"),
 ]
 
 

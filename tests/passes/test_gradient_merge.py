@@ -244,7 +244,9 @@ def test_the_program_that_is_given_stays() -> None:
     def run() -> Any:
         step = static(0)[0]
         before = str(step.program)
-        made, record = GradientMerge(4).apply(step.program)
+        made, record = GradientMerge(4, weighted=False).apply(step.program)
+        with pytest.raises(PassError, match="does not say what its loss is a mean over: list the pass"):
+            GradientMerge(4).apply(step.program)
         assert str(step.program) == before
         assert not step.program.parts
         assert set(made.parts) == {"accumulate", "flush"}

@@ -21,9 +21,9 @@ from ..errors import PassError
 from ..layout import At, Layout, Partial, Replicate, Spec
 from ..program.ir.inplace import follow, returned, storages, written
 from ..program.ir.linear import is_linear
+from ..program.ir.loss_weight import LossWeight, Weighing
 from ..program.ir.nodes import (
     UPDATE,
-    NodeInfo,
     Value,
     ancestors,
     annotate,
@@ -36,13 +36,13 @@ from ..program.ir.nodes import (
 )
 from ..program.ir.program import STEP, WHOLE, Input, Program
 from ..program.ir.subgraphs import copied, needed, new_storage, part_of, read_instead
-from .batch_weights import keep_from_zero, one_for_zero, weight_of
+from .batch_weights import UPDATE_WEIGHTS, WeightNodes, name_of, weight_of, without_count
 from .pass_manager import Pass, PassRecord, register
 
 aten = torch.ops.aten
 
+_HINT = "give weighted=False for the plain mean of the micro-steps, or take the step on the whole batch"
 Contributions = Mapping[fx.Node, Mapping[int, fx.Node]]  # of a gradient, by stage
-UPDATE_WEIGHTS = NodeInfo("backward", source="weights of micro-batches")  # of what serves them
 # Ops that leave elements as they are and in their order.
 _IN_ORDER = {
     aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.squeeze.dim, aten.squeeze.dims,
@@ -66,6 +66,7 @@ class GradientMerge(Pass):
         weighted: weigh micro-steps by what their losses are means over, so that the mean is that of one step on all
             micro-batches together, however many labels of each are ignored; False: all alike.  Of a loss that is a sum,
             and in steps by hand, they are all alike.
+        rows_dim: which dim of the batch's tensors has its rows; None: the first, or what the mesh shards.
         whole_sums: sum gradients of parameters that are stored split (ZeRO-3) whole and scatter them once per update:
             less is sent, and the sums are as large as the gathered parameters.  Otherwise each micro-step scatters.
 
@@ -82,6 +83,7 @@ class GradientMerge(Pass):
     avg: bool = True
     whole_sums: bool = False
     weighted: bool = True
+    rows_dim: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.k_steps, int) or isinstance(self.k_steps, bool) or self.k_steps < 1:
@@ -89,6 +91,8 @@ class GradientMerge(Pass):
         for option in ("avg", "whole_sums", "weighted"):
             if not isinstance(getattr(self, option), bool):
                 raise PassError(f"gradient-merge: {option}={getattr(self, option)!r}: True or False was expected")
+        if self.rows_dim is not None and (not isinstance(self.rows_dim, int) or self.rows_dim < 0):
+            raise PassError(f"gradient-merge: rows_dim={self.rows_dim!r}: pass the number of a dim, or None")
 
     @property
     def calls_per_update(self) -> int:
@@ -99,6 +103,11 @@ class GradientMerge(Pass):
     def averages(self) -> bool:
         """As asked for."""
         return self.avg
+
+    @property
+    def weighing(self) -> Weighing | None:
+        """How much micro-steps count, where they do not count alike."""
+        return Weighing(_HINT, self.rows_dim) if self.k_steps > 1 and self.avg and self.weighted else None
 
     def apply(self, program: Program) -> tuple[Program, PassRecord]:
         """The program of the last micro-step, with the parts ``accumulate``, for the others, and ``flush``."""
@@ -157,11 +166,10 @@ class Merge:
     ) -> None:
         if program.parts:
             raise PassError(f"the program merges {len(program.step)} micro-steps already")
-        self.program, self.graph, self.k_steps, self.avg = program, program.graph, how.k_steps, how.avg
+        self.how, self.plain = how, program
+        self.program, self.count = without_count(program)
+        self.graph, self.k_steps, self.avg = program.graph, how.k_steps, how.avg
         self.whole_sums = how.whole_sums  # whether reduce-scatters change places with sums over micro-steps
-        weight = weight_of(program) if how.avg and how.weighted else None
-        # None: micro-steps are all alike.
-        self.weight = None if weight is None or not weight.weighs else weight
         # Behind the backward, whatever that starts from: hooks see each micro-step's own gradient.
         self.alpha: float | fx.Node = 1 / self.k_steps if self.avg else 1.0
         self.seeded = seeded
@@ -169,9 +177,8 @@ class Merge:
         self.stage_of = {n: s for of in contributions.values() for s, n in of.items()}
         self.counted: tuple[Any, Any] = (1, 1)  # of a micro-step: how much it counts, and what its loss is divided by
         self.storage = new_storage(program.graph)
-        if self.weight is not None and self.weight.divisor is not None:
-            keep_from_zero(self.weight.divisor, self.storage)
-            self.storage += 1
+        self.weight: LossWeight | None = None  # micro-steps are all alike
+        self.weight_nodes: WeightNodes | None = None
         given = dict(zip(program.placeholders, program.inputs, strict=True))
         self.last = program.placeholders[-1]  # of the inputs
         self.kept = {s for n, i in given.items() if i.kind == "buffer" for s in storages(n)}
@@ -186,13 +193,17 @@ class Merge:
         self.end = max(cuts, key=place.__getitem__, default=None)  # of the backward
         if not cuts:
             raise PassError("the program has no gradients to merge; it must be that of a training step")
+        weight = weight_of(self.plain) if self.how.avg and self.how.weighted else None
+        if weight is not None and weight.weighs:
+            self.weight, self.weight_nodes = weight, WeightNodes(weight, self._number)
         self._one_sum_each(cuts)
         losses = [o for o in self.program.outputs if o.kind in ("loss", "aux")]
         values = dict(zip(self.program.outputs, self.program.results, strict=True))
         self._independent({o.name: values[o] for o in losses}, cuts)
         # Other ranks may wait in collectives whose result this one, with an empty shard, has no use for.
         met = [n for n in self.program.collectives() if not n.users and info_of(n).role != "optimizer"]
-        nodes = needed(self.graph, [*cuts, *met, *(values[o] for o in losses)], self._by_forward)
+        roots = [*cuts, *met, *(values[o] for o in losses), *([] if self.count is None else [self.count])]
+        nodes = needed(self.graph, roots, self._by_forward)
         self._unchanged(nodes)
         nodes |= {n for n in self.graph.nodes if draws(n) and info_of(n).role != "optimizer"}
         self.sums = sums = [self._sum(n) for n in cuts]
@@ -200,7 +211,7 @@ class Merge:
         if self.weight is not None:
             self.weights = self._place("sum_weights", self._number())
             spec = Spec(torch.Size(()), torch.float64, Layout(self.program.mesh))
-            self.places[self.weights] = Input(self.weight.name, "accumulator", spec)
+            self.places[self.weights] = Input(name_of(self.weight), "accumulator", spec)
         self._list_inputs()
         accumulate = part_of(self.program, nodes | {*self.places}, losses)
         self._accumulate(accumulate, sums)
@@ -371,10 +382,9 @@ class Merge:
         """What the update is by."""
         if self.weight is None:
             return "the mean over micro-steps, all alike" if self.avg else "the sum over micro-steps"
-        if self.weight.divisor is None:
+        if not self.weight.counted:
             return f"the mean over micro-steps, each by what its loss is a mean over ({self.weight.number:g} here)"
-        where = info_of(self.weight.divisor).line or f"%{self.weight.divisor.name}"
-        return f"the mean over micro-steps, each by what its loss is divided by ({where})"
+        return f"the mean over micro-steps, each by what its loss is divided by ({self.weight.line})"
 
     def _number(self, dtype: torch.dtype = torch.float64) -> Value:
         self.storage += 1
@@ -382,23 +392,8 @@ class Merge:
 
     def _weights(self, graph: fx.Graph, named: Mapping[str, fx.Node]) -> tuple[Any, Any]:
         """How much a micro-step counts, and by what its gradients are multiplied before they are added up."""
-        assert self.weight is not None
-        number: float = round(self.weight.number, 9)
-        number = int(number) if number.is_integer() else number  # programs for many sizes know how integers vary
-        if self.weight.divisor is None or self.weight.counted is None:
-            return number, number
-        made: list[fx.Node] = []
-        for node in (named[self.weight.counted.name], named[self.weight.divisor.name]):
-            info = info_of(node)
-            with graph.inserting_after(max([node, *made])):
-                one = call(graph, aten.view.default, (node, []), info.beside(replace(checked_value(node), shape=())))
-            with graph.inserting_after(one):
-                kwargs = {"dtype": torch.float64}
-                made.append(call(graph, aten._to_copy.default, (one,), info.beside(self._number()), kwargs))
-            if number != 1:  # a mean, times of how many it is
-                with graph.inserting_after(made[-1]):
-                    made[-1] = call(graph, aten.mul.Tensor, (made[-1], number), info.beside(self._number()))
-        return made[0], made[1]
+        assert self.weight_nodes is not None
+        return self.weight_nodes.of_micro_batch(graph, None if self.count is None else named[self.count.name])
 
     def _from_seed(self, program: Program, by: fx.Node) -> float:
         """Start the backward from a micro-batch's weight, in a unit in which it is about 1: that unit."""
@@ -436,20 +431,8 @@ class Merge:
 
     def _divided(self, graph: fx.Graph, places: list[fx.Node], total: fx.Node) -> fx.Node:
         """Divide sums by the weights of the micro-steps in them."""
-        assert self.weight is not None
-        for node in self.weight.bounds():  # in the dtypes in which they were
-            given, made = checked_value(node.args[0]).dtype, checked_value(node).dtype
-            for target, args, kwargs, dtype in (
-                (aten._to_copy.default, (), {"dtype": given}, given),
-                (node.target, node.args[1:], dict(node.kwargs), made),
-                (aten._to_copy.default, (), {"dtype": torch.float64}, torch.float64),
-            ):
-                with graph.inserting_after(total):
-                    info = UPDATE_WEIGHTS.beside(self._number(dtype))
-                    total = call(graph, target, (total, *args), info, kwargs)
-        if self.weight.divisor is not None:  # of which nothing counts there is no gradient, as on one device
-            self.storage += 2
-            total = one_for_zero(total, self.storage - 1, UPDATE_WEIGHTS)
+        assert self.weight_nodes is not None
+        total = self.weight_nodes.divisor(graph, total)
         with graph.inserting_after(total):
             return call(graph, aten._foreach_div_.Tensor, (places, total), UPDATE_WEIGHTS)
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from ..errors import PassError, ProgramError, near
 from ..program.check.verify import verify
+from ..program.ir.loss_weight import Weighing
 from ..program.ir.nodes import no_collection
 from ..program.ir.program import Program, without_unserved
 
@@ -85,6 +86,11 @@ class Pass:
     def splits(self) -> int:
         """Into how many micro-batches each call of the step cuts its batch."""
         return 1
+
+    @property
+    def weighing(self) -> Weighing | None:
+        """What the pass asks of a loss: how much micro-batches count; None: nothing."""
+        return None
 
     def homes(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage of a step with stages, along their axis: the pass may give a rank several."""
@@ -280,6 +286,11 @@ class PassManager:
     def splits(self) -> int:
         """Into how many micro-batches each call of the step cuts its batch."""
         return math.prod(p.splits for p in self.passes)
+
+    @property
+    def weighing(self) -> Weighing | None:
+        """What the passes ask of a loss."""
+        return next((w for p in self.passes if (w := p.weighing) is not None), None)
 
     def homes(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage of a step with stages, along their axis.

@@ -17,12 +17,13 @@ from ..collective import OPERATORS, mesh_text
 from ..errors import PassError, ProgramError
 from ..layout import Partial, Replicate
 from ..program.ir.cut import cut
+from ..program.ir.loss_weight import Weighing
 from ..program.ir.nodes import NodeInfo, Value, annotate, call, checked_value, info_of, is_mutating
 from ..program.ir.program import PIPELINE, STEP, Input, Output, Program, Staging
 from ..program.ir.schedules import LOOPED, PARTS, Schedule, V, schedule
 from ..program.ir.subgraphs import copied, new_storage
-from .batch_weights import weight_of
-from .gradient_merge import UPDATE_WEIGHTS, GradientMerge, Merge
+from .batch_weights import UPDATE_WEIGHTS, weight_of
+from .gradient_merge import GradientMerge, Merge
 from .pass_manager import Pass, PassRecord, register
 from .stage_sums import bytes_of, contributions, divided_behind, in_order_of_stages, stages_of, taken_out
 
@@ -121,6 +122,11 @@ class Pipeline(Pass):
         return made
 
     @property
+    def weighing(self) -> Weighing | None:
+        """How much micro-batches count: they are cut along the first dim."""
+        return Weighing(_WHOLE, rows_dim=0)
+
+    @property
     def splits(self) -> int:
         """Micro-batches."""
         return self.micro_batches
@@ -139,7 +145,7 @@ class Pipeline(Pass):
                 "the loss function returns other values beside the loss, which micro-batches have each their own of: "
                 "return the loss alone"
             )
-        weight = weight_of(program, _WHOLE, added_up=True)
+        weight = weight_of(program)
         counts = weight is not None and weight.weighs
         program, stages, often = copied(program), stages_of(program), self.gather == "micro-batch"
         apart = contributions(program, whole_sums=not often)

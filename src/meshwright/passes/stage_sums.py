@@ -20,7 +20,8 @@ from ..program.ir.inplace import storages
 from ..program.ir.nodes import UPDATE, NodeInfo, annotate, call, checked_value, info_of, is_mutating, is_sum
 from ..program.ir.program import Input, Message, Output, Program
 from ..program.ir.subgraphs import new_storage, read_instead
-from .gradient_merge import UPDATE_WEIGHTS, Contributions, unsent
+from .batch_weights import UPDATE_WEIGHTS
+from .gradient_merge import Contributions, unsent
 
 aten = torch.ops.aten
 # What is done to a gradient as autograd gave it: it is cast, and cut to what its stage has.

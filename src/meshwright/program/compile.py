@@ -32,6 +32,7 @@ from .capture.local import HandWritten, StepFn, record_step
 from .capture.optimizers import as_one, parts_of
 from .capture.stages import Homes
 from .capture.update import update_of
+from .ir.loss_weight import Weighing
 from .run.guard import check_hooks
 from .run.lengths import Read
 from .run.proof import Check
@@ -57,12 +58,12 @@ class _OfDevice(CaptureSource):
     names: Mapping[int, str]
     homes: Homes
 
-    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+    def record(self, batch: Any, train: bool, again: bool, weighing: Weighing | None = None) -> Recorded:
         if not again:
             check_hooks(self.model)
         made = build(
             self.model, self.loss_fn, self.optimizer, batch, self.mesh, self.plan,
-            rank=runtime.RT.rank, train=train, again=again, homes=self.homes,
+            rank=runtime.RT.rank, train=train, again=again, homes=self.homes, weighing=weighing,
         )  # fmt: skip
         captured = made.captured
         leaves = {s.name: s.leaf for s in batch_sources(captured.sources)}
@@ -105,7 +106,7 @@ class _ByHand(CaptureSource):
 
     step_fn: StepFn
 
-    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+    def record(self, batch: Any, train: bool, again: bool, weighing: Weighing | None = None) -> Recorded:
         if not train:
             raise ProgramError("a step by hand does what it was written to do: capture another one without an update")
         model, optimizer = self.model, self.optimizer

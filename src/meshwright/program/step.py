@@ -30,6 +30,7 @@ from .capture.optimizers import check_unscaled, difference, numbers_of, options_
 from .capture.scale import SCALE
 from .check.digest import digest_of
 from .check.facts import CAPTURED, REBUILD, decided, numbers, program_facts
+from .ir.loss_weight import Weighing
 from .ir.program import STEP, Program
 from .ir.sizes import Unlike
 from .run.bind import BACKENDS, Carrier, Ready
@@ -37,7 +38,7 @@ from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
 from .run.peers import Peers, doing
-from .run.pipeline import cut_batch, twice_known_by
+from .run.pipeline import cut_batch
 from .run.proof import Check
 from .run.proofs import Proofs
 
@@ -91,12 +92,13 @@ class CaptureSource:
     name: ClassVar[str]
     by_hand: ClassVar[bool]
 
-    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+    def record(self, batch: Any, train: bool, again: bool, weighing: Weighing | None = None) -> Recorded:
         """Capture it for batches like this one.
 
         Args:
             train: or only compute the loss.
             again: it was captured before.
+            weighing: a pass asks how much micro-batches count.
         """
         raise NotImplementedError
 
@@ -193,9 +195,9 @@ class CompiledStep:
             self.mesh, self._source.name, CAPTURED, REBUILD, doing=self._capturing(pytree.tree_leaves(batch))
         ) as facts:
             with forgotten(), interrupts_deferred():
-                made = self._source.record(batch, self.training, again)
+                made = self._source.record(batch, self.training, again, self._weighing)
             plain, answers = self._proofs.plain(made.program) if self.training else None, Answers()
-            passed = self._passed(made.program, batch, again, answers.noting(facts.exchange))
+            passed = self._passed(made.program, answers.noting(facts.exchange))
             made = replace(made, program=passed, plain=plain, answers=answers)
             facts += [Fact("default dtype, deterministic algorithms, autocast", modes())]
             facts += [*numbers(options_of(self.optimizer), made.module), *program_facts(made.program)]
@@ -206,10 +208,15 @@ class CompiledStep:
     def _capturing(self, leaves: Sequence[Any]) -> str:
         return "" if self._source.by_hand else doing(leaves, "the capture of a step")
 
-    def _passed(self, made: Program, batch: Any, again: bool, exchange: Exchange) -> Program:
-        """After the passes, which may ask what the step is for twice as many rows, and what other ranks see."""
-        with twice_known_by(batch, lambda given: self._source.record(given, True, again).program), exchanging(exchange):
+    def _passed(self, made: Program, exchange: Exchange) -> Program:
+        """After the passes, which may ask what other ranks see."""
+        with exchanging(exchange):
             return self._transform(made) if self.training else made
+
+    @property
+    def _weighing(self) -> Weighing | None:
+        """What the passes ask of a loss."""
+        return getattr(self._transform, "weighing", None)
 
     def _loss_alone(self, leaves: Sequence[Any]) -> tuple[Program, Mapping[str, int], Any]:
         """The program of the loss of a batch, without a backward."""
@@ -270,10 +277,10 @@ class CompiledStep:
         if ready.many:  # the graph in use is that of another size: captured for this one, to be looked at
             given = pytree.tree_unflatten(ready.given, self._tree)
             with torch.inference_mode(False), torch.enable_grad(), forgotten(), interrupts_deferred():
-                made = self._source.record(given, self.training, True).program
+                made = self._source.record(given, self.training, True, self._weighing).program
             # What ranks exchanged for a capture of another size is alike, but for bytes.
             answers = self._answers.get(self._key(pytree.tree_leaves(given)), self._example).again(self.mesh.size)
-            ready.program, ready.many = self._passed(made, given, True, answers), False
+            ready.program, ready.many = self._passed(made, answers), False
         return ready.program
 
     @property

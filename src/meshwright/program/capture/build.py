@@ -31,11 +31,14 @@ from ...shard.parameters.packing import whole_over
 from ...shard.parameters.precision import Casts, Precisions, casts_of, check_autocast
 from ...shard.parameters.stored import Axes, Storage, Stored, stored
 from ...tensor import DistTensor
+from ..ir.loss_weight import Weighing
 from ..ir.nodes import no_collection
 from ..ir.program import Program
 from .complete import Completed, complete
 from .export import Captured, LossFn, capture
 from .fakes import writing_nothing
+from .loss_sums import Found, with_count
+from .micro_batches import find_weight
 from .optimizers import Given, as_one, parts_of
 from .partition import Assignment, partition
 from .refusals import without_anomaly_mode
@@ -142,6 +145,7 @@ def build(
     train: bool = True,
     again: bool = False,
     homes: Homes | None = None,
+    weighing: Weighing | None = None,
 ) -> Built:
     """Capture a step, complete its layouts and partition it for one rank.
 
@@ -155,15 +159,17 @@ def build(
         train: False: forward only.
         again: the model lies as another capture laid it: what that left plain, because it was whole, stays whole.
         homes: of how many ranks there are along the axis of stages, the one of each stage; None: one each.
+        weighing: a pass cuts batches into micro-batches, and asks how much each counts; None: none does.
 
     Raises:
+        PassError: the loss is no weighted mean over micro-batches.
         CaptureError, LayoutError, ShardError, MeshwrightError: with the user's line where there is one.
     """
     plan = plan or Plan()
     wished = runtime.RT.strategies if plan.strategies is None else plan.strategies
     staged = sum(1 << a for a, name in enumerate(mesh.axes) if name in (plan.stages or ()))
     with no_collection(), without_anomaly_mode(), writing_nothing(), runtime.preferring(wished, staged):
-        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan, rank, train, again, homes)
+        return _build(model, loss_fn, as_one(optimizer), batch, mesh, plan, rank, train, again, homes, weighing)
 
 
 def _build(
@@ -177,6 +183,7 @@ def _build(
     train: bool,
     again: bool,
     homes: Homes | None,
+    weighing: Weighing | None,
 ) -> Built:
     casts = _casts(model, mesh, plan)
     with _hooks(model, mesh, plan, casts) as met:
@@ -188,18 +195,39 @@ def _build(
     completed = complete(captured, mesh, constraints)
     stages = stages_of(model, captured, mesh, plan.stages, homes)
     laid, final, kept = _laid(model, captured, completed, mesh, plan, casts, stages)
+    counting = captured
+    if weighing is not None and train:
+
+        def capture_again(batch: Any) -> Captured:
+            with _hooks(model, mesh, plan, casts):
+                return capture(model, loss_fn, batch, mesh.device, casts.dtypes)
+
+        layouts = {s.node: completed.layouts[s.node] for s in captured.sources if s.kind == "batch"}
+        weighed = find_weight(captured, layouts, capture_again, batch, weighing)
+        counting, laid = _counting(captured, laid, weighed)
     update = None
     if optimizer is not None and train:
         update = update_of(optimizer, {id(p): n for n, p in model.named_parameters()})
     if plan.loss_scale is not None and train:
         _check_scaled(model, optimizer, update)
     made = partition(
-        captured, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
+        counting, laid, mesh, mesh.ranks[0] if rank is None else rank, update=update,
         clip_grad_norm=plan.clip_grad_norm, gradients=plan.gradients, states_over=plan.states_over,
         states_on=plan.states_on, train=train, loss_scale=plan.loss_scale,
     )  # fmt: skip
     always = PassManager([Recompute(), SplitCheckpoints(), *([Regather()] if plan.regather else [])])
     return Built(captured, completed, laid, always(made), final, kept, update, decided, met, stages)
+
+
+def _counting(captured: Captured, laid: Assignment, found: Found) -> tuple[Captured, Assignment]:
+    """The step, and its layouts, with the count of a micro-batch as its last output, where values say it."""
+    laid = replace(laid, weight=found.weight)
+    if not found.weight.counted:
+        return captured, laid
+    made, origins = with_count(captured, found)
+    return made, replace(
+        laid, stages={**laid.stages, **{n: s for n, of in origins.items() if (s := laid.stages.get(of)) is not None}}
+    )
 
 
 def conditions_of(

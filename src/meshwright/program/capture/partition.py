@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from ... import collective
 from ...compat import DataDependentOutputException, DynamicOutputShapeException
-from ...dispatch import BRING, ONCE, Once, link, resolve_types, root, unit_cotangent
+from ...dispatch import BRING, ONCE, Once, link, relayout, resolve_types, root, unit_cotangent
 from ...errors import CaptureError
 from ...layout import Layout, Partial, Spec
 from ...mesh import Mesh
@@ -33,6 +33,7 @@ from ...shard.parameters.stored import AS_SEEN, Axes, Stored
 from ...tensor import tell as wrap
 from ..ir.edges import put_stages
 from ..ir.inplace import note_writes, storages, written
+from ..ir.loss_weight import COUNT, WEIGHT_OUTPUT, LossWeight
 from ..ir.nodes import annotate, info_of, remove_dead
 from ..ir.program import Input, Origin, Output, Program, without_unserved
 from ..ir.strides import LAID, Strides, dense, is_dense, same
@@ -57,6 +58,7 @@ class Assignment:
         origins: where layouts came from.
         kept: of the same parameters, the records.
         stages: name of a node to its stage, of a step that has stages; ``axis``: of the mesh, over which they are.
+        weight: what the loss is a mean over; the last output is the count, where values say it.
     """
 
     specs: Mapping[str, Spec]
@@ -66,6 +68,7 @@ class Assignment:
     kept: Mapping[str, Stored] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)
     axis: str = ""
+    weight: LossWeight | None = None
 
 
 def partition(
@@ -200,6 +203,8 @@ class _Partition:
         for i, value in enumerate(made):
             if not isinstance(value, Tensor):
                 raise CaptureError(f"the loss function returned {value!r}: return tensors only")
+            if self._output(i, Spec(value.shape, value.dtype, Layout(self.mesh))).kind == WEIGHT_OUTPUT:
+                value = self._whole(value)
             if spec_at(value) is None:
                 wrap(value, Spec(value.shape, value.dtype, Layout(self.mesh)))
             resolve_types(value, value.__dict__["_spec"].decided())
@@ -208,8 +213,21 @@ class _Partition:
                 self.loss = value
             node = self.recorder.node_of(value)
             annotate(node, spec=spec)
-            self.outputs.append((Output("loss" if i == 0 else f"aux.{i - 1}", "aux" if i else "loss", spec), node))
+            self.outputs.append((self._output(i, spec), node))
         self._store()
+
+    def _whole(self, count: Tensor) -> Tensor:
+        """A count, summed over the ranks that have parts of it."""
+        have = spec_at(count)
+        if have is None:
+            return count
+        with torch.no_grad():
+            return relayout(count, Spec(have.shape, have.dtype, Layout(self.mesh)), wrap)
+
+    def _output(self, i: int, spec: Spec) -> Output:
+        if self.laid.weight is not None and self.laid.weight.counted and i == len(self.captured.outputs) - 1:
+            return Output(COUNT, WEIGHT_OUTPUT, spec)
+        return Output("loss" if i == 0 else f"aux.{i - 1}", "aux" if i else "loss", spec)
 
     def _read(self, node: fx.Node) -> Tensor:
         local = self.by_node[node.name]
@@ -389,7 +407,7 @@ class _Partition:
         graph.lint()
         made = Program(
             self.mesh, self.rank, graph, inputs, tuple(o for o, _ in self.outputs), tuple(self.recorder.causes),
-            self.laid.origins, dict(self.recorder.constants), text, stages=self.laid.axis,
+            self.laid.origins, dict(self.recorder.constants), text, stages=self.laid.axis, weight=self.laid.weight,
         )  # fmt: skip
         return without_unserved(made)
 

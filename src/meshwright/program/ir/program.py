@@ -14,6 +14,7 @@ from ...collective import COLLECTIVES
 from ...layout import Layout, Spec
 from ...mesh import Mesh
 from ...resharding.record import Record
+from .loss_weight import LossWeight
 from .nodes import Value, info_of, target_name
 from .schedules import Action, Schedule
 
@@ -43,7 +44,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One output: its name, how it lies, and its kind: ``"loss"``, ``"aux"``, ``"grad"``, or as of inputs of parts."""
+    """One output: its name, how it lies, and its kind: ``"loss"``, ``"aux"``, ``"grad"``, ``"weight"`` (the count of a
+    micro-batch, which a pass takes), or as of inputs of parts."""
 
     name: str
     kind: str
@@ -198,6 +200,7 @@ class Program:
         passes: records of the passes that made it, in order; as text in a program that was loaded.
         stages: the axis of the mesh over which layers are spread; empty for a step without stages.
         pipeline: how a step that is cut runs its parts.
+        weight: what its loss is a mean over, where a pass asked for it; None: nobody did.
     """
 
     mesh: Mesh
@@ -214,6 +217,7 @@ class Program:
     passes: tuple[Any, ...] = ()
     stages: str = ""
     pipeline: Staging | None = None
+    weight: LossWeight | None = None
 
     # -- looking at it --------------------------------------------------------------------------------
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ... import collective
 from ...collective import Group, Pending
-from ...compat import pytree
-from ...errors import MeshwrightError, ProgramError
+from ...errors import ProgramError
 from ...layout import Layout, Shard, Spec
 from ...ranks import runtime
 from ...tensor import DistTensor, wrap
-from ..capture.export_caches import forgotten
-from ..capture.interrupts import interrupts_deferred
 from ..ir.nodes import Value, checked_value, draws
-from ..ir.program import ONCE, Message, Program, Staging
-from ..ir.rows import known_by
+from ..ir.program import ONCE, Message, Staging
 from ..ir.schedules import Action
 from .bind import Bound, Ready
 
@@ -276,33 +272,6 @@ def cut_batch(leaves: Sequence[Any], micro_batches: int) -> list[list[Any]]:
     return [list(one) for one in zip(*parts, strict=True)]
 
 
-@contextmanager
-def twice_known_by(batch: Any, record: Callable[[Any], Program]) -> Iterator[None]:
-    """Within this context passes may ask what the step is for twice as many rows as ``batch`` has.
-
-    They are told nothing where tensors have other numbers of rows, or where it cannot be captured.
-    """
-
-    def twice() -> Program | None:
-        leaves, tree = pytree.tree_flatten(batch)
-        if len({x.shape[0] for x in leaves if isinstance(x, Tensor) and x.ndim}) == 1:
-            made = [_twice(x) if isinstance(x, Tensor) and x.ndim else x for x in leaves]
-            with suppress(MeshwrightError), forgotten(), interrupts_deferred():
-                return record(pytree.tree_unflatten(made, tree))
-        return None
-
-    with known_by(twice):
-        yield
-
-
-def _twice(x: Tensor) -> Tensor:
-    if not isinstance(x, DistTensor):
-        return torch.cat([x, x])
-    local, spec = x.to_local(), x.spec
-    shape = (2 * x.shape[0], *x.shape[1:])
-    return wrap(torch.cat([local, local]), Spec(shape, x.dtype, Layout(spec.mesh, spec.layout.placements)))
-
-
 def _cut(x: Tensor, n: int) -> list[Tensor]:
     if not isinstance(x, DistTensor):
         return list(x.tensor_split(n))
@@ -327,4 +296,4 @@ def _cut(x: Tensor, n: int) -> list[Tensor]:
     ]
 
 
-__all__ = ["Pipelined", "cut_batch", "twice_known_by"]
+__all__ = ["Pipelined", "cut_batch"]
