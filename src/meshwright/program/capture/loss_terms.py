@@ -19,7 +19,7 @@ from ...collective import COLLECTIVES
 from ...collective.graph import KEEP_ONE
 from ...errors import PassError
 from ..ir.linear import linear_in
-from ..ir.loss_weight import Ref, ScalarStep
+from ..ir.loss_weight import Earlier, ScalarStep
 from ..ir.nodes import VIEWS, ancestors, checked_value, info_of, is_sum, target_name, value_of
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ SAME, ROWS = frozenset({Term()}), frozenset({Term(rows=True)})
 
 
 @dataclass(frozen=True)
-class Recording:
+class MicroBatch:
     """A forward as one micro-batch computes it.
 
     Attributes:
@@ -120,7 +120,7 @@ class Recording:
 class LossTerms:
     """The terms of each value of a recording that the loss needs."""
 
-    def __init__(self, recording: Recording, hint: str) -> None:
+    def __init__(self, recording: MicroBatch, hint: str) -> None:
         self.recording, self.hint = recording, hint
         self.known: dict[fx.Node, Terms] = {}
         self.keys: dict[fx.Node, Key] = {}
@@ -373,7 +373,7 @@ class LossTerms:
 
     def _operand(self, node: fx.Node, place: Mapping[fx.Node, int]) -> Any:
         if node in place:
-            return Ref(place[node])
+            return Earlier(place[node])
         value = constant(node, self.recording.constants)
         if value is None or value.numel() != 1:
             raise self.refused(node, "it is divided by what is no function of a sum over the batch and of numbers")
@@ -441,5 +441,13 @@ def pairs_of(a: Any, b: Any) -> Iterator[tuple[Any, Any]]:
 
 
 __all__ = [
-    "LossTerms", "Mixed", "Recording", "Term", "Terms", "constant", "draws_numbers", "is_whole_number", "pairs_of",
+    "LossTerms",
+    "MicroBatch",
+    "Mixed",
+    "Term",
+    "Terms",
+    "constant",
+    "draws_numbers",
+    "is_whole_number",
+    "pairs_of",
 ]  # fmt: skip

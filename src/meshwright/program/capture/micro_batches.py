@@ -34,7 +34,7 @@ from ..ir.trace import Recorder
 from .export import Captured
 from .interpret import Interpreter
 from .loss_sums import Found, as_sums
-from .loss_terms import LossTerms, Mixed, Recording, Term, constant, draws_numbers, is_whole_number, pairs_of
+from .loss_terms import LossTerms, MicroBatch, Mixed, Term, constant, draws_numbers, is_whole_number, pairs_of
 from .row_numbers import Compared, Refused, compared_sizes
 from .source_lines import line_of
 
@@ -123,7 +123,7 @@ class _Following(Interpreter):
         return made
 
 
-def recorded(captured: Captured, compared: Compared, dims: Dims, numbers_add: bool, place: int) -> Recording:
+def recorded(captured: Captured, compared: Compared, dims: Dims, numbers_add: bool, place: int) -> MicroBatch:
     """The forward of one of two micro-batches.
 
     Args:
@@ -160,13 +160,13 @@ def recorded(captured: Captured, compared: Compared, dims: Dims, numbers_add: bo
         n.name for n in captured.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
     }
     ops = {n.name: target_name(n.target) for n in captured.graph.nodes if n.op == "call_function"}
-    return Recording(
+    return MicroBatch(
         recorder.graph, node, frozenset(batch), constants, following.names, following.given, compared.by_row,
         following.differentiated, compared.degrees, compared.row_counts, frozenset(random), ops,
     )  # fmt: skip
 
 
-def _check_places(a: Recording, b: Recording, refused: Refused) -> None:
+def _check_places(a: MicroBatch, b: MicroBatch, refused: Refused) -> None:
     """Raises PassError where two micro-batches, of the same shapes, are computed with otherwise."""
     mine, theirs = list(a.graph.nodes), list(b.graph.nodes)
     place = {n: i for i, n in enumerate(mine)} | {n: i for i, n in enumerate(theirs)}
@@ -290,7 +290,7 @@ def _is_ordered(captured: Captured, name: str) -> bool:
     return (views and moved) or schema.name.partition("::")[2] in _SEQUENCES
 
 
-def _mixes(mixed: Mixed, recording: Recording) -> str:
+def _mixes(mixed: Mixed, recording: MicroBatch) -> str:
     node = mixed.node.all_input_nodes[0] if reduces(mixed.node) else mixed.node
     return f"{recording.op(info_of(node).source)} {mixed.how}"
 

@@ -30,7 +30,7 @@ class Weighing:
 
 
 @dataclass(frozen=True)
-class Ref:
+class Earlier:
     """In the arguments of a step: the count (-1), or what an earlier step gives."""
 
     step: int
@@ -38,7 +38,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class ScalarStep:
-    """One op on numbers, of dtype ``dtype``; ``args`` name earlier ones as :class:`Ref`."""
+    """One op on numbers, of dtype ``dtype``; ``args`` name earlier ones as :class:`Earlier`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -84,7 +84,7 @@ def applied(function: tuple[ScalarStep, ...], count: Any, emit: Callable[[Scalar
     made: list[Any] = []
 
     def read(a: Any) -> Any:
-        if isinstance(a, Ref):
+        if isinstance(a, Earlier):
             return count if a.step < 0 else made[a.step]
         return [read(x) for x in a] if isinstance(a, list) else a
 
@@ -104,4 +104,4 @@ def value_at(function: tuple[ScalarStep, ...], dtype: torch.dtype, count: float)
         return float(applied(function, torch.tensor(count).to(dtype), emit))
 
 
-__all__ = ["COUNT", "WEIGHT_OUTPUT", "LossWeight", "Ref", "ScalarStep", "Weighing", "applied", "value_at"]
+__all__ = ["COUNT", "WEIGHT_OUTPUT", "Earlier", "LossWeight", "ScalarStep", "Weighing", "applied", "value_at"]
