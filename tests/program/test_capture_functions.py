@@ -226,7 +226,9 @@ def test_numbers_that_differ_by_rank_are_told() -> None:
         mw.simulate(run, mw.Mesh({"dp": 2}))
 
 
-@pytest.mark.parametrize("passes", [["data-parallel-optimization"], ["gradient-merge:k_steps=2"]], ids=str)
+@pytest.mark.parametrize(
+    "passes", [["data-parallel-optimization"], ["gradient-merge:k_steps=2,weighted=false"]], ids=str
+)
 def test_passes_and_files(passes: list[str], tmp_path: Path) -> None:
     """A step is recorded with what the Functions do: its file needs none of them."""
 

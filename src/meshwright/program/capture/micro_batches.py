@@ -292,7 +292,9 @@ def _is_ordered(captured: Captured, name: str) -> bool:
 
 def _mixes(mixed: Mixed, recording: MicroBatch) -> str:
     node = mixed.node.all_input_nodes[0] if reduces(mixed.node) else mixed.node
-    return f"{recording.op(info_of(node).source)} {mixed.how}"
+    op = recording.op(info_of(node).source)
+    unknown = "" if op.startswith(("aten.", "meshwright.")) else ", as it has no rule (give it one with mw.rule)"
+    return f"{op} {mixed.how}{unknown}"
 
 
 class _Answer:
