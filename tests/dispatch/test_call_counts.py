@@ -58,7 +58,7 @@ def _rank_of_eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_of_a_block() -> None:
     made, x = block.ours()
     there, back = of_both_ways(lambda: made(x))
-    assert there <= SPARE * 456
+    assert there <= SPARE * 460  # 3 of them so that hooks of gathered values are called
     assert back <= SPARE * 165
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -664,3 +665,67 @@ def test_real_processes():
     ((g * g).sum() + y.mean()).backward()
     for got in run_processes(_on_processes, 4):
         check_equal(got, plain([y, g, x.grad, w.grad, v.grad]))
+
+
+def _gathered(use: Any) -> Any:
+    """``h``, gathered by name from a sharded value, feeds work that depends on the rank: its gradient goes past it."""
+    mesh = mw.Mesh({"tp": 3})
+    g = torch.Generator().manual_seed(0)
+    x, w, v = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((5, 4), (4, 5), (4, 3)))
+
+    def plain() -> Any:
+        a = x.clone().requires_grad_()
+        return use(a, a * 1.5, w, v)
+
+    def run() -> Any:
+        a = mw.shard_tensor(x, mesh, {"tp": mw.Shard(0)}).requires_grad_()
+        h = mw.reshard(a * 1.5, {"tp": mw.Replicate()})
+        made = use(a, h, mw.shard_tensor(w, mesh, {"tp": mw.Shard(1)}), mw.shard_tensor(v, mesh, {"tp": mw.Shard(1)}))
+        return [mw.unshard(t) if isinstance(t, mw.DistTensor) else t for t in made]
+
+    want = plain()
+    for found in mw.simulate(run, mesh):
+        for a, b in zip(found, want, strict=True):
+            assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+def _hooked_before(a: Any, h: Any, w: Any, v: Any) -> list[Any]:
+    seen: list[Any] = []
+    h.register_hook(lambda g: (seen.append(g), g * 2)[1])
+    ((h @ w).tanh().sum() + (h @ v).square().sum()).backward()
+    return [*seen, a.grad]
+
+
+def _hooked_after(a: Any, h: Any, w: Any, v: Any) -> list[Any]:
+    seen: list[Any] = []
+    y = (h @ w).tanh().sum()
+    h.register_hook(lambda g: (seen.append(g), g * 2)[1])
+    y.backward()
+    return [*seen, a.grad]
+
+
+def _retained(a: Any, h: Any, w: Any, v: Any) -> list[Any]:
+    y = (h @ w).tanh().sum()
+    h.retain_grad()
+    y.backward()
+    return [h.grad, a.grad]
+
+
+def _differentiated(a: Any, h: Any, w: Any, v: Any) -> list[Any]:
+    y = (h @ w).tanh().sum()
+    both = torch.autograd.grad(y, [h, a], retain_graph=True)
+    (own,) = torch.autograd.grad(y, [a], retain_graph=True)
+    y.backward(inputs=[a])
+    return [*both, own, a.grad]
+
+
+def _twice(a: Any, h: Any, w: Any, v: Any) -> list[Any]:
+    (first,) = torch.autograd.grad((h @ w).tanh().sum(), [h], create_graph=True)
+    first.square().sum().backward()
+    return [first.detach(), a.grad]
+
+
+@pytest.mark.parametrize("use", [_hooked_before, _hooked_after, _retained, _differentiated, _twice])
+def test_gradients_of_values_that_conversions_go_past(use: Any) -> None:
+    """Hooks, ``retain_grad`` and ``autograd.grad`` of them, registered before and after their use."""
+    _gathered(use)

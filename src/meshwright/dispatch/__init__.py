@@ -24,7 +24,17 @@ from .calls import (
     spec_of,
     tensors_in,
 )  # fmt: skip
-from .execution import BRING, Execution, execute, relayout, root, unit_cotangent, wanted
+from .execution import (
+    BRING,
+    Execution,
+    ask_gradient,
+    execute,
+    relayout,
+    root,
+    unit_cotangent,
+    wanted,
+    wanting_gradients,
+)
 from .keys import TensorBounds, key_of, key_part, with_numbers
 from .leaves import Standin, any_linked, gradient_types, link, resolve_types
 from .plans import AS_OP, casts_of, make_rule, naming, plan_call
@@ -51,6 +61,7 @@ __all__ = [
     "Standin",
     "TensorBounds",
     "any_linked",
+    "ask_gradient",
     "autocast",
     "call",
     "call_disabled",
@@ -82,6 +93,7 @@ __all__ = [
     "tensors_in",
     "unit_cotangent",
     "wanted",
+    "wanting_gradients",
     "with_numbers",
     "write_through",
 ]  # fmt: skip

@@ -196,7 +196,7 @@ def _property(name: str) -> Callable[..., Any]:
 # Questions about the object or its memory, and autograd's own bookkeeping: the same for local and global.
 QUESTIONS = {
     "is_floating_point", "is_complex", "is_contiguous", "is_inference", "is_pinned", "is_conj", "is_neg", "is_signed",
-    "retain_grad", "requires_grad_", "storage_offset", "element_size", "get_device", "is_set_to",
+    "requires_grad_", "storage_offset", "element_size", "get_device", "is_set_to",
     "__hash__", "stride", "dim_order", "is_shared", "share_memory_",
     "has_names", "_is_view", "_backward_hooks", "is_distributed", "is_coalesced",
     "record_stream", "_has_symbolic_sizes_strides", "is_vulkan_available",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
@@ -155,6 +156,29 @@ def _versions(a: Tensor, b: Tensor) -> tuple[int, int]:
     return (version_of(a), version_of(b)) if Sharing.counted else (_version(a), _version(b))
 
 
+_NO_ORIGIN: tuple[Any, Any, Any] = (None, None, None)
+
+
+def ask_gradient(t: Tensor) -> None:
+    """Have the gradient of a value, which has a hook or retains it, flow through it where it would go past it."""
+    *_, asked = t.__dict__.get("_origin", _NO_ORIGIN)
+    if asked is not None:
+        asked[0] += 1
+
+
+@contextmanager
+def wanting_gradients(tensors: Iterable[Any]) -> Iterator[None]:
+    """Inside, gradients flow through these values, also where that sends more than going past them."""
+    asked = [t.__dict__["_origin"][2] for t in tensors if isinstance(t, Tensor) and "_origin" in t.__dict__]
+    for count in asked:
+        count[0] += 1
+    try:
+        yield
+    finally:
+        for count in asked:
+            count[0] -= 1
+
+
 def _already_there(
     t: Tensor, steps: planner.ConversionPlan, memo: dict[Any, Tensor] | None, note: Note | None
 ) -> Tensor | None:
@@ -169,7 +193,7 @@ def _already_there(
         if value is not None and note is not None:
             note(steps, False)
         return executor.apply_known(steps.steps, t, value) if value is not None else None
-    origin, versions = t.__dict__.get("_origin", (None, None))
+    origin, versions, asked = t.__dict__.get("_origin", _NO_ORIGIN)
     if steps.moves or origin is None or versions != _versions(origin, t):
         return None
     direct = planner.plan(origin.__dict__["_spec"].decided(), steps.dst)
@@ -179,7 +203,8 @@ def _already_there(
         note(steps, False)
     with torch.no_grad():
         value = executor.apply(steps.steps, t)  # moves nothing, but may take this rank's part
-    return executor.apply_known(direct.steps, origin, value)
+    made: Tensor = executor.Past.apply(origin, t, value, direct.steps, steps.steps, asked)
+    return made
 
 
 class Execution:
@@ -476,7 +501,7 @@ def relayout(x: Tensor, target: Spec, wrap: Wrap) -> Tensor:
         made = made.clone()
     out: Tensor = wrap(made, target)
     if x.requires_grad and not x.is_leaf:
-        out.__dict__["_origin"] = (x, _versions(x, out))
+        out.__dict__["_origin"] = (x, _versions(x, out), [0])
     return out
 
 

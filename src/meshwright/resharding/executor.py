@@ -363,12 +363,13 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, steps: tuple[ConversionStep, ...]) -> Tensor:
         ctx.steps, ctx.cause = steps, runtime.RT.cause
+        ctx.set_materialize_grads(False)
         here = ready(steps)
         return _apart(here.run(local), local) if here.views else here.run(_data(local))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return back(ctx.steps, grad, ctx.cause), None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else back(ctx.steps, grad, ctx.cause), None  # None: all went past it
 
 
 class _Bring(torch.autograd.Function):
@@ -441,6 +442,32 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return back(ctx.steps, grad, ctx.cause), None, None
+
+
+class Past(torch.autograd.Function):
+    """A value that a conversion gives, whose gradient goes to what it was converted of, by a transpose that sends less.
+
+    Where ``asked`` counts somebody who wants the gradient of the value itself, it goes through the value.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        origin: Tensor,
+        t: Tensor,
+        value: Tensor,
+        direct: tuple[ConversionStep, ...],
+        steps: tuple[ConversionStep, ...],
+        asked: list[int],
+    ) -> Tensor:
+        ctx.direct, ctx.steps, ctx.asked, ctx.cause = direct, steps, asked, runtime.RT.cause
+        return value.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        if ctx.asked[0]:
+            return None, back(ctx.steps, grad, ctx.cause), None, None, None, None
+        return back(ctx.direct, grad, ctx.cause), None, None, None, None, None
 
 
 class _Weighted(torch.autograd.Function):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 
 from .. import compat
 from ..compat import engine_run_backward
-from ..dispatch import NO, Args, Kwargs, disabled, refresh, resolve_types, root, unit_cotangent
+from ..dispatch import NO, Args, Kwargs, disabled, refresh, resolve_types, root, unit_cotangent, wanting_gradients
 from ..errors import DispatchError
 from . import modes
 from .dist_tensor import DistTensor, call_enabled, local_of, plain, whole, wrap
@@ -119,7 +120,7 @@ def _run_engine(
     ``torch.autograd.backward`` would come back here.
     """
     keep = create_graph if retain_graph is None else retain_graph
-    with modes.locals_only():
+    with modes.locals_only(), wanting_gradients(inputs) if inputs else nullcontext():
         made = engine_run_backward(
             tuple(outputs), tuple(seeds), keep, create_graph, tuple(inputs), allow_unused, accumulate_grad=accumulate
         )

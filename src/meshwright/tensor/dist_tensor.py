@@ -20,6 +20,7 @@ from ..dispatch import (
     NO,
     Args,
     Kwargs,
+    ask_gradient,
     call_disabled,
     disabled,
     gradient_types,
@@ -282,8 +283,15 @@ class DistTensor(torch.Tensor):
         """``hook(grad)`` with the gradient as a DistTensor; it may return another one of any layout."""
         self._spec.grad()  # complain now
         refresh(self, call_enabled)  # else a write to what it is a view of takes its place, and the hook with it
+        ask_gradient(self)
         with disabled():
             return compat.add_hook(self, GradientHook(self, hook))
+
+    def retain_grad(self) -> None:
+        """Have ``.grad`` of a value that is no leaf after a backward."""
+        ask_gradient(self)
+        with disabled():
+            Tensor.retain_grad(self)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[DistTensor], None]) -> Any:
         """``hook(tensor)`` after the gradient was accumulated into ``tensor.grad``, and synchronised there."""

@@ -22,6 +22,7 @@ from ...dispatch import (
     root,
     unit_cotangent,
     wanted,
+    wanting_gradients,
 )
 from ...errors import CaptureError, MeshwrightError
 from ...layout import NO_MARKS, Spec, dtype_from, marked
@@ -201,7 +202,10 @@ class Interpreter:
             else:
                 seeds.append(relayout(cotangents[i], spec.grad().with_(dtype=cotangents[i].dtype), wrap))
         inputs = [self.leaf_of(x) for x in inputs]
-        made = torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, create_graph=create, allow_unused=True)
+        with wanting_gradients(inputs):
+            made = torch.autograd.grad(
+                outputs, inputs, seeds, retain_graph=True, create_graph=create, allow_unused=True
+            )
         found = []
         for x, g, name in zip(inputs, made, dtypes.split(","), strict=True):
             resolve_types(x, x.__dict__["_spec"].decided())
