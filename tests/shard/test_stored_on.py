@@ -588,3 +588,30 @@ def test_ranks_with_empty_shards_gather_when_the_others_do(
     for found in mw.simulate(run, mesh):
         for name, p in plain.named_parameters():
             assert torch.allclose(found[name], p.grad, rtol=1e-12, atol=1e-14), name
+
+
+@pytest.mark.parametrize("order", ["model first", "penalty first", "assigned"])
+def test_a_second_backward_adds_to_gradients_of_uses_inside_and_outside_of_the_model(order: str) -> None:
+    """A penalty on weights is served behind the model's contributions, whose sum is on its way then."""
+    data = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
+
+    def gradients(mesh: mw.Mesh | None, **options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        x = data
+        if mesh is not None:
+            mw.shard_module(model, mesh, **options)
+            x = mw.shard_tensor(data, mesh, {"dp": mw.Shard(0)})
+        for _ in range(3):
+            parts = [lambda: model(x).square().mean(), lambda: sum(p.square().sum() for p in model.parameters())]
+            one, two = [part() for part in (parts[::-1] if order == "penalty first" else parts)]
+            (one + two).backward()
+            if order == "assigned":
+                for p in model.parameters():
+                    p.grad = p.grad * 2
+        return [mw.unshard(p.grad) if mesh is not None else p.grad for p in model.parameters()]
+
+    want = gradients(None)
+    for options in ({}, {"stored_over": "dp"}, {"bucket_bytes": 1}):
+        for made in mw.simulate(lambda o=options: gradients(DP, stored_on="cpu", **o), DP):
+            torch.testing.assert_close(made, want)

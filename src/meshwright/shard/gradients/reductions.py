@@ -82,6 +82,23 @@ def give(p: DistTensor, made: Tensor, spec: Spec) -> None:
         hold(p, wrap(made, spec))
 
 
+def hold_beside(p: DistTensor, g: DistTensor) -> None:
+    """Hold a reduced gradient beside what is held already: contributions, or their sum on its way.
+
+    Of a parameter on the host these may be there before its leaf is served.  Dispatch must be disabled.
+    """
+    kept = p.__dict__.get("_held")
+    seat: _Seat | None = None
+    while isinstance(kept, _Seat):
+        seat, kept = kept, kept.kept
+    if isinstance(kept, DistTensor):
+        g = wrap(Tensor.add(kept, in_spec(g, g._spec, kept._spec).to(kept.device)), kept._spec)
+    if seat is None:
+        hold(p, g)
+    else:
+        seat.kept = g
+
+
 class Reduction(InFlight):
     """An all-reduce: afterwards each gradient is a view of the buffer, in the layout of its parameter.
 
@@ -173,4 +190,4 @@ def partial_axes(spec: Spec) -> tuple[int, ...]:
     return tuple(a for a, p in enumerate(spec.layout.placements) if isinstance(p, Partial) and sizes[a] > 1)
 
 
-__all__ = ["InFlight", "Reduction", "Scattering", "give", "partial_axes"]
+__all__ = ["InFlight", "Reduction", "Scattering", "give", "hold_beside", "partial_axes"]

@@ -39,11 +39,12 @@ from ...mesh import Mesh
 from ...ranks import runtime
 from ...resharding import executor
 from ...resharding.planner import plan as plan_conversion
-from ...tensor import DistTensor, accumulates, hold, lay_aside, wrap
+from ...tensor import DistTensor, accumulates, lay_aside, wrap
 from ..parameters.stored import on_host, stored
 from .backward import Backward, begin, call_after
 from .batches import SameBatches
 from .buckets import Buckets
+from .reductions import hold_beside
 from .replicas import astray
 
 Tensor = torch.Tensor
@@ -322,7 +323,7 @@ class GradSync:
                 set_grad(p, wrap(made.clone() if made is g else made, partial))
                 return
             set_grad(p, None)
-            hold(p, wrap(g, own))
+            hold_beside(p, wrap(g, own))
 
 
 def _nowhere() -> None:
