@@ -77,6 +77,7 @@ def mixes(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def test_a_loss_that_mixes_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_merge.GradientMerge, "weighing", None)
     monkeypatch.setattr(gradient_merge, "weight_of", lambda program: None)
     assert reported(mixes, 4).departures[0].phase == "merge"
 

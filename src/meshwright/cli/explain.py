@@ -166,6 +166,7 @@ def _report(config: ExplainConfig) -> tuple[str, Explanation | Comparison]:
         subject.plan,
         rank=config.rank,
         homes=manager.homes,
+        weighing=manager.weighing,
     )
 
     def explained(program: Program, passes: Sequence[Pass] = ()) -> Explanation:

@@ -246,7 +246,7 @@ def _digest(
         own = on_meta(model)
         opt = optimizer(own.parameters())
     try:
-        made = build(own, loss_fn, opt, batch, mesh, plan)
+        made = build(own, loss_fn, opt, batch, mesh, plan, weighing=passes.weighing)
         return digest_of(passes(made.program), made.captured.module, options_of(opt))
     except CaptureError as error:
         raise CaptureError(f"{error} (or verify eager steps alone: modes=['eager'])") from error

@@ -211,9 +211,10 @@ class _Partition:
             spec = value.__dict__["_spec"]
             if i == 0:
                 self.loss = value
-            node = self.recorder.node_of(value)
-            annotate(node, spec=spec)
-            self.outputs.append((self._output(i, spec), node))
+            node, output = self.recorder.node_of(value), self._output(i, spec)
+            if output.kind != WEIGHT_OUTPUT:  # which is no value of the user's
+                annotate(node, spec=spec)
+            self.outputs.append((output, node))
         self._store()
 
     def _whole(self, count: Tensor) -> Tensor:
