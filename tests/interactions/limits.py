@@ -158,7 +158,6 @@ REFUSED = [
 KNOWN: list[Apart] = [
     Apart({"mode": CAPTURED, "micro": ("2", "3"), "loss": "by a count"}, "9: divisors from the batch"),
     Apart({"mode": "pipeline", "loss": "by a count"}, "9: the same"),
-    Apart({"context": "function", "storage": "stored_over and on"}, "new: a gather on some ranks alone"),
     Apart(
         {
             "initial": ("meta", "meta, loaded"),

@@ -133,7 +133,12 @@ class Rank:
         """What shard_module and compile_step are given."""
         if again and self.made["resumed"] == "other layout":
             return {}
-        return _chosen(self.made, model) if self.table is None else self.table
+        if self.table is not None:
+            return self.table
+        chosen = _chosen(self.made, model)
+        # What is to be stored over the axis is said to be whole: else completion may split it as its neighbours are.
+        over = chosen and "stored_over" in STORAGES[self.made["storage"]]
+        return {n: {} for n, _ in model.named_parameters()} | chosen if over else chosen
 
     def precision(self) -> Any:
         """The precision of the case, or None."""
