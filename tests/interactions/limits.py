@@ -159,28 +159,12 @@ KNOWN: list[Apart] = [
     Apart({"mode": CAPTURED, "micro": ("2", "3"), "loss": "by a count"}, "9: divisors from the batch"),
     Apart({"mode": "pipeline", "loss": "by a count"}, "9: the same"),
     Apart(
-        {
-            "initial": ("meta", "meta, loaded"),
-            "block": ("layer norm", "rotary", "position", "lora", "experts", "layer scale", "weight norm"),
-        },
-        "6: from the meta device only reset_parameters gives values",
-    ),
-    Apart(
         {"mode": CAPTURED, "micro": ("2", "3"), "rows": ("one on the last", "one each", "none on some")},
         "3: one row of a rank in a micro-batch",
     ),
     Apart({"mode": CAPTURED, "micro": ("2", "3"), "second": ("one on the last", "one")}, "3: the same"),
     Apart({"mode": CAPTURED, "micro": ("2", "3"), "layouts": "rows"}, "3: parts of weights"),
-    Apart(
-        {"mode": CAPTURED, "loss": "gradient penalty", "storage": but("storage", "plain", "states_over")},
-        "7: a gradient in the loss",
-    ),
-    Apart(
-        {"mode": CAPTURED, "loss": "gradient penalty", "precision": ("computed in float32", "reduced in float32")},
-        "7: the same",
-    ),
     Apart({"mode": BY_HAND, "second": but("second", "same")}, "new: another shape on some ranks alone"),
-    Apart({"initial": ("meta", "meta, loaded"), "block": "rotary"}, "5: arange and full pass torch.device by"),
 ]
 
 
