@@ -374,8 +374,9 @@ class CompiledStep:
         found = self._ready.pop(signature, None)
         if found is not None:
             self._ready[signature] = found  # the one used last
-            if found.follow():
-                return found
+        if self._peers.all_have(found is not None and found.follow()):
+            assert found is not None
+            return found
         batch = pytree.tree_unflatten(leaves, self._tree)
         first = self._first
         for i, (leaf, old) in enumerate(zip(leaves, first, strict=True)):

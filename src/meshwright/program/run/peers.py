@@ -71,6 +71,17 @@ class Peers:
         self.torn = torn and answer is None
         return made
 
+    def all_have(self, program: bool) -> bool:
+        """Whether all ranks have a program for their batch; else all of them capture.
+
+        Of global batches each rank says so by itself.  Of its own parts another rank may have a new shape, and this
+        one not.
+        """
+        if self.whole or self.mesh.size == 1:
+            return program
+        heard = collective.so_far((int(program),), collective.group(self.mesh), "")
+        return all(word for (word,) in heard())
+
     def evaluate(self, bound: Bound, leaves: Sequence[Any]) -> Any:
         """Run a program that updates nothing."""
         if self.mesh.size > 1:
