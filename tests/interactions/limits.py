@@ -164,7 +164,6 @@ KNOWN: list[Apart] = [
     ),
     Apart({"mode": CAPTURED, "micro": ("2", "3"), "second": ("one on the last", "one")}, "3: the same"),
     Apart({"mode": CAPTURED, "micro": ("2", "3"), "layouts": "rows"}, "3: parts of weights"),
-    Apart({"mode": BY_HAND, "second": but("second", "same")}, "new: another shape on some ranks alone"),
 ]
 
 

@@ -626,3 +626,42 @@ def test_gradients_are_named(alone: mw.Mesh) -> None:
     assert {info_of(n).line.partition(":")[0] for n in program.collectives()} == {"test_capture_local.py"}
     assert not any("copy_" in str(n.target) or "div_" in str(n.target) for n in nodes)  # values, no writes
     assert {info_of(n).role for n in nodes if n.op == "call_function"} == {"forward", "backward", "optimizer"}
+
+
+def test_a_shape_that_is_new_to_some_ranks_alone() -> None:
+    """Five rows over three ranks after three: two ranks have two rows, the last one has one as before.  All capture."""
+    mesh, rows = mw.Mesh({"dp": 3}), torch.arange(20.0, dtype=torch.float64).view(5, 4) / 10
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step_fn(x: Tensor) -> Tensor:
+            loss = model(x).square().sum()
+            loss.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = capture_local(step_fn, mesh, model=model, optimizer=optimizer, batch=rows[:1])
+        for n in (3, 5, 3):
+            step(rows[:n].split(-(-n // 3))[mw.rank()])
+        return model.weight.detach().clone()
+
+    try:
+        found = mw.simulate(run, mesh)
+    finally:
+        dist.destroy_process_group()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for n in (3, 5, 3):
+        optimizer.zero_grad()
+        model(rows[:n]).square().sum().backward()
+        optimizer.step()
+    for weight in found:
+        torch.testing.assert_close(weight, model.weight.detach())

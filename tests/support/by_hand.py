@@ -131,7 +131,7 @@ class _Kept(CaptureSource):
     name, by_hand = "kept", True
     recorded: Recorded
 
-    def record(self, batch: Any, train: bool, again: bool) -> Recorded:
+    def record(self, batch: Any, train: bool, again: bool, *more: Any) -> Recorded:
         return self.recorded
 
 
