@@ -8,6 +8,6 @@ is scaled by a number of processes, and files are written by the first rank from
 - :mod:`.trainer`: ``MeshTrainer``, the ``Trainer`` of Transformers, and the mixin ``OnMesh``
 - :mod:`.fabric`: ``MeshStrategy`` for Lightning Fabric
 
-:mod:`.transformers` has models of that library take :func:`meshwright.experts`.  None is imported with the package,
-and each imports what it is for.
+:mod:`.transformers` has models of that library take :func:`meshwright.experts`.  :mod:`.initial_weights` initialises
+its models that were built on the meta device.  None is imported with the package, and each imports what it is for.
 """

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import compat, torch_changes
 from ...compat import TorchDispatchMode, tree_leaves, tree_map_only
+from . import libraries
 
 Tensor = torch.Tensor
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)
@@ -78,6 +79,7 @@ class Recording:
         versions: memory to how often its tensors had been written to when it was last seen.
         number: of recordings, in the order in which they began.
         start, end: states of the default generator around the first replay.
+        failed: initialisations that raised on the meta device, with what they raised.
     """
 
     entries: list[RecordedCall] = field(default_factory=list)
@@ -87,6 +89,7 @@ class Recording:
     end: Tensor | None = None
     drawn: Tensor | None = None  # state of the default generator at the last random call
     pruned: int = 0
+    failed: list[str] = field(default_factory=list)
     joined: Recording | None = None  # the one that goes on with it
 
     def current(self) -> Recording:
@@ -99,6 +102,7 @@ class Recording:
         if first is not then:
             first.entries += then.entries
             first.versions |= then.versions
+            first.failed += then.failed
             then.joined, then.entries = first, []
         return first
 
@@ -256,6 +260,7 @@ class _Recorder(TorchDispatchMode):
 # Of torch.nn.init, what returns at once from a meta tensor: it asks ``tensor.is_meta``.
 _SKIPS = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
 INITIALISERS = {getattr(nn.init, name) for name in _SKIPS}
+_BY_CODE = {func.__code__: func for func in INITIALISERS}  # what torch.nn.init has may be replaced for a while
 _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
 
 
@@ -287,6 +292,8 @@ def _recording(original: Any, name: str) -> Any:
             return original(self, func, types, args, kwargs)
         if any(t not in _KINDS for t in types):
             return original(self, func, types, args, kwargs)
+        with unrecorded():
+            libraries.import_integrations()
         into = _recording_of(self)
         if func == _IS_META:
             _note_skipped(into, args[0], sys._getframe(1))
@@ -304,6 +311,15 @@ def _recording(original: Any, name: str) -> Any:
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
+def recording_now() -> Recording | None:
+    """The recording of what is done in this thread now; None where nothing is recorded."""
+    if _STATE.busy or compat.len_torch_dispatch_stack():
+        return None
+    modes = compat.get_current_function_mode_stack()
+    found = (m.__dict__.get("_recording") for m in modes)
+    return next((r.current() for r in found if isinstance(r, Recording)), None)
+
+
 def _recording_of(context: Any) -> Recording:
     """The recording of the outermost ``torch.device("meta")`` around a call."""
     modes = compat.get_current_function_mode_stack()
@@ -315,8 +331,8 @@ def _recording_of(context: Any) -> Recording:
 def _note_skipped(into: Recording, t: Tensor, frame: Any) -> None:
     """Enter the call of a function of ``torch.nn.init`` that asks whether its tensor is a meta tensor."""
     code = frame.f_code
-    func: Any = getattr(nn.init, code.co_name, None)
-    if not t.is_meta or func not in INITIALISERS or func.__code__ is not code:
+    func: Any = _BY_CODE.get(code)
+    if not t.is_meta or func is None:
         return
     with unrecorded():
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -374,4 +390,7 @@ def _recording_after(original: Any, name: str) -> Any:
     return applied
 
 
-__all__ = ["INITIALISERS", "Constant", "RecordedCall", "Recording", "Ref", "needed", "recorded", "unrecorded"]
+__all__ = [
+    *("INITIALISERS", "Constant", "RecordedCall", "Recording", "Ref"),
+    *("needed", "recorded", "recording_now", "unrecorded"),
+]

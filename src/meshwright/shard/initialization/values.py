@@ -21,6 +21,7 @@ from ...ranks import runtime
 from ...tensor import DistTensor
 from ...tensor.api import unshard
 from ..parameters.names import Names
+from .libraries import initialisation_of
 from .recording import Recording, Ref, needed, recorded
 from .replay import Replay
 
@@ -132,11 +133,13 @@ def give_values(model: nn.Module, names: Names, origins: Mapping[str, ValueOrigi
     now = names.current()
     there = {n: t for n, t in now.items() if n in origins}
     known = {n: o for n, o in origins.items() if o.ref is not None}
+    kept = {n for n, m, k in _buffers(names) if k in m._non_persistent_buffers_set}
     if init == LOAD:
-        kept = {n for n, m, k in _buffers(names) if k in m._non_persistent_buffers_set}
         known = {n: o for n, o in known.items() if n in kept}
     elif init is not None:
         known = {n: o for n, o in known.items() if not isinstance(names.tensors[n], nn.Parameter)}
+    else:
+        _raise_where_failed(origins)
     written = _replayed(known, there, device, draws=init is None)
     for t in there.values():
         if t.is_meta:
@@ -145,6 +148,9 @@ def give_values(model: nn.Module, names: Names, origins: Mapping[str, ValueOrigi
     before = {n: t._version for n, t in left.items()}
     if init == LOAD:
         _await(model, names, left)
+        computed = {id(t) for n, t in left.items() if n in kept}
+        for module in construction_order(model) if computed else ():
+            computed -= _initialise(module, computed)
         return
     if callable(init):
         with torch.no_grad():
@@ -158,6 +164,15 @@ def give_values(model: nn.Module, names: Names, origins: Mapping[str, ValueOrigi
         raise ShardError(
             "shard_module: on the meta device, and neither a recorded constructor nor reset_parameters() nor init= "
             f"writes {', '.join(f'{n} of {of[n]}' for n in nothing)}: {_FIX}"
+        )
+
+
+def _raise_where_failed(origins: Mapping[str, ValueOrigin]) -> None:
+    failed = [line for recording in _recordings(origins) for line in recording.failed]
+    if failed:
+        raise ShardError(
+            f"shard_module: on the meta device {failed[0]}. Build the model on the CPU, or pass init=fn; or pass "
+            'init="load" and call mw.load_weights.'
         )
 
 
@@ -219,6 +234,17 @@ def _reset(model: nn.Module, left: Mapping[str, Tensor]) -> None:
             with _apart(module, done):
                 reset()
             done.update(id(p) for p in module.parameters(recurse=False))
+        lacks -= _initialise(module, lacks)
+
+
+def _initialise(module: nn.Module, lacking: set[int]) -> set[int]:
+    """Let a model of a library initialise its own tensors among those with the ids ``lacking``, which it returns."""
+    found = initialisation_of(module) if lacking else None
+    own = lacking & {id(t) for t in (*module.parameters(), *module.buffers())} if found is not None else set()
+    if found is not None and own:
+        with torch.no_grad():
+            found.run(module, own)
+    return own
 
 
 @contextlib.contextmanager
