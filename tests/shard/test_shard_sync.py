@@ -407,3 +407,38 @@ def test_an_axis_that_nothing_is_split_over_is_said_once(split: Any, placements:
         unused
     )
     assert all(w.filename == __file__ for w in told)
+
+
+@pytest.mark.parametrize("operation", ["zero", "multiply", "view"])
+def test_an_assigned_whole_gradient_of_a_single_row_is_the_same_decision_on_all_ranks(operation: str) -> None:
+    """It has the shape of the part on the rank that has the row, and not on the other: no fact to decide by."""
+    mesh = mw.Mesh({"dp": 2})
+    data = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+
+    def norms(sharded: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, x, seen = nn.Linear(6, 1).double(), data, []
+        if sharded:
+            mw.shard_module(model, mesh, {"*": {"dp": mw.Shard(0)}})
+            x = mw.shard_tensor(data, mesh, {"dp": mw.Shard(0)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if sharded:
+            mw.shard_optimizer(optimizer)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            for p in model.parameters():
+                whole = mw.reshard(p.grad, {"dp": mw.Replicate()}) if sharded else p.grad.clone()
+                p.grad = whole.view_as(p) if operation == "view" else whole
+                if operation == "multiply":
+                    p.grad.mul_(0.5)
+            seen.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+            seen += [p.grad.norm().item() for p in model.parameters()]
+            optimizer.step()
+            seen += [p.norm().item() for p in model.parameters()]
+            if operation == "zero":
+                optimizer.zero_grad(set_to_none=False)
+        return seen
+
+    want = norms(sharded=False)
+    for made in mw.simulate(lambda: norms(sharded=True), mesh):
+        assert made == pytest.approx(want, rel=1e-12)

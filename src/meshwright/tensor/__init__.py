@@ -17,7 +17,19 @@ Once there are distributed tensors: ``autograd_functions`` is what becomes of ``
 from . import methods as methods
 from .dist_tensor import DistTensor, GradientHook, call_enabled, read, whole, wrap
 from .global_calls import GlobalCalls, tell
-from .gradients import Coming, LentGradient, accumulates, given_grad, guard, held, hold, in_slot, in_spec, lay_aside
+from .gradients import (
+    Coming,
+    LentGradient,
+    accumulates,
+    fits,
+    given_grad,
+    guard,
+    held,
+    hold,
+    in_slot,
+    in_spec,
+    lay_aside,
+)
 from .inference import Inference, infer, of_rule
 from .opened import OpenTensor
 from .substitutes import OPEN, stands_in, within
@@ -33,6 +45,7 @@ __all__ = [
     "OpenTensor",
     "accumulates",
     "call_enabled",
+    "fits",
     "given_grad",
     "guard",
     "held",

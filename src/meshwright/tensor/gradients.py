@@ -15,6 +15,7 @@ it.  So it needs no end of that backward, which may never come (it may raise).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import Any, Protocol
@@ -59,10 +60,25 @@ def hold(p: Tensor, g: DistTensor | Coming | None) -> None:
         p.__dict__["_held"] = g
 
 
+def fits(p: DistTensor, g: Spec) -> bool:
+    """Whether a gradient that lies so goes into the slot: on all ranks, whose decisions with it are the same then.
+
+    A whole gradient of a single row has the shape of the part of that rank alone which has the row.
+    """
+    own = p._spec
+    return g.layout is own.layout or g.layout == own.layout or _parts_alike(own.shape, own.layout, g.layout)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts_alike(shape: torch.Size, one: Layout, other: Layout) -> bool:
+    """Whether the parts of two layouts have the same shape on every rank."""
+    return all(one.local_shape(shape, at) == other.local_shape(shape, at) for at in one.mesh.coordinates())
+
+
 def in_slot(p: DistTensor) -> DistTensor | None:
     """The gradient, which comes into the slot if it fits there.  Dispatch must be disabled, and no backward run."""
     g = p.grad
-    if g is not None and "_held" in p.__dict__ and Tensor.size(g) == Tensor.size(p):
+    if g is not None and "_held" in p.__dict__ and fits(p, g._spec):
         set_grad(p, g)
         hold(p, None)
     return g
@@ -146,9 +162,9 @@ def _set(self: DistTensor, value: Any) -> None:
 
 def _put(p: DistTensor, g: DistTensor) -> None:
     """Into the slot, if it fits there, or beside it.  Dispatch must be disabled."""
-    fits = Tensor.size(g) == Tensor.size(p)
-    set_grad(p, g if fits else None)
-    hold(p, None if fits else g)
+    inside = fits(p, g._spec)
+    set_grad(p, g if inside else None)
+    hold(p, None if inside else g)
 
 
 def lay_aside(p: DistTensor) -> bool:

@@ -12,7 +12,7 @@ from ...layout import NO_MARKS, Partial, Spec, marked, marks_of
 from ...local_tensor import get_grad, set_grad
 from ...mesh import Mesh
 from ...ranks import runtime
-from ...tensor import Coming, DistTensor, held, hold, in_spec, wrap
+from ...tensor import Coming, DistTensor, fits, held, hold, in_spec, wrap
 from ..parameters.host import Leaving
 from ..parameters.packing import Packing
 from ..parameters.stored import on_host
@@ -76,7 +76,7 @@ def give(p: DistTensor, made: Tensor, spec: Spec) -> None:
         # A view that is a copy gets its values from its base: what is written to it alone is lost.
         made = Tensor.add(before, more) if marks_of(own).copied else Tensor.add_(before, more)
         spec = marked(own, NO_MARKS)
-    if Tensor.size(made) == Tensor.size(p):
+    if fits(p, spec):
         set_grad(p, wrap(made.to(p.device), spec))
     else:
         hold(p, wrap(made, spec))
