@@ -103,13 +103,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def captured(model: nn.Module, batch: Any, mesh: mw.Mesh, plan: Plan, passes: Sequence[str], rank: int) -> Program:
     optimizer = torch.optim.AdamW(model.parameters())
-    return PassManager(passes)(build(model, None, optimizer, batch, mesh, plan, rank=rank).program)
+    manager = PassManager(passes)
+    made = build(model, None, optimizer, batch, mesh, plan, rank=rank, weighing=manager.weighing)
+    return manager(made.program)
 
 
 def capture_of(model: nn.Module, batch: Any, how: str, rank: int) -> Any:
     """What a program for many sizes is made of."""
     mesh, plan, passes = PLANS[how]
-    built = build(model, None, torch.optim.AdamW(model.parameters()), batch, mesh, plan, rank=rank)
+    optimizer, weighing = torch.optim.AdamW(model.parameters()), PassManager(passes).weighing
+    built = build(model, None, optimizer, batch, mesh, plan, rank=rank, weighing=weighing)
     ready: Any = Bound(PassManager(passes)(built.program))
     return Capture(ready, built.captured.module, ())
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import meshwright as mw
-from meshwright.errors import CaptureError, ProgramError
+from meshwright.errors import CaptureError, PassError, ProgramError
 from meshwright.program import Program
 from meshwright.program.ir.nodes import annotate, info_of
 from meshwright.program.load import load_program
@@ -182,7 +182,12 @@ def test_passes_take_a_forward_that_writes_to_parameters(over: dict[str, str]) -
 
 
 def test_a_lookup_that_scales_rows_merged() -> None:
-    alike(mw.simulate(lambda: captured(Tables, DP, 3, passes=[MERGE]), DP), one_device(Tables, 3, 2))
+    with pytest.raises(
+        PassError, match="embedding_renorm_.default reads rows of other micro-batches"
+    ):  # it has no rule
+        mw.simulate(lambda: captured(Tables, DP, 3, passes=[MERGE]), DP)
+    passes = [f"{MERGE},weighted=false"]
+    alike(mw.simulate(lambda: captured(Tables, DP, 3, passes=passes), DP), one_device(Tables, 3, 2))
 
 
 def test_only_what_was_recorded_may_write_to_parameters(tmp_path: Path) -> None:

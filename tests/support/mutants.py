@@ -62,7 +62,7 @@ def programs() -> Iterator[bytes]:
     optimizer, batch = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(4, 4)
     plan = Plan(layouts, {"dp": mw.Shard(0)})
     made = build(model, lambda m, x: m(x), optimizer, batch, mesh, plan, rank=1).program
-    for passes in ([], ["data-parallel-optimization"], ["gradient-merge:k_steps=2"]):
+    for passes in ([], ["data-parallel-optimization"], ["gradient-merge:k_steps=2,weighted=false"]):
         file = io.BytesIO()
         mw.save_program(PassManager(passes)(made), file)
         yield file.getvalue()
