@@ -287,3 +287,20 @@ def test_who_holds_a_parameter_goes_on_with_it() -> None:
 
     mw.simulate(run, DP)
     assert calls.count(1) == calls.count(2) == 6
+
+
+def test_a_copy_has_the_values_of_its_original() -> None:
+    def run() -> None:
+        with torch.device("meta"):
+            model = Rotary(4)
+        other = copy.deepcopy(model)
+        assert all(type(t) is type(s) for t, s in zip(other.parameters(), model.parameters(), strict=True))
+        with torch.device("meta"):
+            linear = nn.Linear(4, 4)
+        again = copy.deepcopy(linear)
+        for m in (model, other, linear, again):
+            mw.shard_module(m, DP)
+        assert torch.equal(mw.unshard(linear.weight.detach()), mw.unshard(again.weight.detach()))
+        assert torch.equal(other.inv_freq, model.inv_freq)
+
+    mw.simulate(run, DP)

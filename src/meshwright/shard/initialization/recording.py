@@ -390,6 +390,23 @@ def _recording_after(original: Any, name: str) -> Any:
     return applied
 
 
+@torch_changes.replace(
+    "torch.nn.Parameter.__deepcopy__",
+    "torch.Tensor.__deepcopy__",
+    why="a copy of a model on the meta device gets the values of what it was copied from",
+)
+def _recording_copies(original: Any, name: str) -> Any:
+    @functools.wraps(original)
+    def copied(self: Any, memo: Any) -> Any:
+        known = recorded(self) if type(self) in _KINDS and self.is_meta and not _STATE.busy else None
+        if known is None or compat.len_torch_dispatch_stack():
+            return original(self, memo)
+        with unrecorded(), _Recorder(known[1]):
+            return original(self, memo)
+
+    return copied
+
+
 __all__ = [
     *("INITIALISERS", "Constant", "RecordedCall", "Recording", "Ref"),
     *("needed", "recorded", "recording_now", "unrecorded"),
