@@ -149,7 +149,7 @@ def test_a_loader_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         for other, message in (
             (of(10), "4 batches when its state was taken and has 5"),
             (of(8, torch.Generator()), "has 1 generators and had 0"),
-            (own, "of a loader without a state_dict"),
+            (own, "saved with a stateless loader, and this loader has a state_dict"),
         ):
             with pytest.raises(ShardError, match=message):
                 store.load(model=model, loader=other)
