@@ -84,6 +84,7 @@ f(2,4,6), f(2,6,8) | bmm
 f(4,6), f(6) | mv prelu
 f(6), f(6) | dot vdot
 f(4), f(6) | outer ger
+f(2,3), f(4,5) | kron
 f(4,8), f(4,6), f(6,8) | addmm
 f(4), f(4,6), f(6) | addmv
 f(4,6), f(4), f(6) | addr

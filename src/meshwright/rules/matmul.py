@@ -62,6 +62,26 @@ def inner(x: Arg, y: Arg, **kwargs: Any) -> Rule | None:
     return notation({x: [*a, "k"], y: [*b, "k"]}, [*a, *b], reduced="k", linear=[x, y], heavy=True)
 
 
+@rule("kron")
+def kron(x: Arg, y: Arg) -> Rule:
+    """Each dim of the result is one of x, and in each of its indices that dim of y."""
+    n = max(x.ndim, y.ndim)
+    left, right = (["1"] * (n - t.ndim) + names(f, t.shape) for t, f in ((x, "m"), (y, "n")))
+    out = [b if a == "1" else a if b == "1" else (a, b) for a, b in zip(left, right, strict=True)]
+    return notation(
+        {x: left[n - x.ndim :], y: right[n - y.ndim :]}, out, linear=[x, y], local=lambda ctx: _kron, heavy=True
+    )
+
+
+def _kron(x: Tensor, y: Tensor) -> Tensor:
+    """PyTorch's kernel ends with a view, which what it multiplied does not always allow: one row times a column."""
+    n = max(Tensor.dim(x), Tensor.dim(y))
+    left, right = ([1] * (n - Tensor.dim(t)) + list(Tensor.size(t)) for t in (x, y))
+    x = x.reshape([m for a in left for m in (a, 1)])
+    y = y.reshape([m for b in right for m in (1, b)])
+    return (x * y).reshape([a * b for a, b in zip(left, right, strict=True)])
+
+
 def _added(term: Arg, x: Arg, y: Arg, left: str, right: str, out: str, reduced: str = "", **flags: Any) -> Rule | None:
     """beta × term + alpha × x @ y, where the term broadcasts to the result."""
     letters = out.split()
