@@ -384,6 +384,22 @@ def test_bad_input(options: Any, error: type[MeshwrightError], message: str) -> 
     mw.simulate(run, mesh)
 
 
+def test_other_rows_on_one_stage_are_named_before_anything_is_sent() -> None:
+    mesh = mw.Mesh({"pp": 2})
+    text = r"batch tensor 0 has 8 rows on rank 0 \(stage rank 0\) and 12 rows on rank 1 \(stage rank 1\)"
+
+    def run() -> None:
+        step = mw.compile_step(
+            stages.Net(), stages.loss_of, None, ignoring(0, 8), mesh=mesh, stages=stages.STAGES,
+            passes=["pipeline:micro_batches=4"],
+        )  # fmt: skip
+        with pytest.raises(mw.errors.DesyncError, match=text):
+            step(ignoring(0, 12 if collective.group(mesh).index else 8))
+        step(ignoring(0, 8))
+
+    mw.simulate(run, mesh)
+
+
 def test_a_receive_that_never_comes_is_told() -> None:
     """Ranks that wait for each other's sends, and a sender that ends."""
     mesh = mw.Mesh({"pp": 2})

@@ -11,7 +11,7 @@ alone: a rank with an empty part must still take part.
 from __future__ import annotations
 
 from .agreement import Fact, Facts, difference, differing, together
-from .checking import claim_all, compare, same_values, so_far
+from .checking import WORDS, claim_all, compare, same_values, so_far
 from .digest import digests
 from .direct_calls import OPERATORS as BY_HAND
 from .direct_calls import refuse_by_hand, sends_objects
@@ -95,6 +95,7 @@ __all__ = [
     "STARTS",
     "WAIT_OP",
     "WIRE_ALL_GATHER",
+    "WORDS",
     "Cut",
     "Emitter",
     "Fact",

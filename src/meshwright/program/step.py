@@ -38,7 +38,7 @@ from .run.cycle import Cycle
 from .run.guard import Guard, modes, switched_back
 from .run.lengths import Capture, Lengths, Read
 from .run.peers import Peers, doing
-from .run.pipeline import cut_batch
+from .run.pipeline import check_rows, cut_batch
 from .run.proof import Check
 from .run.proofs import Proofs
 
@@ -424,6 +424,8 @@ class CompiledStep:
         self._unchanged()
         check_loaded(self.model)
         leaves = self._leaves(batch)
+        if self.training and (pipeline := self._current.program.pipeline) is not None:
+            check_rows(leaves, self.mesh, pipeline.axis)
         micros = self._micro_batches(leaves)
         readies = [self._for(micro) for micro in micros]
         ready = self._current = readies[0]

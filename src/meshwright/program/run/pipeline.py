@@ -11,8 +11,9 @@ import torch
 
 from ... import collective
 from ...collective import Group, Pending
-from ...errors import ProgramError
+from ...errors import DesyncError, ProgramError
 from ...layout import Layout, Shard, Spec
+from ...mesh import Mesh
 from ...ranks import runtime
 from ...tensor import DistTensor, wrap
 from ..ir.nodes import Value, checked_value, draws
@@ -245,6 +246,24 @@ class _Run:
 # ---------------------------------------------------------------------------------------------- micro-batches
 
 
+def check_rows(leaves: Sequence[Any], mesh: Mesh, axis: int) -> None:
+    """Compare the rows of a batch between all ranks, before the first of them captures or sends.
+
+    Raises:
+        DesyncError: on every rank, where some have batches of other sizes: stages would wait for each other forever.
+    """
+    own = [x.shape[0] if isinstance(x, Tensor) and x.ndim else -1 for x in leaves][: collective.WORDS]
+    everyone = collective.so_far(own, collective.group(mesh), "a step of a pipeline")()
+    for rank, other in zip(mesh.ranks, everyone, strict=True):
+        for i, (n, m) in enumerate(zip(everyone[0], other, strict=False)):
+            if n != m:
+                a, b = (f"rank {r} (stage rank {mesh.coordinate(r)[axis]})" for r in (mesh.ranks[0], rank))
+                raise DesyncError(
+                    f"pipeline: batch tensor {i} has {n} rows on {a} and {m} rows on {b}. Pass the same batch on every "
+                    "rank of a step."
+                )
+
+
 def cut_batch(leaves: Sequence[Any], micro_batches: int) -> list[list[Any]]:
     """The leaves of each micro-batch: the rows of a batch, as evenly as they can be cut.
 
@@ -296,4 +315,4 @@ def _cut(x: Tensor, n: int) -> list[Tensor]:
     ]
 
 
-__all__ = ["Pipelined", "cut_batch"]
+__all__ = ["Pipelined", "check_rows", "cut_batch"]
