@@ -25,6 +25,7 @@ from ..resharding import executor, planner
 from ..rules import Rule, checked_strategies
 from ..rules import rule as _rule
 from ..rules.factor_notation import TAKEN_WHERE
+from ..rules.strided import ROW_MAJOR
 from . import DistTensor, Inference, call_enabled, graph_marks, infer, read, wrap
 from . import autograd_functions as _functions  # noqa: F401 (guards what would take a rank's part for the whole)
 
@@ -142,6 +143,7 @@ def shard_tensor(t: Tensor, mesh: Mesh, placements: Placements, *, order: Any = 
         local = executor.apply(planner.plan(source, spec.decided()).steps, t.detach())
         local = local.clone(memory_format=torch.contiguous_format)
     made = wrap(local, spec)
+    made.__dict__[ROW_MAJOR] = True
     made.requires_grad_(t.requires_grad)
     if isinstance(t, nn.Parameter):
         made._is_param = True

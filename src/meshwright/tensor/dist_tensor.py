@@ -47,6 +47,7 @@ from ..local_tensor import bare, data_of, get_grad, moved, share_memory
 from ..mesh import Mesh, mesh_data, mesh_from
 from ..ranks import runtime
 from ..resharding import executor, planner
+from ..rules.strided import ROW_MAJOR
 from .substitutes import itself, stands_in
 
 Tensor = torch.Tensor
@@ -262,6 +263,7 @@ class DistTensor(torch.Tensor):
             _SET_DATA(self, value)
         moved(self)
         self.__dict__.pop("_memo", None)
+        self.__dict__.pop(ROW_MAJOR, None)
         share_memory(self)
         typed = value._spec.with_(reduced=old.reduced, undecided=old.undecided)
         self._spec = marked(typed, Marks(stored=marks_of(old).stored))  # other memory: a view of nothing any more

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from .. import compat
 from ..dispatch import NO, QUESTIONS, call_disabled, resolve
-from ..layout import MarkedSpec
+from ..layout import MarkedSpec, Spec
 from ..ranks import runtime
-from .dist_tensor import BASE, DistTensor
+from ..rules.strided import ROW_MAJOR
+from .dist_tensor import BASE, DistTensor, is_part
 from .substitutes import OPEN
 from .torch_function import dispatch
 
@@ -84,6 +86,36 @@ def _getter(name: str) -> Any:
     return property(lambda self: call_disabled(get, (), (self,), NO), doc=getattr(BASE, name).__doc__)
 
 
+def _clone(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """See torch.Tensor.clone.  A copy in row-major order is new memory of a known order, whatever was copied."""
+    made = _CLONE(self, *args, **kwargs)
+    if kwargs and kwargs.get("memory_format") is torch.contiguous_format and made.__class__ is DistTensor:
+        made.__dict__[ROW_MAJOR] = True
+    return made
+
+
+def _global_strides(spec: Spec, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of the global tensor that has its dims in the order in which a part of these sizes has them.
+
+    Code of users computes with them, as with sizes: those of a part would step over rows that are shorter.
+    """
+    order = [(step, -d) for d, step in enumerate(strides)]
+    made = []
+    for own in order:
+        inner = [-e for step, e in order if step != 0 and (step, e) < own]
+        longer, shorter = (math.prod(max(of[d], 1) for d in inner) for of in (spec.shape, sizes))
+        made.append(own[0] * longer // shorter)
+    return tuple(made)
+
+
+def _stride(self: Any, dim: int | None = None) -> Any:
+    """Strides of the global tensor."""
+    strides = call_disabled(Tensor.stride, (), (self,), NO)
+    if _enabled() and is_part(self._spec):
+        strides = _global_strides(self._spec, call_disabled(Tensor.size, (), (self,), NO), strides)
+    return strides if dim is None else strides[dim]
+
+
 _SAME = ("layout", "grad_fn", "is_leaf", "is_meta", "is_sparse", "_base", "_version")
 for _name in _SAME:
     setattr(DistTensor, _name, _getter(_name))
@@ -125,7 +157,7 @@ _where("is_cuda", lambda found: found.type == "cuda")
 
 _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "pow")
 _METHODS = (
-    "abs", "add", "add_", "amax", "amin", "bmm", "chunk", "clone", "contiguous", "copy_", "cos", "div", "div_", "exp",
+    "abs", "add", "add_", "amax", "amin", "bmm", "chunk", "contiguous", "copy_", "cos", "div", "div_", "exp",
     "expand", "flatten", "float", "gather", "log", "masked_fill", "matmul", "mean", "mm", "mul", "mul_", "neg",
     "permute",     "pow", "relu", "reshape", "rsqrt", "select", "sigmoid",
     "sin", "softmax", "split", "sqrt", "squeeze", "sub", "sub_",
@@ -139,3 +171,6 @@ for _name in _OPERATORS:
 for _name in QUESTIONS - {"__hash__"}:  # of that PyTorch's own asks nobody
     if callable(_func := getattr(Tensor, _name, None)):
         setattr(DistTensor, _name, _question(_name, _func))
+_CLONE = _method("clone", Tensor.clone)
+DistTensor.clone = _clone  # type: ignore[method-assign]
+DistTensor.stride = _stride  # type: ignore[method-assign,assignment]

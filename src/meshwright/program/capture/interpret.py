@@ -26,6 +26,7 @@ from ...dispatch import (
 )
 from ...errors import CaptureError, MeshwrightError
 from ...layout import NO_MARKS, Spec, dtype_from, marked
+from ...rules.strided import ROW_MAJOR
 from ...tensor import GlobalCalls
 from ...tensor import tell as wrap
 from ...tensor.graph_marks import CONSTRAIN, GRAD, read_placements
@@ -54,6 +55,14 @@ def _as_leaf(node: fx.Node, value: Any) -> Any:
     if isinstance(value, Tensor) and not value.requires_grad and _differentiated_by(node):
         value.requires_grad_()
     return value
+
+
+def _is_row_major(node: Any) -> bool:
+    """Whether the single device has a captured value as all of its memory, in row-major order."""
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) or not made.is_contiguous() or made.storage_offset():
+        return False
+    return made.untyped_storage().nbytes() == made.numel() * made.element_size()
 
 
 _ASSERTIONS = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default}
@@ -165,6 +174,8 @@ class Interpreter:
         elif func is CONSTRAIN.default:
             made = self._brought(args[0], read_placements(args[1]))
         elif isinstance(func, compat.OpOverload):
+            if str(func.overloadpacket).startswith("aten.as_strided") and _is_row_major(node.args[0]):
+                args[0].__dict__[ROW_MAJOR] = True
             made = self.calls.call(func, tuple(args), dict(kwargs))
         else:
             made = func(*args, **kwargs)  # operator.getitem and arithmetic on numbers
