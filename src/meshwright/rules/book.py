@@ -85,6 +85,8 @@ f(4,6), f(6) | mv prelu
 f(6), f(6) | dot vdot
 f(4), f(6) | outer ger
 f(2,3), f(4,5) | kron
+f(4,6), (3,2), (2,1), 0 | elements_by_strides
+f(4,6), f(3,2), (3,2), (2,1), 0 | scatter_by_strides
 f(4,8), f(4,6), f(6,8) | addmm
 f(4), f(4,6), f(6) | addmv
 f(4,6), f(4), f(6) | addr
