@@ -173,4 +173,4 @@ for _name in QUESTIONS - {"__hash__"}:  # of that PyTorch's own asks nobody
         setattr(DistTensor, _name, _question(_name, _func))
 _CLONE = _method("clone", Tensor.clone)
 DistTensor.clone = _clone  # type: ignore[method-assign]
-DistTensor.stride = _stride  # type: ignore[method-assign,assignment]
+DistTensor.stride = _stride  # type: ignore[method-assign]
