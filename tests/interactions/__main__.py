@@ -25,7 +25,7 @@ def main() -> None:
     args = parser.parse_args()
     CompiledStep.compares = args.check
     start, of = map(int, args.part.split("/"))
-    counts, begin = Counter[str](), time.process_time()
+    counts, seconds, begin = Counter[str](), Counter[str](), time.process_time()
     for number, made in enumerate(array(args.strength, args.salt)):
         if number % of != start:
             continue
@@ -37,11 +37,13 @@ def main() -> None:
             print(f"{number} {kind} {short(made)} {verdict.why}", flush=True)
             if args.shrink and kind != "invalid":
                 print(script(*shrink(made, verdict)), flush=True)
-        if (took := time.process_time() - before) > args.slow:
+        seconds[made["mode"]] += (took := time.process_time() - before)
+        if took > args.slow:
             print(f"{number} took {took:.1f} s {short(made)}", flush=True)
         if sum(counts.values()) % 100 == 0:
             print(dict(counts), f"{time.process_time() - begin:.0f} s of CPU", flush=True)
-    print("end", dict(counts), f"{time.process_time() - begin:.0f} s of CPU", flush=True)
+    modes = ", ".join(f"{mode} {took:.0f}" for mode, took in seconds.most_common())
+    print("end", dict(counts), f"{time.process_time() - begin:.0f} s of CPU: {modes}", flush=True)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class Rank:
             return self.table
         chosen = _chosen(self.made, model)
         # What is to be stored over the axis is said to be whole: else completion may split it as its neighbours are.
-        over = chosen and "stored_over" in STORAGES[self.made["storage"]]
+        over = "stored_over" in STORAGES[self.made["storage"]]
         return {n: {} for n, _ in model.named_parameters()} | chosen if over else chosen
 
     def precision(self) -> Any:
