@@ -131,11 +131,10 @@ class Rank:
 
     def layouts(self, model: nn.Module, again: bool = False) -> Any:
         """What shard_module and compile_step are given."""
-        if again and self.made["resumed"] == "other layout":
-            return {}
-        if self.table is not None:
+        other = again and self.made["resumed"] == "other layout"
+        if self.table is not None and not other:
             return self.table
-        chosen = _chosen(self.made, model)
+        chosen = {} if other else _chosen(self.made, model)
         # What is to be stored over the axis is said to be whole: else completion may split it as its neighbours are.
         over = "stored_over" in STORAGES[self.made["storage"]]
         return {n: {} for n, _ in model.named_parameters()} | chosen if over else chosen

@@ -126,3 +126,19 @@ def test_as_data_and_as_text() -> None:
 def test_bad_input(make: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         make()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_blocks_at_a_stage(stage: int, dim: int) -> None:
+    """A fused projection that is split by its blocks: ranks of other stages have none of them."""
+    mesh = mw.Mesh({"pp": 2, "tp": 2})
+    layout = {"pp": mw.At(stage), "tp": mw.Shard(dim, blocks=(4, 2, 4))}
+    t = torch.arange(100.0).view(10, 10)
+
+    def run() -> list[torch.Tensor]:
+        x = mw.shard_tensor(t, mesh, layout)
+        return [mw.unshard(x), mw.unshard(mw.reshard(x, {"pp": mw.At(1 - stage), "tp": mw.Replicate()}))]
+
+    for found in mw.simulate(run, mesh):
+        assert all(torch.equal(value, t) for value in found)

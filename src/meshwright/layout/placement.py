@@ -199,6 +199,8 @@ def own_ranges(p: Placement, size: int, parts: int, index: int) -> list[tuple[in
     """Start and stop of all that rank ``index`` of an axis has: of each block a part, those that touch as one."""
     if not isinstance(p, Shard) or not p.blocks:
         return [own_bounds(p, size, parts, index)]
+    if not size:  # at another stage
+        return [(0, 0)]
     found: list[tuple[int, int]] = []
     start = 0
     for n in p.blocks:

@@ -127,7 +127,13 @@ def _moved(p: Shard, n: int, back: bool = False) -> Runner:
         cuts = [(at, length) for _, at, length in sorted(starts) if length]
     else:
         cuts = [(a, b - a) for a, b in ranges if b > a]
-    return lambda t: torch.cat([t.narrow(p.dim, at, length) for at, length in cuts], p.dim)
+
+    def moved(t: Tensor) -> Tensor:
+        if not t.shape[p.dim]:  # of another stage
+            return t
+        return torch.cat([t.narrow(p.dim, at, length) for at, length in cuts], p.dim)
+
+    return moved
 
 
 def _scale(step: ConversionStep) -> float:
