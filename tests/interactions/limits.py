@@ -114,7 +114,7 @@ REFUSED = [
         {"mode": CAPTURED, "micro": ("2", "3"), "loss": "gradient penalty"},
         "no weighted mean",
         "gradient-merge.md",
-        "What is no weighted mean is refused",
+        "A loss that is no weighted mean raises",
         always=False,
     ),
     Refusal(
@@ -128,6 +128,32 @@ REFUSED = [
         "two means over different numbers",
         "gradient-merge.md",
         "two means of which the values of a batch say over how much each is",
+    ),
+    Refusal(
+        {"mode": CAPTURED, "micro": ("2", "3"), "context": "function"},
+        "as it has no rule",
+        "limits.md",
+        "Ops without a rule, autograd Functions of your own, that rows pass through | refused",
+    ),
+    Refusal(
+        {"mode": "pipeline", "context": "function"},
+        "as it has no rule",
+        "limits.md",
+        "Ops without a rule, autograd Functions of your own, that rows pass through | refused",
+    ),
+    Refusal(
+        {"mode": CAPTURED, "micro": ("2", "3"), "second": "one"},
+        "micro-batches of 1 and of more elements in a sharded dim",
+        "gradient-merge.md",
+        "A micro-batch of one row is not split",
+        always=False,
+    ),
+    Refusal(
+        {"mode": "pipeline", "values": "positions first"},
+        "is called for twice as many rows",
+        "limits.md",
+        "A pipeline captured for one row, where `contiguous()` or a view does nothing | refused",
+        always=False,
     ),
     Refusal(
         {"mode": "pipeline", "loss": ("contrastive", "over rows")},
