@@ -26,8 +26,9 @@ BOOK = {**RULES, **COMPOSITES}
 NO_SCHEMA = {
     "H", "T", "associative_scan_rows", "bfloat16", "blend_running", "bool", "byte", "carrier", "cdouble", "cfloat",
     "char", "checked_documents", "class_loss", "class_sums", "cpu", "cuda", "document_attention", "document_mask",
-    "double", "expert_outputs", "extremum", "first_index", "float", "gated_delta_rows", "getitem", "half", "head_sums",
-    "int", "laid_as", "long", "new_tensor", "partial_prod", "setitem", "short", "target_weights", "type", "whole_prod",
+    "double", "elements_by_strides", "expert_outputs", "extremum", "first_index", "float", "gated_delta_rows",
+    "getitem", "half", "head_sums", "int", "laid_as", "long", "new_tensor", "partial_prod", "scatter_by_strides",
+    "setitem", "short", "target_weights", "type", "whole_prod",
 }  # fmt: skip
 # The rule is for fewer arguments than the op has: what these forms are, and what becomes of them.
 NOT_CALLED = {("einsum", "path"), ("normal", "size")}
