@@ -61,12 +61,15 @@ f(4,6), 1, i(4,3), f(4,3), 'sum' | scatter_reduce_
 f(4,6), 0, i(5), f(5,6) | index_add_ index_copy_
 f(4,6), 0, i(5), 0.0 | index_fill_
 f(4,6), [i(5)], f(5,6) | index_put_
+f(4,6), f(4,6) | resize_as_ resize_as
+f(4,6), (4,6) | resize_ resize
 """
 LINES = [line.partition(" | ") for line in (WHOLE_CALLS + COMPOSED).splitlines()]
 CALLS = _CALLS | {op: call for call, _, ops in LINES for op in ops.split()}
 # Lists of tensors, of which each goes its own way; no op; of an accelerator; of names alone; a check of values.
 UNASKED = {n for n in COMPOSITES if "foreach" in n}
 UNASKED |= {"_has_compatible_shallow_copy_type", "cuda", "pin_memory", "_to_copy", "linalg_solve_triangular"}
+UNASKED |= {n for n in COMPOSITES if n.startswith("as_strided")}  # of memory, of which a spec says nothing
 UNASKED |= {"checked_documents", "associative_scan_rows", "meshwright::associative_scan"}  # of a function
 
 
