@@ -154,7 +154,7 @@ def test_a_file_that_was_changed(tmp_path: Path) -> None:
     changed["rank"] = 3
     for data, message in (
         (changed, r"step\.mw"),
-        ({**text, "version": 99}, "version"),
+        ({**text, "version": 99}, "program format 99, expected"),
         ({"format": "other"}, r"step\.mw"),
     ):
         with zipfile.ZipFile(path, "w") as file:

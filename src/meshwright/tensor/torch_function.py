@@ -60,6 +60,8 @@ PYTORCHS = (RuntimeError, ValueError, IndexError)  # and no error of ours
 def fix_of_parts(text: str, tensors: Sequence[Tensor]) -> str:
     """The text of an error, and what to do where a plain tensor is as long as this rank's part of a distributed one;
     empty where none is."""
+    if "out of bounds" in text or "out of range" in text:  # of an index, whose length is no clue
+        return ""
     with disabled():
         parts = [(t._spec, Tensor.size(t)) for t in tensors if isinstance(t, DistTensor)]
         for t in [t for t in tensors if not isinstance(t, DistTensor)]:
