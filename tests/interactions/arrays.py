@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import covertable
 import numpy as np
 
-from .factors import FACTORS, MESHES, Case
-from .limits import APART, REFUSED, Values
+from .factors import DEFAULTS, FACTORS, MESHES, Case
+from .limits import APART, REFUSED, Values, meets
 
 # How many times as long a case takes.
 PRICES = {
@@ -134,7 +134,13 @@ class _Criterion:
 def array(strength: int, salt: str) -> Iterator[Case]:
     """Cases in which all values meet that go together; another salt gives others."""
     never = [row.when for row in (*APART, *(r for r in REFUSED if r.always))]
-    yield from _Controller(never, strength, salt).make_async()
+    controller = _Controller(never, strength, salt)
+    yield from controller.make_async()
+    for meeting in sorted(controller.hopeless):  # no row was found around it: the defaults are one
+        names, index = controller._place(meeting)
+        values = {n: list(FACTORS[n])[i] for n, i in zip(names, index, strict=True)}
+        tries = ({**DEFAULTS, "mode": mode, **values} for mode in FACTORS["mode"])
+        yield from islice((made for made in tries if not any(meets(made, when) for when in never)), 1)
 
 
 def meetings(cases: list[Case], strength: int) -> set[tuple[tuple[str, str], ...]]:
