@@ -191,14 +191,6 @@ def written_over(program: Program) -> None:
         call(program.graph, aten.mul_.Tensor, (node, 1.5), info_of(later).beside(checked_value(node)))
 
 
-def clipped_twice(program: Program) -> None:
-    """Gradients are scaled by the clip's factor once more."""
-    node = next(n for n in program.graph.nodes if n.target is aten._foreach_mul.Tensor)
-    with program.graph.inserting_before(node.next):
-        call(program.graph, aten._foreach_mul_.Tensor, (list(_update(program)[1].values()), node.args[1]),
-             info_of(node).beside(None))  # fmt: skip
-
-
 def statistics_twice(program: Program) -> None:
     """The statistics of a batch norm are counted once more."""
     places = dict(zip(program.placeholders, program.inputs, strict=True))
